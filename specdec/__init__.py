@@ -1,0 +1,83 @@
+"""specdec: speculative decoding with the same output, at a measured price, open at every joint.
+
+    import specdec
+
+    lm = specdec.load()                 # the embedded model; or a folder, or a hub id
+    print(lm.generate("def add(a, b):").text)
+
+Importing this package loads no plugin, no kernel and no configuration; names below are resolved when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from specdec._version import __version__
+
+if TYPE_CHECKING:
+    from specdec.api import inspect_checkpoint, load
+    from specdec.config import RunConfig, between, load_config, one_of
+    from specdec.contract import (
+        BackendSpec,
+        Context,
+        CycleRecord,
+        DepthPolicy,
+        DepthPolicySpec,
+        Draft,
+        Drafter,
+        DrafterEnv,
+        DrafterSpec,
+        ForwardOutput,
+        ForwardPass,
+        Guarantee,
+        Logits,
+        ModelInfo,
+        ModelSpec,
+        Need,
+        Parity,
+        Sampling,
+        Stats,
+        Verdict,
+        Verifier,
+        VerifierSpec,
+    )
+    from specdec.errors import SpecdecError
+    from specdec.hookspecs import hookimpl
+    from specdec.pipeline import LanguageModel
+    from specdec.session import Session, Stream
+    from specdec.telemetry import Result
+
+_HOME = {
+    "specdec.api": ("inspect_checkpoint", "load"),
+    "specdec.config": ("RunConfig", "between", "load_config", "one_of"),
+    "specdec.contract": (
+        "BackendSpec", "Context", "CycleRecord", "DepthPolicy", "DepthPolicySpec", "Draft", "Drafter", "DrafterEnv",
+        "DrafterSpec", "ForwardOutput", "ForwardPass", "Guarantee", "Logits", "ModelInfo", "ModelSpec", "Need",
+        "Parity", "Sampling", "Stats", "Verdict", "Verifier", "VerifierSpec",
+    ),
+    "specdec.errors": ("SpecdecError",),
+    "specdec.hookspecs": ("hookimpl",),
+    "specdec.pipeline": ("LanguageModel",),
+    "specdec.session": ("Session", "Stream"),
+    "specdec.telemetry": ("Result",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [  # noqa: PLE0604  (the names of _HOME, spelt out for type checkers above)
+    "__version__",
+    *_MODULE_OF,
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

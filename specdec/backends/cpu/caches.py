@@ -1,0 +1,125 @@
+"""Per-layer state on the CPU: keys and values, and the convolution window plus recurrent matrix of the delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from specdec.backends.ops import DeltaShape
+from specdec.errors import StateError
+
+MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
+
+
+class CpuKVCache:
+    """Keys and values ``[capacity, nkv, D]`` in act dtype; rows at and behind ``length`` are stale or provisional.
+
+    The memory is reserved, not touched: pages become resident as rows are written.
+    """
+
+    def __init__(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.length = 0
+        self.keys = torch.empty(capacity, kv_heads, head_dim, dtype=dtype)
+        self.values = torch.empty(capacity, kv_heads, head_dim, dtype=dtype)
+
+    def reserve(self, rows: int) -> tuple[int, int]:
+        """The slots ``start, end`` that a pass of ``rows`` rows writes."""
+        end = self.length + rows
+        if end > self.keys.shape[0]:
+            raise StateError(f"the KV cache holds {self.keys.shape[0]} tokens, {end} are needed")
+        return self.length, end
+
+    def commit(self, rows: int) -> None:
+        self.length += rows
+
+    def truncate(self, length: int) -> bool:
+        self.length = length
+        return True
+
+    def save(self) -> dict[str, Tensor]:
+        return {"keys": self.keys[: self.length].clone(), "values": self.values[: self.length].clone()}
+
+    def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
+        self.keys[:length] = arrays["keys"]
+        self.values[:length] = arrays["values"]
+        self.length = length
+
+    def nbytes(self) -> int:
+        return 2 * self.keys.nbytes
+
+
+class CpuDeltaCache:
+    """Recurrent matrix ``S [Hv, Dk, Dv]`` float32 and the last kc-1 raw convolution rows.
+
+    A pass reads ``state`` and leaves the matrix after all of its T rows in ``after``, so that keeping everything is a
+    swap. Keeping only a < T rows runs the first a rows again from ``state`` through ``replay``, which the op set up
+    with the inputs of the pass: the same arithmetic in the same order, hence the same bits.
+    """
+
+    def __init__(self, shape: DeltaShape, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.length = 0
+        size = (shape.value_heads, shape.key_dim, shape.value_dim)
+        self.state = torch.zeros(size, dtype=torch.float32)
+        self.after = torch.empty(size, dtype=torch.float32)
+        self.window = torch.zeros(shape.kernel - 1, shape.channels, dtype=dtype)  # oldest first
+        self.raw: Tensor | None = None  # window and the rows of the last pass, [kc-1+T, C]
+        self.replay: Callable[[int], None] | None = None  # replay(a): ``after`` becomes the matrix after a rows
+        self._marks: list[tuple[int, Tensor, Tensor]] = []
+
+    def commit(self, rows: int) -> None:
+        if rows == 0:
+            self.raw = self.replay = None
+            return
+        if self.raw is None or self.replay is None:
+            raise StateError("commit without a pass before it")
+        taps = self.shape.kernel - 1
+        if rows < self.raw.shape[0] - taps:
+            self.replay(rows)
+        self.state, self.after = self.after, self.state
+        self.window = self.raw[rows : rows + taps].clone()
+        self.raw = self.replay = None
+        self.length += rows
+
+    def mark(self) -> None:
+        """Keep a copy of the committed state as a point that ``truncate`` can return to."""
+        if self._marks and self._marks[-1][0] == self.length:
+            return
+        self._marks = [*self._marks[-MARKS + 1 :], (self.length, self.state.clone(), self.window.clone())]
+
+    def marks(self) -> list[int]:
+        """Lengths that ``truncate`` can return to: the marks, the present length and 0."""
+        return [0, *(length for length, _, _ in self._marks), self.length]
+
+    def truncate(self, length: int) -> bool:
+        self.raw = self.replay = None
+        if length == self.length:
+            return True
+        if length == 0:
+            self.state.zero_()
+            self.window = torch.zeros_like(self.window)
+            self._marks = []
+        else:
+            self._marks = [mark for mark in self._marks if mark[0] <= length]
+            if not self._marks or self._marks[-1][0] != length:
+                return False
+            self.state.copy_(self._marks[-1][1])
+            self.window = self._marks[-1][2].clone()
+        self.length = length
+        return True
+
+    def save(self) -> dict[str, Tensor]:
+        return {"state": self.state.clone(), "window": self.window.clone()}
+
+    def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
+        self.state.copy_(arrays["state"])
+        self.window = arrays["window"].clone()
+        self.length = length
+        self.raw = self.replay = None
+        self._marks = []
+
+    def nbytes(self) -> int:
+        marks = sum(state.nbytes + window.nbytes for _, state, window in self._marks)
+        return self.state.nbytes + self.after.nbytes + self.window.nbytes + marks

@@ -1,0 +1,229 @@
+"""Build the C++ kernels with this machine's compiler at first use, keep them in the user's cache, load them.
+
+Why not wheels: ``-march=native`` is worth a factor here, and one source then serves every processor. The library is
+keyed by its sources, flags, compiler version and processor, so a changed machine builds again instead of crashing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import structlog
+import torch  # noqa: F401  (first, so that its OpenMP runtime is the one that the kernels' soname resolves to)
+
+from specdec.errors import ConfigError, UnsupportedError
+
+log = structlog.get_logger(__name__)
+
+SOURCES = Path(__file__).with_name("kernels")
+SWITCH = "SPECDEC_CPU_KERNELS"  # auto, torch (never build) or native (unavailable is an error)
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=off",  # a fused multiply-add is written, never chosen by the optimiser: the bits depend on it
+    "-fno-math-errno",
+    "-Wno-psabi",
+)
+OPENMP = "-fopenmp"
+BUILD_SECONDS = 300  # a compiler that takes longer has hung
+_TAIL = 2000  # characters of compiler output that a report keeps
+
+
+@attrs.frozen
+class KernelsUnavailable:
+    """Why the native kernels cannot be used."""
+
+    reason: str  # one line
+    detail: str = ""  # the end of the compiler's output
+
+
+@attrs.frozen
+class Kernels:
+    """The loaded library."""
+
+    path: Path
+    description: str
+    library: ctypes.CDLL = attrs.field(repr=False, eq=False)
+
+    def function(self, name: str, arguments: str, result: Any = None) -> Any:
+        """A C function. ``arguments`` has a letter for each: p pointer, i int64, f float."""
+        kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+        found = getattr(self.library, name)
+        found.argtypes = [kinds[letter] for letter in arguments]
+        found.restype = result
+        return found
+
+
+def load_kernels() -> Kernels | KernelsUnavailable:
+    """The native kernels, built if need be, or the reason why there are none.
+
+    Raises: UnsupportedError when SPECDEC_CPU_KERNELS=native asks for them and they are unavailable.
+    """
+    wanted = os.environ.get(SWITCH, "auto")
+    if wanted not in ("auto", "torch", "native"):
+        raise ConfigError(f"{SWITCH} takes auto, torch or native, got {wanted!r}")
+    if wanted == "torch":
+        return KernelsUnavailable(f"{SWITCH}=torch")
+    kernels = _load(os.environ.get("CXX", ""), str(cache_dir()), os.environ.get("PATH", ""))
+    if wanted == "native" and isinstance(kernels, KernelsUnavailable):
+        raise UnsupportedError(
+            f"{SWITCH}=native, but the native kernels are unavailable: {kernels.reason}",
+            output=kernels.detail or None,
+            try_="a C++17 compiler on PATH (or in CXX), or SPECDEC_CPU_KERNELS=auto",
+        )
+    return kernels
+
+
+def cache_dir() -> Path:
+    """Where built libraries are kept: SPECDEC_CACHE_DIR, else the user's cache directory."""
+    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "specdec"
+
+
+@functools.cache  # one attempt per process and environment; a failed build is not repeated for every model
+def _load(cxx: str, cache: str, path: str) -> Kernels | KernelsUnavailable:
+    command = find_compiler(cxx, path)
+    if isinstance(command, KernelsUnavailable):
+        return command
+    return build(command, Path(cache))
+
+
+def find_compiler(cxx: str, path: str) -> list[str] | KernelsUnavailable:
+    """The command of the C++ compiler: CXX (which may hold arguments), else c++, g++ or clang++ on PATH."""
+    if cxx:
+        command = shlex.split(cxx)
+        found = shutil.which(command[0], path=path)
+        if found is None:
+            return KernelsUnavailable(f"CXX={cxx!r} is not an executable")
+        return [found, *command[1:]]
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name, path=path):
+            return [found]
+    return KernelsUnavailable("no C++ compiler: CXX is not set and c++, g++ and clang++ are not on PATH")
+
+
+def build(command: Sequence[str], cache: Path, machine: str | None = None) -> Kernels | KernelsUnavailable:
+    """The library of ``command``, from the cache or freshly built. ``machine`` replaces the flag for this processor."""
+    version = _version(command)
+    if version is None:
+        return KernelsUnavailable(f"{command[0]} --version failed")
+    if machine is None:
+        machine = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    failure = KernelsUnavailable("")
+    for openmp in ((OPENMP,), ()):  # Apple's clang has no OpenMP: kernels on one thread are still kernels
+        flags = [*FLAGS, machine, *openmp]
+        target = cache / f"cpu-kernels-{_key(command, flags, version)}.so"
+        threads = "" if openmp else "; one thread, as this compiler has no OpenMP"
+        description = f"native C++ ({version}, {machine}{threads})"
+        result = _cached(target, description) or _compile(command, flags, target, description)
+        if isinstance(result, Kernels):
+            return result
+        failure = failure if failure.reason else result
+        if OPENMP not in result.detail and "omp" not in result.detail:
+            break
+    return failure
+
+
+def _cached(target: Path, description: str) -> Kernels | None:
+    if not target.exists():
+        return None
+    try:
+        return Kernels(target, description, ctypes.CDLL(str(target)))
+    except OSError as error:  # cut short by a full disk, or built by another libc: build it again
+        log.warning("cached_kernels_unusable", path=str(target), error=str(error))
+        return None
+
+
+def _compile(
+    command: Sequence[str], flags: Sequence[str], target: Path, description: str
+) -> Kernels | KernelsUnavailable:
+    started = time.perf_counter()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+            objects = [Path(folder, source.stem + ".o") for source in _units()]
+            steps = [
+                [*command, *flags, "-c", str(source), "-o", str(result)]
+                for source, result in zip(_units(), objects, strict=True)
+            ]
+            library = Path(folder, "kernels.so")
+            link = [*command, *flags, "-shared", *map(str, objects), "-o", str(library)]
+            if failure := _run_all(steps) or _run_all([link]):
+                return failure
+            os.replace(library, target)  # atomic: another process sees no library or a whole one
+        log.info("kernels_built", path=str(target), elapsed_s=round(time.perf_counter() - started, 1))
+        return Kernels(target, description, ctypes.CDLL(str(target)))
+    except OSError as error:
+        return KernelsUnavailable(f"the kernels cannot be built or loaded in {target.parent}: {error}")
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> KernelsUnavailable | None:
+    """Run compiler commands side by side; the first failure, or None."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        for command in commands
+    ]
+    failure = None
+    for command, process in zip(commands, running, strict=True):
+        try:
+            output, _ = process.communicate(timeout=BUILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            output += f"\nkilled after {BUILD_SECONDS} s"
+        if process.returncode and failure is None:
+            failure = KernelsUnavailable(
+                f"{Path(command[0]).name} failed with exit status {process.returncode}",
+                f"{shlex.join(command)}\n{output[-_TAIL:]}",
+            )
+    return failure
+
+
+def _units() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def _version(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.partition("\n")[0].strip()
+
+
+def _key(command: Sequence[str], flags: Sequence[str], version: str) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for part in (*command, *flags, version, _processor()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+@functools.cache
+def _processor() -> str:
+    """What ``-march=native`` depends on, as far as the system tells."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            wanted = ("flags", "Features", "model name", "CPU part")
+            lines = {line.strip() for line in file if line.startswith(wanted)}
+        return "\n".join(sorted(lines))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"

@@ -1,0 +1,234 @@
+// conv_window and gated_delta of specdec.backends.ops. Reference: ReferenceOps, same names.
+//
+// Bits contract: the recurrence runs token by token; column j of a head's matrix S meets the rows i of S in ascending
+// order, four sums in turn (i mod 4), whatever the columns beside it and the tokens before or behind. A pass reads the
+// committed S, keeps COLUMNS of its columns in L1 over all tokens and writes them once, to a second buffer.
+
+#include "threads.h"
+#include "vectors.h"
+
+namespace specdec {
+
+// --- convolution ---------------------------------------------------------------------------------------------------
+
+constexpr int64_t CHANNELS = 256;
+constexpr int MAX_TAPS = 8;
+
+// Weights [C, taps] of W channels as one vector per tap.
+INLINE void taps_of(const float* weight, int taps, int lanes, vf* tap) {
+    alignas(64) float columns[MAX_TAPS][W] = {};
+    for (int c = 0; c < lanes; ++c)
+        for (int j = 0; j < taps; ++j) columns[j][c] = weight[c * taps + j];
+    for (int j = 0; j < taps; ++j) tap[j] = load(columns[j]);
+}
+template <size_t... I> INLINE vf every_other(vf a, vf b, int odd, std::index_sequence<I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return odd ? __builtin_shufflevector(a, b, (int)(2 * I + 1)...) : __builtin_shufflevector(a, b, (int)(2 * I)...);
+#else
+    return odd ? __builtin_shuffle(a, b, vi{(int)(2 * I + 1)...}) : __builtin_shuffle(a, b, vi{(int)(2 * I)...});
+#endif
+}
+INLINE void four_taps_of(const float* weight, vf* tap) {
+    const auto lanes = std::make_index_sequence<W>{};
+    const vf a = load(weight), b = load(weight + W), c = load(weight + 2 * W), d = load(weight + 3 * W);
+    const vf even_low = every_other(a, b, 0, lanes), odd_low = every_other(a, b, 1, lanes);
+    const vf even_high = every_other(c, d, 0, lanes), odd_high = every_other(c, d, 1, lanes);
+    tap[0] = every_other(even_low, even_high, 0, lanes);
+    tap[1] = every_other(odd_low, odd_high, 0, lanes);
+    tap[2] = every_other(even_low, even_high, 1, lanes);
+    tap[3] = every_other(odd_low, odd_high, 1, lanes);
+}
+
+// raw <- window (taps - 1 rows) and x (rows); out[t] = silu(sum_j weight[:, j] raw[t + j]), j ascending.
+template <class T, int TAPS>
+void convolve(const T* window, const T* x, int64_t x_row, int64_t rows, int64_t channels, const float* weight, int taps,
+              T* raw, T* out, int threads) {
+    if (TAPS) taps = TAPS;
+    if (rows * channels * 16 < SERIAL_WORK) threads = 1;
+    for_blocks(threads, (channels + CHANNELS - 1) / CHANNELS, [&](int64_t block) {
+        const int64_t from = block * CHANNELS, to = std::min(from + CHANNELS, channels);
+        for (int j = 0; j < taps - 1; ++j)
+            std::memcpy(raw + j * channels + from, window + j * channels + from, (to - from) * sizeof(T));
+        for (int64_t t = 0; t < rows; ++t)
+            std::memcpy(raw + (taps - 1 + t) * channels + from, x + t * x_row + from, (to - from) * sizeof(T));
+        for (int64_t c = from; c < to; c += W) {
+            const int lanes = (int)std::min<int64_t>(W, to - c);
+            vf tap[TAPS ? TAPS : MAX_TAPS];
+            if (TAPS == 4 && lanes == W)
+                four_taps_of(weight + c * 4, tap);
+            else
+                taps_of(weight + c * taps, taps, lanes, tap);
+            for (int64_t t = 0; t < rows; ++t) {
+                vf sum{};
+                for (int j = 0; j < taps; ++j) {
+                    const T* at = raw + (t + j) * channels + c;
+                    sum = fma(lanes == W ? load(at) : load(at, lanes), tap[j], sum);
+                }
+                if (lanes == W)
+                    store(silu(sum), out + t * channels + c);
+                else
+                    store(silu(sum), out + t * channels + c, lanes);
+            }
+        }
+    });
+}
+
+// --- recurrence ----------------------------------------------------------------------------------------------------
+
+constexpr int VECTORS = 2;
+constexpr int COLUMNS = VECTORS * W;
+constexpr int64_t TOKENS = 256;  // tokens whose q and k are prepared at once
+
+struct Delta {
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+};
+
+// x / sqrt(sum x^2 + 1e-6) * scale
+template <class T> INLINE void unit(const T* x, int64_t n, float scale, float* out) {
+    vf sum[2] = {};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        vf a = load(x + i);
+        sum[i / W % 2] = fma(a, a, sum[i / W % 2]);
+    }
+    if (i < n) {
+        vf a = load(x + i, (int)(n - i));
+        sum[0] = fma(a, a, sum[0]);
+    }
+    const float factor = 1.0f / std::sqrt(lane_sum(sum[0] + sum[1]) + 1e-6f) * scale;
+    for (i = 0; i < n; ++i) out[i] = widen(x[i]) * factor;
+}
+
+// Tokens of one head over COLUMNS columns of its matrix; `s [key_dim, COLUMNS]` stays in L1.
+template <class T>
+INLINE void delta_columns(const Delta& shape, const float* qk, int64_t qk_row, const float* gates, int64_t gates_row,
+                          const T* v, int64_t v_row, int64_t rows, int lanes, float* s, T* out, int64_t out_row) {
+    const int64_t n = shape.key_dim;
+    for (int64_t t = 0; t < rows; ++t) {
+        const float *q = qk + t * qk_row, *k = q + n;
+        const vf decay = splat(gates[t * gates_row]), beta = splat(gates[t * gates_row + 1]);
+        vf sum[4][VECTORS] = {};
+        int64_t i = 0;
+        for (; i + 4 <= n; i += 4)
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; ++r) {
+                const vf key = splat(k[i + r]);
+                for (int c = 0; c < VECTORS; ++c) sum[r][c] = fma(key, load(s + (i + r) * COLUMNS + c * W), sum[r][c]);
+            }
+        for (; i < n; ++i)
+            for (int c = 0; c < VECTORS; ++c) sum[i % 4][c] = fma(splat(k[i]), load(s + i * COLUMNS + c * W), sum[i % 4][c]);
+        vf change[VECTORS], read[4][VECTORS] = {};
+        for (int c = 0; c < VECTORS; ++c) {
+            const int some = std::clamp(lanes - c * W, 0, W);
+            const T* at = v + t * v_row + c * W;
+            const vf value = some == W ? load(at) : some ? load(at, some) : vf{};
+            const vf seen = ((sum[0][c] + sum[1][c]) + (sum[2][c] + sum[3][c])) * decay;
+            change[c] = beta * (value - seen);
+        }
+        i = 0;
+        for (; i + 4 <= n; i += 4)
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; ++r) {
+                const vf key = splat(k[i + r]), query = splat(q[i + r]);
+                for (int c = 0; c < VECTORS; ++c) {
+                    float* at = s + (i + r) * COLUMNS + c * W;
+                    const vf state = fma(key, change[c], load(at) * decay);
+                    store(state, at);
+                    read[r][c] = fma(query, state, read[r][c]);
+                }
+            }
+        for (; i < n; ++i)
+            for (int c = 0; c < VECTORS; ++c) {
+                float* at = s + i * COLUMNS + c * W;
+                const vf state = fma(splat(k[i]), change[c], load(at) * decay);
+                store(state, at);
+                read[i % 4][c] = fma(splat(q[i]), state, read[i % 4][c]);
+            }
+        if (!out) continue;
+        for (int c = 0; c < VECTORS; ++c) {
+            const int some = std::clamp(lanes - c * W, 0, W);
+            const vf o = (read[0][c] + read[1][c]) + (read[2][c] + read[3][c]);
+            if (some == W)
+                store(o, out + t * out_row + c * W);
+            else if (some)
+                store(o, out + t * out_row + c * W, some);
+        }
+    }
+}
+
+// `after` <- S after `rows` tokens from `state`; out may be null (a replay needs the state only).
+template <class T>
+void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const float* a_log, const float* dt_bias,
+                 const float* state, float* after, int64_t rows, T* out, int threads) {
+    const int64_t n = shape.key_dim, m = shape.value_dim, channels = shape.channels();
+    const int64_t per_head = (m + COLUMNS - 1) / COLUMNS, ratio = shape.value_heads / shape.key_heads;
+    const int64_t qk_row = 2 * shape.key_heads * n, gates_row = 2 * shape.value_heads;
+    const int64_t at_once = std::min(rows, TOKENS);
+    float* qk = scratch<4>(at_once * (qk_row + gates_row));
+    float* gates = qk + at_once * qk_row;
+    const float scale = 1.0f / std::sqrt((float)n);
+    const int64_t size = shape.value_heads * n * m;
+    for (int64_t first = 0; first < rows; first += TOKENS) {
+        const int64_t tokens = std::min(TOKENS, rows - first);
+        for_blocks(tokens * channels * 8 < SERIAL_WORK ? 1 : threads, tokens, [&](int64_t t) {
+            const T* row = u + (first + t) * channels;
+            for (int64_t h = 0; h < shape.key_heads; ++h) {
+                float* to = qk + t * qk_row + 2 * h * n;
+                unit(row + h * n, n, scale, to);
+                unit(row + (shape.key_heads + h) * n, n, 1.0f, to + n);
+            }
+            for (int64_t h = 0; h < shape.value_heads; ++h) {
+                const float x = widen(a[(first + t) * shape.value_heads + h]) + dt_bias[h];
+                const float softplus = x > 20 ? x : std::log1p(std::exp(x));
+                gates[t * gates_row + 2 * h] = std::exp(-std::exp(a_log[h]) * softplus);
+                gates[t * gates_row + 2 * h + 1] = sigmoid(widen(b[(first + t) * shape.value_heads + h]));
+            }
+        });
+        const float* from = first ? after : state;
+        const bool alone = size * 4 + size * tokens < SERIAL_WORK;
+        for_blocks(alone ? 1 : threads, shape.value_heads * per_head, [&](int64_t block) {
+            const int64_t h = block / per_head, column = block % per_head * COLUMNS;
+            const int lanes = (int)std::min<int64_t>(COLUMNS, m - column);
+            float* s = scratch<5>(n * COLUMNS);
+            const float* before = from + h * n * m + column;
+            if (lanes == COLUMNS)
+                for (int64_t i = 0; i < n; ++i)
+                    for (int c = 0; c < VECTORS; ++c) store(load(before + i * m + c * W), s + i * COLUMNS + c * W);
+            else
+                for (int64_t i = 0; i < n; ++i) {
+                    std::memset(s + i * COLUMNS, 0, COLUMNS * sizeof(float));
+                    std::memcpy(s + i * COLUMNS, before + i * m, lanes * sizeof(float));
+                }
+            delta_columns(shape, qk + h / ratio * 2 * n, qk_row, gates + 2 * h, gates_row,
+                          u + first * channels + 2 * shape.key_heads * n + h * m + column, channels, tokens, lanes, s,
+                          out ? out + (first * shape.value_heads + h) * m + column : nullptr, shape.value_heads * m);
+            float* to = after + h * n * m + column;
+            for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * m, s + i * COLUMNS, lanes * sizeof(float));
+        });
+    }
+}
+
+}  // namespace specdec
+
+using namespace specdec;
+
+#define DELTA(NAME, T)                                                                                                 \
+    extern "C" void conv_window_##NAME(const void* window, const void* x, int64_t x_row, int64_t rows,                \
+                                       int64_t channels, const void* weight, int64_t taps, void* raw, void* out,      \
+                                       int64_t threads) {                                                              \
+        auto run = taps == 4 ? convolve<T, 4> : convolve<T, 0>;                                                        \
+        run((const T*)window, (const T*)x, x_row, rows, channels, (const float*)weight, (int)taps, (T*)raw, (T*)out,   \
+            (int)threads);                                                                                             \
+    }                                                                                                                  \
+    extern "C" void gated_delta_##NAME(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim,    \
+                                       const void* u, const void* a, const void* b, const void* a_log,                \
+                                       const void* dt_bias, const void* state, void* after, int64_t rows, void* out,  \
+                                       int64_t threads) {                                                              \
+        gated_delta<T>({key_heads, value_heads, key_dim, value_dim}, (const T*)u, (const T*)a, (const T*)b,            \
+                       (const float*)a_log, (const float*)dt_bias, (const float*)state, (float*)after, rows, (T*)out,  \
+                       (int)threads);                                                                                  \
+    }
+
+DELTA(bf16, bf16)
+DELTA(f32, float)

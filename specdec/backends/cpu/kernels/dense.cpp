@@ -1,0 +1,187 @@
+// Matrix products: project, linear, swiglu and head of specdec.backends.ops. Reference: ReferenceOps, same names.
+//
+// Bits contract: an output is one inner product of `dots.h` and one epilogue of its own; row t of any result is the same
+// for every number of rows and threads.
+//
+// Weights are read where they lie, row-major [N, K]. A block of BLOCK output features meets all activation rows before
+// the next block is touched, a panel of PANEL rows at a time, so that a weight crosses the memory bus once.
+
+#include "dots.h"
+#include "threads.h"
+
+namespace specdec {
+
+constexpr int64_t PANEL = 48;
+constexpr int64_t BLOCK = 64;
+
+template <class T> struct Matrix {
+    const T* data;
+    int64_t stride;  // elements from one output feature to the next
+    int64_t n;
+};
+
+template <class T> struct Rows {
+    const T* data;
+    int64_t stride;
+    int64_t count;
+    int64_t k;
+};
+
+// Tile of `rows` x `n` products of one matrix, features `w..w + n`, in `out [PANEL, BLOCK]`.
+template <class T>
+void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w, int64_t stride, int64_t n, float* out) {
+    const T* from = x.data + first_row * x.stride;
+    const int64_t group = rows <= MAX_TILE ? n : std::min<int64_t>(n, 4);
+    const int64_t row_bytes = stride * (int64_t)sizeof(T);
+    for (int64_t r = 0; r < n; r += group) {
+        const int64_t left = std::min(group, n - r);
+        for (int64_t m = 0; m < rows;) {
+            const int64_t tile = tile_rows(rows - m);
+            const int64_t held = tile <= 2 ? 8 : tile <= 6 ? 4 : 2;
+            dots_tile_of<T>(tile)(w + r * stride, stride, left, from + m * x.stride, x.stride, x.k, out + m * BLOCK + r, BLOCK,
+                                  m == 0 ? row_bytes * held : 0);
+            m += tile;
+        }
+    }
+}
+
+// finish(matrix, first_row, rows, first_feature, features, tile...) for every tile of products. PAIR = 2 gives the tiles
+// of two matrices of one shape together.
+template <int PAIR, class T, class Finish>
+void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Finish&& finish) {
+    int64_t features = 0;
+    for (int i = 0; i < count; i += PAIR) features += w[i].n;
+    const int64_t work = std::max<int64_t>(features * PAIR * x.k * (int64_t)sizeof(T), features * PAIR * x.k * x.count / 4);
+    if (work < SERIAL_WORK) threads = 1;
+    int64_t size = BLOCK;
+    while (size > 8 && features < 4 * size * threads) size /= 2;
+    int64_t blocks = 0;
+    for (int i = 0; i < count; i += PAIR) blocks += (w[i].n + size - 1) / size;
+    for_blocks(threads, blocks, [&](int64_t block) {
+        int i = 0;
+        for (;; i += PAIR) {
+            const int64_t own = (w[i].n + size - 1) / size;
+            if (block < own) break;
+            block -= own;
+        }
+        const int64_t first = block * size, n = std::min(size, w[i].n - first);
+        alignas(64) float tile[PAIR][PANEL * BLOCK];
+        for (int64_t row = 0; row < x.count; row += PANEL) {
+            const int64_t rows = std::min(PANEL, x.count - row);
+            for (int j = 0; j < PAIR; ++j)
+                tile_products(x, row, rows, w[i + j].data + first * w[i + j].stride, w[i + j].stride, n, tile[j]);
+            finish(i, row, rows, first, n, tile);
+        }
+    });
+}
+
+// Stores value(row, feature-vector) over a tile, whole vectors first and the tail padded.
+template <class Out, class Value>
+INLINE void store_tile(Out* out, int64_t out_stride, int64_t rows, int64_t n, Value&& value) {
+    for (int64_t m = 0; m < rows; ++m) {
+        int64_t j = 0;
+        for (; j + W <= n; j += W) store(value(m, j, W), out + m * out_stride + j);
+        if (j < n) store(value(m, j, (int)(n - j)), out + m * out_stride + j, (int)(n - j));
+    }
+}
+
+template <class T> INLINE vf load_some(const T* p, int n) { return n == W ? load(p) : load(p, n); }
+
+template <class T>
+void project(const Rows<T>& x, int count, const void* const* w, const int64_t* strides, const int64_t* n,
+             const float* const* bias, void* const* out, int threads) {
+    Matrix<T> matrices[16];
+    for (int i = 0; i < count; ++i) matrices[i] = {(const T*)w[i], strides[i], n[i]};
+    products<1>(x, matrices, count, threads,
+                [&](int i, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                    T* to = (T*)out[i] + row * n[i] + first;
+                    const float* b = bias ? bias[i] : nullptr;
+                    store_tile(to, n[i], rows, features, [&](int64_t m, int64_t j, int some) {
+                        vf y = load(tile[0] + m * BLOCK + j);
+                        return b ? y + load_some(b + first + j, some) : y;
+                    });
+                });
+}
+
+template <class T>
+void linear(const Rows<T>& x, const Matrix<T>& w, const T* residual, int64_t residual_stride, T* out, int threads) {
+    products<1>(x, &w, 1, threads,
+                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                    store_tile(out + row * w.n + first, w.n, rows, features, [&](int64_t m, int64_t j, int some) {
+                        vf y = load(tile[0] + m * BLOCK + j);
+                        return residual ? y + load_some(residual + (row + m) * residual_stride + first + j, some) : y;
+                    });
+                });
+}
+
+template <class T>
+void swiglu(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out, int threads) {
+    const Matrix<T> pair[2] = {gate, up};
+    products<2>(x, pair, 2, threads,
+                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                    store_tile(out + row * gate.n + first, gate.n, rows, features, [&](int64_t m, int64_t j, int some) {
+                        // Lanes behind a tail hold what the stack held: computed, never stored.
+                        vf g = load_some(tile[0] + m * BLOCK + j, some), u = load_some(tile[1] + m * BLOCK + j, some);
+                        return silu(g) * u;
+                    });
+                });
+}
+
+template <class T> void head(const Rows<T>& x, const Matrix<T>& w, float* out, int threads) {
+    products<1>(x, &w, 1, threads,
+                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                    store_tile(out + row * w.n + first, w.n, rows, features,
+                               [&](int64_t m, int64_t j, int) { return load(tile[0] + m * BLOCK + j); });
+                });
+}
+
+// Sum of everything, eight vectors at a time: what reading memory costs when nothing else is done (for benchmarks).
+double stream(const char* data, int64_t bytes, int threads) {
+    const int64_t size = 1 << 20;
+    std::atomic<int64_t> total{0};
+    for_blocks(threads, bytes / size, [&](int64_t block) {
+        const char* p = data + block * size;
+        vu sum[8] = {};
+        for (int64_t at = 0; at < size; at += 8 * (int64_t)sizeof(vu))
+            for (int i = 0; i < 8; ++i) sum[i] += load_as<vu>(p + at + i * sizeof(vu));
+        uint32_t lanes = 0;
+        for (int i = 0; i < 8; ++i)
+            for (int j = 0; j < W; ++j) lanes += sum[i][j];
+        total += lanes;
+    });
+    return (double)total.load();
+}
+
+}  // namespace specdec
+
+using namespace specdec;
+
+#define DENSE(NAME, T)                                                                                                 \
+    extern "C" void project_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, int64_t count,           \
+                                   const void* const* w, const int64_t* w_strides, const int64_t* n,                  \
+                                   const float* const* bias, void* const* out, int64_t threads) {                     \
+        project<T>({(const T*)x, x_stride, rows, k}, (int)count, w, w_strides, n, bias, out, (int)threads);           \
+    }                                                                                                                  \
+    extern "C" void linear_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* w,            \
+                                  int64_t w_stride, int64_t n, const void* residual, int64_t residual_stride,         \
+                                  void* out, int64_t threads) {                                                        \
+        linear<T>({(const T*)x, x_stride, rows, k}, {(const T*)w, w_stride, n}, (const T*)residual, residual_stride,  \
+                  (T*)out, (int)threads);                                                                              \
+    }                                                                                                                  \
+    extern "C" void swiglu_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* gate,         \
+                                  int64_t gate_stride, const void* up, int64_t up_stride, int64_t n, void* out,       \
+                                  int64_t threads) {                                                                   \
+        swiglu<T>({(const T*)x, x_stride, rows, k}, {(const T*)gate, gate_stride, n}, {(const T*)up, up_stride, n},   \
+                  (T*)out, (int)threads);                                                                              \
+    }                                                                                                                  \
+    extern "C" void head_##NAME(const void* x, int64_t x_stride, int64_t rows, int64_t k, const void* w,              \
+                                int64_t w_stride, int64_t n, void* out, int64_t threads) {                             \
+        head<T>({(const T*)x, x_stride, rows, k}, {(const T*)w, w_stride, n}, (float*)out, (int)threads);             \
+    }
+
+DENSE(bf16, bf16)
+DENSE(f32, float)
+
+extern "C" double stream_read(const void* data, int64_t bytes, int64_t threads) {
+    return stream((const char*)data, bytes, (int)threads);
+}

@@ -1,0 +1,147 @@
+// Row-wise ops: embed, rms_norm, norm_rope and gated_rms_norm of specdec.backends.ops. Reference: ReferenceOps, same
+// names (which rounds to act dtype between norm and rotation; here there is one rounding at the end).
+//
+// Bits contract: a head (or row) is read by one thread, its squares summed by four vector accumulators in ascending
+// order, whatever stands around it.
+
+#include <vector>
+
+#include "threads.h"
+#include "vectors.h"
+
+namespace specdec {
+
+template <class T> INLINE float square_sum(const T* x, int64_t n) {
+    vf sum[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int j = 0; j < 4; ++j) {
+            vf a = load(x + i + j * W);
+            sum[j] = fma(a, a, sum[j]);
+        }
+    for (; i + W <= n; i += W) {
+        vf a = load(x + i);
+        sum[0] = fma(a, a, sum[0]);
+    }
+    if (i < n) {
+        vf a = load(x + i, (int)(n - i));
+        sum[1] = fma(a, a, sum[1]);
+    }
+    return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+template <class T> INLINE float norm_factor(const T* x, int64_t n, float eps) {
+    return 1.0f / std::sqrt(square_sum(x, n) / (float)n + eps);
+}
+
+// to[i] = value(i, lanes) for i in steps of a vector, the tail with fewer lanes.
+template <class T, class Value> INLINE void fill(T* to, int64_t n, Value&& value) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(value(i, W), to + i);
+    if (i < n) store(value(i, (int)(n - i)), to + i, (int)(n - i));
+}
+
+template <class T> INLINE vf load_some(const T* p, int n) { return n == W ? load(p) : load(p, n); }
+
+INLINE int team(int threads, int64_t elements) { return elements * 8 < SERIAL_WORK ? 1 : threads; }
+
+template <class T>
+void rms_norm(const T* x, int64_t stride, int64_t rows, int64_t n, const float* weight, float eps, T* out, int threads) {
+    for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
+        const T* from = x + row * stride;
+        const vf factor = splat(norm_factor(from, n, eps));
+        fill(out + row * n, n, [&](int64_t i, int some) {
+            return load_some(from + i, some) * factor * load_some(weight + i, some);
+        });
+    });
+}
+
+template <class T>
+void gated_rms_norm(const T* x, int64_t x_row, int64_t x_head, const T* z, int64_t z_row, int64_t z_head, int64_t rows,
+                    int64_t heads, int64_t n, const float* weight, float eps, T* out, int threads) {
+    for_blocks(team(threads, rows * heads * n * 2), rows, [&](int64_t row) {
+        for (int64_t h = 0; h < heads; ++h) {
+            const T* from = x + row * x_row + h * x_head;
+            const T* gate = z + row * z_row + h * z_head;
+            const vf factor = splat(norm_factor(from, n, eps));
+            fill(out + (row * heads + h) * n, n, [&](int64_t i, int some) {
+                return load_some(from + i, some) * factor * load_some(weight + i, some) * silu(load_some(gate + i, some));
+            });
+        }
+    });
+}
+
+template <class T>
+void norm_rope(const T* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t heads, int64_t n, const float* weight,
+               float eps, const float* inv_freq, int64_t half, int64_t position, T* out, int threads) {
+    for_blocks(team(threads, rows * heads * n), rows, [&](int64_t row) {
+        float* cosine = scratch<0>(2 * half + n);
+        float *sine = cosine + half, *wide = sine + half;
+        for (int64_t j = 0; j < half; ++j) {
+            const float angle = (float)(position + row) * inv_freq[j];  // float32, as the reference and the checkpoints' authors
+            cosine[j] = std::cos(angle);
+            sine[j] = std::sin(angle);
+        }
+        for (int64_t h = 0; h < heads; ++h) {
+            const T* from = x + row * x_row + h * x_head;
+            T* to = out + (row * heads + h) * n;
+            const vf factor = splat(weight ? norm_factor(from, n, eps) : 1.0f);
+            fill(wide, n, [&](int64_t i, int some) {
+                vf a = load_some(from + i, some);
+                return weight ? a * factor * load_some(weight + i, some) : a;
+            });
+            fill(to, half, [&](int64_t j, int some) {
+                vf left = load_some(wide + j, some), right = load_some(wide + half + j, some);
+                return fma(left, load_some(cosine + j, some), -(right * load_some(sine + j, some)));
+            });
+            fill(to + half, half, [&](int64_t j, int some) {
+                vf left = load_some(wide + j, some), right = load_some(wide + half + j, some);
+                return fma(right, load_some(cosine + j, some), left * load_some(sine + j, some));
+            });
+            fill(to + 2 * half, n - 2 * half, [&](int64_t j, int some) { return load_some(wide + 2 * half + j, some); });
+        }
+    });
+}
+
+}  // namespace specdec
+
+using namespace specdec;
+
+#define NORMS(NAME, T)                                                                                                 \
+    extern "C" void rms_norm_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, const void* weight,       \
+                                    float eps, void* out, int64_t threads) {                                           \
+        rms_norm((const T*)x, stride, rows, n, (const float*)weight, eps, (T*)out, (int)threads);                      \
+    }                                                                                                                  \
+    extern "C" void gated_rms_norm_##NAME(const void* x, int64_t x_row, int64_t x_head, const void* z, int64_t z_row, \
+                                          int64_t z_head, int64_t rows, int64_t heads, int64_t n, const void* weight, \
+                                          float eps, void* out, int64_t threads) {                                     \
+        gated_rms_norm((const T*)x, x_row, x_head, (const T*)z, z_row, z_head, rows, heads, n, (const float*)weight,   \
+                       eps, (T*)out, (int)threads);                                                                    \
+    }                                                                                                                  \
+    extern "C" void norm_rope_##NAME(const void* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t heads,       \
+                                     int64_t n, const void* weight, float eps, const void* inv_freq, int64_t half,    \
+                                     int64_t position, void* out, int64_t threads) {                                   \
+        norm_rope((const T*)x, x_row, x_head, rows, heads, n, (const float*)weight, eps, (const float*)inv_freq,       \
+                  half, position, (T*)out, (int)threads);                                                              \
+    }
+
+NORMS(bf16, bf16)
+NORMS(f32, float)
+
+// Rows of a table by id; returns the place of the first id outside it, or -1.
+extern "C" int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
+                              const int64_t* tokens, int64_t rows, void* out) {
+    for (int64_t t = 0; t < rows; ++t)
+        if (tokens[t] < 0 || tokens[t] >= vocabulary) return t;
+    for (int64_t t = 0; t < rows; ++t)
+        std::memcpy((char*)out + t * row_bytes, (const char*)table + tokens[t] * stride_bytes, row_bytes);
+    return -1;
+}
+
+// e^x, sigmoid and silu of n floats (which = 0, 1, 2): for the test that measures their error.
+extern "C" void elementwise(int64_t which, const float* x, int64_t n, float* out) {
+    fill(out, n, [&](int64_t i, int some) {
+        vf a = load_some(x + i, some);
+        return which == 0 ? exponential(a) : which == 1 ? sigmoid(a) : silu(a);
+    });
+}

@@ -1,0 +1,181 @@
+// Vectors of the machine's own width, the two activation types, and the few functions that the kernels share.
+//
+// Bits contract: everything here is a function of its operands alone. Contraction is off on the command line
+// (-ffp-contract=off), so a multiply-add is fused exactly where `fma` is written and two instantiations of one template
+// cannot round differently.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace specdec {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+constexpr int W = 16;
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// Weights lie in a memory-mapped file at any even address, so every load may be unaligned; memcpy says so portably.
+template <class V> INLINE V load_as(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof(V));
+    return v;
+}
+
+INLINE vf splat(float a) { return a - vf{}; }
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;  // as the vectors do: a scalar tail must round like the vector body
+#endif
+}
+
+INLINE vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+INLINE vf maximum(vf a, vf b) { return select(a > b, a, b); }
+
+// --- activation types ----------------------------------------------------------------------------------------------
+
+INLINE float widen(float a) { return a; }
+INLINE float widen(bf16 a) {
+    uint32_t u = (uint32_t)a.bits << 16;
+    return load_as<float>(&u);
+}
+
+INLINE void narrow(float a, float* p) { *p = a; }
+INLINE void narrow(float a, bf16* p) {  // round to nearest even; a NaN stays one
+    uint32_t u = load_as<uint32_t>(&a);
+    p->bits = a != a ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+INLINE vf load(const float* p) { return load_as<vf>(p); }
+INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
+
+INLINE void store(vf a, float* p) { std::memcpy(p, &a, sizeof a); }
+INLINE void store(vf a, bf16* p) {
+    vu u = (vu)a;
+    vu r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu nan = (vu)(a != a);
+    vh h = __builtin_convertvector((nan & 0x7fc0) | (~nan & r), vh);
+    std::memcpy(p, &h, sizeof h);
+}
+
+// The first n < W elements, zeros behind them. Never touches memory behind element n.
+template <class T> INLINE vf load(const T* p, int n) {
+    T part[W] = {};
+    std::memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+template <class T> INLINE void store(vf a, T* p, int n) {
+    T part[W];
+    store(a, part);
+    std::memcpy(p, part, n * sizeof(T));
+}
+
+// --- sums ----------------------------------------------------------------------------------------------------------
+
+#if defined(__clang__) || __GNUC__ >= 12
+template <int G, bool UPPER, size_t... I> INLINE vf pick(vf a, vf b, std::index_sequence<I...>) {
+    // For groups of G lanes: the lower (or upper) halves of those of a, then of those of b.
+    return __builtin_shufflevector(
+        a, b, (int)((I / (G / 2)) * G + I % (G / 2) + (UPPER ? G / 2 : 0))...);
+}
+#else
+template <int G, bool UPPER, size_t... I> INLINE vf pick(vf a, vf b, std::index_sequence<I...>) {
+    const vi index = {(int)((I / (G / 2)) * G + I % (G / 2) + (UPPER ? G / 2 : 0))...};
+    return __builtin_shuffle(a, b, index);
+}
+#endif
+template <int G> INLINE vf fold(vf a, vf b) {
+    return pick<G, false>(a, b, std::make_index_sequence<W>{}) + pick<G, true>(a, b, std::make_index_sequence<W>{});
+}
+
+// Sums of the lanes of N <= W vectors: lane i of the result belongs to v[i]. Every vector is folded by the same tree
+// (lane i with i + W/2, then W/4, ...) wherever it stands and whatever N is, which is what lets a blocked product give
+// the bits of an unblocked one.
+template <int N, int G = W> INLINE vf lane_sums(const vf* v) {
+    vf half[(N + 1) / 2];
+#pragma GCC unroll 16
+    for (int i = 0; i < N / 2; ++i) half[i] = fold<G>(v[2 * i], v[2 * i + 1]);
+    if constexpr (N % 2) half[N / 2] = fold<G>(v[N - 1], v[N - 1]);
+    if constexpr (G == 2)
+        return half[0];
+    else
+        return lane_sums<(N + 1) / 2, (G == 2 ? 2 : G / 2)>(half);
+}
+
+INLINE float lane_sum(vf v) { return lane_sums<1>(&v)[0]; }
+
+// --- exponentials --------------------------------------------------------------------------------------------------
+
+// e^x. Method: x = n ln 2 + r with |r| <= ln 2 / 2 (ln 2 in two parts), Taylor polynomial of degree 7 in r, exponent n
+// added in two steps. Error measured over all float32 in [-87.3, 88.7]: below 1.1 ulp. Below -87.33 the result is 0
+// (it would be subnormal), above 88.72 infinity; a NaN stays one. Scalar callers broadcast: one function, one rounding.
+INLINE vf exponential(vf x) {
+    const vf top = splat(88.722839f), bottom = splat(-87.336544f);
+    vi over = x > top, under = x < bottom;
+    vf y = select(over, top, select(under, bottom, x));
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    vf shifted = fma(y, splat(1.44269504088896341f), magic);
+    vf n = shifted - magic;
+    vf r = fma(n, splat(-0.693359375f), y);  // 0.693359375 has 9 bits: n times it is exact
+    r = fma(n, splat(2.12194440e-4f), r);
+    vf p = splat(1.0f / 5040);
+    p = fma(p, r, splat(1.0f / 720));
+    p = fma(p, r, splat(1.0f / 120));
+    p = fma(p, r, splat(1.0f / 24));
+    p = fma(p, r, splat(1.0f / 6));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r * r, r) + 1.0f;
+    vi exponent = (vi)shifted - (vi)magic;
+    vi first = exponent >> 1;
+    vf a = (vf)((first + 127) << 23), b = (vf)((exponent - first + 127) << 23);
+    vf result = p * a * b;
+    result = select(under, vf{}, result);
+    return select(over, splat(INFINITY), result);
+}
+
+INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
+INLINE vf silu(vf x) { return x / (1.0f + exponential(-x)); }
+
+INLINE float exponential(float x) { return exponential(splat(x))[0]; }
+INLINE float sigmoid(float x) { return sigmoid(splat(x))[0]; }
+
+}  // namespace specdec

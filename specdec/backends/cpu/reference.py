@@ -1,0 +1,184 @@
+"""The torch reference of every op: obviously right first, and the fallback where no C++ compiler is present.
+
+Rows of passes of up to ``max_rows`` rows go through every product one by one, because neither MKL (float32) nor oneDNN
+(bfloat16) promises the same bits for 1 row and for many. Longer passes (prompts) are multiplied in bulk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own convention)
+from torch import Tensor
+
+from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
+from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
+from specdec.backends.ops import DeltaShape, Rope
+from specdec.contract import Hidden, Parity
+from specdec.errors import ContractError
+
+MAX_ROWS = 16
+_ATTEND_BLOCK = 128  # query rows whose scores are held at once: a long prompt never builds a T x T matrix
+
+
+class ReferenceOps:
+    """Ops in plain torch. See ``specdec.backends.ops.Ops`` for what each one computes."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, dtype: torch.dtype, kernels: str = "torch reference") -> None:
+        self.dtype = dtype
+        self.kernels = kernels
+        self.parity = Parity.BITWISE
+        self.parity_reason = f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one"
+
+    # --- weights and storage ---------------------------------------------------------------------------------------
+
+    def weight(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype)  # no copy when the dtype is already right: the memory map itself is used
+
+    def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
+        return tensor.to(torch.float32) + plus
+
+    def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> CpuKVCache:
+        return CpuKVCache(capacity, kv_heads, head_dim, self.dtype)
+
+    def new_delta(self, shape: DeltaShape) -> CpuDeltaCache:
+        return CpuDeltaCache(shape, self.dtype)
+
+    # --- dense -----------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Tensor, tokens: Sequence[int]) -> Tensor:
+        return table[torch.tensor(tokens, dtype=torch.long)]
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] > MAX_ROWS:
+            return F.linear(x, weight, bias)
+        return torch.cat([F.linear(x[t : t + 1], weight, bias) for t in range(x.shape[0])])
+
+    def project(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
+        biases = biases or [None] * len(weights)
+        return tuple(self._product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    def linear(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self._product(x, weight)
+        return y if residual is None else y + residual
+
+    def swiglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        gated = F.silu(self._product(x, gate).float()) * self._product(x, up).float()
+        return gated.to(self.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(self.dtype)
+
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b], dim=-1)
+
+    # --- attention -------------------------------------------------------------------------------------------------
+
+    def norm_rope(self, x: Tensor, weight: Tensor | None, eps: float, rope: Rope, position: int) -> Tensor:
+        if weight is not None:
+            x = self.rms_norm(x, weight, eps)
+        half = len(rope.inv_freq)
+        positions = torch.arange(position, position + x.shape[0], dtype=torch.float32)
+        angles = positions[:, None] * _frequencies(rope)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, R/2]: one angle for all heads
+        wide = x.float()
+        left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+        turned = torch.cat([left * cos - right * sin, right * cos + left * sin, rest], dim=-1)
+        return turned.to(self.dtype)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, *, scale: float, gate: Tensor | None = None
+    ) -> Tensor:
+        rows, heads, dim = q.shape
+        start, end = cache.reserve(rows)
+        cache.keys[start:end] = k
+        cache.values[start:end] = v
+        step = 1 if rows <= MAX_ROWS else _ATTEND_BLOCK
+        out = torch.cat([
+            _attend_block(q[at : at + step], cache, start + at, scale) for at in range(0, rows, step)
+        ])  # fmt: skip
+        if gate is not None:
+            out = out * torch.sigmoid(gate.float())
+        return out.to(self.dtype).reshape(rows, heads * dim)
+
+    # --- gated delta rule ------------------------------------------------------------------------------------------
+
+    def conv_window(self, x: Tensor, weight: Tensor, cache: CpuDeltaCache) -> Tensor:
+        cache.raw = torch.cat([cache.window, x])
+        taps = cache.raw.float().unfold(0, weight.shape[1], 1)  # [T, C, kc]
+        return F.silu((taps * weight).sum(-1)).to(self.dtype)
+
+    def gated_delta(
+        self, u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, cache: CpuDeltaCache, shape: DeltaShape
+    ) -> Tensor:
+        out = torch.empty(u.shape[0], shape.value_heads, shape.value_dim, dtype=self.dtype)
+
+        def run(rows: int) -> None:
+            cache.after.copy_(cache.state)
+            for t in range(rows):
+                out[t] = _delta_row(u[t], a[t], b[t], a_log, dt_bias, cache.after, shape)
+
+        cache.replay = run
+        run(u.shape[0])
+        return out
+
+    def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
+        return (normed * F.silu(z.float())).to(self.dtype).flatten(1)
+
+    # --- head and rows ---------------------------------------------------------------------------------------------
+
+    def head(self, x: Tensor, weight: Tensor) -> CpuLogits:
+        return CpuLogits(self._product(x, weight).float())
+
+    def hidden(self, x: Tensor) -> CpuHidden:
+        return CpuHidden(x)
+
+    def array(self, hidden: Hidden) -> Tensor:
+        if not isinstance(hidden, CpuHidden):
+            raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
+        return hidden.array
+
+
+@functools.cache
+def _frequencies(rope: Rope) -> Tensor:
+    return torch.tensor(rope.inv_freq, dtype=torch.float32)
+
+
+def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> Tensor:
+    """Causal attention of rows ``position..`` over the keys up to each: ``[T, nq, D]`` float32."""
+    rows, heads, dim = q.shape
+    end = position + rows
+    keys, values = cache.keys[:end].float(), cache.values[:end].float()  # [S, nkv, D]
+    groups = q.float().reshape(rows, keys.shape[1], -1, dim)  # [T, nkv, nq/nkv, D]
+    scores = torch.einsum("tkgd,skd->tkgs", groups, keys) * scale
+    future = torch.arange(end) > torch.arange(position, end)[:, None]  # [T, S]
+    weights = scores.masked_fill(future[:, None, None], float("-inf")).softmax(-1)
+    return torch.einsum("tkgs,skd->tkgd", weights, values).reshape(rows, heads, dim)
+
+
+def _delta_row(
+    u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, shape: DeltaShape
+) -> Tensor:
+    """One token of the gated delta rule; updates ``state [Hv, Dk, Dv]`` in place and gives o ``[Hv, Dv]`` float32."""
+    keys = shape.key_heads * shape.key_dim
+    q, k, v = u.float().split([keys, keys, shape.value_heads * shape.value_dim])
+    repeats = shape.value_heads // shape.key_heads
+    q = _unit(q.view(shape.key_heads, -1)).repeat_interleave(repeats, 0) * shape.key_dim**-0.5
+    k = _unit(k.view(shape.key_heads, -1)).repeat_interleave(repeats, 0)
+    decay = torch.exp(-torch.exp(a_log) * F.softplus(a.float() + dt_bias))
+    state *= decay[:, None, None]
+    error = v.view(shape.value_heads, -1) - torch.einsum("hkv,hk->hv", state, k)
+    delta = torch.sigmoid(b.float())[:, None] * error
+    state += k[:, :, None] * delta[:, None, :]
+    return torch.einsum("hkv,hk->hv", state, q)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

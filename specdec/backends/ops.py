@@ -1,0 +1,201 @@
+"""The Ops protocol: the operations that every model family is written over, and the caches that they update.
+
+A backend implements these once; ``specdec.backends.cpu.reference`` is the truth that the others are tested against.
+
+Axes: T rows (consecutive token positions of one sequence, no batch axis), H hidden, N output features, nq / nkv query and
+key-value heads, D head size, R rotary dimensions, C convolution channels, Hk / Hv key and value heads of a linear
+layer, Dk / Dv their sizes, V vocabulary. "act" is the activation dtype (bfloat16 or float32).
+
+**Row invariance** is part of the contract: the bits of row t of any result depend on row t of the inputs and on the
+cached rows before it, never on T or on how earlier rows were grouped into passes. A backend that cannot keep this for
+up to ``max_rows`` rows declares ``Parity.NUMERIC``.
+
+Ops return new arrays and never write to their inputs; the caches own all mutation, and what an op writes to a cache is
+provisional until the cache's ``commit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from specdec.contract import Hidden, Logits, Parity
+
+Array = Any  # torch.Tensor, mlx.core.array, ...
+
+
+@attrs.frozen
+class Rope:
+    """Rotary embedding of the first ``2 * len(inv_freq)`` dimensions of a head, half-split ("NeoX") pairs.
+
+    ``inv_freq[j] = theta ** (-2 j / R)``; the angle of position p is ``p * inv_freq[j]`` in float32.
+    """
+
+    inv_freq: tuple[float, ...]
+
+    @classmethod
+    def of(cls, theta: float, rotary_dims: int) -> Rope:
+        """Frequencies of plain rotary embedding (Su et al. 2021, arXiv:2104.09864, section 3.2.2)."""
+        return cls(tuple(theta ** (-2.0 * j / rotary_dims) for j in range(rotary_dims // 2)))
+
+
+@attrs.frozen(kw_only=True)
+class DeltaShape:
+    """Sizes of one gated delta-rule layer."""
+
+    key_heads: int  # Hk
+    value_heads: int  # Hv, a multiple of Hk (1, 2, 3, ...)
+    key_dim: int  # Dk
+    value_dim: int  # Dv
+    kernel: int  # taps of the causal convolution, kc
+
+    @property
+    def channels(self) -> int:
+        """C = 2 Hk Dk + Hv Dv: q, k and v side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+class Cache(Protocol):
+    """State of one layer. ``length`` counts committed rows; ops append provisional rows behind them."""
+
+    length: int
+
+    def commit(self, rows: int) -> None:
+        """Keep the first ``rows`` provisional rows and drop the others; 0 drops all."""
+
+    def truncate(self, length: int) -> bool:
+        """Return to ``length`` committed rows; False (and nothing changed) when the cache cannot."""
+
+    def save(self) -> dict[str, Array]:
+        """Copies of the committed contents, by name."""
+
+    def load(self, arrays: Mapping[str, Array], length: int) -> None:
+        """Become what ``save`` gave."""
+
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
+
+@runtime_checkable
+class Rewindable(Protocol):
+    """A cache that cannot be cut anywhere, and keeps points to return to instead."""
+
+    def mark(self) -> None:
+        """Keep the committed state as a point that ``truncate`` can return to; old points may be dropped."""
+
+    def marks(self) -> list[int]:
+        """The lengths that ``truncate`` can return to now, 0 and the present length among them."""
+
+
+class KVCache(Cache, Protocol):
+    """Keys and values of one attention layer, one row per token, in act dtype."""
+
+
+class DeltaCache(Cache, Rewindable, Protocol):
+    """Convolution window and recurrent matrix of one gated delta-rule layer.
+
+    Holds the committed recurrent matrix S ``[Hv, Dk, Dv]`` float32 and the last kc-1 raw rows, plus what the last pass
+    needs to be cut short: after a pass of T rows, ``commit(a)`` leaves exactly the bits that a pass of a rows leaves.
+    """
+
+
+class Ops(Protocol):
+    """The operations. Every weight is as ``weight()`` returned it."""
+
+    parity: Parity
+    parity_reason: str
+    kernels: str  # which kernels run, for people
+    max_rows: int
+
+    # --- weights and storage ---------------------------------------------------------------------------------------
+
+    def weight(self, tensor: Array) -> Array:
+        """A checkpoint tensor (torch, on the host) as this backend computes with it: act dtype, 2-D ``[N, H]``."""
+
+    def vector(self, tensor: Array, *, plus: float = 0.0) -> Array:
+        """A small float32 parameter, ``plus`` added in float32 (1.0 for norms stored as an offset from 1)."""
+
+    def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> KVCache:
+        """An empty KV cache for ``capacity`` rows."""
+
+    def new_delta(self, shape: DeltaShape) -> DeltaCache:
+        """A zero convolution window and recurrent matrix."""
+
+    # --- dense -----------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Array, tokens: Sequence[int]) -> Array:
+        """Rows of ``table [V, H]`` for T token ids: ``[T, H]`` act."""
+
+    def project(self, x: Array, weights: Sequence[Array], biases: Sequence[Array | None] = ()) -> tuple[Array, ...]:
+        """``x [T, H] @ w.T (+ bias)`` for several weights ``[N_i, H]`` that read the same x: ``[T, N_i]`` act each."""
+
+    def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
+        """``x @ w.T``, plus ``residual [T, N]`` added in float32 before the one rounding to act."""
+
+    def swiglu(self, x: Array, gate: Array, up: Array) -> Array:
+        """``silu(x @ gate.T) * (x @ up.T)``: ``[T, I]`` act, both products and the gating in float32."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        """``x * rsqrt(mean(x^2) + eps) * weight`` over the last axis in float32, rounded once; weight from ``vector``.
+
+        Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+        """
+
+    def concat(self, a: Array, b: Array) -> Array:
+        """``[T, H_a]`` and ``[T, H_b]`` side by side: ``[T, H_a + H_b]``."""
+
+    # --- attention -------------------------------------------------------------------------------------------------
+
+    def norm_rope(self, x: Array, weight: Array | None, eps: float, rope: Rope, position: int) -> Array:
+        """RMS-norm every head of ``x [T, n, D]`` (skipped when weight is None), then rotate; row t is at position + t.
+
+        ``x`` may be a strided view (a query half of an interleaved query-gate projection).
+        """
+
+    def attend(self, q: Array, k: Array, v: Array, cache: KVCache, *, scale: float, gate: Array | None = None) -> Array:
+        """Append k, v ``[T, nkv, D]`` to the cache and attend causally with q ``[T, nq, D]``: ``[T, nq * D]`` act.
+
+        Query head h reads KV head ``h // (nq / nkv)``; softmax in float32; row t sees the committed rows and rows
+        0..t of this pass. With ``gate [T, nq, D]`` the result is multiplied by ``sigmoid(gate)`` before rounding.
+        """
+
+    # --- gated delta rule ------------------------------------------------------------------------------------------
+
+    def conv_window(self, x: Array, weight: Array, cache: DeltaCache) -> Array:
+        """Causal depthwise convolution and silu: ``[T, C]`` act.
+
+        ``u[t, c] = silu(sum_j weight[c, j] * x[t - kc + 1 + j, c])`` with rows before this pass from the cache
+        (zeros before the first token); ``weight [C, kc]`` from ``vector``, ``weight[:, kc-1]`` meets the newest row.
+        """
+
+    def gated_delta(
+        self, u: Array, a: Array, b: Array, a_log: Array, dt_bias: Array, cache: DeltaCache, shape: DeltaShape
+    ) -> Array:
+        """The gated delta rule, token by token in float32: ``[T, Hv, Dv]`` act.
+
+        ``u [T, C]`` holds q, k ``[Hk, Dk]`` and v ``[Hv, Dv]`` of each row; a, b ``[T, Hv]``. Value head h uses key head
+        ``h // (Hv / Hk)``. With q and k L2-normalised (eps 1e-6 inside the root), q scaled by Dk^-0.5,
+        ``beta = sigmoid(b)`` and ``g = -exp(a_log) * softplus(a + dt_bias)``:
+
+            S = S exp(g);  d = beta (v - S^T k);  S = S + k d^T;  o = S^T q
+
+        Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10.
+        """
+
+    def gated_rms_norm(self, x: Array, z: Array, weight: Array, eps: float) -> Array:
+        """``rms_norm(x) * silu(z)`` per head of ``x, z [T, Hv, Dv]``, float32, rounded once: ``[T, Hv * Dv]`` act."""
+
+    # --- head ------------------------------------------------------------------------------------------------------
+
+    def head(self, x: Array, weight: Array) -> Logits:
+        """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, left on the device."""
+
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    def hidden(self, x: Array) -> Hidden:
+        """Wrap ``[T, H]`` as an opaque handle."""
+
+    def array(self, hidden: Hidden) -> Array:
+        """The array inside a handle that this backend made."""

@@ -1,0 +1,193 @@
+"""From what a user calls a model ("demo", a folder, a hub id) to a folder that holds a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+
+from specdec.errors import CheckpointError, nearest
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# What is fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) never are.
+HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt")
+# Sub-folders hold other formats of the same weights (original/, onnx/, ...), consolidated*.safetensors a second copy.
+HUB_IGNORED = ("*/*", "consolidated*.safetensors")
+_LISTED = 8  # names of files that an error lists
+
+
+def locate(model: str, *, revision: str | None = None, progress: bool = True) -> Path:
+    """The folder of a checkpoint, downloaded first where ``model`` is a hub id that the cache lacks.
+
+    Args:
+        model: "demo" (the embedded model), a folder, or a hub id such as "Qwen/Qwen3.5-4B". Text that starts with
+            ``.``, ``~`` or ``/`` is always a path; ``org/name`` is a path where such a folder exists, else a hub id.
+        revision: a branch, tag or commit of a hub id.
+        progress: show huggingface_hub's progress bars.
+
+    Raises: CheckpointError when there is no such folder, it holds no checkpoint, or the hub does not give it.
+    """
+    if model == "demo":
+        return _demo()
+    if not model.strip():
+        raise CheckpointError("the model is empty", try_=_MODELS)
+    path = Path(model).expanduser()
+    if path.exists():
+        return check_folder(path)
+    if HUB_ID.fullmatch(model) and not model.startswith((".", "~")):
+        return _from_hub(model, revision, progress)
+    raise _no_such_folder(model, path)
+
+
+_MODELS = 'a folder with config.json and model.safetensors, a hub id such as "Qwen/Qwen3.5-4B", or "demo"'
+
+
+def _demo() -> Path:
+    folder = Path(str(resources.files("specdec") / "demo"))
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            "the embedded model is not part of this installation",
+            folder=folder,
+            try_="a wheel of specdec-framework, or another model: " + _MODELS,
+        )
+    return check_folder(folder)
+
+
+def check_folder(path: Path) -> Path:
+    """``path`` when it is a folder with a config.json. Raises: CheckpointError that says what it is instead."""
+    if not path.exists():
+        raise _no_such_folder(str(path), path)
+    if not path.is_dir():
+        hints = {
+            ".gguf": "GGUF is not read; use the safetensors checkpoint that it was made from",
+            ".bin": "pickled weights are not read; use a checkpoint in safetensors format",
+            ".safetensors": f"the folder: {path.parent}",
+            ".json": f"the folder: {path.parent}",
+        }
+        raise CheckpointError(f"{path} is a file, not a folder", try_=hints.get(path.suffix, _MODELS))
+    if not (path / "config.json").is_file():
+        files = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it has no config.json",
+            found=listed(files) or "an empty folder",
+            try_=_what_else(files) or _MODELS,
+        )
+    return path
+
+
+def _what_else(files: Iterable[str]) -> str | None:
+    """What a folder without config.json seems to be, and what to use instead."""
+    files = list(files)
+    if "adapter_config.json" in files:
+        return "it looks like a LoRA adapter, which is not read: merge it into its base model and save that"
+    if any(name.endswith(".gguf") for name in files):
+        return "it looks like GGUF, which is not read: use the safetensors checkpoint that it was made from"
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in files):
+        return "it looks like pickled PyTorch weights, which are not read: use a checkpoint in safetensors format"
+    if any(name.endswith(".safetensors") for name in files):
+        return "copy config.json (and tokenizer.json) from the model that the weights belong to"
+    if "snapshots/" in files:
+        return "it is a folder of the hub cache: use the folder in snapshots/, or the hub id"
+    return None
+
+
+def listed(names: Iterable[str], limit: int = _LISTED) -> str:
+    """At most ``limit`` names, then how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _no_such_folder(model: str, path: Path) -> CheckpointError:
+    parent = path.absolute().parent
+    if parent.is_dir():
+        siblings = {entry.name: entry for entry in parent.iterdir() if entry.is_dir()}
+        match = nearest(path.name, siblings)
+        did_you_mean = f" Did you mean {str(path.parent / match)!r}?" if match else ""
+        return CheckpointError(f"there is no folder {model!r}.{did_you_mean}", looked_in=parent, try_=_MODELS)
+    while not parent.is_dir():
+        parent = parent.parent
+    return CheckpointError(f"there is no folder {model!r}", exists_up_to=parent, try_=_MODELS)
+
+
+# --- the hub -------------------------------------------------------------------------------------------------------
+
+
+def _from_hub(model: str, revision: str | None, progress: bool) -> Path:
+    import huggingface_hub as hub  # here: it takes a moment to import, and folders do not need it
+    from huggingface_hub import errors
+
+    try:
+        with _progress_bars(progress):
+            # the small file first: a repository of another format is refused before gigabytes are fetched
+            folder = hub.snapshot_download(model, revision=revision, allow_patterns=["config.json"])
+            if not (Path(folder) / "config.json").is_file():
+                raise CheckpointError(
+                    f"the hub model {model} is not a checkpoint: it has no config.json",
+                    page=f"https://huggingface.co/{model}/tree/{revision or 'main'}",
+                    try_="the model that it was made from; GGUF files and LoRA adapters are not read",
+                )
+            folder = hub.snapshot_download(
+                model, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
+            )
+    except CheckpointError:
+        raise
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"the hub model {model} is gated: its owners ask you to accept their terms first",
+            page=f"https://huggingface.co/{model}",
+            try_="accept the terms there, then `hf auth login` (or set HF_TOKEN)",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"the hub model {model} has no revision {revision!r}", try_="a branch, tag or commit of it, or none (main)"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"there is no model {model} on the hub (or it is private), and no folder of that name here",
+            looked_in=Path.cwd(),
+            try_="check the spelling, `hf auth login` for a private model, or ./path for a folder",
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise _not_cached(model, revision) from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{model!r} is neither a folder nor a hub id: {error}", try_=_MODELS) from error
+    except Exception as error:
+        # a full disk, the hub's other answers, and the HTTP library's errors, whose classes differ between hub versions
+        raise _failed(model, error) from error
+    return check_folder(Path(folder))
+
+
+def _not_cached(model: str, revision: str | None) -> CheckpointError:
+    from huggingface_hub import constants
+
+    what = f"{model} (revision {revision})" if revision else model
+    if constants.HF_HUB_OFFLINE:
+        message = f"{what} is not (completely) in the hub cache, and HF_HUB_OFFLINE is set"
+        cure = "unset HF_HUB_OFFLINE"
+    else:
+        message = f"{what} is not (completely) in the hub cache, and the hub cannot be reached"
+        cure = "a network connection (HTTPS_PROXY and HF_ENDPOINT are respected)"
+    return CheckpointError(message, cache=constants.HF_HUB_CACHE, try_=f'{cure}, a folder, or "demo"')
+
+
+def _failed(model: str, error: Exception) -> CheckpointError:
+    text = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return CheckpointError(f"the hub model {model} could not be fetched", reason=reason, try_="once more, or a folder")
+
+
+@contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    from huggingface_hub.utils import tqdm as bars  # the module: its switch is for the whole process
+
+    if shown or bars.are_progress_bars_disabled():
+        yield
+        return
+    bars.disable_progress_bars()
+    try:
+        yield
+    finally:
+        bars.enable_progress_bars()

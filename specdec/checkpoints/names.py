@@ -1,0 +1,87 @@
+"""Names: one canonical form for the tensors and the config of text-only and vision-language checkpoints.
+
+The canonical form has ``embed_tokens.weight``, ``layers.{i}.…``, ``norm.weight``, ``lm_head.weight`` and ``mtp.…``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from specdec.errors import CheckpointError
+
+# Text towers sit under "model.", "model.language_model." or "language_model.model."; MTP heads and output heads at the
+# top or under any of these. No canonical name starts with either word, so stripping both repeatedly covers all of them.
+_WRAPPERS = ("model.", "language_model.")
+# First word of a name, wrappers stripped, of the parts that a text model does not use.
+_OTHER_TOWERS = frozenset(
+    """visual vision_tower vision_model vision_encoder vision_embed_tokens embed_vision multi_modal_projector
+    mm_projector image_newline audio_tower audio_model embed_audio talker code2wav""".split()
+)
+
+
+@attrs.frozen
+class Names(Mapping[str, str]):
+    """Canonical name -> name in the files, of everything that may belong to the text model."""
+
+    _originals: dict[str, str]
+    ignored: tuple[str, ...]  # names in the files of vision and audio towers
+
+    def __getitem__(self, name: str) -> str:
+        return self._originals[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._originals)
+
+    def __len__(self) -> int:
+        return len(self._originals)
+
+
+def canonical_name(name: str) -> str:
+    """The canonical form of a tensor's name; a name of no known form keeps what is left after the wrappers."""
+    while name.startswith(_WRAPPERS):
+        name = name.split(".", 1)[1]
+    return name
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a tensor belongs to a vision or audio tower."""
+    return canonical_name(name).split(".", 1)[0] in _OTHER_TOWERS
+
+
+def canonical_names(names: Iterable[str]) -> Names:
+    """Map canonical names to the given ones. Raises: CheckpointError when two given names have one canonical name."""
+    originals: dict[str, str] = {}
+    ignored: list[str] = []
+    for name in names:
+        if is_ignored(name):
+            ignored.append(name)
+            continue
+        canonical = canonical_name(name)
+        if canonical in originals:
+            raise CheckpointError(
+                f"the tensors {originals[canonical]!r} and {name!r} mean the same weight ({canonical})",
+                try_="a checkpoint that stores it once",
+            )
+        originals[canonical] = name
+    return Names(originals, tuple(ignored))
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the text model: ``text_config``, where there is one, over the fields at the root.
+
+    So ``tie_word_embeddings``, ``quantization_config`` and the like count wherever they stand, ``text_config`` first,
+    and ``model_type`` is the text tower's. A null in ``text_config`` does not hide a value at the root.
+    Raises: CheckpointError when ``text_config`` is no object.
+    """
+    inner = config.get("text_config")
+    if inner is None:
+        inner = {}
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f"config.json: 'text_config' takes an object, got {inner!r}")
+    towers = ("text_config", "vision_config", "audio_config")
+    merged = {key: value for key, value in config.items() if key not in towers}
+    merged.update({key: value for key, value in inner.items() if value is not None or key not in merged})
+    return merged

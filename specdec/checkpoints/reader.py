@@ -1,0 +1,365 @@
+"""Reading a checkpoint folder: ``config.json`` and safetensors files, memory-mapped.
+
+Headers are read here, so that an error can name the file, the tensor and the sizes; the mapping is safetensors' own.
+Nothing is unpickled.
+
+Source of the format: https://huggingface.co/docs/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specdec.checkpoints.locate import check_folder, listed
+from specdec.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+_MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+
+
+@attrs.frozen
+class StoredTensor:
+    """One entry of a safetensors header."""
+
+    file: Path
+    dtype: str  # as the file calls it: "BF16", "F8_E4M3", ...
+    shape: tuple[int, ...]
+    start: int  # of its bytes, after the header
+    stop: int
+
+
+class Checkpoint:
+    """An opened checkpoint folder. Make one with ``Checkpoint.open``.
+
+    Attributes:
+        path: the folder.
+        config: ``config.json``.
+        generation_config: ``generation_config.json``, or an empty dict.
+        notices: what a user should know about the files, one sentence each.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        generation_config: dict[str, Any],
+        tensors: dict[str, StoredTensor],
+        notices: tuple[str, ...] = (),
+    ) -> None:
+        self.path = path
+        self.config = config
+        self.generation_config = generation_config
+        self.notices = notices
+        self._tensors = tensors
+        self._files: dict[Path, Any] = {}
+        try:
+            for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
+                self._files[file] = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file.name} is no valid safetensors file: {error}", file=file) from error
+
+    @classmethod
+    def open(cls, path: Path | str) -> Checkpoint:
+        """Read the configs and every header. Raises: CheckpointError naming file and tensor."""
+        path = check_folder(Path(path))
+        config = read_json(path / "config.json")
+        generation = path / "generation_config.json"
+        generation_config = read_json(generation) if generation.exists() else {}
+        tensors, notices = _read_tensors(path)
+        return cls(path, config, generation_config, tensors, notices)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, as the files have them."""
+        return tuple(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from its header."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in. Raises: CheckpointError when torch has no such dtype."""
+        tensor = self._tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"the tensor {name} is stored as {tensor.dtype}; quantised formats are not read yet",
+                file=tensor.file,
+                try_="the checkpoint in bfloat16 that it was made from",
+            )
+        return DTYPES[tensor.dtype]
+
+    def stored_dtype(self, name: str) -> str:
+        """The dtype of a tensor as safetensors spells it, also one that torch lacks ("F4")."""
+        return self._tensors[name].dtype
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._tensors[name].file
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.stop - tensor.start for tensor in self._tensors.values())
+
+    def load(self, name: str) -> torch.Tensor:
+        """A tensor on the host, in its stored dtype: memory-mapped, private, never copied.
+
+        Pages are read when they are touched, and writes to the tensor do not reach the file. It outlives ``close``.
+        Raises: CheckpointError for a dtype that torch lacks.
+        """
+        self.dtype(name)
+        file = self._tensors[name].file
+        if file not in self._files:
+            raise CheckpointError("this checkpoint was closed", file=file, try_="Checkpoint.open again")
+        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        """Let go of the files; tensors that were loaded stay valid."""
+        self._files.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises: CheckpointError with the line when it is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file.name} is not valid JSON: {error.msg}", file=file, line=error.lineno) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error}", file=file) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file.name} holds a {type(value).__name__}, not an object", file=file)
+    return value
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def _read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Every tensor of a folder, by the name in the files."""
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    notices: tuple[str, ...] = ()
+    if index.is_file():
+        weight_map = _read_index(index)
+        # An index that does not know the single file was left behind by a conversion; transformers takes the file too
+        if not single.is_file() or SINGLE_FILE in weight_map.values():
+            return _read_shards(index, weight_map), notices
+        notices = (f"{INDEX_FILE} was ignored: {SINGLE_FILE} is there and the index does not name it",)
+    if not single.is_file():
+        raise _no_weights(folder)
+    return read_header(single), notices
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    files = sorted(entry.name for entry in folder.iterdir())
+    weights = [name for name in files if name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"))]
+    shards = [name for name in weights if name.endswith(".safetensors")]
+    if "adapter_model.safetensors" in weights:
+        cure = "it looks like a LoRA adapter: merge it into its base model and save that"
+    elif shards:
+        cure = f"{INDEX_FILE}, which says which tensor is in which file, from where the weights came"
+    elif weights:
+        cure = "a checkpoint in safetensors format; pickles and GGUF are not read"
+    else:
+        cure = "download the weights too (with git: `git lfs pull`)"
+    return CheckpointError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}", found=listed(weights or files), try_=cure
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """``weight_map`` of an index: tensor name -> shard file name."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{index.name} is not valid JSON: {error.msg}", file=index, line=error.lineno) from error
+    except _DuplicateKeyError as error:
+        raise CheckpointError(f"{index.name} names {error.key!r} twice", file=index) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index.name} cannot be read: {error}", file=index) from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index.name} has no 'weight_map' (tensor name -> file)", file=index)
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or PurePosixPath(shard).is_absolute() or ".." in Path(shard).parts:
+            raise CheckpointError(
+                f"{index.name} puts the tensor {name} into {shard!r}, which is no file of this folder", file=index
+            )
+    return weight_map
+
+
+def _read_shards(index: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Every tensor of every shard; the headers are the truth, and the index must not promise more."""
+    folder = index.parent
+    shards = sorted(set(weight_map.values()))
+    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index.name} names {len(shards)} files, of which {len(absent)} are absent: {listed(absent, 20)}",
+            folder=folder,
+            try_="complete the download",
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        for name, tensor in read_header(folder / shard).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"the tensor {name} is in two files: {tensors[name].file.name} and {shard}",
+                    folder=folder,
+                    try_="remove files of another download from the folder",
+                )
+            tensors[name] = tensor
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file != folder / shard:
+            held = f", which {tensors[name].file.name} holds" if name in tensors else ""
+            raise CheckpointError(
+                f"{index.name} puts the tensor {name} into {shard}, which lacks it{held}",
+                file=folder / shard,
+                try_="files of one and the same download",
+            )
+    return tensors
+
+
+# --- headers -------------------------------------------------------------------------------------------------------
+
+
+class _DuplicateKeyError(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+        super().__init__(key)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refused where it has a key twice (``json`` would silently keep the last)."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKeyError(key)
+            seen.add(key)
+    return result
+
+
+def _bits(dtype: str) -> int | None:
+    """Bits per element, also of dtypes that torch lacks (F4, F6_E2M3, ...)."""
+    if dtype in DTYPES:
+        return DTYPES[dtype].itemsize * 8
+    digits = dtype.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ").split("_")[0]
+    return int(digits) if digits.isdecimal() else None
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name. Raises: CheckpointError naming what is wrong with the file."""
+    try:
+        size = os.path.getsize(file)
+        with open(file, "rb") as stream:
+            head = stream.read(64)
+            length = int.from_bytes(head[:8], "little")
+            if size < 10 or not head[8:9] == b"{" or length > _MAX_HEADER:
+                raise _foreign(file, size, head)
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"{file.name} is truncated: its header takes {8 + length} bytes, the file has {size}",
+                    file=file,
+                    try_="download it again",
+                )
+            stream.seek(8)
+            header = json.loads(stream.read(length), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error.strerror or error}", file=file) from error
+    except _DuplicateKeyError as error:
+        raise CheckpointError(f"the header of {file.name} has the tensor {error.key} twice", file=file) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the header of {file.name} is not valid JSON: {error}", file=file) from error
+    if not isinstance(header, dict):  # cannot happen: it starts with a brace
+        raise _foreign(file, size, head)
+    header.pop("__metadata__", None)
+    room = size - 8 - length
+    tensors = {name: _entry(file, name, entry) for name, entry in header.items()}
+    for name, tensor in tensors.items():
+        if tensor.stop > room:
+            end = max(other.stop for other in tensors.values())
+            raise CheckpointError(
+                f"{file.name} is truncated: it should have {8 + length + end} bytes and has {size}; "
+                f"the tensor {name} lies behind its end",
+                file=file,
+                try_="download it again",
+            )
+    return tensors
+
+
+def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
+    """One checked entry of a header."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"the header of {file.name} has no valid entry for the tensor {name}: {entry!r}", file=file
+        )
+    bits = _bits(dtype)
+    if start > stop or (bits is not None and math.prod(shape) * bits != (stop - start) * 8):
+        raise CheckpointError(
+            f"the header of {file.name} gives the tensor {name} ({dtype} {list(shape)}) {stop - start} bytes", file=file
+        )
+    return StoredTensor(file, dtype, shape, start, stop)
+
+
+def _foreign(file: Path, size: int, head: bytes) -> CheckpointError:
+    """What a file is that is called safetensors but is not."""
+    cure = "download it again"
+    if size == 0:
+        what = "is empty"
+    elif head.startswith(b"version https://git-lfs"):
+        what, cure = "is a Git LFS pointer, not the weights", "`git lfs pull` in the folder"
+    elif head.startswith(b"GGUF"):
+        what, cure = "is a GGUF file", "the safetensors checkpoint that it was made from"
+    elif head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
+        what, cure = "is a pickled PyTorch file, which is never opened", "a checkpoint in safetensors format"
+    elif head.lstrip().startswith((b"<!", b"<html", b"<HTML")):
+        what = "is a web page, not the weights"
+    else:
+        what = f"is no safetensors file (it starts with {head[:16].hex(' ')})"
+    return CheckpointError(f"{file.name} {what}", file=file, bytes=size, try_=cure)

@@ -1,0 +1,27 @@
+"""The command line: one file per command; plugins add theirs through ``specdec_commands(cli)``.
+
+The only part of specdec that prints and that configures logging. Output goes to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import click
+
+from specdec._version import __version__
+from specdec.cli import output
+from specdec.cli.generate import generate
+from specdec.cli.info import info
+from specdec.cli.plugins import plugins
+
+
+@click.group(cls=output.Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="specdec")
+@click.option("-v", "--verbose", count=True, help="Log more to stderr: -v for events, -vv for details.")
+def main(verbose: int) -> None:
+    """Speculative decoding: the same output, faster, or a reason why not."""
+    output.configure(verbose)
+
+
+main.add_command(generate)
+main.add_command(info)
+main.add_command(plugins)

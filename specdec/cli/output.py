@@ -1,0 +1,203 @@
+"""What all commands share: errors, JSON, tables, logging.
+
+A SpecdecError becomes one message on stderr and exit status 2; with ``--json`` it is also the one object on stdout,
+and ``specdec -v`` puts the traceback before it.
+Any other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import structlog
+
+from specdec.errors import SpecdecError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_JSON = "specdec.json"  # keys of click's Context.meta, which nested contexts share
+_JSON_DONE = "specdec.json_done"
+_VERBOSE = "specdec.verbose"
+
+
+class Failed(click.ClickException):
+    """A SpecdecError on its way to the user."""
+
+    exit_code = 2
+
+    def __init__(self, error: SpecdecError, *, verbose: bool) -> None:
+        lines = traceback.format_exception(error) if verbose else []
+        super().__init__("".join([*lines, f"{type(error).__name__}: {error}"]))
+
+    def show(self, file: Any = None) -> None:
+        """Print the message as it is; its first word says that it is an error."""
+        click.echo(self.message, file=file if file is not None else sys.stderr)
+
+
+class Group(click.Group):
+    """Adds the commands of plugins when a name is not ours, or all are listed; turns our errors into messages."""
+
+    extended = False  # whether plugins have added theirs
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse; ``--help`` runs in here."""
+        with _failures(None):
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _failures(ctx):
+            return super().invoke(ctx)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Our own command, else a plugin's; importing plugins is left for when it is needed."""
+        return super().get_command(ctx, cmd_name) or self._extend().commands.get(cmd_name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Ours and the plugins'."""
+        return sorted(self._extend().commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that ``args`` start with, or a usage error with the nearest name."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+    def _extend(self) -> Group:
+        if not self.extended:
+            from specdec.plugins import registry
+
+            registry().add_commands(self)
+            self.extended = True
+        return self
+
+
+@contextlib.contextmanager
+def _failures(ctx: click.Context | None) -> Iterator[None]:
+    try:
+        yield
+    except SpecdecError as error:
+        if ctx is not None and ctx.meta.get(_JSON) and not ctx.meta.get(_JSON_DONE):
+            described = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
+            click.echo(json.dumps({"error": described}))
+        raise Failed(error, verbose=ctx is not None and bool(ctx.meta.get(_VERBOSE))) from error
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def json_option(command: F) -> F:
+    """``--json``; the function gets it as ``as_json``."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+        ctx.meta[_JSON] = value
+        return value
+
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        callback=remember,
+        is_eager=True,  # known before another option's error
+        help="One JSON object on stdout, everything else on stderr.",
+    )(command)
+
+
+def print_json(value: object) -> None:
+    """The one object on stdout. What JSON lacks (NaN, enums, paths) must not get here: it fails loudly."""
+    click.echo(json.dumps(value, allow_nan=False))  # ASCII: whole on every terminal and pipe
+    click.get_current_context().meta[_JSON_DONE] = True
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console that takes every string literally: file names and model text are no markup."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(
+        file=stream,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        width=None if stream.isatty() else 120,  # piped: one width everywhere, wide enough for a sentence
+    )
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """An empty table: ruled on a terminal, plain columns when piped. ``right`` names the columns of numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() and sys.stderr.isatty() else None, pad_edge=False)
+    numbers = set(right)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if column in numbers else "left", no_wrap=number == 0)
+    return made
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
+    """Two columns, label and value, without a heading."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for label, value in rows:
+        made.add_row(label, value)
+    return made
+
+
+@contextlib.contextmanager
+def status(message: str) -> Iterator[None]:
+    """A spinner on stderr while something takes its time; nothing when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with console(stderr=True).status(message):
+        yield
+
+
+def count(number: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+# --- logging ---------------------------------------------------------------------------------------------------------
+
+
+def configure(verbose: int) -> None:
+    """Logs go to stderr: warnings, with ``-v`` events, with ``-vv`` all. Only the command line does this."""
+    from specdec.plugins import tracing
+
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:  # a terminal that cannot show a character must not end a generation
+            reconfigure(errors="backslashreplace")
+    click.get_current_context().meta[_VERBOSE] = verbose > 0
+    level = {0: logging.INFO if tracing() else logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the stderr of the moment, not of the import
+        cache_logger_on_first_use=False,
+    )

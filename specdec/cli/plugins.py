@@ -1,0 +1,98 @@
+"""``specdec plugins``: what is registered, by whom, and what failed to load."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import attrs
+import click
+
+from specdec.cli import output
+from specdec.contract import BackendSpec, DrafterSpec, ModelSpec
+from specdec.plugins import KINDS, Entry, Failure, Kind, registry
+
+
+@click.command()
+@output.json_option
+def plugins(as_json: bool) -> None:
+    """List what is registered and what failed.
+
+    Drafters, verifiers, depth policies, backends and model families, with the distribution that each came from.
+    """
+    found = registry()
+    if as_json:
+        output.print_json(
+            {
+                **{info.plural: [_entry(entry) for entry in found.entries(kind)] for kind, info in KINDS.items()},
+                "conflicts": [
+                    {"kind": kind.value, "name": name, "origins": [str(claim.origin) for claim in claims]}
+                    for kind, name, claims in found.conflicts()
+                ],
+                "failures": [_failure(failure) for failure in found.failures],
+            }
+        )
+        return
+    console = output.console()
+    table = output.table("kind", "name", "origin", "options", "help")
+    for kind in Kind:
+        for number, entry in enumerate(found.entries(kind)):
+            told = _entry(entry)
+            note = "" if told.get("reason") is None else f" (cannot run here: {told['reason']})"
+            options = ", ".join(f"{key}={value}" for key, value in told.get("options", {}).items())
+            table.add_row(kind.value if number == 0 else "", told["name"], told["origin"], options, told["help"] + note)
+    console.print(table)
+    for kind, name, claims in found.conflicts():
+        console.print(f"conflict: {kind.value} {name}: {' and '.join(str(claim.origin) for claim in claims)}")
+    for failure in found.failures:
+        console.print(f"failed ({failure.during}): {failure}")
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    spec, origin = entry.spec, entry.origin
+    told: dict[str, Any] = {
+        "name": spec.name,
+        "origin": str(origin),
+        "distribution": origin.distribution,
+        "version": origin.version or None,
+        "help": spec.help,
+    }
+    if isinstance(spec, ModelSpec):
+        return {**told, "model_types": list(spec.model_types)}
+    told["options"] = _options(spec.config)
+    if isinstance(spec, DrafterSpec):
+        told["needs"] = sorted(need.value for need in spec.needs)
+    if isinstance(spec, BackendSpec):
+        told["reason"] = _unavailable(spec)
+        told["available"] = told["reason"] is None
+    return told
+
+
+def _options(config: type) -> dict[str, str]:
+    """Option names with their defaults as text."""
+    if attrs.has(config):
+        return {field.name: _default(field.default, attrs.NOTHING) for field in attrs.fields(config)}
+    return {field.name: _default(field.default, dataclasses.MISSING) for field in dataclasses.fields(config)}
+
+
+def _default(value: object, missing: object) -> str:
+    return "required" if value is missing else "computed" if isinstance(value, attrs.Factory) else repr(value)  # type: ignore[arg-type]
+
+
+def _unavailable(spec: BackendSpec) -> str | None:
+    try:
+        return spec.available()
+    except Exception as error:  # noqa: BLE001 - a listing shows what is broken, it does not break
+        return f"{type(error).__name__}: {error}"
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    return {
+        "name": failure.name,
+        "distribution": failure.origin.distribution,
+        "version": failure.origin.version or None,
+        "module": failure.origin.module,
+        "during": failure.during,
+        "provides": list(failure.provides),
+        "error": failure.reason,
+    }

@@ -1,0 +1,73 @@
+"""Draft whatever followed the latest earlier occurrence of the current suffix, longest suffix first.
+
+Source: prompt lookup decoding, A. Saxena 2023. The drafts are point masses; no model runs.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from specdec.config import between
+from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DrafterEnv, DrafterSpec
+from specdec.errors import ConfigError
+from specdec.hookspecs import hookimpl
+
+
+@attrs.frozen(kw_only=True)
+class NgramConfig:
+    """How long a suffix must be to count as a match."""
+
+    max_order: int = attrs.field(default=4, validator=between(1, 16))  # tokens of the longest suffix tried
+    min_order: int = attrs.field(default=2, validator=between(1, 16))  # tokens of the shortest
+
+    def __attrs_post_init__(self) -> None:
+        if self.min_order > self.max_order:
+            raise ConfigError(f"min_order ({self.min_order}) is above max_order ({self.max_order})")
+
+
+class NgramDrafter(Drafter):
+    """An index from n-grams to the positions behind them, extended by each new token and cut by a rewind."""
+
+    def __init__(self, config: NgramConfig, env: DrafterEnv | None = None) -> None:
+        self._orders = range(config.max_order, config.min_order - 1, -1)
+        self._tokens: list[int] = []  # indexed so far
+        self._followers: dict[tuple[int, ...], list[int]] = {}  # n-gram -> where its continuations start, ascending
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        # the suffix itself is not indexed yet: its last token is what the next call adds
+        for token in context[len(self._tokens) : len(context) - 1]:
+            self._tokens.append(token)
+            for gram in self._ending_here():
+                self._followers.setdefault(gram, []).append(len(self._tokens))
+        for order in self._orders:
+            if order >= len(context):
+                continue
+            starts = self._followers.get(tuple(context[-order:]))
+            if starts:
+                return Draft(tuple(context[starts[-1] : starts[-1] + depth]))
+        return EMPTY_DRAFT
+
+    def rewind(self, length: int) -> None:
+        while len(self._tokens) > length:
+            for gram in self._ending_here():
+                starts = self._followers[gram]
+                starts.pop()
+                if not starts:
+                    del self._followers[gram]
+            self._tokens.pop()
+
+    def _ending_here(self) -> list[tuple[int, ...]]:
+        """The n-grams that end with the last indexed token."""
+        return [tuple(self._tokens[-order:]) for order in self._orders if order <= len(self._tokens)]
+
+
+@hookimpl
+def specdec_drafters() -> list[DrafterSpec]:
+    return [
+        DrafterSpec(
+            name="ngram",
+            factory=NgramDrafter,
+            config=NgramConfig,
+            help="what followed the same words earlier in the text (prompt lookup)",
+        )
+    ]

@@ -1,0 +1,238 @@
+"""A causal language model over Ops: the ForwardPass that every built-in family shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from specdec.backends.ops import Array, Cache, Ops, Rewindable
+from specdec.contract import ForwardOutput, ForwardPass, Hidden, ModelInfo, Snapshot, State, no_mtp_head
+from specdec.errors import PromptError, ShapeError, StateError
+from specdec.models.decoder import DecoderLayer, MtpHead
+
+PREFILL_ROWS = 512  # rows of a prompt that go through the layers together; bounds the memory of a long prompt
+
+
+@attrs.frozen(kw_only=True)
+class DecoderModel:
+    """What a family builds: weights as ops take them, and the layers over them."""
+
+    ops: Ops
+    eps: float
+    embed_tokens: Array  # [V, H]
+    layers: tuple[DecoderLayer, ...]
+    norm: Array  # [H]
+    lm_head: Array  # [V, H]; embed_tokens itself where the weights are tied
+    mtp: MtpHead | None
+    mtp_lm_head: Array | None  # the main head unless the checkpoint brings one
+
+
+class SequenceState(State):
+    """The caches of one sequence: one per layer, and the MTP head's own."""
+
+    def __init__(self, capacity: int, caches: list[Cache], mtp: Cache | None) -> None:
+        self.caches = caches
+        self.mtp = mtp
+        self.mtp_true = 0  # true pairs; chained entries stand behind them until the next true pair
+        self.decoded: Hidden | None = None  # hidden states of the last decode, until it is committed
+        self.last: Hidden | None = None  # hidden state of the last committed token
+        self.marked: dict[int, Hidden] = {}  # the same at the points that recurrent caches can return to
+        self._capacity = capacity
+
+    @property
+    def length(self) -> int:
+        return self.caches[0].length
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def mtp_length(self) -> int:
+        return self.mtp_true
+
+    @property
+    def last_hidden(self) -> Hidden | None:
+        return self.last
+
+    def nbytes(self) -> int:
+        caches = self.caches if self.mtp is None else [*self.caches, self.mtp]
+        return sum(cache.nbytes() for cache in caches)
+
+
+class CausalLM(ForwardPass):
+    """A decoder-only model on a backend. Weights are shared by all states."""
+
+    def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
+        self.info = info
+        self.model = model
+        self.ops = model.ops
+
+    # --- states ----------------------------------------------------------------------------------------------------
+
+    def new_state(self, capacity: int) -> SequenceState:
+        if not 1 <= capacity <= self.info.max_positions:
+            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
+        caches = [layer.mixer.new_cache(capacity) for layer in self.model.layers]
+        # chained draft steps stand behind the true pairs, so the head's cache is a little longer
+        mtp = self.model.mtp.layer.mixer.new_cache(capacity + self.info.max_rows) if self.model.mtp else None
+        return SequenceState(capacity, caches, mtp)
+
+    def _check_room(self, state: SequenceState, rows: int) -> None:
+        if state.length + rows > state.capacity:
+            raise StateError(f"the state holds {state.length} of {state.capacity} tokens; {rows} more do not fit")
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if len(tokens) == 0:
+            raise ShapeError("a pass takes at least one token, got none")
+        if min(tokens) < 0 or max(tokens) >= self.info.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.info.vocab_size)
+            raise PromptError(f"token id {wrong} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
+
+    # --- target passes ---------------------------------------------------------------------------------------------
+
+    def _forward(self, state: SequenceState, tokens: Sequence[int]) -> Array:
+        x = self.ops.embed(self.model.embed_tokens, tokens)
+        for layer, cache in zip(self.model.layers, state.caches, strict=True):
+            x = layer(x, cache)
+        return self.ops.rms_norm(x, self.model.norm, self.model.eps)
+
+    def _commit(self, state: SequenceState, rows: int) -> None:
+        for cache in state.caches:
+            cache.commit(rows)
+
+    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        state = _own(state)
+        self._check_tokens(tokens)
+        self._check_room(state, len(tokens))
+        state.decoded = None
+        parts: list[Hidden] = []
+        for at in range(0, len(tokens), PREFILL_ROWS):
+            chunk = tokens[at : at + PREFILL_ROWS]
+            parts.append(self.ops.hidden(self._forward(state, chunk)))
+            self._commit(state, len(chunk))
+        state.last = parts[-1][-1:]
+        self._mark(state)
+        return ForwardOutput(None, parts[0].join(parts[1:]) if len(parts) > 1 else parts[0])
+
+    def _mark(self, state: SequenceState) -> None:
+        """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
+        kept: set[int] = set()
+        for cache in state.caches:
+            if isinstance(cache, Rewindable):
+                cache.mark()
+                kept.update(cache.marks())
+        if kept and state.last is not None:
+            state.marked[state.length] = state.last
+            state.marked = {length: hidden for length, hidden in state.marked.items() if length in kept}
+
+    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        state = _own(state)
+        self._check_tokens(tokens)
+        if len(tokens) > self.info.max_rows:
+            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
+        self._check_room(state, len(tokens))
+        x = self._forward(state, tokens)
+        state.decoded = self.ops.hidden(x)
+        return ForwardOutput(self.ops.head(x, self.model.lm_head), state.decoded)
+
+    def commit(self, state: State, rows: int) -> None:
+        state = _own(state)
+        if state.decoded is None:
+            raise StateError("commit without a decode before it")
+        if not 0 <= rows <= len(state.decoded):
+            raise StateError(f"commit takes 0 to {len(state.decoded)} rows of the last decode, got {rows}")
+        self._commit(state, rows)
+        if rows:
+            state.last = state.decoded[rows - 1 : rows]
+        state.decoded = None
+
+    # --- MTP passes ------------------------------------------------------------------------------------------------
+
+    def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
+        head, cache = self.model.mtp, state.mtp
+        if head is None or cache is None:
+            raise no_mtp_head(self.info)
+        self._check_tokens(tokens)
+        if len(tokens) != len(hidden):
+            raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
+        if not provisional:
+            cache.truncate(state.mtp_true)
+        x = head(self.ops.embed(self.model.embed_tokens, tokens), self.ops.array(hidden), cache)
+        cache.commit(len(tokens))
+        if not provisional:
+            state.mtp_true = cache.length
+        return x
+
+    def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
+        if self.model.mtp is None:
+            return
+        for at in range(0, len(tokens), PREFILL_ROWS):
+            rows = slice(at, at + PREFILL_ROWS)
+            self._forward_mtp(_own(state), tokens[rows], hidden[rows], provisional=False)
+
+    def decode_mtp(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
+    ) -> ForwardOutput:
+        x = self._forward_mtp(_own(state), tokens, hidden, provisional=provisional)
+        head = self.model.lm_head if self.model.mtp_lm_head is None else self.model.mtp_lm_head
+        return ForwardOutput(self.ops.head(x[-1:], head), self.ops.hidden(x))
+
+    # --- going back ------------------------------------------------------------------------------------------------
+
+    def rewind(self, state: State, length: int) -> int:
+        state = _own(state)
+        if not 0 <= length <= state.length:
+            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
+        state.decoded = None
+        if length == state.length:
+            return length
+        recurrent = [cache for cache in state.caches if isinstance(cache, Rewindable)]
+        if recurrent:
+            reached = max(point for point in recurrent[0].marks() if point <= length)
+            state.last = state.marked.get(reached)
+        else:
+            # one token less, so that the last kept token runs again and its hidden state is known
+            reached = max(length - 1, 0)
+            state.last = None
+        for cache in state.caches:
+            if not cache.truncate(reached):
+                raise AssertionError("caches disagree about the points they can return to")
+        if state.mtp is not None:
+            # the pair (h_j, x_{j+1}) stays valid only if token j+1 is kept: pairs 0..length-2
+            state.mtp_true = min(state.mtp_true, reached if state.last is None else reached - 1)
+            state.mtp.truncate(state.mtp_true)
+        return reached
+
+    def snapshot(self, state: State) -> Snapshot:
+        state = _own(state)
+        if state.mtp is not None:
+            state.mtp.truncate(state.mtp_true)
+        arrays = {f"layers.{i}.{name}": a for i, c in enumerate(state.caches) for name, a in c.save().items()}
+        if state.mtp is not None:
+            arrays |= {f"mtp.{name}": array for name, array in state.mtp.save().items()}
+        if state.last is not None:
+            arrays["last_hidden"] = self.ops.array(state.last)
+        return Snapshot(state.length, state.capacity, arrays, {"mtp_length": state.mtp_true})
+
+    def restore(self, snapshot: Snapshot) -> SequenceState:
+        state = self.new_state(snapshot.capacity)
+        for i, cache in enumerate(state.caches):
+            cache.load(_under(snapshot, f"layers.{i}."), snapshot.length)
+        if state.mtp is not None:
+            state.mtp_true = snapshot.meta["mtp_length"]
+            state.mtp.load(_under(snapshot, "mtp."), state.mtp_true)
+        if "last_hidden" in snapshot.arrays:
+            state.last = self.ops.hidden(snapshot.arrays["last_hidden"])
+        return state
+
+
+def _own(state: State) -> SequenceState:
+    if not isinstance(state, SequenceState):
+        raise StateError(f"a state of another model: {type(state).__name__}")
+    return state
+
+
+def _under(snapshot: Snapshot, prefix: str) -> dict[str, Array]:
+    return {name.removeprefix(prefix): array for name, array in snapshot.arrays.items() if name.startswith(prefix)}

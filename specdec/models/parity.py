@@ -1,0 +1,54 @@
+"""The load-time probe of row invariance, on the loaded weights' own shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec.models.causal_lm import CausalLM
+from specdec.models.decoder import DecoderLayer
+
+PROBED_ROWS = (2, 3, 4, 8, 16)
+PROBE_CAPACITY = 64
+
+
+def probe_rows(lm: CausalLM) -> str | None:
+    """Compare passes of several row counts with the same rows one by one, bit for bit.
+
+    Runs one layer of each kind (mixer, shapes), the MTP head and the output head, all with the loaded weights; whole
+    models would take as long as loading them. Returns None when all bits agree, else a sentence that says where not.
+    """
+    model, ops = lm.model, lm.ops
+    rows = min(max(PROBED_ROWS), ops.max_rows)
+    tokens = [(7 * i + 1) % lm.info.vocab_size for i in range(rows)]
+    embedded = ops.embed(model.embed_tokens, tokens)
+    layers: dict[str, DecoderLayer] = {}
+    for layer in model.layers:
+        layers.setdefault(type(layer.mixer).__name__, layer)
+    if model.mtp is not None:
+        layers["the MTP layer"] = model.mtp.layer
+    for name, layer in layers.items():
+        singly = _by_rows(layer, embedded, 1)
+        for count in PROBED_ROWS:
+            if count <= rows and not _same(_by_rows(layer, embedded, count), singly):
+                return f"{name}: a pass of {count} rows has other bits than {count} passes of one row"
+    singly = [ops.head(embedded[t : t + 1], model.lm_head).rows() for t in range(rows)]
+    for count in PROBED_ROWS:
+        together = ops.head(embedded[:count], model.lm_head).rows()
+        if any((together[t] != singly[t][0]).any() for t in range(min(count, rows))):
+            return f"the output head: a pass of {count} rows has other bits than passes of one row"
+    return None
+
+
+def _by_rows(layer: DecoderLayer, x: Any, count: int) -> list[Any]:
+    """The layer's output rows when x runs through it in passes of ``count`` rows."""
+    cache = layer.mixer.new_cache(PROBE_CAPACITY)
+    out = []
+    for at in range(0, x.shape[0], count):
+        part = layer(x[at : at + count], cache)
+        cache.commit(part.shape[0])
+        out += [part[t] for t in range(part.shape[0])]
+    return out
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return all(bool((x == y).all()) for x, y in zip(a, b, strict=True))

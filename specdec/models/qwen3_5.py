@@ -1,0 +1,214 @@
+"""Qwen3.5 / 3.6 / 3.8 dense: Gated DeltaNet and gated attention layers, and the MTP head.
+
+Norms of the family are stored as an offset from 1, with one exception: ``linear_attn.norm`` holds the factor itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from specdec.backends.ops import Array, DeltaShape, Ops, Rope
+from specdec.checkpoints import TensorSpec, Weights
+from specdec.contract import ModelSpec
+from specdec.errors import CheckpointError
+from specdec.hookspecs import hookimpl
+from specdec.models.causal_lm import DecoderModel
+from specdec.models.decoder import Attention, DecoderLayer, GatedDeltaNet, Mixer, MtpHead
+from specdec.models.fields import Fields
+from specdec.models.qwen3 import attention_tensors, build_mlp, mlp_tensors
+
+FULL_ATTENTION_INTERVAL = 4
+
+
+@attrs.frozen(kw_only=True)
+class Qwen35Config:
+    """The fields of ``config.json`` that the maths needs."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dims: int
+    theta: float
+    delta: DeltaShape
+    eps: float
+    tied: bool
+    max_positions: int
+    mtp_layers: int
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> Qwen35Config:
+        """Read the text part of a ``config.json``. Raises: CheckpointError naming the key."""
+        fields = Fields(config)
+        fields.must_be("hidden_act", "silu")
+        fields.must_be("attention_bias", False)
+        fields.must_be("attn_output_gate", True)
+        fields.must_be("output_gate_type", "swish", "silu")  # of the delta-rule norm; attention gates are sigmoids
+        fields.must_be("mtp_use_dedicated_embeddings", False)
+        fields.plain_rope()
+        layers, head_dim = fields.whole("num_hidden_layers"), fields.whole("head_dim", 256)
+        mtp_layers = fields.whole("mtp_num_hidden_layers", 0, low=0)
+        if mtp_layers > 1:
+            raise CheckpointError(f"config.json: 'mtp_num_hidden_layers' is 0 or 1 in this family, got {mtp_layers}")
+        delta = DeltaShape(
+            key_heads=fields.whole("linear_num_key_heads", 16),
+            value_heads=fields.whole("linear_num_value_heads", 32),
+            key_dim=fields.whole("linear_key_head_dim", 128),
+            value_dim=fields.whole("linear_value_head_dim", 128),
+            kernel=fields.whole("linear_conv_kernel_dim", 4, low=2),
+        )
+        if delta.value_heads % delta.key_heads:
+            raise CheckpointError(
+                f"config.json: 'linear_num_value_heads' ({delta.value_heads}) is no multiple of "
+                f"'linear_num_key_heads' ({delta.key_heads})"
+            )
+        return cls(
+            vocab_size=fields.whole("vocab_size"),
+            hidden_size=fields.whole("hidden_size"),
+            intermediate_size=fields.whole("intermediate_size"),
+            layer_types=fields.layer_types(layers, fields.whole("full_attention_interval", FULL_ATTENTION_INTERVAL)),
+            heads=fields.whole("num_attention_heads"),
+            kv_heads=fields.whole("num_key_value_heads"),
+            head_dim=head_dim,
+            rotary_dims=int(head_dim * fields.partial_rotary_factor(0.25)),
+            theta=fields.rope_theta(1e7),
+            delta=delta,
+            eps=fields.real("rms_norm_eps", 1e-6),
+            tied=fields.flag("tie_word_embeddings", False),
+            max_positions=fields.whole("max_position_embeddings", 32768),
+            mtp_layers=mtp_layers,
+        )
+
+    def state_bytes(self, width: int) -> tuple[int, int]:
+        """Bytes of state per token (keys and values, the MTP head's included) and per sequence (the linear layers)."""
+        full = self.layer_types.count("full_attention")
+        delta = self.delta
+        recurrent = 4 * delta.value_heads * delta.key_dim * delta.value_dim
+        window = (delta.kernel - 1) * delta.channels * width
+        per_token = (full + self.mtp_layers) * 2 * self.kv_heads * self.head_dim * width
+        return per_token, (len(self.layer_types) - full) * (recurrent + window)
+
+
+def _delta_tensors(prefix: str, hidden: int, shape: DeltaShape) -> dict[str, TensorSpec]:
+    prefix += "linear_attn."
+    values = shape.value_heads * shape.value_dim
+    return {
+        f"{prefix}in_proj_qkv.weight": TensorSpec((shape.channels, hidden)),
+        f"{prefix}in_proj_z.weight": TensorSpec((values, hidden)),
+        f"{prefix}in_proj_b.weight": TensorSpec((shape.value_heads, hidden)),
+        f"{prefix}in_proj_a.weight": TensorSpec((shape.value_heads, hidden)),
+        f"{prefix}conv1d.weight": TensorSpec((shape.channels, 1, shape.kernel)),
+        f"{prefix}A_log": TensorSpec((shape.value_heads,)),
+        f"{prefix}dt_bias": TensorSpec((shape.value_heads,)),
+        f"{prefix}norm.weight": TensorSpec((shape.value_dim,)),
+        f"{prefix}out_proj.weight": TensorSpec((hidden, values)),
+    }
+
+
+def _layer_tensors(prefix: str, kind: str, config: Qwen35Config) -> dict[str, TensorSpec]:
+    c, hidden = config, config.hidden_size
+    if kind == "full_attention":
+        mixer = attention_tensors(prefix, hidden, c.heads, c.kv_heads, c.head_dim, gated=True)
+    else:
+        mixer = _delta_tensors(prefix, hidden, c.delta)
+    norms = {f"{prefix}{name}_layernorm.weight": TensorSpec((hidden,)) for name in ("input", "post_attention")}
+    return norms | mixer | mlp_tensors(prefix, hidden, c.intermediate_size)
+
+
+def tensors(config: Qwen35Config) -> dict[str, TensorSpec]:
+    """Every tensor that the checkpoint must have, by canonical name; the head's are in group "mtp"."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    expected = {"embed_tokens.weight": TensorSpec((vocab, hidden)), "norm.weight": TensorSpec((hidden,))}
+    if not config.tied:
+        expected["lm_head.weight"] = TensorSpec((vocab, hidden))
+    for i, kind in enumerate(config.layer_types):
+        expected |= _layer_tensors(f"layers.{i}.", kind, config)
+    if config.mtp_layers:
+        head = {f"mtp.{name}.weight": TensorSpec((hidden,)) for name in _MTP_NORMS}
+        head["mtp.fc.weight"] = TensorSpec((hidden, 2 * hidden))
+        head["mtp.lm_head.weight"] = TensorSpec((vocab, hidden), optional=True)
+        head |= _layer_tensors("mtp.layers.0.", "full_attention", config)
+        expected |= {name: attrs.evolve(spec, group="mtp") for name, spec in head.items()}
+    return expected
+
+
+_MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+
+
+def build(config: Qwen35Config, weights: Weights, ops: Ops) -> DecoderModel:
+    """The model over ``ops``; weights are taken tensor by tensor."""
+    rope = Rope.of(config.theta, config.rotary_dims)
+
+    def matrix(name: str) -> Array:
+        return ops.weight(weights[name])
+
+    def norm(name: str) -> Array:
+        return ops.vector(weights[name], plus=1.0)
+
+    def attention(prefix: str) -> Attention:
+        q, k, v, o = (matrix(f"{prefix}{name}_proj.weight") for name in "qkvo")
+        return Attention(
+            ops=ops, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, eps=config.eps,
+            rope=rope, gated=True, q_proj=q, k_proj=k, v_proj=v, o_proj=o,
+            q_norm=norm(f"{prefix}q_norm.weight"), k_norm=norm(f"{prefix}k_norm.weight"),
+        )  # fmt: skip
+
+    def delta_net(prefix: str) -> GatedDeltaNet:
+        taps = weights[f"{prefix}conv1d.weight"].reshape(config.delta.channels, config.delta.kernel)
+        return GatedDeltaNet(
+            ops=ops, shape=config.delta, eps=config.eps,
+            in_proj_qkv=matrix(f"{prefix}in_proj_qkv.weight"), in_proj_z=matrix(f"{prefix}in_proj_z.weight"),
+            in_proj_a=matrix(f"{prefix}in_proj_a.weight"), in_proj_b=matrix(f"{prefix}in_proj_b.weight"),
+            conv1d=ops.vector(taps), a_log=ops.vector(weights[f"{prefix}A_log"]),
+            dt_bias=ops.vector(weights[f"{prefix}dt_bias"]), norm=ops.vector(weights[f"{prefix}norm.weight"]),
+            out_proj=matrix(f"{prefix}out_proj.weight"),
+        )  # fmt: skip
+
+    def layer(prefix: str, kind: str) -> DecoderLayer:
+        full = kind == "full_attention"
+        mixer: Mixer = attention(f"{prefix}self_attn.") if full else delta_net(f"{prefix}linear_attn.")
+        return DecoderLayer(
+            ops=ops, eps=config.eps, mixer=mixer, mlp=build_mlp(ops, weights, prefix),
+            input_norm=norm(f"{prefix}input_layernorm.weight"),
+            post_norm=norm(f"{prefix}post_attention_layernorm.weight"),
+        )  # fmt: skip
+
+    mtp = None
+    if config.mtp_layers:
+        embed_norm, hidden_norm, last_norm = (norm(f"mtp.{name}.weight") for name in _MTP_NORMS)
+        mtp = MtpHead(
+            ops=ops, eps=config.eps, embed_norm=embed_norm, hidden_norm=hidden_norm, norm=last_norm,
+            fc=matrix("mtp.fc.weight"), layer=layer("mtp.layers.0.", "full_attention"),
+        )  # fmt: skip
+    own_head = weights.get("mtp.lm_head.weight") if mtp else None
+    embed = matrix("embed_tokens.weight")
+    return DecoderModel(
+        ops=ops,
+        eps=config.eps,
+        embed_tokens=embed,
+        layers=tuple(layer(f"layers.{i}.", kind) for i, kind in enumerate(config.layer_types)),
+        norm=norm("norm.weight"),
+        lm_head=embed if config.tied else matrix("lm_head.weight"),
+        mtp=mtp,
+        mtp_lm_head=None if own_head is None else ops.weight(own_head),
+    )
+
+
+@hookimpl
+def specdec_models() -> list[ModelSpec]:
+    return [
+        ModelSpec(
+            name="qwen3_5",
+            model_types=("qwen3_5_text", "qwen3_5"),
+            parse=Qwen35Config.parse,
+            tensors=tensors,
+            build=build,
+            help="Qwen3.5 / 3.6 / 3.8 dense: Gated DeltaNet, gated attention, MTP head",
+        )
+    ]

@@ -1,0 +1,261 @@
+"""From a configuration to a language model: target, drafter, verifier and depth policy, each looked up by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import structlog
+
+from specdec.backends import Backend
+from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, locate, text_config
+from specdec.config import Choice, RunConfig, structure_choice
+from specdec.contract import (
+    DepthPolicySpec,
+    DrafterSpec,
+    ForwardPass,
+    ModelInfo,
+    ModelSpec,
+    Need,
+    Parity,
+    Verifier,
+)
+from specdec.errors import CheckpointError, PluginError, PromptError, SpecdecError, UnsupportedError
+from specdec.models.causal_lm import CausalLM, DecoderModel
+from specdec.models.parity import probe_rows
+from specdec.plugins import registry
+from specdec.session import Session, Stream
+from specdec.telemetry import Result
+from specdec.text import Tokenizer
+
+log = structlog.get_logger(__name__)
+
+
+class LanguageModel:
+    """A target with everything that was composed around it. Make one with ``specdec.load``.
+
+    Attributes:
+        info: what the target is and what its backend promises.
+        tokenizer: text to token ids and back.
+        notices: what a user should know about this load (a downgrade, unused tensors, a fallback), one sentence each.
+        config: the configuration it was built from.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        target: ForwardPass,
+        tokenizer: Tokenizer,
+        drafter_spec: DrafterSpec,
+        drafter_config: Any,
+        drafter_shared: Any,
+        verifier: Verifier,
+        depth_spec: DepthPolicySpec,
+        depth_config: Any,
+        notices: Sequence[str],
+    ) -> None:
+        self.config = config
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafter_spec = drafter_spec
+        self.drafter_config = drafter_config
+        self.drafter_shared = drafter_shared
+        self.verifier = verifier
+        self.depth_spec = depth_spec
+        self.depth_config = depth_config
+        self.notices = list(notices)
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the target is."""
+        return self.target.info
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a session can hold: the model's limit, or ``target.capacity`` where that is lower."""
+        asked = self.config.target.capacity
+        return self.info.max_positions if asked is None else min(asked, self.info.max_positions)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt. Raises: PromptError when it is empty or has ids outside the vocabulary."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise PromptError("the prompt is empty", try_="at least one character, or one token id")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.info.vocab_size:
+                raise PromptError(f"token id {token!r} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
+        return tokens
+
+    def session(self) -> Session:
+        """An empty session: feed, generate, feed more, rewind."""
+        return Session(self)
+
+    def stream(self, prompt: str | Sequence[int], *, chat: bool = False, **settings: Any) -> Stream:
+        """Generate in a fresh session; iterate for text, then read ``result``.
+
+        Args:
+            prompt: text or token ids.
+            chat: put the text into the checkpoint's chat template as a user's message.
+            **settings: fields of ``specdec.config.GenerationConfig``; the configuration's where not given.
+        """
+        if chat:
+            if not isinstance(prompt, str):
+                raise PromptError("a chat prompt is text, got token ids")
+            text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+            prompt = self.tokenizer.encode(text, add_special=False)
+        return self.session().stream(prompt, **settings)
+
+    def generate(self, prompt: str | Sequence[int], *, chat: bool = False, **settings: Any) -> Result:
+        """``stream`` to its end."""
+        return self.stream(prompt, chat=chat, **settings).result
+
+
+@attrs.frozen(kw_only=True)
+class LoadedTarget:
+    """A target and what was learnt while it was loaded."""
+
+    target: ForwardPass
+    tokenizer: Tokenizer
+    notices: tuple[str, ...]
+
+
+def build(config: RunConfig) -> LanguageModel:
+    """Load the target and compose the pipeline. Raises: SpecdecError with the reason, whatever is wrong."""
+    verifier_spec = registry().verifier(config.verifier.name, asked_by=_asked_by(config.verifier, "verifier"))
+    verifier_config = structure_choice(config.verifier, verifier_spec.config, "verifier")
+    verifier = registry().make_verifier(verifier_spec, verifier_config)
+    depth_spec = registry().depth_policy(config.depth.name, asked_by=_asked_by(config.depth, "depth"))
+    depth_config = structure_choice(config.depth, depth_spec.config, "depth")
+    named_drafter = None
+    if config.drafter.name != "auto":  # a wrong name should not wait for gigabytes of weights
+        named_drafter = registry().drafter(config.drafter.name, asked_by=_asked_by(config.drafter, "drafter"))
+
+    loaded = load_target(config)
+    info = loaded.target.info
+    drafter_spec = named_drafter or registry().drafter("mtp" if info.mtp_layers else "ngram", asked_by="drafter = auto")
+    _check_needs(drafter_spec, info)
+    drafter_config = structure_choice(config.drafter, drafter_spec.config, "drafter")
+    prepare, shared = drafter_spec.prepare, None
+    if prepare is not None:
+        shared = _constructed("drafter", drafter_spec.name, lambda: prepare(drafter_config, loaded.target))
+    lm = LanguageModel(
+        config=config,
+        target=loaded.target,
+        tokenizer=loaded.tokenizer,
+        drafter_spec=drafter_spec,
+        drafter_config=drafter_config,
+        drafter_shared=shared,
+        verifier=verifier,
+        depth_spec=depth_spec,
+        depth_config=depth_config,
+        notices=loaded.notices,
+    )
+    lm.session()  # a drafter or policy that cannot start should say so now
+    registry().make_depth_policy(depth_spec, depth_config)
+    return lm
+
+
+def load_target(config: RunConfig) -> LoadedTarget:
+    """Open the checkpoint, audit it, and put its weights on a backend."""
+    asked = config.target
+    foreign = registry().forward_pass(asked)
+    folder = locate(asked.model, revision=asked.revision)
+    tokenizer = Tokenizer.from_folder(folder)
+    if foreign is not None:
+        return LoadedTarget(target=foreign, tokenizer=tokenizer, notices=())
+    with_notices: list[str] = []
+    checkpoint = Checkpoint.open(folder)
+    model_config = text_config(checkpoint.config)
+    spec = family_of(model_config, checkpoint)
+    family = spec.parse(model_config)
+    names = canonical_names(checkpoint.names)
+    report = audit(checkpoint, spec.tensors(family))
+    report.raise_for_errors()
+    with_notices += report.notices
+
+    backend = _backend(asked.backend)
+    dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
+    ops = backend.ops(dtype)
+    model: DecoderModel = spec.build(family, Weights(checkpoint, names), ops)
+    info = ModelInfo(
+        family=spec.name,
+        vocab_size=family.vocab_size,
+        hidden_size=family.hidden_size,
+        max_positions=family.max_positions,
+        mtp_layers=family.mtp_layers,
+        max_rows=ops.max_rows,
+        parity=ops.parity,
+        parity_reason=ops.parity_reason,
+        backend=backend.name,
+        device=backend.device,
+        dtype=dtype,
+        dtype_reason=dtype_reason,
+        kernels=ops.kernels,
+    )
+    target = CausalLM(info, model)
+    if ops.kernels.startswith("torch reference"):
+        with_notices.append(f"slow kernels: {ops.kernels}")
+    if info.parity is Parity.BITWISE:
+        broken = probe_rows(target)
+        if broken is not None:
+            target.info = attrs.evolve(info, parity=Parity.NUMERIC, parity_reason=broken)
+            with_notices.append(f"parity downgraded from bitwise to numeric: {broken}")
+            log.warning("parity_downgraded", reason=broken)
+    if tokenizer.vocab_size > info.vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}", folder=folder
+        )
+    return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(with_notices))
+
+
+def family_of(model_config: Mapping[str, Any], checkpoint: Checkpoint) -> ModelSpec:
+    """The family that reads this ``model_type``. Raises: CheckpointError when config.json has none."""
+    model_type = model_config.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError("config.json has no 'model_type'", file=checkpoint.path / "config.json")
+    return registry().model(model_type, asked_by=str(checkpoint.path / "config.json"))
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype that most weights are stored in."""
+    sizes: dict[str, int] = {}
+    for name in checkpoint.names:
+        count = 1
+        for size in checkpoint.shape(name):
+            count *= size
+        dtype = str(checkpoint.dtype(name)).removeprefix("torch.")
+        sizes[dtype] = sizes.get(dtype, 0) + count
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _backend(name: str) -> Backend:
+    spec = registry().backend("cpu" if name == "auto" else name, asked_by="target.backend")
+    reason = spec.available()
+    if reason is not None:
+        raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
+    backend: Backend = _constructed("backend", spec.name, lambda: spec.factory(spec.config()))
+    return backend
+
+
+def _check_needs(spec: DrafterSpec, info: ModelInfo) -> None:
+    if Need.MTP in spec.needs and not info.mtp_layers:
+        raise UnsupportedError(
+            f"the drafter {spec.name!r} needs an MTP head, and this {info.family} checkpoint has none",
+            try_='drafter.name = "ngram", or a checkpoint that kept its mtp.* tensors',
+        )
+
+
+def _asked_by(choice: Choice, table: str) -> str:
+    return f"{choice.source}, key {table}.name" if choice.source else f"{table}.name"
+
+
+def _constructed(kind: str, name: str, make: Any) -> Any:
+    """Run a plugin's constructor; any failure of it names the plugin."""
+    try:
+        return make()
+    except SpecdecError:
+        raise
+    except Exception as error:
+        raise PluginError(f"the {kind} {name!r} failed to start: {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""Built-in depth policies, one per file."""

@@ -1,0 +1,257 @@
+"""From logits to a token: one function for plain decoding and for every verified row.
+
+Order: logits, bias, penalties (the row's own history), bans and processors, temperature, top-k, top-p, min-p.
+
+Randomness is counter-based (Philox4x32-10; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the key
+is the seed, the counter holds absolute position, purpose, cycle and token id. There is no state to roll back, and the
+noise of a position does not depend on how the sequence came to it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.contract import Context, DraftNoise, Logits, Sampling
+from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from specdec.contract import Float32
+
+    Float64 = NDArray[np.float64]
+    Float64Like = NDArray[np.float64] | NDArray[np.float32]
+    UInt32 = NDArray[np.uint32]
+
+_ROUNDS = 10
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+class Purpose(enum.IntEnum):
+    """What noise is for; equal purposes at one position share it."""
+
+    TOKEN = 0  # decides a token: plain decoding, exact verification, coupled drafts
+    DRAFT = 1  # independent drafts
+    ACCEPT = 2  # ratio tests
+    RESIDUAL = 3  # the token after a rejection, and the one after a fully accepted draft
+
+
+def philox(counters: UInt32, seed: int) -> UInt32:
+    """Philox4x32-10 of counters ``[N, 4]`` uint32 under a 64-bit key: ``[N, 4]`` uint32."""
+    c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
+    k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for _ in range(_ROUNDS):
+        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (right >> _HALF) ^ c1 ^ np.uint64(k0),
+            right & _LOW,
+            (left >> _HALF) ^ c3 ^ np.uint64(k1),
+            left & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
+
+def uniforms(seed: int, position: int, purpose: Purpose, ids: NDArray[np.int64], cycle: int = 0) -> Float64:
+    """Uniform numbers in (0, 1), never 0 or 1, one per token id: word ``id % 4`` of the block ``id // 4``."""
+    blocks, place = np.unique(ids >> 2, return_inverse=True)
+    counters = np.empty((len(blocks), 4), dtype=np.uint32)
+    counters[:, 0] = blocks
+    counters[:, 1] = position
+    counters[:, 2] = int(purpose)
+    counters[:, 3] = cycle & 0xFFFFFFFF
+    words = philox(counters, seed)[place, ids & 3]
+    return (words.astype(np.float64) + 0.5) * 2.0**-32
+
+
+def gumbel(seed: int, position: int, ids: NDArray[np.int64], purpose: Purpose, cycle: int = 0) -> Float64:
+    """Standard Gumbel noise per token id: ``-log(-log(1 - u))`` with the uniforms above.
+
+    ``1 - u`` rather than ``u``: the race is decided by small values of ``-log(1 - u)``, which are as precise as u is.
+    """
+    noise: Float64 = -np.log(-np.log1p(-uniforms(seed, position, purpose, ids, cycle)))
+    return noise
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether a row's law is a softmax of its raw logits (or their argmax): nothing looks at history or filters."""
+    s = sampling
+    return (
+        s.top_k == 0
+        and s.top_p >= 1.0
+        and s.min_p <= 0.0
+        and s.repetition_penalty == 1.0
+        and s.presence_penalty == 0.0
+        and s.frequency_penalty == 0.0
+        and not s.logit_bias
+        and not s.banned
+        and s.min_new_tokens == 0
+        and not s.processors
+    )
+
+
+def processed(row: Float32, history: Sequence[int], context: Context) -> Float64:
+    """Logits ``[V]`` after bias, penalties, bans and processors; before temperature. ``history`` is the row's own."""
+    s = context.sampling
+    logits = row.astype(np.float64)
+    for token, bias in s.logit_bias.items():
+        logits[token] += bias
+    if s.repetition_penalty != 1.0:
+        seen = np.unique(np.asarray(history, dtype=np.int64))
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    if s.presence_penalty or s.frequency_penalty:
+        generated = np.asarray(history[context.generated_from :], dtype=np.int64)
+        if len(generated):
+            tokens, counts = np.unique(generated, return_counts=True)
+            logits[tokens] -= s.presence_penalty + s.frequency_penalty * counts
+    if s.banned:
+        logits[list(s.banned)] = -np.inf
+    if s.end_tokens and len(history) - context.generated_from < s.min_new_tokens:
+        logits[list(s.end_tokens)] = -np.inf
+    if s.processors:
+        narrow = logits.astype(np.float32)
+        for processor in s.processors:
+            narrow = processor.process(narrow, history)
+        logits = narrow.astype(np.float64)
+    return logits
+
+
+def survivors(logits: Float64, sampling: Sampling) -> tuple[NDArray[np.int64], Float64]:
+    """Token ids (ascending) that temperature > 0 sampling may choose, and their probabilities, which sum to 1.
+
+    Ties are ordered by ascending id, so that the set is a function of the logits alone.
+    Raises: ConfigError when every token is forbidden.
+    """
+    ids = np.flatnonzero(logits > -np.inf)
+    if len(ids) == 0:
+        raise ConfigError(
+            "no token is allowed here: bans, processors and filters together forbid the whole vocabulary",
+            try_="fewer bans, or a grammar that can end",
+        )
+    scaled = logits[ids] / sampling.temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    if sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+        order = np.lexsort((ids, -probs))
+        if sampling.top_k:
+            order = order[: sampling.top_k]
+        if sampling.top_p < 1.0:
+            mass = probs[order] / probs[order].sum()
+            before = np.cumsum(mass) - mass  # probability of the better tokens: the one that crosses top_p stays
+            order = order[before < sampling.top_p]
+        if sampling.min_p > 0.0:
+            order = order[probs[order] >= sampling.min_p * probs[order[0]]]
+        keep = np.sort(order)
+        ids, probs = ids[keep], probs[keep]
+        probs = probs / probs.sum()
+    return ids, probs
+
+
+class Rows:
+    """The rows of one pass, each to be decided with its own history: the context and the drafted tokens before it.
+
+    ``first`` is the lookahead position of the first row of ``logits`` (a draft step has one row, at its own position).
+    """
+
+    def __init__(self, logits: Logits, drafted: Sequence[int], context: Context, *, first: int = 0) -> None:
+        self._logits = logits
+        self._first = first
+        self._drafted = drafted
+        self._context = context
+        self._plain = is_plain(context.sampling)
+        self._greedy: list[int] | None = None
+
+    def history(self, row: int) -> list[int]:
+        """The tokens before the one that ``row`` decides."""
+        return [*self._context, *self._drafted[:row]]
+
+    def processed(self, row: int) -> Float64:
+        """The row's logits ``[V]`` float64 after everything that comes before temperature."""
+        raw = self._logits.rows()[row - self._first]
+        return raw.astype(np.float64) if self._plain else processed(raw, self.history(row), self._context)
+
+    def law(self, row: int) -> Float64:
+        """The row's full law ``[V]`` float64; one-hot at temperature 0."""
+        logits = self.processed(row)
+        law = np.zeros(len(logits))
+        if self._context.sampling.temperature == 0:
+            law[_best(logits)] = 1.0
+        else:
+            ids, probs = survivors(logits, self._context.sampling)
+            law[ids] = probs
+        return law
+
+    def argmax(self, row: int) -> int:
+        """The best token of the row after processing, the lowest id among equals."""
+        if self._plain:
+            if self._greedy is None:
+                self._greedy = self._logits.argmax()
+            return self._greedy[row - self._first]
+        return _best(self.processed(row))
+
+    def choose(self, row: int) -> int:
+        """The token that plain decoding chooses: argmax at temperature 0, else by the noise of the position.
+
+        ``argmax_v(log P(v) + G(seed, position, v))`` is distributed as P (Gumbel 1954; Maddison et al. 2014,
+        arXiv:1411.0030), and is a function of target, history and seed alone.
+        """
+        sampling = self._context.sampling
+        if sampling.temperature == 0:
+            return self.argmax(row)
+        position = len(self._context) + row
+        if self._plain:
+            token = self._logits.noisy_argmax(row - self._first, 1.0 / sampling.temperature, sampling.seed, position)
+            if token is not None:
+                return token
+        ids, probs = survivors(self.processed(row), sampling)
+        noise = gumbel(sampling.seed, position, ids, Purpose.TOKEN)
+        return int(ids[np.argmax(np.log(probs) + noise)])
+
+    def logprobs(self, row: int) -> tuple[Float64, list[int]]:
+        """Raw log-probabilities ``[V]`` of the row (temperature 1, nothing processed), and its best ids as asked for."""
+        raw = self._logits.rows()[row - self._first].astype(np.float64)
+        shifted = raw - raw.max()
+        logs: Float64 = shifted - np.log(np.exp(shifted).sum())
+        best = self._context.sampling.logprobs or 0
+        return logs, np.lexsort((np.arange(len(logs)), -logs))[:best].tolist()
+
+
+def draft_token(logits: Logits, drafted: Sequence[int], context: Context) -> tuple[int, Float32 | None]:
+    """What a model-based drafter drafts after ``drafted``, from the one row of its own ``logits``.
+
+    With COUPLED noise (and at temperature 0) the token that the same noise would choose from the target: a point mass.
+    With INDEPENDENT noise a draw from the drafter's law, and that law ``[V]`` float32, rounded before the draw so that
+    what is handed over is what was drawn from.
+    """
+    rows = Rows(logits, drafted, context, first=len(drafted))
+    sampling, row = context.sampling, len(drafted)
+    if sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED:
+        return rows.choose(row), None
+    law = rows.law(row).astype(np.float32)
+    position = len(context) + row
+    u = uniforms(sampling.seed, position, Purpose.DRAFT, np.zeros(1, np.int64), context.cycle)[0]
+    return draw(law.astype(np.float64), float(u)), law
+
+
+def draw(law: Float64, u: float) -> int:
+    """The token at quantile ``u`` in (0, 1) of a law ``[V]``; never one of probability 0."""
+    cumulative = np.cumsum(law)
+    token = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+    while token >= len(law) or law[token] == 0.0:  # rounding at the last step
+        token -= 1
+    return token
+
+
+def _best(logits: Float64) -> int:
+    token = int(np.argmax(logits))
+    if logits[token] == -np.inf:
+        raise ConfigError("no token is allowed here: bans and processors together forbid the whole vocabulary")
+    return token

@@ -1,0 +1,339 @@
+"""One sequence over time: feed text, generate, feed more, go back. Tokens and states stay together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from specdec import engine
+from specdec.contract import Context, DrafterEnv, Snapshot, State, Stats
+from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.generation import make_sampling, override_generation
+from specdec.plugins import notify_cycle, registry
+from specdec.session_file import SavedSession, read_session, write_session
+from specdec.telemetry import Result, RunStats
+from specdec.text import IncrementalDecoder, StopMatcher
+
+if TYPE_CHECKING:
+    from specdec.config import GenerationConfig
+    from specdec.pipeline import LanguageModel
+
+PREFILL_CHUNK = 512  # prompt tokens between two looks at the stop flag
+
+
+class Session:
+    """A sequence of tokens with the states that hold all of them but the last.
+
+    Not thread-safe, except for ``Stream.stop``.
+
+    Attributes:
+        stats: acceptance counters over all generations of the session; saved and loaded with it.
+    """
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self._lm = lm
+        self._tokens: list[int] = []
+        self._running: Stream | None = None
+        self._sequence = self._new_sequence()
+        self.stats = Stats()  # acceptance over all generations of the session
+
+    def _new_sequence(self, state: State | None = None) -> engine.Sequence:
+        lm = self._lm
+        state = state if state is not None else lm.target.new_state(lm.capacity)
+        env = DrafterEnv(target=lm.target, state=state, shared=lm.drafter_shared)
+        return engine.Sequence(
+            target=lm.target,
+            state=state,
+            drafter=registry().make_drafter(lm.drafter_spec, lm.drafter_config, env),
+            verifier=lm.verifier,
+            tokens=self._tokens,
+            context=Context(self._tokens, draft_noise=lm.verifier.draft_noise),
+        )
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All committed tokens, prompt and generated; the last one is pending."""
+        return tuple(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """The committed tokens as text, special tokens left out."""
+        return self._lm.tokenizer.decode(self._tokens)
+
+    def feed(self, prompt: str | Sequence[int]) -> int:
+        """Append a prompt; it runs through the model when generation starts. Returns the number of tokens added.
+
+        Raises: PromptError for an empty prompt, a token id outside the vocabulary, or more than the model can hold.
+        """
+        self._must_be_idle()
+        added = self._lm.encode(prompt)
+        self._check_fits(len(self._tokens) + len(added))
+        self._tokens += added
+        return len(added)
+
+    def _check_fits(self, total: int) -> None:
+        capacity = self._lm.capacity
+        if total >= capacity:
+            raise PromptError(
+                f"the prompt is too long: {total} tokens, and at least one more must fit",
+                limit=f"{capacity} tokens (max_position_embeddings {self._lm.info.max_positions})",
+                try_=f"a prompt of at most {capacity - 1} tokens",
+            )
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens.
+
+        Raises: StateError when ``length`` is negative or above the number of tokens.
+        """
+        self._must_be_idle()
+        if not 0 <= length <= len(self._tokens):
+            raise StateError(f"rewind takes 0 to {len(self._tokens)} tokens, got {length}")
+        self._repair()
+        del self._tokens[length:]
+        held = self._sequence.state.length
+        if held > max(length - 1, 0):
+            reached = self._lm.target.rewind(self._sequence.state, max(length - 1, 0))
+            self._sequence.drafter.rewind(reached)
+
+    def set_prompt(self, prompt: str | Sequence[int]) -> int:
+        """Make ``prompt`` the whole content, keeping what it shares with the session; returns the tokens kept.
+
+        A prompt that extends the session's tokens runs only its new part, through the MTP head too.
+        Raises: PromptError as ``feed`` does; the session then stays as it was.
+        """
+        self._must_be_idle()
+        wanted = self._lm.encode(prompt)
+        self._check_fits(len(wanted))
+        shared = 0
+        for ours, theirs in zip(self._tokens, wanted, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        self.rewind(shared)
+        self._tokens += wanted[shared:]
+        return shared
+
+    def fork(self) -> Session:
+        """An independent session with the same tokens and states."""
+        self._must_be_idle()
+        other = Session(self._lm)
+        other._adopt(list(self._tokens), self._snapshot(), self._sequence.context.cycle)
+        other.stats = copy.deepcopy(self.stats)
+        return other
+
+    def save(self, path: str | Path) -> None:
+        """Write tokens, states and counters to a file (safetensors with a JSON header), replacing it atomically."""
+        self._must_be_idle()
+        saved = SavedSession(
+            tokens=tuple(self._tokens), cycle=self._sequence.context.cycle, stats=self.stats, snapshot=self._snapshot()
+        )
+        write_session(Path(path), saved, self._lm.info)
+
+    def load(self, path: str | Path) -> None:
+        """Become what ``save`` wrote. Raises: SessionFileError with the reason; this session then stays as it was."""
+        self._must_be_idle()
+        saved = read_session(Path(path), self._lm.info)
+        if len(saved.tokens) > self._lm.capacity:
+            raise SessionFileError(
+                f"the saved session has {len(saved.tokens)} tokens, this one holds {self._lm.capacity}", file=path
+            )
+        self._adopt(list(saved.tokens), saved.snapshot, saved.cycle)
+        self.stats = saved.stats
+
+    def _snapshot(self) -> Snapshot:
+        self._repair()
+        sequence = self._sequence
+        if sequence.speculating:
+            sequence.drafter.settle(sequence.context)
+        return sequence.target.snapshot(sequence.state)
+
+    def _adopt(self, tokens: list[int], snapshot: Snapshot, cycle: int) -> None:
+        """Take over a snapshot and the tokens it belongs to; a new drafter starts from the restored state."""
+        state = self._lm.target.restore(attrs.evolve(snapshot, capacity=self._lm.capacity))
+        previous = self._tokens
+        self._tokens = tokens
+        try:
+            sequence = self._new_sequence(state)
+        except BaseException:
+            self._tokens = previous
+            raise
+        sequence.context.cycle = cycle
+        self._sequence = sequence
+
+    def stream(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Stream:
+        """Feed ``prompt`` (if any) and generate; iterate over the result for text as it comes.
+
+        Args:
+            prompt: text or token ids to append first.
+            **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
+                ...); the configuration's where not given or None.
+
+        Raises: PromptError for an unusable prompt or setting.
+        """
+        self._must_be_idle()
+        generation = override_generation(self._lm.config.generation, settings)
+        if prompt is not None:
+            self.feed(prompt)
+        if not self._tokens:
+            raise PromptError("there is nothing to continue: the prompt is empty", try_="feed a prompt first")
+        self._repair()
+        self._running = Stream(self, generation)
+        return self._running
+
+    def generate(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Result:
+        """``stream`` to its end. Takes the same arguments."""
+        return self.stream(prompt, **settings).result
+
+    # --- the stream's side -----------------------------------------------------------------------------------------
+
+    def _must_be_idle(self) -> None:
+        if self._running is not None and not self._running.finished:
+            raise StateError("a generation of this session is still running", try_="finish or stop its stream first")
+
+    def _repair(self) -> None:
+        """After an interruption inside a pass: build the states again from the tokens, which are the truth."""
+        if not self._sequence.intact:
+            self._sequence = self._new_sequence()
+
+    def _prefill(self, stats: RunStats, stream: Stream) -> None:
+        """Run every token but the last through the target and the drafter."""
+        sequence, tokens = self._sequence, self._tokens
+        started = perf_counter()
+        while sequence.state.length < len(tokens) - 1 and not stream.stopping:
+            at = sequence.state.length
+            chunk = tokens[at : min(at + PREFILL_CHUNK, len(tokens) - 1)]
+            sequence.intact = False
+            output = sequence.target.prefill(sequence.state, chunk)
+            seen = Context(tokens[: at + len(chunk)], sequence.context.sampling)
+            if sequence.speculating:
+                engine.guarded(sequence, stats, "prefill", lambda: sequence.drafter.prefill(seen, output))  # noqa: B023
+            sequence.intact = True
+            stats.prefilled += len(chunk)
+        stats.seconds["prefill"] += perf_counter() - started
+
+
+class Stream:
+    """A running generation: iterate for text; ``result`` is there afterwards (and runs what is left when asked)."""
+
+    def __init__(self, session: Session, settings: GenerationConfig) -> None:
+        self._session = session
+        self._settings = settings
+        self._lm = session._lm
+        self._prompt_tokens = len(session._tokens)
+        self._stats = RunStats(drafter=self._lm.drafter_spec.name)
+        self._decoder = IncrementalDecoder(self._lm.tokenizer)
+        self._matcher = StopMatcher(settings.stop)
+        self._stop_ids = frozenset() if settings.ignore_eos else frozenset(self._lm.tokenizer.eos_ids)
+        self._sampling = make_sampling(self._lm, settings, generated_from=self._prompt_tokens)
+        self._text = ""
+        self._piece = ""
+        self._reason: str | None = None
+        self._result: Result | None = None
+        self.stopping = False
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def stop(self) -> None:
+        """Ask the generation to end after the present cycle; safe from a signal handler or another thread."""
+        self.stopping = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether the generation is over (also after an error, which leaves the session usable)."""
+        return self._result is not None or self._pieces.gi_frame is None
+
+    @property
+    def result(self) -> Result:
+        """The result; generates what is left first."""
+        for _ in self._pieces:
+            pass
+        if self._result is None:
+            raise StateError("this generation ended with an error and has no result")
+        return self._result
+
+    def _run(self) -> Iterator[str]:
+        session, lm, stats = self._session, self._lm, self._stats
+        sequence = session._sequence
+        sequence.context.sampling = self._sampling
+        sequence.context.generated_from = self._prompt_tokens
+        sequence.logprobs = []
+        policy = registry().make_depth_policy(lm.depth_spec, lm.depth_config)
+        session._prefill(stats, self)
+        asked = 0
+        while self._reason is None:
+            produced = len(session._tokens) - self._prompt_tokens
+            room = min(self._settings.max_new_tokens - produced, lm.capacity - len(session._tokens))
+            if self.stopping:
+                self._reason = "interrupted"
+            elif room <= 0:
+                self._reason = "context"
+            else:
+                started = perf_counter()
+                depth = max(0, min(policy.next_depth(stats), lm.info.max_rows - 1, room - 1))
+                asked = max(asked, depth)
+                record = engine.run_cycle(sequence, depth, self._cut, stats)
+                policy.record(record)
+                notify_cycle(record)
+                session.stats.cycles += 1
+                session.stats.tokens += len(record.emitted)
+                session.stats.count(record.offered, record.accepted)
+                stats.decode_seconds += perf_counter() - started
+            if self._piece:
+                piece, self._piece = self._piece, ""
+                yield piece
+        tail = self._decoder.flush()
+        if self._reason != "stop_string":
+            emitted, matched = self._matcher.push(tail)
+            tail = emitted + ("" if matched else self._matcher.flush())
+            self._text += tail
+            if tail:
+                yield tail
+        self._result = self._finish(asked)
+
+    def _cut(self, emitted: tuple[int, ...]) -> int:
+        """Take the tokens one by one until one of them ends the generation; returns how many were taken."""
+        produced = len(self._session._tokens) - self._prompt_tokens
+        for taken, token in enumerate(emitted, start=1):
+            if token in self._stop_ids:
+                self._reason = "stop"
+                return taken
+            text, matched = self._matcher.push(self._decoder.push([token]))
+            self._piece += text
+            self._text += text
+            if matched is not None:
+                self._reason = "stop_string"
+                return taken
+            if produced + taken >= self._settings.max_new_tokens:
+                self._reason = "length"
+                return taken
+        return len(emitted)
+
+    def _finish(self, deepest: int) -> Result:
+        lm, stats = self._lm, self._stats
+        if not stats.offered and not stats.inactive_reason and stats.cycles:
+            if lm.drafter_spec.name == "none":
+                stats.inactive_reason = "drafter 'none' was chosen"
+            elif deepest == 0:
+                stats.inactive_reason = f"the depth policy {lm.depth_spec.name!r} chose depth 0 in every cycle"
+        return Result(
+            tokens=self._session._tokens[self._prompt_tokens :],
+            text=self._text,
+            finish_reason=self._reason or "interrupted",
+            prompt_tokens=self._prompt_tokens,
+            guarantee=lm.verifier.guarantee.value,
+            parity=lm.info.parity.value,
+            deviation=stats.deviation,
+            stats=stats,
+            notices=list(lm.notices),
+            logprobs=None if self._sampling.logprobs is None else list(self._session._sequence.logprobs),
+        )

@@ -1,0 +1,152 @@
+"""Lossless sampling by the ratio rule, token by token or block by block.
+
+Letters: the papers' p is ``target_laws``, their q is ``draft_laws`` (Leviathan et al. 2023, arXiv:2211.17192, algorithm
+1; Chen et al. 2023, arXiv:2302.01318, have them the other way round; Sun et al. 2024, arXiv:2403.10444, algorithm 2
+for blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+from specdec.contract import (
+    Context,
+    Draft,
+    DraftNoise,
+    Guarantee,
+    Logits,
+    Verdict,
+    Verifier,
+    VerifierSpec,
+)
+from specdec.errors import ContractError
+from specdec.hookspecs import hookimpl
+from specdec.sampling import Purpose, Rows, draw, uniforms
+from specdec.verifiers.strict import StrictVerifier, check_rows
+
+if TYPE_CHECKING:
+    from specdec.sampling import Float64, Float64Like
+
+Law = Callable[[int], "Float64"]
+"""The law ``[V]`` of a row, computed when it is asked for."""
+
+
+@attrs.frozen(kw_only=True)
+class RejectionConfig:
+    """``block``: judge the block as a whole; never accepts fewer tokens in expectation, needs drafts with a law."""
+
+    block: bool = False
+
+
+class RejectionVerifier(Verifier):
+    """The output follows the target's law; it is not the token sequence of plain decoding with the same seed."""
+
+    guarantee = Guarantee.DISTRIBUTION
+    draft_noise = DraftNoise.INDEPENDENT
+
+    def __init__(self, config: RejectionConfig) -> None:
+        self._block = config.block
+        self._greedy = StrictVerifier()
+
+    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+        check_rows(draft, logits)
+        sampling = context.sampling
+        if sampling.temperature == 0:  # laws are one-hot: the ratio rule is the comparison of argmaxes
+            return self._greedy.verify(draft, logits, context)
+        rows = Rows(logits, draft.tokens, context)
+        count, start = len(draft.tokens), len(context)
+        _check_honest(draft)
+
+        def noise(row: int, purpose: Purpose) -> float:
+            return float(uniforms(sampling.seed, start + row, purpose, np.zeros(1, np.int64), context.cycle)[0])
+
+        accepts = [noise(row, Purpose.ACCEPT) for row in range(count)]
+        if self._block and draft.probs is not None:
+            accepted, final = accept_block(rows.law, draft.probs, draft.tokens, accepts)
+        else:
+            accepted, final = accept_chain(rows.law, draft.probs, draft.tokens, accepts)
+        return Verdict(accepted, draw(final, noise(accepted, Purpose.RESIDUAL)))
+
+
+def accept_chain(
+    target_law: Law, draft_laws: Float64Like | None, tokens: Sequence[int], accepts: Sequence[float]
+) -> tuple[int, Float64]:
+    """The token-level rule: how many draft tokens stay, and the law of the token after them.
+
+    Token x of row i stays when ``accepts[i] * draft(x) < target(x)``; the first that fails leaves
+    ``norm(max(target - draft, 0))``. ``draft_laws`` None: point masses. Leviathan et al., algorithm 1.
+    """
+    for row, token in enumerate(tokens):
+        target = target_law(row)
+        draft = _point_mass(token, len(target)) if draft_laws is None else np.asarray(draft_laws[row], np.float64)
+        if not accepts[row] * draft[token] < target[token]:
+            return row, residual(target, draft)
+    return len(tokens), target_law(len(tokens))
+
+
+def accept_block(
+    target_law: Law, draft_laws: Float64Like, tokens: Sequence[int], accepts: Sequence[float]
+) -> tuple[int, Float64]:
+    """Block verification: the largest index whose test passes decides, an earlier failure does not stop.
+
+    Sun et al. 2024, algorithm 2; ``kept`` is their p_i, ``spare`` the mass s_i of the scaled residual.
+    """
+    kept, best, best_law = 1.0, 0, None
+    count = len(tokens)
+    for row in range(count + 1):
+        target = target_law(row)
+        if row == count:
+            if row == 0 or accepts[row - 1] <= kept:
+                return count, target
+            break
+        draft = np.asarray(draft_laws[row], np.float64)
+        scaled = np.maximum(kept * target - draft, 0.0)
+        spare = float(scaled.sum())
+        passes = row == 0 or kept >= 1.0 or accepts[row - 1] <= spare / (spare + 1.0 - kept)
+        if passes:
+            best, best_law = row, (scaled / spare if spare > 0 else target)
+        token = tokens[row]
+        kept = min(1.0, kept * target[token] / draft[token]) if target[token] > 0 else 0.0
+    assert best_law is not None  # row 0 always passes
+    return best, best_law
+
+
+def residual(target: Float64, draft: Float64) -> Float64:
+    """``norm(max(0, target - draft))`` of two laws ``[V]``; equal laws leave no residual and give the target."""
+    rest = np.maximum(target - draft, 0.0)
+    mass = rest.sum()
+    return rest / mass if mass > 0 else target
+
+
+def _point_mass(token: int, size: int) -> Float64:
+    law = np.zeros(size)
+    law[token] = 1.0
+    return law
+
+
+def _check_honest(draft: Draft) -> None:
+    """A token that its own law could not have drawn makes every ratio wrong."""
+    if draft.probs is None:
+        return
+    for row, token in enumerate(draft.tokens):
+        if not draft.probs[row][token] > 0:
+            raise ContractError(
+                f"draft token {token} at lookahead position {row} has probability 0 in the draft's own law",
+                try_="a drafter that hands over the law it drew from, or no law for point masses",
+            )
+
+
+@hookimpl
+def specdec_verifiers() -> list[VerifierSpec]:
+    return [
+        VerifierSpec(
+            name="rejection",
+            factory=RejectionVerifier,
+            config=RejectionConfig,
+            help="the target's distribution, by the ratio rule or block verification",
+        )
+    ]

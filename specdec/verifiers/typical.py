@@ -1,0 +1,66 @@
+"""Typical acceptance: a draft token is kept when it is not too improbable for the row's entropy. A heuristic."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from specdec.config import between
+from specdec.contract import Context, Deviation, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec
+from specdec.hookspecs import hookimpl
+from specdec.sampling import Rows
+from specdec.verifiers.strict import check_rows
+
+
+@attrs.frozen(kw_only=True)
+class TypicalConfig:
+    """Thresholds of the rule; ``epsilon = 1`` and ``delta`` huge accept nothing that plain decoding does not choose."""
+
+    epsilon: float = attrs.field(default=0.09, validator=between(0.0, 1.0))  # hard floor of the probability
+    delta: float = attrs.field(default=0.3, validator=between(0.0, 1e9))  # factor of exp(-entropy)
+
+
+class TypicalVerifier(Verifier):
+    """Keep x when ``P(x) > min(epsilon, delta * exp(-H(P)))``, with P at temperature 1 when decoding greedily.
+
+    Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.1. There is no bound on the output's law.
+    """
+
+    guarantee = Guarantee.HEURISTIC
+
+    def __init__(self, config: TypicalConfig) -> None:
+        self._epsilon, self._delta = config.epsilon, config.delta
+
+    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+        check_rows(draft, logits)
+        rows = Rows(logits, draft.tokens, context)
+        deviating, largest = 0, 0.0
+        for position, token in enumerate(draft.tokens):
+            chosen = rows.choose(position)
+            if token == chosen:
+                continue
+            values = rows.processed(position)
+            if not self._typical(values, token, context.sampling.temperature or 1.0):
+                return Verdict(position, chosen, Deviation(deviating, largest))
+            deviating, largest = deviating + 1, max(largest, float(values.max() - values[token]))
+        return Verdict(len(draft.tokens), rows.choose(len(draft.tokens)), Deviation(deviating, largest))
+
+    def _typical(self, logits: np.ndarray, token: int, temperature: float) -> bool:
+        scaled = (logits - logits.max()) / temperature
+        probs = np.exp(scaled)
+        probs /= probs.sum()
+        positive = probs[probs > 0]
+        entropy = float(-(positive * np.log(positive)).sum())
+        return bool(probs[token] > min(self._epsilon, self._delta * np.exp(-entropy)))
+
+
+@hookimpl
+def specdec_verifiers() -> list[VerifierSpec]:
+    return [
+        VerifierSpec(
+            name="typical",
+            factory=TypicalVerifier,
+            config=TypicalConfig,
+            help="tokens that are typical for the row's entropy; lossy, a heuristic",
+        )
+    ]

@@ -1,0 +1,52 @@
+"""The command line in this process, with a stand-in for the model but the real configuration, parsing and printing."""
+
+from __future__ import annotations
+
+import pytest
+import structlog
+from cli_fakes import FakeModel
+from click.testing import CliRunner
+
+import specdec
+from specdec import plugins
+from specdec.cli import main
+from specdec.plugins import Registry
+
+LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
+
+
+@pytest.fixture
+def models(monkeypatch):
+    """What was loaded; ``models.interrupts`` are the words after which somebody presses Ctrl-C."""
+
+    class Loaded(list):
+        interrupts = ()
+
+    loaded = Loaded()
+
+    def load(model=None, *, config=None, **others):
+        loaded.append(FakeModel(config, loaded.interrupts))
+        return loaded[-1]
+
+    monkeypatch.setitem(vars(specdec), "load", load)
+    return loaded
+
+
+@pytest.fixture
+def invoke():
+    """``invoke("generate", "-n", "3")`` -> exit_code, stdout, stderr; only built-in plugins, unless it is told."""
+
+    def invoke(*args, registry=None, stdin=None):
+        former = plugins.use_registry(registry or Registry(LIGHT, entry_points=()))
+        before = dict(main.commands)
+        main.extended = False
+        try:
+            return CliRunner().invoke(main, [str(arg) for arg in args], input=stdin)
+        finally:
+            main.commands.clear()
+            main.commands.update(before)
+            main.extended = False
+            plugins.use_registry(former)
+            structlog.reset_defaults()
+
+    return invoke

@@ -1,0 +1,155 @@
+"""The other commands, third-party commands, and the command line as a process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+
+import click
+import pytest
+
+import specdec
+from specdec import __version__
+from specdec.cli.info import amount
+from specdec.errors import CheckpointError
+from specdec.hookspecs import hookimpl
+from specdec.plugins import Registry
+
+LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
+
+
+class Broken:
+    @hookimpl
+    def specdec_drafters(self):
+        raise OSError("no drafters today")
+
+
+class Adds:
+    """A plugin with a command; ``name`` may be one of ours."""
+
+    def __init__(self, name, error=None):
+        self.name, self.error = name, error
+
+    @hookimpl
+    def specdec_commands(self, cli):
+        @cli.command(self.name)
+        def hello():
+            """Say hello."""
+            raise CheckpointError("hello failed", **{"try": "again"})
+
+        if self.error:
+            raise self.error
+
+
+def installed(*commands):
+    """A registry whose installed plugins are these objects."""
+    registry = Registry(LIGHT, entry_points=())
+    registry.load()
+    for plugin in commands:
+        registry.register(plugin)
+    return registry
+
+
+def test_plugins_lists_what_is_there_and_what_failed(invoke):
+    registry = Registry((*LIGHT, Broken()), entry_points=())
+    done = invoke("plugins", registry=registry)
+    assert done.exit_code == 0
+    for text in ("ngram", "max_order=4", "built in", "strict", "fixed", "failed (registration): Broken"):
+        assert text in done.stdout
+    assert "OSError: no drafters today" in done.stdout
+
+
+def test_plugins_json_has_every_kind(invoke):
+    done = invoke("plugins", "--json", registry=Registry((*LIGHT, Broken()), entry_points=()))
+    told = json.loads(done.stdout)
+    assert [entry["name"] for entry in told["drafters"]] == ["ngram", "none"]
+    assert told["drafters"][0]["options"]["max_order"] == "4"
+    assert told["drafters"][0]["origin"] == "built in"
+    assert {"verifiers", "depth_policies", "backends", "models", "conflicts"} <= told.keys()
+    (failure,) = told["failures"]
+    assert failure["error"] == "OSError: no drafters today"
+    assert failure["during"] == "registration"
+
+
+def test_strict_plugins_fail_the_command(invoke):
+    done = invoke("plugins", registry=Registry((Broken(),), entry_points=(), strict=True))
+    assert done.exit_code == 2
+    assert "PluginError: the plugin 'Broken' failed (registration)" in done.stderr
+
+
+def test_a_plugins_command_is_listed_and_its_errors_look_like_ours(invoke):
+    registry = installed(Adds("hello"))
+    assert "Say hello." in invoke("--help", registry=registry).stdout
+    done = invoke("hello", registry=registry)
+    assert done.exit_code == 2
+    assert done.stderr == "CheckpointError: hello failed\n  try: again\n"
+    done = invoke("-v", "hello", registry=registry)
+    assert "Traceback" in done.stderr
+
+
+def test_a_plugin_cannot_break_or_replace_commands(invoke):
+    registry = installed(Adds("info"), Adds("half", RuntimeError("in the middle")))
+    done = invoke("--help", registry=registry)
+    assert done.exit_code == 0
+    assert "half" not in done.stdout
+    assert "Say hello" not in done.stdout
+    assert [failure.reason for failure in registry.failures] == [
+        "PluginError: the command 'info' exists already",
+        "RuntimeError: in the middle",
+    ]
+    assert "plugin_failed" in done.stderr or "plugin_failed" in done.output
+
+
+def test_an_unknown_command_has_a_nearest_name(invoke):
+    done = invoke("generat")
+    assert done.exit_code == 2
+    assert "Did you mean 'generate'?" in done.stderr
+
+
+def test_info_shows_the_report(invoke, monkeypatch):
+    told = {
+        "path": "/models/x", "family": "qwen3", "model_type": "qwen3", "config": {"layers": 2}, "mtp": "none",
+        "parameters": {"embedding": 10, "layers": 2000}, "dtypes": {"bfloat16": 2010}, "tied": True,
+        "missing": [], "unused": ["a.[b]"], "misshaped": [], "size_bytes": 4096, "state_bytes_per_token": 512,
+        "fixed_state_bytes": 0,
+    }  # fmt: skip
+    report = types.SimpleNamespace(to_dict=lambda: told)
+    monkeypatch.setitem(vars(specdec), "inspect_checkpoint", lambda model: report)
+    done = invoke("info", "x")
+    assert done.exit_code == 0
+    for text in ("qwen3 (model_type qwen3)", "4.0 KiB", "2,010: embedding 10, layers 2,000", "unused: a.[b]"):
+        assert text in done.stdout
+    assert json.loads(invoke("info", "x", "--json").stdout) == told
+
+
+def test_info_about_nothing_is_an_error(invoke, monkeypatch):
+    def inspect(model):
+        raise CheckpointError(f"{model!r} is no checkpoint")
+
+    monkeypatch.setitem(vars(specdec), "inspect_checkpoint", inspect)
+    done = invoke("info", "x", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"]["message"] == "'x' is no checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (5 * 2**30, "5.0 GiB"), (2**41, "2048.0 GiB")],
+)
+def test_amounts(size, text):
+    assert amount(size) == text
+
+
+def test_the_module_runs_as_a_process():
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, f"specdec, version {__version__}")
+
+
+def test_the_group_is_a_click_group():
+    from specdec.cli import main
+
+    assert isinstance(main, click.Group)

@@ -1,0 +1,164 @@
+"""``specdec generate``: what goes where, what the flags mean, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from cli_fakes import FakeStream
+
+from specdec.cli.generate import SAMPLE_PROMPT
+from specdec.config import Choice
+
+
+def test_text_goes_to_stdout_and_the_report_to_stderr(invoke, models):
+    done = invoke("generate", "--prompt", "a b [c]")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == "a b [c] \n"
+    assert models[0].asked == [("a b [c]", False)]
+    for text in ("123.5 tokens/s", "prefill 0.100", "active, drafter auto", "exact, with bitwise parity"):
+        assert text in done.stderr
+    assert "note: [not markup] slow kernels" in done.stderr
+    rows = [line.split() for line in done.stderr.splitlines()]
+    header = ["position", "offered", "reached", "accepted", "conditional", "cumulative"]
+    at = rows.index(header)
+    assert rows[at + 1] == ["0", "3", "3", "2", "0.667", "0.667"]
+    assert rows[at + 2] == ["1", "3", "2", "1", "0.500", "0.333"]
+
+
+def test_json_is_one_object_on_stdout_and_nothing_else(invoke, models):
+    done = invoke("generate", "--prompt", "a b", "--json")
+    assert done.exit_code == 0
+    told = json.loads(done.stdout)
+    assert (told["text"], told["finish_reason"], told["prompt_tokens"]) == ("a b ", "length", 7)
+    assert told["stats"]["speculation"]["active"] is True
+    assert done.stderr == ""
+
+
+def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke, models):
+    done = invoke("generate")
+    assert done.exit_code == 0
+    assert models[0].asked == [(SAMPLE_PROMPT, False)]
+    assert models[0].config.target.model == "demo"
+    assert "continuing a sample" in done.stderr
+    assert "continuing a sample" not in done.stdout
+
+
+def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[target]\nmodel = "file"\n[drafter]\nname = "ngram"\nmax_order = 3\n[generation]\nseed = 1\n')
+    done = invoke(
+        "generate", path, "--prompt", "x", "--max-new-tokens", 5, "--temperature", 0.5, "-s", "drafter.max_order=4",
+        "--stop", 'a"b', "--stop", "]", "--model", "flag", "--ignore-eos",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    config = models[0].config
+    assert config.drafter == Choice("ngram", {"max_order": 4})
+    assert config.target.model == "flag"
+    generation = config.generation
+    assert (generation.max_new_tokens, generation.temperature, generation.seed) == (5, 0.5, 1)
+    assert (generation.stop, generation.ignore_eos) == (('a"b', "]"), True)
+
+
+@pytest.mark.parametrize("tokens", ["1,2,3", " 1 , 2,3 "])
+def test_token_ids_are_handed_on(invoke, models, tokens):
+    assert invoke("generate", "--prompt-tokens", tokens).exit_code == 0
+    assert models[0].asked == [([1, 2, 3], False)]
+
+
+def test_a_prompt_comes_from_a_file_or_stdin_and_may_be_chat(invoke, models, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("schön\n", encoding="utf-8")
+    assert invoke("generate", "--prompt-file", path, "--chat").exit_code == 0
+    assert invoke("generate", "--prompt-file", "-", stdin="from stdin").exit_code == 0
+    assert [model.asked[0] for model in models] == [("schön\n", True), ("from stdin", False)]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--prompt", "x", "--prompt-tokens", "1"], "--prompt and --prompt-tokens are one prompt too many"),
+        (["--prompt-tokens", "1,x"], "number 2 is 'x'"),
+        (["--prompt-tokens", "1,-2"], "number 2 is '-2'"),
+        (["--prompt-tokens", "1,"], "number 2 is ''"),
+        (["--prompt-tokens", ""], "PromptError: the prompt is empty"),
+        (["--prompt", ""], "PromptError: the prompt is empty"),
+        (["--prompt-tokens", "1", "--chat"], "--chat takes text"),
+        (["--model", "a/b"], "Give a/b a prompt"),
+        (["--prompt-file", "/no/such/file"], "cannot read the prompt file"),
+        (["--max-new-tokens", "many"], "'many' is not a valid integer"),
+        (["--max-new-tokens", "0"], "key generation.max_new_tokens takes 1 to 2147483647, got 0"),
+        (["--prompt", "x", "-s", "depth.dept"], "an override is key.path=value, got 'depth.dept'"),
+        (["--prompt", "x", "-s", "generation.sed=1"], "Did you mean 'seed'?"),
+        (["no-such.toml"], "cannot read the configuration 'no-such.toml'"),
+        (["--no-such-option"], "No such option"),
+    ],
+)
+def test_a_mistake_is_one_message_and_status_2(invoke, models, args, text):
+    done = invoke("generate", *args)
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_file_that_is_no_text_says_where(invoke, models, tmp_path):
+    path = tmp_path / "prompt.bin"
+    path.write_bytes(b"abc\xff")
+    assert "is not UTF-8: byte 0xff at offset 3" in invoke("generate", "--prompt-file", path).stderr
+
+
+def test_an_error_with_json_is_the_object(invoke, models):
+    done = invoke("generate", "--prompt", "", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"] == {
+        "type": "PromptError",
+        "message": "the prompt is empty",
+        "facts": {"try": "at least one character"},
+    }
+    assert "PromptError: the prompt is empty" in done.stderr
+
+
+def test_strict_speculation_fails_after_the_output_and_says_why(invoke, models):
+    args = ["generate", "--prompt", "a b", "-s", "drafter.name=none"]
+    assert invoke(*args).exit_code == 0
+    done = invoke(*args, "--strict-speculation", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["stats"]["speculation"]["active"] is False  # still one object
+    assert "drafter 'none' was chosen" in done.stderr
+    assert invoke("generate", "--prompt", "a b", "--strict-speculation").exit_code == 0
+
+
+def test_one_interrupt_keeps_what_was_generated(invoke, models):
+    models.interrupts = ("b",)
+    before = signal.getsignal(signal.SIGINT)
+    done = invoke("generate", "--prompt", "a b c d", "--json")
+    assert done.exit_code == 130
+    told = json.loads(done.stdout)
+    assert (told["text"], told["finish_reason"]) == ("a b ", "interrupted")
+    assert signal.getsignal(signal.SIGINT) is before
+    done = invoke("generate", "--prompt", "a b c d")
+    assert done.stdout == "a b \n"
+    assert "ended by 'interrupted'" in done.stderr
+
+
+def test_a_second_interrupt_aborts_a_stream_that_does_not_end(invoke, models, monkeypatch):
+    models.interrupts = ("b", "c")
+    monkeypatch.setattr(FakeStream, "stop", lambda stream: None)
+    done = invoke("generate", "--prompt", "a b c d")
+    assert done.exit_code == 1
+    assert "Aborted" in done.stderr
+    assert done.stdout.startswith("a b c ")
+    assert "d" not in done.stdout
+
+
+def test_a_bug_keeps_its_traceback(invoke, monkeypatch):
+    import specdec
+
+    def load(**_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setitem(vars(specdec), "load", load)
+    done = invoke("generate")
+    assert isinstance(done.exception, ZeroDivisionError)

@@ -1,0 +1,78 @@
+"""Fixtures and hypothesis profiles for all tests.
+
+``HYPOTHESIS_PROFILE=dev`` (the default) keeps the run short, ``ci`` looks longer, ``nightly`` longest.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # `from tests.tiny import ...`, however pytest was started
+    sys.path.insert(0, str(ROOT))
+
+# a deadline would measure the machine's other work; a failing example prints the blob that reproduces it
+_COMMON: dict[str, Any] = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("dev", max_examples=15, stateful_step_count=15, **_COMMON)
+settings.register_profile("ci", max_examples=60, stateful_step_count=30, **_COMMON)
+settings.register_profile("nightly", max_examples=1000, stateful_step_count=60, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., pathlib.Path]:
+    """``checkpoint("qwen3_5", hidden=40)``: the folder of a tiny checkpoint, written once per session. Read only."""
+    from tests import tiny
+
+    written: dict[tuple[Any, ...], pathlib.Path] = {}
+
+    def folder(family: str, **settings: Any) -> pathlib.Path:
+        key = (family, *((name, repr(value)) for name, value in sorted(settings.items())))
+        if key not in written:
+            written[key] = tiny.WRITERS[family](tmp_path_factory.mktemp(family), **settings)
+        return written[key]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_target(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+    """``make_target("qwen3_5", kernels="native", dtype="bfloat16", hidden=40)``: a target, loaded once per session.
+
+    ``dtype`` is what it computes in, ``stored`` what the checkpoint holds.
+    """
+    from tests import tiny
+
+    loaded: dict[tuple[Any, ...], Any] = {}
+
+    def target(
+        family: str, *, kernels: str = "torch", dtype: str = "float32", stored: str = "float32", **settings: Any
+    ) -> Any:
+        folder = checkpoint(family, dtype=stored, **settings)
+        key = (folder, kernels, dtype)
+        if key not in loaded:
+            loaded[key] = tiny.make_target(folder, kernels=kernels, dtype=dtype)
+        return loaded[key]
+
+    return target
+
+
+@pytest.fixture(scope="session", params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The CPU kernels under test: the torch reference, and the native ones where they compile."""
+    from tests import tiny
+
+    if request.param not in tiny.kernels_available():
+        pytest.skip("the native kernels do not compile on this machine (specdec doctor says why)")
+    return str(request.param)

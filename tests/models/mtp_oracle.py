@@ -1,0 +1,187 @@
+"""An independent oracle of the Qwen3.5 trunk and its MTP head: float64 numpy, straight from the equations.
+
+It shares no code with specdec: it reads the safetensors itself, has its own attention and delta rule, and keeps no
+state at all. Every answer is computed from the whole list of tokens, so there is nothing to roll back and nothing that
+gets out of step. Positions are 0, 1, 2, ...; row i of a hidden array belongs to token i.
+
+``mutant`` switches one convention to a wrong one that looks plausible (the traps other engines fell into). A test that
+agrees with the right oracle and with a mutant would prove nothing; ``test_mtp_drafts.py`` checks that none does.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+Float64 = NDArray[np.float64]
+
+MUTANTS = {
+    "silu_gate": "attention output gate silu(g) in place of sigmoid(g)",
+    "prenorm_hidden": "h from before the final norm of the trunk",
+    "prenorm_chain": "chained steps feed the vector from before mtp.norm",
+    "no_offset_pre_fc": "w in place of 1 + w in the two norms before fc",
+    "no_offset_last": "w in place of 1 + w in mtp.norm",
+    "halves": "query and gate as two halves of q_proj in place of interleaved per head",
+    "hidden_first": "[hidden ; embedding] in place of [embedding ; hidden]",
+    "zero_pair": "an additional first entry (x_0, h = 0), as llama.cpp makes it",
+    "shifted_pair": "h_i paired with x_i in place of x_(i+1)",
+    "stale_chain": "a chained step sees only the true pairs, not the chained entries before it",
+}
+
+
+class MtpOracle:
+    """Tokens in, hidden states, logits and drafts out."""
+
+    def __init__(self, folder: pathlib.Path, mutant: str | None = None) -> None:
+        assert mutant is None or mutant in MUTANTS
+        self.mutant = mutant
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.c = config.get("text_config", config)
+        self.w: dict[str, Float64] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    short = name.replace("model.language_model.", "").removeprefix("model.")
+                    self.w[short] = tensors.get_tensor(name).to(torch.float64).numpy()
+        rope = self.c["rope_parameters"]
+        self.rotary = int(self.c["head_dim"] * rope["partial_rotary_factor"])
+        self.theta = float(rope["rope_theta"])
+        self.head = self.w["embed_tokens.weight" if self.c["tie_word_embeddings"] else "lm_head.weight"]
+        self.mtp_head = self.w.get("mtp.lm_head.weight", self.head)
+
+    # --- the trunk ---------------------------------------------------------------------------------------------------
+
+    def hidden(self, tokens: Sequence[int]) -> tuple[Float64, Float64]:
+        """``[n, H]`` before and after the final norm."""
+        x = self.w["embed_tokens.weight"][list(tokens)]
+        for i, kind in enumerate(self.c["layer_types"]):
+            at = f"layers.{i}."
+            y = self._rms(x, self.w[at + "input_layernorm.weight"])
+            x = x + (self._attention(y, at, "sigmoid") if kind == "full_attention" else self._delta_net(y, at))
+            x = x + self._mlp(self._rms(x, self.w[at + "post_attention_layernorm.weight"]), at)
+        return x, self._rms(x, self.w["norm.weight"])
+
+    def logits(self, tokens: Sequence[int]) -> Float64:
+        """``[n, V]``: row i predicts token i + 1."""
+        return self.hidden(tokens)[1] @ self.head.T
+
+    def _rms(self, x: Float64, offset: Float64, *, plus: float = 1.0) -> Float64:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * (plus + offset)
+
+    def _mlp(self, y: Float64, at: str) -> Float64:
+        gate, up, down = (self.w[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return (_silu(y @ gate.T) * (y @ up.T)) @ down.T
+
+    def _attention(self, y: Float64, at: str, gate_kind: str) -> Float64:
+        rows, heads, kv, dim = len(y), self.c["num_attention_heads"], self.c["num_key_value_heads"], self.c["head_dim"]
+        at += "self_attn."
+        pair = y @ self.w[at + "q_proj.weight"].T
+        if self.mutant == "halves" and at.startswith("mtp."):
+            q, gate = pair[:, : heads * dim].reshape(rows, heads, dim), pair[:, heads * dim :].reshape(rows, heads, dim)
+        else:
+            pair = pair.reshape(rows, heads, 2 * dim)
+            q, gate = pair[..., :dim], pair[..., dim:]
+        k = (y @ self.w[at + "k_proj.weight"].T).reshape(rows, kv, dim)
+        v = (y @ self.w[at + "v_proj.weight"].T).reshape(rows, kv, dim)
+        q = self._rotate(self._rms(q, self.w[at + "q_norm.weight"]))
+        k = self._rotate(self._rms(k, self.w[at + "k_norm.weight"]))
+        out = np.zeros((rows, heads, dim))
+        causal = np.tril(np.ones((rows, rows), dtype=bool))
+        for h in range(heads):
+            of = h // (heads // kv)
+            scores = np.where(causal, q[:, h] @ k[:, of].T / np.sqrt(dim), -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[:, h] = weights / weights.sum(-1, keepdims=True) @ v[:, of]
+        out *= _silu(gate) if gate_kind == "silu" else _sigmoid(gate)
+        return out.reshape(rows, heads * dim) @ self.w[at + "o_proj.weight"].T
+
+    def _rotate(self, x: Float64) -> Float64:
+        half = self.rotary // 2
+        angle = np.arange(len(x))[:, None] * self.theta ** (-2 * np.arange(half) / self.rotary)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        out = x.copy()
+        out[..., :half] = x[..., :half] * cos - x[..., half : self.rotary] * sin
+        out[..., half : self.rotary] = x[..., half : self.rotary] * cos + x[..., :half] * sin
+        return out
+
+    def _delta_net(self, y: Float64, at: str) -> Float64:
+        c, at = self.c, at + "linear_attn."
+        hk, hv = c["linear_num_key_heads"], c["linear_num_value_heads"]
+        dk, dv, taps = c["linear_key_head_dim"], c["linear_value_head_dim"], c["linear_conv_kernel_dim"]
+        rows = len(y)
+        raw = y @ self.w[at + "in_proj_qkv.weight"].T
+        z = (y @ self.w[at + "in_proj_z.weight"].T).reshape(rows, hv, dv)
+        beta = _sigmoid(y @ self.w[at + "in_proj_b.weight"].T)
+        a = y @ self.w[at + "in_proj_a.weight"].T
+        decay = np.exp(-np.exp(self.w[at + "A_log"]) * np.logaddexp(0, a + self.w[at + "dt_bias"]))
+        conv = self.w[at + "conv1d.weight"][:, 0]
+        padded = np.concatenate([np.zeros((taps - 1, raw.shape[1])), raw])
+        u = _silu(sum(padded[j : j + rows] * conv[:, j] for j in range(taps)))
+        q = _unit(u[:, : hk * dk].reshape(rows, hk, dk)) / np.sqrt(dk)
+        k = _unit(u[:, hk * dk : 2 * hk * dk].reshape(rows, hk, dk))
+        v = u[:, 2 * hk * dk :].reshape(rows, hv, dv)
+        out = np.zeros((rows, hv, dv))
+        for h in range(hv):
+            of, state = h // (hv // hk), np.zeros((dk, dv))
+            for t in range(rows):
+                state = state * decay[t, h]
+                state = state + np.outer(k[t, of], beta[t, h] * (v[t, h] - state.T @ k[t, of]))
+                out[t, h] = state.T @ q[t, of]
+        normed = out / np.sqrt((out**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * self.w[at + "norm.weight"]
+        return (normed * _silu(z)).reshape(rows, hv * dv) @ self.w[at + "out_proj.weight"].T
+
+    # --- the head ----------------------------------------------------------------------------------------------------
+
+    def drafts(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[Float64]]:
+        """The ``depth`` tokens that the head drafts after ``tokens`` (the last one pending), and each one's logits."""
+        before, after = self.hidden(tokens[:-1])
+        true_hidden = list(before if self.mutant == "prenorm_hidden" else after)
+        true_tokens = list(tokens[:-1] if self.mutant == "shifted_pair" else tokens[1:])
+        if self.mutant == "zero_pair":
+            true_hidden.insert(0, np.zeros(self.c["hidden_size"]))
+            true_tokens.insert(0, tokens[0])
+        hidden, paired = list(true_hidden), list(true_tokens)
+        drafted: list[int] = []
+        logits: list[Float64] = []
+        for _ in range(depth):
+            unnormed, normed = self.mtp(paired, np.array(hidden))
+            row = normed[-1] @ self.mtp_head.T
+            drafted.append(int(row.argmax()))
+            logits.append(row)
+            if self.mutant == "stale_chain":
+                hidden, paired = list(true_hidden), list(true_tokens)
+            hidden.append(unnormed[-1] if self.mutant == "prenorm_chain" else normed[-1])
+            paired.append(drafted[-1])
+        return drafted, logits
+
+    def mtp(self, tokens: Sequence[int], hidden: Float64) -> tuple[Float64, Float64]:
+        """The head over all pairs ``(hidden[j], tokens[j])``: ``[n, H]`` before and after ``mtp.norm``."""
+        plus = 0.0 if self.mutant == "no_offset_pre_fc" else 1.0
+        embedded = self.w["embed_tokens.weight"][list(tokens)]
+        e = self._rms(embedded, self.w["mtp.pre_fc_norm_embedding.weight"], plus=plus)
+        h = self._rms(hidden, self.w["mtp.pre_fc_norm_hidden.weight"], plus=plus)
+        parts = (h, e) if self.mutant == "hidden_first" else (e, h)
+        x = np.concatenate(parts, axis=-1) @ self.w["mtp.fc.weight"].T
+        at = "mtp.layers.0."
+        y = self._rms(x, self.w[at + "input_layernorm.weight"])
+        x = x + self._attention(y, at, "silu" if self.mutant == "silu_gate" else "sigmoid")
+        x = x + self._mlp(self._rms(x, self.w[at + "post_attention_layernorm.weight"]), at)
+        return x, self._rms(x, self.w["mtp.norm.weight"], plus=0.0 if self.mutant == "no_offset_last" else 1.0)
+
+
+def _sigmoid(x: Float64) -> Float64:
+    return 1 / (1 + np.exp(-x))
+
+
+def _silu(x: Float64) -> Float64:
+    return x * _sigmoid(x)
+
+
+def _unit(x: Float64) -> Float64:
+    return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)

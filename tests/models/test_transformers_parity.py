@@ -1,0 +1,139 @@
+"""Logits of both families against Hugging Face transformers, which shares no code with us.
+
+The measure is ``max |difference| / max |reference|`` over all positions and the whole vocabulary. Float32 differs by
+the order of sums only; a wrong convention (a missing ``1 +``, a swapped half, a head mapping) by tens of percent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import tiny
+
+TOKENS = 83  # longer than one chunk of transformers' delta rule (64), and no multiple of anything
+FLOAT32_BOUND = 1e-3
+
+CASES = [("qwen3_5", name) for name in tiny.QWEN3_5_SHAPES] + [("qwen3", name) for name in tiny.QWEN3_SHAPES]
+FEEDS: dict[str, Sequence[tuple[str, int]]] = {
+    "whole": [("prefill", TOKENS)],
+    "chunks": [("prefill", 1), ("prefill", 37), ("prefill", 2), ("decode", 16), ("decode", 3), ("prefill", 24)],
+    "blocks": [("decode", rows) for rows in (5, 16, 1, 2, 16, 11, 16, 16)],
+    "token by token": [("decode", 1)] * TOKENS,
+}
+
+
+def shape_of(family: str, name: str) -> dict[str, Any]:
+    return {"qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": tiny.QWEN3_SHAPES}[family][name]
+
+
+def tokens_for(vocab: int, count: int = TOKENS) -> list[int]:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+
+
+def all_logits(target: Any, tokens: Sequence[int], feed: Sequence[tuple[str, int]]) -> np.ndarray:
+    """``[n, V]`` logits of every position; prefill gives hidden states only, so the head runs on them here."""
+    state, parts, at = target.new_state(len(tokens)), [], 0
+    for how, rows in feed:
+        chunk = tokens[at : at + rows]
+        at += len(chunk)
+        if how == "prefill":
+            hidden = target.prefill(state, chunk).need_hidden()
+            parts.append(target.ops.head(target.ops.array(hidden), target.model.lm_head).rows())
+        elif chunk:
+            parts.append(target.decode(state, chunk).need_logits().rows())
+            target.commit(state, len(chunk))
+    assert at == len(tokens) == state.length
+    return np.concatenate(parts)
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., np.ndarray]:
+    """``reference(family, name)``: transformers' float32 logits ``[n, V]`` with eager attention, computed once."""
+    transformers = pytest.importorskip("transformers")
+    classes = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    done: dict[tuple[str, str], np.ndarray] = {}
+
+    def logits(family: str, name: str) -> np.ndarray:
+        if (family, name) not in done:
+            shape = shape_of(family, name)
+            # transformers' text class reads the text layout; names do not change a weight
+            folder = checkpoint(family, **{key: value for key, value in shape.items() if key not in ("vl", "shards")})
+            model_class = getattr(transformers, classes[family])
+            model, info = model_class.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            )
+            assert not info["missing_keys"], "transformers would compare with random weights"
+            with torch.no_grad():
+                ids = torch.tensor([tokens_for(model.config.vocab_size)])
+                done[family, name] = model.eval()(ids).logits[0].numpy()
+        return done[family, name]
+
+    return logits
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_logits_equal_transformers(
+    family: str,
+    name: str,
+    kernels: str,
+    make_target: Callable[..., Any],
+    reference: Callable[..., np.ndarray],
+    record_property: Callable[[str, object], None],
+) -> None:
+    wanted = reference(family, name)
+    target = make_target(family, kernels=kernels, **shape_of(family, name))
+    tokens = tokens_for(wanted.shape[1])
+    # the comparison can fail: logits are spread and the argmax moves from position to position
+    assert len(set(wanted.argmax(-1).tolist())) > TOKENS // 4
+    worst = 0.0
+    for how, feed in FEEDS.items():
+        got = all_logits(target, tokens, feed)
+        difference = float(np.abs(got - wanted).max() / np.abs(wanted).max())
+        assert difference < FLOAT32_BOUND, f"{how}: {difference:.2e}"
+        assert (got.argmax(-1) == wanted.argmax(-1)).all(), how
+        worst = max(worst, difference)
+    record_property("largest_difference", worst)
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_every_way_of_feeding_gives_the_same_bits(
+    family: str, name: str, kernels: str, make_target: Callable[..., Any]
+) -> None:
+    """Blocks and single rows always; with native kernels also prefill. Catches row-count dependent sums."""
+    shape = shape_of(family, name)
+    target = make_target(family, kernels=kernels, **shape)
+    tokens = tokens_for(shape.get("vocab", 277))
+    feeds = ["blocks", "token by token"] + (["whole", "chunks"] if kernels == "native" else [])
+    logits = {how: all_logits(target, tokens, FEEDS[how]) for how in feeds}
+    for left, right in itertools.pairwise(feeds):
+        same = (logits[left].view(np.int32) == logits[right].view(np.int32)).all(-1)
+        assert same.all(), f"{left} and {right} differ from position {int(same.argmin())} on"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+def test_bfloat16_is_close_to_float32(family: str, kernels: str, make_target: Callable[..., Any]) -> None:
+    """The same bfloat16 weights, activations rounded to 8 bits.
+
+    Bound: a rounding changes a value by at most 2^-9 of it. Per layer, 14 roundings lie on the way of the residual
+    stream (two norms, projections, convolution or rope, mixer, gate, two products of the MLP, ...) and each enters
+    the stream at most once; errors that add up without ever cancelling give ``14 L 2^-9`` of the logits' spread (rms).
+    """
+    shape = {"qwen3_5": tiny.QWEN3_5_SHAPES["r3-gqa3-untied"], "qwen3": tiny.QWEN3_SHAPES["gqa4-tied"]}[family]
+    narrow = make_target(family, kernels=kernels, dtype="bfloat16", stored="bfloat16", **shape)
+    wide = make_target(family, kernels=kernels, dtype="float32", stored="bfloat16", **shape)
+    tokens = tokens_for(shape.get("vocab", 277))
+    got, wanted = (all_logits(target, tokens, FEEDS["chunks"]) for target in (narrow, wide))
+    bound = 14 * len(wide.model.layers) * 2.0**-9
+    spread = float(wanted.std())
+    error = float(np.sqrt(((got - wanted) ** 2).mean())) / spread
+    assert 1e-4 < error < bound, f"relative rms error {error:.3f}, bound {bound:.3f}"
+    best = np.sort(wanted, -1)
+    clear = best[:, -1] - best[:, -2] > 4 * bound * spread
+    assert (got.argmax(-1) == wanted.argmax(-1))[clear].all()

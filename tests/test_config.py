@@ -1,0 +1,318 @@
+"""One TOML file plus overrides, read strictly: every mistake names its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.config import (
+    Choice,
+    GenerationConfig,
+    Override,
+    RunConfig,
+    between,
+    load_config,
+    one_of,
+    structure_choice,
+    structure_options,
+)
+from specdec.contract import NoConfig
+from specdec.errors import ConfigError, PluginError
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """A plugin's config with a field of every kind."""
+
+    whole: int = attrs.field(default=3, validator=between(1, 8))
+    number: float = attrs.field(default=0.5, validator=between(0.0, 1.0))
+    flag: bool = False
+    word: str = attrs.field(default="soft", validator=one_of("soft", "hard"))
+    words: list[str] = attrs.field(factory=list)
+    sizes: tuple[int, ...] = ()
+    pair: tuple[int, str] = (1, "a")
+    table: dict[str, int] = attrs.field(factory=dict)
+    maybe: int | None = None
+    either: int | str = 1
+    mode: Literal["a", "b", 1] = "a"
+    where: pathlib.Path = pathlib.Path("x")
+    kinds: frozenset[str] = frozenset()
+
+
+def write(folder: pathlib.Path, text: str) -> pathlib.Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def failure(*overrides: str, path: pathlib.Path | None = None) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides)
+    return str(raised.value)
+
+
+# --- the file and the overrides --------------------------------------------------------------------------------------
+
+
+def test_without_a_file_there_are_the_defaults():
+    config = load_config()
+    assert config == RunConfig()
+    assert (config.target.model, config.drafter.name, config.verifier.name) == ("demo", "auto", "strict")
+    assert config.depth == Choice("fixed", {"depth": 2})
+    assert config.generation == GenerationConfig(max_new_tokens=128, temperature=0.0, seed=0)
+
+
+def test_the_file_wins_over_the_defaults_and_overrides_over_the_file(tmp_path):
+    path = write(
+        tmp_path,
+        '[target]\nmodel = "a/b"\ndtype = "float32"\n[drafter]\nname = "ngram"\nmax_order = 5\nmin_order = 2\n'
+        "[generation]\ntemperature = 1\nstop = ['x']\n",
+    )
+    config = load_config(path, ["drafter.max_order=6", "generation.stop=['a', 'b']", "target.backend=cpu"])
+    assert (config.target.model, config.target.dtype, config.target.backend) == ("a/b", "float32", "cpu")
+    assert config.drafter == Choice("ngram", {"max_order": 6, "min_order": 2})
+    assert config.generation.stop == ("a", "b")
+    assert type(config.generation.temperature) is float
+    assert config.depth == Choice("fixed", {"depth": 2})
+
+
+def test_another_plugin_drops_the_former_ones_options(tmp_path):
+    assert load_config(None, ["depth.name=adaptive"]).depth == Choice("adaptive", {})
+    assert load_config(None, ["depth.name=fixed"]).depth == Choice("fixed", {"depth": 2})
+    assert load_config(None, ["depth.depth=4"]).depth == Choice("fixed", {"depth": 4})
+    path = write(tmp_path, '[depth]\nname = "adaptive"\nlow = 1\n')
+    assert load_config(path).depth == Choice("adaptive", {"low": 1})
+    assert load_config(path, ["depth.name=fixed"]).depth == Choice("fixed", {})
+    for overrides in (["depth.name=other", "depth.high=3"], ["depth.high=3", "depth.name=other"]):  # in any order
+        assert load_config(path, overrides).depth == Choice("other", {"high": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=1", 1),
+        ("a.b=1.5", 1.5),
+        ("a.b=true", True),
+        ("a.b=Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-4B"),
+        ('a.b="1"', "1"),
+        ("a.b = [1, 2]", [1, 2]),
+        ("a.b={x = 1}", {"x": 1}),
+        ("a.b=x=y", "x=y"),
+        ("a.b=1\nc=2", "1\nc=2"),
+    ],
+)
+def test_an_override_is_toml_or_a_bare_word(text, value):
+    override = Override.parse(text)
+    assert (override.path, override.value, type(override.value)) == (("a", "b"), value, type(value))
+
+
+@pytest.mark.parametrize("text", ["", "a", "=1", "a..b=1", "a.b=", "a.b=[x, y]", 'a.b="x'])
+def test_a_broken_override_is_an_error(text):
+    with pytest.raises(ConfigError):
+        Override.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(b"[target", "is not TOML"), (b"\xff\xfe", "is not UTF-8: byte 0xff at offset 0"), (b"a = 1\na = 2", "not TOML")],
+)
+def test_a_file_that_is_no_toml_says_so(tmp_path, content, text):
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    assert text in failure(path=path)
+    assert "run.toml" in failure(path=path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert "nowhere.toml" in failure(path=tmp_path / "nowhere.toml")
+    assert "cannot read" in failure(path=tmp_path)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("targt.model=x", "key targt is unknown. Did you mean 'target'?"),
+        ("generation.temprature=1", "key generation.temprature is unknown. Did you mean 'temperature'?"),
+        ("generation.temperature=-1", "key generation.temperature takes 0.0 to 100.0, got -1.0 (a number)"),
+        ("generation.temperature=nan", "key generation.temperature takes a finite number, got nan"),
+        ("generation.temperature=inf", "key generation.temperature takes 0.0 to 100.0, got inf"),
+        ("generation.max_new_tokens=0", "key generation.max_new_tokens takes 1 to 2147483647, got 0 (an integer)"),
+        ("generation.seed=true", "key generation.seed takes an integer, got true (a boolean)"),
+        ("generation.seed=1.0", "key generation.seed takes an integer, got 1.0 (a number)"),
+        ("generation.stop=x", "key generation.stop takes a list, got 'x' (a string)"),
+        ("generation.stop=['']", "key generation.stop takes strings of one character or more"),
+        ("generation.stop=['x', 3]", "key generation.stop[1] takes a string, got 3 (an integer)"),
+        ("target.dtype=bfloat61", "'bfloat16'"),
+        ("target.revision=1234567", 'quotes around it: "1234567"'),
+        ("target.source=x", "key target.source is unknown"),
+        ("drafter=ngram", 'name = "ngram" inside the table'),
+        ("drafter.name=3", "key drafter.name takes the name of a plugin, got 3"),
+        ("drafter.max_order=3", "drafter.max_order is the option of a drafter, and none is named"),
+        ("target=1", "key target takes a table, got 1 (an integer)"),
+    ],
+)
+def test_an_error_names_the_key_what_was_got_and_where_it_came_from(tmp_path, override, expected):
+    text = failure(override)
+    assert expected in text
+    assert f"-s {override}" in text
+
+
+def test_an_error_in_the_file_names_the_file_and_several_are_told_at_once(tmp_path):
+    path = write(tmp_path, "[generation]\nseed = 'x'\nmax_tokens = 3\n[target]\nmodel = 5\n")
+    text = failure("generation.ignore_eos=1", path=path)
+    assert text.startswith("4 keys of the configuration cannot be used")
+    for key in ("generation.seed", "generation.max_tokens", "target.model"):
+        assert f"{path}: key {key} " in text
+    assert "-s generation.ignore_eos=1: key generation.ignore_eos takes true or false" in text
+
+
+def test_a_choice_remembers_where_it_was_made(tmp_path):
+    path = write(tmp_path, '[drafter]\nname = "ngram"\n')
+    assert load_config(path).drafter.source == str(path)
+    assert load_config(path, ["drafter.max_order=4"]).drafter.source == f"{path}, -s drafter.max_order=4"
+    assert load_config(path, ["verifier.name=x"]).verifier.source == "-s verifier.name=x"
+    assert load_config(path).verifier.source == ""
+
+
+# --- plugins' options ------------------------------------------------------------------------------------------------
+
+
+def test_options_become_the_plugins_own_config():
+    given = {
+        "whole": 4, "number": 1, "flag": True, "word": "hard", "words": ["a"], "sizes": [1, 2], "pair": [2, "b"],
+        "table": {"k": 1}, "maybe": 9, "either": "z", "mode": 1, "where": "a/b", "kinds": ["x", "x"],
+    }  # fmt: skip
+    made = structure_options(given, Options)
+    assert made == Options(
+        whole=4, number=1.0, flag=True, word="hard", words=["a"], sizes=(1, 2), pair=(2, "b"), table={"k": 1},
+        maybe=9, either="z", mode=1, where=pathlib.Path("a/b"), kinds=frozenset("x"),
+    )  # fmt: skip
+
+
+KINDS = {
+    "whole": int,
+    "flag": bool,
+    "word": str,
+    "words": list,
+    "sizes": list,
+    "pair": list,
+    "table": dict,
+    "maybe": int,
+    "where": str,
+    "kinds": list,
+}
+VALUES = st.one_of(
+    st.integers(-10, 10),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)
+
+
+@given(st.sampled_from(sorted(KINDS)), VALUES)
+def test_a_value_of_another_type_is_never_cast(field, value):
+    if type(value) is KINDS[field]:
+        return
+    with pytest.raises(ConfigError) as raised:
+        structure_options({field: value}, Options, "drafter", "run.toml")
+    assert f"drafter.{field} takes" in raised.value.message
+    assert raised.value.facts["asked for by"] == "run.toml"
+
+
+@given(VALUES)
+def test_what_a_number_takes_keeps_its_value(value):
+    try:
+        made = structure_options({"number": value}, Options).number
+    except ConfigError:
+        assert type(value) not in (int, float) or not 0 <= value <= 1
+    else:
+        assert type(value) in (int, float)
+        assert made == value
+
+
+@given(st.text(st.characters(categories=["L"]), min_size=1, max_size=8))
+def test_an_unknown_option_is_always_an_error(key):
+    known = {field.name for field in attrs.fields(Options)}
+    if key in known:
+        return
+    with pytest.raises(ConfigError, match="is unknown"):
+        structure_options({key: 1}, Options)
+
+
+def test_the_error_of_an_option_has_its_path_and_the_nearest_name():
+    with pytest.raises(ConfigError) as raised:
+        structure_choice(Choice("x", {"wole": 1}, "run.toml"), Options, "drafter")
+    assert "key drafter.wole is unknown. Did you mean 'whole'? [drafter] takes whole, number," in raised.value.message
+    with pytest.raises(ConfigError, match=r"key drafter\.whole takes 1 to 8, got 900"):
+        structure_options({"whole": 900}, Options, "drafter")
+    with pytest.raises(ConfigError, match=r"key drafter\.word takes 'soft' or 'hard', got 'hrd'"):
+        structure_options({"word": "hrd"}, Options, "drafter")
+    with pytest.raises(ConfigError, match=r"key verifier\.x is unknown\. \[verifier\] takes no options"):
+        structure_options({"x": 1}, NoConfig, "verifier")
+    with pytest.raises(ConfigError, match=r"key a\.table\.k takes an integer"):
+        structure_options({"table": {"k": "v"}}, Options, "a")
+
+
+def test_a_classs_own_validator_keeps_its_text():
+    @attrs.frozen
+    class Pair:
+        low: int
+        high: int = attrs.field(default=9)
+
+        @high.validator
+        def _ordered(self, field, value):
+            if value < self.low:
+                raise ConfigError(f"high ({value}) is below low ({self.low})")
+
+    assert structure_options({"low": 1}, Pair) == Pair(1)
+    with pytest.raises(ConfigError, match=r"key depth cannot be used: high \(2\) is below low \(3\)"):
+        structure_options({"low": 3, "high": 2}, Pair, "depth")
+    with pytest.raises(ConfigError, match=r"key depth\.low is required and missing"):
+        structure_options({}, Pair, "depth")
+
+
+def test_dataclasses_work_and_unreadable_fields_blame_the_author():
+    @dataclasses.dataclass
+    class Plain:
+        size: int = 1
+
+    assert structure_options({"size": 2}, Plain) == Plain(2)
+    with pytest.raises(ConfigError, match="is unknown"):
+        structure_options({"sise": 2}, Plain)
+
+    @attrs.frozen
+    class Odd:
+        thing: Override | complex = 1j
+
+    with pytest.raises((PluginError, ConfigError)):
+        structure_options({"thing": 1}, Odd)
+
+
+def test_validators_work_without_a_file():
+    with pytest.raises(ConfigError, match=r"Options\.whole takes 1 to 8, got True"):
+        Options(whole=True)
+    with pytest.raises(ConfigError, match=r"GenerationConfig\.max_new_tokens takes 1 to 2147483647, got 0"):
+        GenerationConfig(max_new_tokens=0)
+    assert GenerationConfig(stop="END").stop == ("END",)  # not three stop strings
+
+
+def test_the_configuration_can_be_written_down_again(tmp_path):
+    config = load_config(None, ["drafter.name=ngram", "drafter.max_order=5", "target.capacity=64"])
+    assert config.to_dict()["drafter"] == {"name": "ngram", "max_order": 5}
+    assert config.to_dict()["target"] == {"model": "demo", "backend": "auto", "dtype": "auto", "capacity": 64}
+    overrides = [
+        Override((table, key), value, "x") for table, keys in config.to_dict().items() for key, value in keys.items()
+    ]
+    overrides = [attrs.evolve(o, value=list(o.value)) if isinstance(o.value, tuple) else o for o in overrides]
+    assert load_config(None, overrides) == config

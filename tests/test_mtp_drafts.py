@@ -1,0 +1,241 @@
+"""The MTP drafter against an oracle that keeps no state: float64, from the equations alone (``models/mtp_oracle.py``).
+
+Wrong drafts never show in the output (verification repairs them), only in the acceptance of trained weights. So each
+draft is compared here, token by token, after prefill, after every accept count, over cycles, chunkings and rewinds; and
+each trap that other engines fell into is shown to change the drafts, so that agreeing with the oracle means something.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.contract import Context, DrafterEnv, NoConfig, Verdict
+from specdec.drafters.mtp import MtpDrafter
+from tests import tiny
+from tests.models.mtp_oracle import MUTANTS, MtpOracle
+
+LOGITS_BOUND = 1e-3  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
+SHAPES = ["r1-gqa4-tied", "r3-gqa3-untied", "mixed-layers", "attention-only"]
+VOCAB = 277
+
+token_ids = st.integers(0, VOCAB - 1)
+
+
+class Spied:
+    """The target, with the logits of each MTP pass kept."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.seen: list[np.ndarray] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def decode_mtp(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._target.decode_mtp(*args, **kwargs)
+        self.seen.append(output.need_logits().rows()[0])
+        return output
+
+
+class Run:
+    """One sequence, driven by hand as the engine drives it, with verdicts of our choice."""
+
+    def __init__(self, target: Any, capacity: int = 256) -> None:
+        self.target = Spied(target)
+        self.state = target.new_state(capacity)
+        self.drafter = self._new_drafter()
+        self.tokens: list[int] = []
+
+    def _new_drafter(self) -> MtpDrafter:
+        return MtpDrafter(NoConfig(), DrafterEnv(target=self.target, state=self.state))
+
+    def prefill(self, tokens: Sequence[int], sizes: Sequence[int] = ()) -> None:
+        """Append a prompt; all but its last token run through the target, in chunks of these sizes, then the rest."""
+        self.tokens += tokens
+        for size in [*sizes, len(self.tokens)]:
+            at = self.state.length
+            chunk = self.tokens[at : min(at + size, len(self.tokens) - 1)]
+            if chunk:
+                output = self.target.prefill(self.state, chunk)
+                self.drafter.prefill(Context(self.tokens[: at + len(chunk)]), output)
+
+    def draft(self, depth: int) -> tuple[int, ...]:
+        self.target.seen.clear()
+        return self.drafter.propose(Context(self.tokens), depth).tokens
+
+    def verify(self, fed: Sequence[int], accepted: int, following: int) -> None:
+        """A verification pass over ``fed``, of which ``accepted`` are kept, and the token after them."""
+        output = self.target.decode(self.state, [self.tokens[-1], *fed])
+        self.target.commit(self.state, accepted + 1)
+        self.tokens += [*fed[:accepted], following]
+        self.drafter.observe(Verdict(accepted, following), output, Context(self.tokens))
+
+    def rewind(self, length: int) -> None:
+        """Keep ``length`` tokens, as a session does: the last one pending, the others held by the state."""
+        del self.tokens[length:]
+        if self.state.length > length - 1:
+            reached = self.target.rewind(self.state, length - 1)
+            self.drafter.rewind(reached)
+        self.prefill([])
+
+    def save_and_load(self) -> None:
+        self.drafter.settle(Context(self.tokens))
+        self.state = self.target.restore(self.target.snapshot(self.state))
+        self.drafter = self._new_drafter()
+
+
+def check(run: Run, oracle: MtpOracle, depth: int) -> float:
+    """Compare the drafts of the present moment; returns the largest relative difference of the logits."""
+    drafted = run.draft(depth)
+    if len(run.tokens) < 2 or depth == 0:
+        assert drafted == ()  # no true pair exists yet: there is no hidden state
+        return 0.0
+    wanted, logits = oracle.drafts(run.tokens, depth)
+    assert len(drafted) == depth == len(run.target.seen)
+    worst = 0.0
+    for step, (ours, theirs) in enumerate(zip(run.target.seen, logits, strict=True)):
+        difference = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+        assert difference < LOGITS_BOUND, f"step {step} after {len(run.tokens)} tokens: {difference:.2e}"
+        worst = max(worst, difference)
+        best = np.sort(theirs)[-2:]
+        if best[1] - best[0] < LOGITS_BOUND * np.abs(theirs).max():
+            return worst  # a near-tie may fall either way, and the chain after it is another one
+        assert drafted[step] == wanted[step]
+    return worst
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Callable[..., pathlib.Path]) -> Callable[[str], MtpOracle]:
+    made: dict[str, MtpOracle] = {}
+
+    def get(shape: str) -> MtpOracle:
+        if shape not in made:
+            made[shape] = MtpOracle(checkpoint("qwen3_5", dtype="float32", **tiny.QWEN3_5_SHAPES[shape]))
+        return made[shape]
+
+    return get
+
+
+def prompt_of(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafts_after_prefill(
+    shape: str, kernels: str, make_target: Callable[..., Any], oracle: Callable[[str], MtpOracle]
+) -> None:
+    """K = 1..4 and prompts from one token on: pairing, order of the halves, the chain."""
+    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
+    for length in (1, 2, 3, 17, 40):
+        for depth in (1, 2, 3, 4):
+            run = Run(target)
+            run.prefill(prompt_of(length))
+            check(run, oracle(shape), depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_drafts_after_every_accept_count(
+    depth: int, kernels: str, make_target: Callable[..., Any], oracle: Callable[[str], MtpOracle]
+) -> None:
+    """Three cycles in a row for each count: catch-up rows, dropped chain entries, the last accepted row's hidden."""
+    shape = "r3-gqa3-untied"
+    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
+    for accepted in range(depth + 1):
+        run = Run(target)
+        run.prefill(prompt_of(9))
+        for cycle in range(3):
+            check(run, oracle(shape), depth)
+            run.verify(prompt_of(depth, seed=cycle + 1), accepted, following=(31 * cycle + 7) % VOCAB)
+        check(run, oracle(shape), depth)
+
+
+steps = st.one_of(
+    st.tuples(st.just("draft"), st.integers(1, 4)),
+    st.tuples(
+        st.just("verify"),
+        st.lists(token_ids, max_size=5).flatmap(lambda fed: st.tuples(st.just(fed), st.integers(0, len(fed)))),
+    ),
+    st.tuples(st.just("plain"), st.integers(1, 12)),
+    st.tuples(st.just("feed"), st.tuples(st.lists(token_ids, min_size=1, max_size=6), st.integers(1, 6))),
+    st.tuples(st.just("rewind"), st.integers(1, 12)),
+    st.tuples(st.just("save"), st.none()),
+)
+
+
+@pytest.mark.parametrize("shape", ["r3-gqa3-untied", "attention-only"])
+@given(prompt=st.lists(token_ids, min_size=1, max_size=20), chunk=st.integers(1, 20), plan=st.lists(steps, max_size=7))
+def test_drafts_whatever_happened_before(
+    shape: str,
+    kernels: str,
+    make_target: Callable[..., Any],
+    oracle: Callable[[str], MtpOracle],
+    prompt: list[int],
+    chunk: int,
+    plan: list[tuple[str, Any]],
+) -> None:
+    """Any story of drafts, verifications, cycles of depth 0, further prompts, rewinds and saves; then a draft of 3."""
+    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
+    run = Run(target)
+    run.prefill(prompt, [chunk] * len(prompt))
+    for what, with_ in plan:
+        if what == "draft":
+            run.draft(with_)  # drafted, never looked at: what it leaves behind must not matter
+        elif what == "verify":
+            fed, accepted = with_
+            run.verify(fed, accepted, following=(len(run.tokens) * 13) % VOCAB)
+        elif what == "plain":
+            for _ in range(with_):
+                run.verify([], 0, following=(len(run.tokens) * 13) % VOCAB)
+        elif what == "feed":
+            run.prefill(with_[0], [with_[1]])
+        elif what == "rewind":
+            run.rewind(max(1, len(run.tokens) - with_))
+        else:
+            run.save_and_load()
+    check(run, oracle(shape), 3)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_trap_would_show(
+    mutant: str, checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> None:
+    """An oracle with one convention wrong disagrees with us: in the logits by far more than the bound above."""
+    shape = tiny.QWEN3_5_SHAPES["r3-gqa3-untied"]
+    wrong = MtpOracle(checkpoint("qwen3_5", dtype="float32", **shape), mutant)
+    target = make_target("qwen3_5", **shape)
+    run = Run(target)
+    run.prefill(prompt_of(20))
+    drafted = run.draft(4)
+    wanted, logits = wrong.drafts(run.tokens, 4)
+    distance = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(run.target.seen, logits, strict=True)]
+    assert max(distance) > 30 * LOGITS_BOUND, f"{MUTANTS[mutant]}: {distance}"
+    differing = sum(a != b for a, b in zip(drafted, wanted, strict=True))
+    for seed in range(1, 12):
+        if differing:
+            break
+        run = Run(target)
+        run.prefill(prompt_of(20, seed))
+        differing += run.draft(4) != tuple(wrong.drafts(run.tokens, 4)[0])
+    assert differing, f"{MUTANTS[mutant]} never changed a drafted token"
+
+
+def test_the_oracle_equals_transformers_trunk(checkpoint: Callable[..., pathlib.Path]) -> None:
+    """The oracle's trunk is right on its own account, so agreeing with it is not agreeing with our own mistake."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    shape = tiny.QWEN3_5_SHAPES["r3-gqa3-untied"]
+    folder = checkpoint("qwen3_5", dtype="float32", **shape)
+    model = transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokens = prompt_of(70)
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor([tokens])).logits[0].double().numpy()
+    ours = MtpOracle(folder).logits(tokens)
+    assert np.abs(ours - theirs).max() / np.abs(theirs).max() < LOGITS_BOUND

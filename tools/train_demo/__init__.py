@@ -1,0 +1,1 @@
+"""Recipe for the demonstration model: data, tokenizer, model, training, export and acceptance."""
