@@ -64,9 +64,42 @@ _HOME = {
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [  # noqa: PLE0604  (the names of _HOME, spelt out for type checkers above)
+__all__ = [
+    "BackendSpec",
+    "Context",
+    "CycleRecord",
+    "DepthPolicy",
+    "DepthPolicySpec",
+    "Draft",
+    "Drafter",
+    "DrafterEnv",
+    "DrafterSpec",
+    "ForwardOutput",
+    "ForwardPass",
+    "Guarantee",
+    "LanguageModel",
+    "Logits",
+    "ModelInfo",
+    "ModelSpec",
+    "Need",
+    "Parity",
+    "Result",
+    "RunConfig",
+    "Sampling",
+    "Session",
+    "SpecdecError",
+    "Stats",
+    "Stream",
+    "Verdict",
+    "Verifier",
+    "VerifierSpec",
     "__version__",
-    *_MODULE_OF,
+    "between",
+    "hookimpl",
+    "inspect_checkpoint",
+    "load",
+    "load_config",
+    "one_of",
 ]
 
 

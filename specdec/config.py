@@ -87,6 +87,9 @@ def _stop_strings(owner: object, field: attrs.Attribute[Any], value: Iterable[ob
         raise FieldError(owner, field.name, "strings of one character or more", list(value))
 
 
+_INT32 = 2**31 - 1
+
+
 # --- the configuration -----------------------------------------------------------------------------------------------
 
 
@@ -107,16 +110,27 @@ class TargetConfig:
     revision: str | None = None  # a hub branch, tag or commit
     backend: str = attrs.field(default="auto", validator=_filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float32"))
-    capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, 2**31 - 1)))
+    capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
     source: str = attrs.field(default="", eq=False, repr=False)
 
 
 @attrs.frozen(kw_only=True)
 class GenerationConfig:
-    """How long to generate and how to choose. Temperature 0 is greedy."""
+    """How long to generate and how to choose. Temperature 0 is greedy; ``contract.Sampling`` explains the rest."""
 
-    max_new_tokens: int = attrs.field(default=128, validator=between(1, 2**31 - 1))
+    max_new_tokens: int = attrs.field(default=128, validator=between(1, _INT32))
+    min_new_tokens: int = attrs.field(default=0, validator=between(0, _INT32))
     temperature: float = attrs.field(default=0.0, validator=between(0.0, 100.0))
+    top_k: int = attrs.field(default=0, validator=between(0, _INT32))  # 0 keeps all
+    top_p: float = attrs.field(default=1.0, validator=between(1e-6, 1.0))  # 0 would keep no token at all
+    min_p: float = attrs.field(default=0.0, validator=between(0.0, 1.0))
+    repetition_penalty: float = attrs.field(default=1.0, validator=between(0.01, 100.0))
+    presence_penalty: float = attrs.field(default=0.0, validator=between(-100.0, 100.0))
+    frequency_penalty: float = attrs.field(default=0.0, validator=between(-100.0, 100.0))
+    logit_bias: Mapping[str | int, float] = attrs.field(factory=dict)  # by token id; a TOML key is a string
+    banned: tuple[int, ...] = attrs.field(default=(), converter=tuple)  # token ids
+    processors: tuple[Choice, ...] = attrs.field(default=(), converter=tuple)  # [[generation.processors]] tables
+    logprobs: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(0, _INT32)))
     seed: int = attrs.field(default=0, validator=between(0, 2**63 - 1))  # TOML's integers end there
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_stop_strings)
     ignore_eos: bool = False
@@ -134,15 +148,18 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data in the shape of the TOML file; ``None`` values are left out, as TOML has none."""
-        tables = {
-            field.name: _choice_table(value) if isinstance(value, Choice) else attrs.asdict(value)
-            for field in attrs.fields(RunConfig)
-            for value in [getattr(self, field.name)]
-        }
-        return {
-            name: {key: value for key, value in table.items() if value is not None and key != "source"}
-            for name, table in tables.items()
-        }
+        return {field.name: _table_of(getattr(self, field.name)) for field in attrs.fields(RunConfig)}
+
+
+def _table_of(section: Any) -> dict[str, Any]:
+    if isinstance(section, Choice):
+        return _choice_table(section)
+    values = {field.name: getattr(section, field.name) for field in attrs.fields(type(section))}
+    return {
+        name: [_choice_table(v) if isinstance(v, Choice) else v for v in value] if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None and name != "source"
+    }
 
 
 def _choice_table(choice: Choice) -> dict[str, Any]:
@@ -316,7 +333,8 @@ def _checked(config: RunConfig) -> RunConfig:
     if config.drafter.name == "auto" and config.drafter.options:
         option = next(iter(config.drafter.options))
         raise ConfigError(
-            f"drafter.{option} is the option of a drafter, and none is named: drafter.name is 'auto'",
+            f"drafter.{option} is the option of a drafter, and none is named: drafter.name is 'auto'."
+            f"{did_you_mean(option, ['name'])}",
             asked_for_by=config.drafter.source or None,
             **{"try": 'name the drafter it is for, such as drafter.name = "ngram"'},
         )
@@ -475,7 +493,7 @@ def _number(value: Any, _: Any) -> float:
         return value
     if type(value) is int and abs(value) <= 2**53:
         return float(value)
-    raise _Mismatch("a finite number", value)
+    raise _Mismatch("a finite number" if type(value) is float else "a number", value)
 
 
 def _guarded(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         DrafterSpec,
         ForwardPass,
         ModelSpec,
+        ProcessorSpec,
         VerifierSpec,
     )
 
@@ -46,6 +47,12 @@ def specdec_verifiers() -> list[VerifierSpec]:
 @hookspec
 def specdec_depth_policies() -> list[DepthPolicySpec]:
     """The depth policies of this plugin."""
+    return []
+
+
+@hookspec
+def specdec_logits_processors() -> list[ProcessorSpec]:
+    """The logits processors of this plugin: masks and biases that ``generation.processors`` names."""
     return []
 
 

@@ -9,7 +9,7 @@ import attrs
 import structlog
 
 from specdec.backends import Backend
-from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, locate, text_config
+from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, fingerprint, locate, text_config
 from specdec.config import Choice, RunConfig, structure_choice
 from specdec.contract import (
     DepthPolicySpec,
@@ -193,6 +193,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
         dtype=dtype,
         dtype_reason=dtype_reason,
         kernels=ops.kernels,
+        fingerprint=fingerprint(checkpoint),
     )
     target = CausalLM(info, model)
     if ops.kernels.startswith("torch reference"):

@@ -34,7 +34,10 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSpec,
     ForwardPass,
+    LogitsProcessor,
     ModelSpec,
+    ProcessorEnv,
+    ProcessorSpec,
     Verifier,
     VerifierSpec,
 )
@@ -47,15 +50,19 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-Spec = DrafterSpec | VerifierSpec | DepthPolicySpec | BackendSpec | ModelSpec
-S = TypeVar("S", DrafterSpec, VerifierSpec, DepthPolicySpec, BackendSpec, ModelSpec)
+Spec = DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec | BackendSpec | ModelSpec
+S = TypeVar("S", DrafterSpec, VerifierSpec, DepthPolicySpec, ProcessorSpec, BackendSpec, ModelSpec)
 
 BUILT_INS = (
     "specdec.drafters.none",
     "specdec.drafters.ngram",
     "specdec.drafters.mtp",
     "specdec.verifiers.strict",
+    "specdec.verifiers.rejection",
+    "specdec.verifiers.margin",
+    "specdec.verifiers.typical",
     "specdec.policies.fixed",
+    "specdec.processors.grammar",
     "specdec.backends.cpu",
     "specdec.models.qwen3_5",
     "specdec.models.qwen3",
@@ -69,6 +76,7 @@ class Kind(enum.Enum):
     DRAFTER = "drafter"
     VERIFIER = "verifier"
     DEPTH_POLICY = "depth policy"
+    PROCESSOR = "logits processor"
     BACKEND = "backend"
     MODEL = "model family"
 
@@ -85,6 +93,7 @@ KINDS: Mapping[Kind, _KindInfo] = {
     Kind.DRAFTER: _KindInfo("specdec_drafters", DrafterSpec, "drafter.name", "drafters"),
     Kind.VERIFIER: _KindInfo("specdec_verifiers", VerifierSpec, "verifier.name", "verifiers"),
     Kind.DEPTH_POLICY: _KindInfo("specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies"),
+    Kind.PROCESSOR: _KindInfo("specdec_logits_processors", ProcessorSpec, None, "logits_processors"),
     Kind.BACKEND: _KindInfo("specdec_backends", BackendSpec, "target.backend", "backends"),
     Kind.MODEL: _KindInfo("specdec_models", ModelSpec, None, "models"),
 }
@@ -224,6 +233,10 @@ class Registry:
         """The depth policy called ``name``; errors as for ``drafter``."""
         return self._find(Kind.DEPTH_POLICY, DepthPolicySpec, name, asked_by)
 
+    def processor(self, name: str, asked_by: str | None = None) -> ProcessorSpec:
+        """The logits processor called ``name``; errors as for ``drafter``."""
+        return self._find(Kind.PROCESSOR, ProcessorSpec, name, asked_by)
+
     def backend(self, name: str, asked_by: str | None = None) -> BackendSpec:
         """The backend called ``name``; errors as for ``drafter``."""
         return self._find(Kind.BACKEND, BackendSpec, name, asked_by)
@@ -317,6 +330,11 @@ class Registry:
     def make_depth_policy(self, spec: DepthPolicySpec, config: Any) -> DepthPolicy:
         """A depth policy for one sequence; errors as for ``make_drafter``."""
         made: DepthPolicy = self._make(Kind.DEPTH_POLICY, spec, DepthPolicy, lambda: spec.factory(config))
+        return made
+
+    def make_processor(self, spec: ProcessorSpec, config: Any, env: ProcessorEnv) -> LogitsProcessor:
+        """A logits processor for one generation; errors as for ``make_drafter``."""
+        made: LogitsProcessor = self._make(Kind.PROCESSOR, spec, LogitsProcessor, lambda: spec.factory(config, env))
         return made
 
     def _make(self, kind: Kind, spec: Spec, wanted: type, build: Callable[[], Any]) -> Any:

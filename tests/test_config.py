@@ -22,7 +22,7 @@ from specdec.config import (
     structure_choice,
     structure_options,
 )
-from specdec.contract import NoConfig
+from specdec.contract import NoConfig, Sampling
 from specdec.errors import ConfigError, PluginError
 
 
@@ -314,5 +314,28 @@ def test_the_configuration_can_be_written_down_again(tmp_path):
     overrides = [
         Override((table, key), value, "x") for table, keys in config.to_dict().items() for key, value in keys.items()
     ]
-    overrides = [attrs.evolve(o, value=list(o.value)) if isinstance(o.value, tuple) else o for o in overrides]
     assert load_config(None, overrides) == config
+
+
+def test_how_tokens_are_chosen_can_be_written_in_the_file(tmp_path):
+    path = write(
+        tmp_path,
+        "[generation]\ntop_p = 0.9\nbanned = [3, 4]\nlogprobs = 2\n[generation.logit_bias]\n17 = -1\n"
+        '[[generation.processors]]\nname = "json"\nschema = "s"\n',
+    )
+    generation = load_config(path).generation
+    assert (generation.top_p, generation.banned, generation.logprobs) == (0.9, (3, 4), 2)
+    assert generation.logit_bias == {"17": -1.0}
+    assert generation.processors == (Choice("json", {"schema": "s"}),)
+    assert load_config(path).to_dict()["generation"]["processors"] == [{"name": "json", "schema": "s"}]
+    assert "key generation.top_p takes 1e-06 to 1.0, got 0.0" in failure("generation.top_p=0")
+    assert "key generation.processors[0].name takes the name of a plugin" in failure("generation.processors=[{a = 1}]")
+    assert "key generation.logit_bias.17 takes a number, got 'x'" in failure("generation.logit_bias={17 = 'x'}")
+    assert "key generation.banned[0] takes an integer" in failure("generation.banned=['3']")
+
+
+def test_every_sampling_setting_can_be_configured():
+    """``Sampling`` grew settings that the configuration lacked; then nothing could be generated at all."""
+    built_by_the_engine = {"end_tokens"}
+    sampling = {field.name for field in attrs.fields(Sampling)} - built_by_the_engine
+    assert sampling <= {field.name for field in attrs.fields(GenerationConfig)}

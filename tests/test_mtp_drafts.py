@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from specdec.contract import Context, DrafterEnv, NoConfig, Verdict
 from specdec.drafters.mtp import MtpDrafter
+from specdec.errors import StateError
 from tests import tiny
 from tests.models.mtp_oracle import MUTANTS, MtpOracle
 
-LOGITS_BOUND = 1e-3  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
+LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
 SHAPES = ["r1-gqa4-tied", "r3-gqa3-untied", "mixed-layers", "attention-only"]
 VOCAB = 277
 
@@ -157,10 +158,11 @@ def test_drafts_after_every_accept_count(
 
 
 steps = st.one_of(
-    st.tuples(st.just("draft"), st.integers(1, 4)),
     st.tuples(
-        st.just("verify"),
-        st.lists(token_ids, max_size=5).flatmap(lambda fed: st.tuples(st.just(fed), st.integers(0, len(fed)))),
+        st.just("cycle"),  # how many tokens are drafted (and never looked at), which are verified, how many accepted
+        st.lists(token_ids, max_size=5).flatmap(
+            lambda fed: st.tuples(st.integers(0, 4), st.just(fed), st.integers(0, len(fed)))
+        ),
     ),
     st.tuples(st.just("plain"), st.integers(1, 12)),
     st.tuples(st.just("feed"), st.tuples(st.lists(token_ids, min_size=1, max_size=6), st.integers(1, 6))),
@@ -180,15 +182,14 @@ def test_drafts_whatever_happened_before(
     chunk: int,
     plan: list[tuple[str, Any]],
 ) -> None:
-    """Any story of drafts, verifications, cycles of depth 0, further prompts, rewinds and saves; then a draft of 3."""
+    """Any story of cycles, plain decoding, further prompts, rewinds and saves; then a draft of 3."""
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
     run = Run(target)
     run.prefill(prompt, [chunk] * len(prompt))
     for what, with_ in plan:
-        if what == "draft":
-            run.draft(with_)  # drafted, never looked at: what it leaves behind must not matter
-        elif what == "verify":
-            fed, accepted = with_
+        if what == "cycle":
+            depth, fed, accepted = with_
+            run.draft(depth)  # what the chain leaves behind must not matter
             run.verify(fed, accepted, following=(len(run.tokens) * 13) % VOCAB)
         elif what == "plain":
             for _ in range(with_):
@@ -202,6 +203,42 @@ def test_drafts_whatever_happened_before(
     check(run, oracle(shape), 3)
 
 
+@pytest.mark.parametrize("shape", ["r3-gqa3-untied", "attention-only"])
+@pytest.mark.parametrize(("plain", "back"), [(1, 1), (4, 1), (4, 3), (4, 5), (9, 2), (12, 12)])
+def test_drafts_after_plain_cycles_and_a_rewind(
+    shape: str, plain: int, back: int, make_target: Callable[..., Any], oracle: Callable[[str], MtpOracle]
+) -> None:
+    """Pairs that wait while nothing is drafted survive a rewind behind them.
+
+    They were forgotten: where attention alone made up the model, the next pairs then stood at wrong positions with
+    wrong tokens, and nothing showed but the acceptance.
+    """
+    run = Run(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES[shape]))
+    run.prefill(prompt_of(10))
+    for cycle in range(plain):
+        run.verify([], 0, following=cycle + 3)
+    run.rewind(len(run.tokens) - back)
+    check(run, oracle(shape), 3)
+    run.verify([5, 6], 1, following=7)
+    check(run, oracle(shape), 3)
+
+
+def test_a_state_without_mtp_entries_is_refused(make_target: Callable[..., Any]) -> None:
+    """A state that another drafter filled has lost the hidden states: drafting from it would pair wrong positions."""
+    target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
+    tokens = prompt_of(10)
+    state = target.new_state(64)
+    target.prefill(state, tokens[:-1])
+    drafter = MtpDrafter(NoConfig(), DrafterEnv(target=target, state=state))
+    with pytest.raises(StateError, match="lacks 8 positions"):
+        drafter.propose(Context(tokens), 2)
+    drafter.settle(Context(tokens))  # and nothing wrong gets into the cache on other ways
+    assert state.mtp_length == 0
+    drafter.rewind(target.rewind(state, 0))  # from nothing, all is known again
+    drafter.prefill(Context(tokens[:-1]), target.prefill(state, tokens[:-1]))
+    assert len(drafter.propose(Context(tokens), 2).tokens) == 2
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_each_trap_would_show(
     mutant: str, checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
@@ -210,19 +247,18 @@ def test_each_trap_would_show(
     shape = tiny.QWEN3_5_SHAPES["r3-gqa3-untied"]
     wrong = MtpOracle(checkpoint("qwen3_5", dtype="float32", **shape), mutant)
     target = make_target("qwen3_5", **shape)
-    run = Run(target)
-    run.prefill(prompt_of(20))
-    drafted = run.draft(4)
-    wanted, logits = wrong.drafts(run.tokens, 4)
-    distance = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(run.target.seen, logits, strict=True)]
-    assert max(distance) > 30 * LOGITS_BOUND, f"{MUTANTS[mutant]}: {distance}"
-    differing = sum(a != b for a, b in zip(drafted, wanted, strict=True))
-    for seed in range(1, 12):
-        if differing:
-            break
+    distance, differing = 0.0, 0
+    for seed in range(12):
         run = Run(target)
-        run.prefill(prompt_of(20, seed))
-        differing += run.draft(4) != tuple(wrong.drafts(run.tokens, 4)[0])
+        run.prefill(prompt_of(6 + seed, seed))
+        drafted = run.draft(4)
+        wanted, logits = wrong.drafts(run.tokens, 4)
+        differing += drafted != tuple(wanted)
+        # while both chains agree, the logits alone tell them apart
+        same = next((i for i in range(4) if drafted[i] != wanted[i]), 3)
+        pairs = zip(run.target.seen[: same + 1], logits, strict=False)
+        distance = max(distance, *(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs))
+    assert distance > 30 * LOGITS_BOUND, f"{MUTANTS[mutant]}: {distance:.1e}"
     assert differing, f"{MUTANTS[mutant]} never changed a drafted token"
 
 

@@ -5,6 +5,7 @@ checkpoint runs.
 """
 
 from specdec.checkpoints.audit import Audit, TensorSpec, Weights, audit
+from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.locate import locate
 from specdec.checkpoints.names import Names, canonical_name, canonical_names, is_ignored, text_config
 from specdec.checkpoints.reader import Checkpoint, read_json
@@ -19,6 +20,7 @@ __all__ = [
     "audit",
     "canonical_name",
     "canonical_names",
+    "fingerprint",
     "is_ignored",
     "locate",
     "read_json",

@@ -258,7 +258,7 @@ class _Findings:
         if not found:
             return
         # an MLX layout explains all the others
-        mlx = [entry for entry in found if len(entry[1]) == 3 and entry[1] == (entry[2][0], entry[2][-1], 1)]
+        mlx = [entry for entry in found if len(entry[2]) > 1 and entry[1] == (entry[2][0], entry[2][-1], 1)]
         name, got, wanted = (mlx or found)[0]
         more = f" ({len(found)} tensors have other shapes)" if len(found) > 1 else ""
         cure = "config.json and weights of one and the same model"

@@ -181,13 +181,13 @@ def _failed(model: str, error: Exception) -> CheckpointError:
 
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub.utils import tqdm as bars  # the module: its switch is for the whole process
+    from huggingface_hub import utils  # its switch is for the whole process; it exports the names without saying so
 
-    if shown or bars.are_progress_bars_disabled():
+    if shown or utils.are_progress_bars_disabled():  # type: ignore[attr-defined]
         yield
         return
-    bars.disable_progress_bars()
+    utils.disable_progress_bars()  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        bars.enable_progress_bars()
+        utils.enable_progress_bars()  # type: ignore[attr-defined]

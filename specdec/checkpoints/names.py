@@ -22,7 +22,7 @@ _OTHER_TOWERS = frozenset(
 )
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)  # equal as mappings are
 class Names(Mapping[str, str]):
     """Canonical name -> name in the files, of everything that may belong to the text model."""
 

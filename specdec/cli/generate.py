@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLE_PROMPT = """\
-def fibonacci(n):
-    \"\"\"Return the first n Fibonacci numbers.\"\"\"
+class Stack:
+    def __init__(self):
+        self.items = []
+
 """
 """What the embedded model continues when nobody gives a prompt; it was trained on text and Python."""
 

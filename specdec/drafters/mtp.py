@@ -28,6 +28,7 @@ from specdec.contract import (
     NoConfig,
     Verdict,
 )
+from specdec.errors import StateError
 from specdec.hookspecs import hookimpl
 from specdec.sampling import draft_token
 
@@ -42,7 +43,9 @@ class MtpDrafter(Drafter):
     def __init__(self, config: NoConfig, env: DrafterEnv) -> None:
         self._target = env.target
         self._state = env.state
-        self._waiting: list[Hidden] = []  # hidden states from position mtp_length on, not in the head's cache yet
+        self._waiting: list[Hidden] = []  # hidden states from position _fed on, not in the head's cache yet
+        self._missing = 0  # positions whose hidden states are gone: true pairs that nobody can feed any more
+        self._fed = 0  # the head's true pairs as we left them: mtp_length, unless a rewind cut it
         self._adopt_state()
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
@@ -50,6 +53,12 @@ class MtpDrafter(Drafter):
         self._feed(context, keep=1)
 
     def propose(self, context: Context, depth: int) -> Draft:
+        if self._missing:
+            raise StateError(
+                f"the MTP cache lacks {self._missing} positions, so it cannot draft",
+                reason="the state was built without the drafter 'mtp', or after that had failed",
+                try_="a new session with the same tokens",
+            )
         if depth < 1 or not self._waiting:
             return EMPTY_DRAFT
         output = self._target.decode_mtp(self._state, *self._take(context, keep=0))
@@ -70,7 +79,10 @@ class MtpDrafter(Drafter):
             self._feed(context, keep=1)
 
     def rewind(self, length: int) -> None:
-        self._adopt_state()
+        if self._missing or self._state.mtp_length < self._fed:  # the head's cache was cut before what waits
+            self._adopt_state()
+        else:
+            self._waiting = [self._joined()[: length - self._fed]] if length > self._fed and self._waiting else []
 
     def settle(self, context: Context) -> None:
         self._feed(context, keep=1)
@@ -78,21 +90,27 @@ class MtpDrafter(Drafter):
     def _adopt_state(self) -> None:
         """Start from what the state holds: at most the last position waits for its pair."""
         last = self._state.last_hidden
-        behind = last is not None and self._state.mtp_length < self._state.length
-        self._waiting = [last] if behind and last is not None else []
+        behind = self._state.length - self._state.mtp_length
+        self._waiting = [last] if behind > 0 and last is not None else []
+        self._missing = behind - len(self._waiting)
+        self._fed = self._state.mtp_length
 
     def _feed(self, context: Context, *, keep: int) -> None:
         """Append all waiting pairs but the last ``keep`` to the head's cache."""
-        if sum(map(len, self._waiting)) > keep:
+        if not self._missing and sum(map(len, self._waiting)) > keep:
             self._target.prefill_mtp(self._state, *self._take(context, keep=keep))
 
     def _take(self, context: Context, *, keep: int) -> tuple[list[int], Hidden]:
         """Remove waiting hidden states, all but the last ``keep``, together with the tokens that follow them."""
-        hidden = self._waiting[0].join(self._waiting[1:]) if len(self._waiting) > 1 else self._waiting[0]
+        hidden = self._joined()
         rows = len(hidden) - keep
         self._waiting = [hidden[rows:]] if keep else []
-        first = self._state.mtp_length + 1
+        first = self._fed + 1
+        self._fed += rows
         return context[first : first + rows], hidden[:rows]
+
+    def _joined(self) -> Hidden:
+        return self._waiting[0].join(self._waiting[1:]) if len(self._waiting) > 1 else self._waiting[0]
 
 
 @hookimpl

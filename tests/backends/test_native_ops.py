@@ -55,7 +55,9 @@ def _kernels(machine: str) -> Kernels:
     return kernels
 
 
-# The second build has AVX2 and no bfloat16 unit: it runs the portable vector code that other processors get.
+# The second build has AVX2 and no bfloat16 unit: it runs the portable vector code that other processors get. Both are
+# loaded side by side, which once made the second one call the first one's template instances: equal names, unified by
+# the loader, and rows that changed their bits with the tile they stood in. Hence -fvisibility=hidden.
 MACHINES = ["native"] + (["-march=x86-64-v3"] if platform.machine() == "x86_64" else [])
 
 
@@ -313,8 +315,8 @@ class Attention:
         future = torch.ones(self.length, self.length).triu(1).bool()
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         expected, mass = torch.einsum("nts,snd->tnd", weights, v), torch.einsum("nts,snd->tnd", weights, v.abs())
-        # A weight e^s moves by s's own error, by the subtraction of the maximum and by 2 ulp of the exponential; the sum
-        # over keys, the rescaling per tile and the normalisation by one U per step each.
+        # A weight e^s moves by s's own error, by the subtraction of the maximum and by 2 ulp of the exponential; the
+        # sum over keys, the rescaling per tile and the normalisation by one U per step each.
         size = torch.einsum("tnd,snd->nts", q.abs(), k.abs()).max() * self.scale
         bound = (2 * (q.shape[2] / 4 + 12) * size + self.length + 40) * U * mass
         if gated:
@@ -407,7 +409,7 @@ class Delta:
 
 
 def delta_oracle(shape: DeltaShape, u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> list[Tensor]:
-    """Outputs ``[T, Hv, Dv]``, the final matrix and the largest entry it ever had, in float64, written from the maths."""
+    """Outputs ``[T, Hv, Dv]``, the final matrix and its largest column norm, in float64, written from the maths."""
     ratio, keys = shape.value_heads // shape.key_heads, shape.key_heads * shape.key_dim
     state = torch.zeros(shape.value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
     largest, out = torch.zeros((), dtype=torch.float64), []
@@ -616,7 +618,7 @@ def test_layouts_that_an_address_cannot_describe_are_refused(ops: NativeOps) -> 
 
 # --- building ------------------------------------------------------------------------------------------------------
 
-TRIVIAL = 'extern "C" int answer() { return 42; }\n'
+TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -102,27 +103,22 @@ def continue_prompts(model: DemoModel, tokenizer: Tokenizer, prompts: list[str])
 
 
 @torch.no_grad()
-def measure(model: DemoModel, continuations: list[Continuation], variant: MtpVariant, batch: int = 8) -> Tally:
-    """Draft from every position of every continuation with the MTP head run as ``variant`` says."""
-    tally = Tally()
-    continuations = sorted(continuations, key=lambda c: len(c.tokens))
-    for first in range(0, len(continuations), batch):
-        group = continuations[first : first + batch]
-        longest = max(len(c.tokens) for c in group)
-        tokens = torch.zeros(len(group), longest + DEPTH, dtype=torch.long)  # padding is to the right of all we read
-        for row, c in enumerate(group):
-            tokens[row, : len(c.tokens)] = c.tokens
-        post, pre = model.hidden_states(tokens[:, :longest])
-        outputs = model.draft_states(post if variant.hidden == "post" else pre, tokens, DEPTH, variant)
-        for row, c in enumerate(group):
-            begin, end = c.prompt_length - 1, len(c.tokens)  # row j drafts x_{j+2}, x_{j+3}, ...
+def measure(model: DemoModel, continuations: list[Continuation], variants: list[MtpVariant]) -> list[Tally]:
+    """Draft from every position of every continuation, once for each way of running the MTP head."""
+    tallies = [Tally() for _ in variants]
+    for c in continuations:
+        begin, end = c.prompt_length - 1, len(c.tokens)  # row j drafts x_{j+2}, x_{j+3}, ...
+        tokens = F.pad(c.tokens, (0, DEPTH))[None]  # what is read past the end belongs to drafts that are not offered
+        post, pre = model.hidden_states(tokens[:, :end])
+        for variant, tally in zip(variants, tallies, strict=True):
+            hidden = post if variant.hidden == "post" else pre
             hits = []
-            for s in range(DEPTH):
+            for s, out in enumerate(model.draft_states(hidden, tokens, DEPTH, variant, first_row=begin)):
                 starts = max(end - begin - 2 - s, 0)
-                drafted = model.logits(outputs[s][row, begin : begin + starts]).argmax(-1)
+                drafted = model.logits(out[0, :starts]).argmax(-1)
                 hits.append((drafted == c.tokens[begin + 2 + s :]).tolist())
             tally.add([[hits[s][j] for s in range(DEPTH) if j < len(hits[s])] for j in range(len(hits[0]))])
-    return tally
+    return tallies
 
 
 def markdown(by_class: dict[str, Tally], by_trap: dict[str, dict[str, Tally]]) -> str:
@@ -134,11 +130,9 @@ def markdown(by_class: dict[str, Tally], by_trap: dict[str, dict[str, Tally]]) -
     for name, tally in by_class.items():
         for s in range(DEPTH):
             counts = f"{tally.offered[s]} | {tally.reached[s]} | {tally.accepted[s]}"
-            speed = f"{tally.tokens_per_pass:.2f}" if s == 0 else ""
-            lines.append(
-                f"| {name if s == 0 else ''} | {s} | {counts} | {tally.conditional(s):.3f} "
-                f"| {tally.cumulative(s):.3f} | {speed} |"
-            )
+            first, gain = (name, f"{tally.tokens_per_pass:.2f}") if s == 0 else ("", "")
+            shares = f"{tally.conditional(s):.3f} | {tally.cumulative(s):.3f}"
+            lines.append(f"| {first} | {s} | {counts} | {shares} | {gain} |")
     heads = " | ".join(f"position {s}" for s in range(DEPTH))
     lines += ["", f"| mistake | {heads} | tokens per pass |", "|---" * (DEPTH + 2) + "|"]
     for trap, tallies in by_trap.items():
@@ -166,10 +160,10 @@ def main() -> None:
                     for part in c.tokens.split([c.prompt_length, len(c.tokens) - c.prompt_length])
                 ]
                 print(f"--- {name}\n{text[0]}>>>{text[1]}")
-    by_trap = {
-        trap: {name: measure(model, items, variant) for name, items in continuations.items()}
-        for trap, variant in TRAPS.items()
-    }
+    by_trap: dict[str, dict[str, Tally]] = {trap: {} for trap in TRAPS}
+    for name, items in continuations.items():
+        for trap, tally in zip(TRAPS, measure(model, items, list(TRAPS.values())), strict=True):
+            by_trap[trap][name] = tally
     by_class = dict(by_trap["none"])
     total = Tally()
     for tally in by_class.values():

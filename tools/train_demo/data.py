@@ -88,7 +88,8 @@ def clean_paragraph(line: str) -> str:
 
 def wiki_articles(path: Path) -> Iterator[tuple[str, list[tuple[str, list[str]]]]]:
     """Yield (title, [(section heading, paragraphs), ...]); the lead section's heading is empty."""
-    title, sections = "", [("", [])]
+    title = ""
+    sections: list[tuple[str, list[str]]] = [("", [])]
     for line in path.read_text(encoding="utf-8").splitlines():
         heading = re.fullmatch(r" ((?:= )+)(.*?)((?: =)+) *", line)
         if heading and heading[1].count("=") == 1:

@@ -450,25 +450,31 @@ class DemoModel(nn.Module):
                     cache.key, cache.value = key, value
         return self.model.norm(x), x
 
-    def draft_states(self, hidden: Tensor, tokens: Tensor, depth: int, variant: MtpVariant = RIGHT) -> list[Tensor]:
+    def draft_states(
+        self, hidden: Tensor, tokens: Tensor, depth: int, variant: MtpVariant = RIGHT, first_row: int = 0
+    ) -> list[Tensor]:
         """The MTP head over every pair (h_j, x_{j+1}), then chained on itself, all rows at once.
 
         Args: hidden ``[B, T, hidden]`` for positions 0..T-1; tokens ``[B, T + depth]`` so that step s of row j reads
         x_{j+s+1} (s counted from 0). Step s attends to the true pairs up to j and to row j's own chained keys, as in
-        decoding, where chained entries of earlier rows have been dropped.
-        Returns: ``depth`` tensors ``[B, T, hidden]``; number s predicts x_{j+s+2}.
+        decoding, where chained entries of earlier rows have been dropped. Rows before ``first_row`` serve as keys
+        only.
+        Returns: ``depth`` tensors ``[B, T - first_row, hidden]``; number s predicts x_{j+s+2}.
         """
         length = hidden.shape[1]
-        outputs: list[Tensor] = []
-        past: tuple[Tensor, Tensor] | None = None
         index = torch.arange(length, device=hidden.device)
-        causal, own = index[:, None] >= index[None, :], index[:, None] == index[None, :]
-        for s in range(depth):
-            embedding = self.model.embed_tokens(tokens[:, s + 1 : s + 1 + length])
-            rotary = rotary_table(self.config, index + s)
-            mask = None if s == 0 else torch.cat([causal] + [own] * s, -1)
-            out, hidden, key, value = self.mtp(hidden, embedding, rotary, mask, self.compute_dtype, past, variant)
+        embedding = self.model.embed_tokens(tokens[:, 1 : length + 1])
+        rotary = rotary_table(self.config, index)
+        out, hidden, key, value = self.mtp(hidden, embedding, rotary, None, self.compute_dtype, None, variant)
+        outputs, hidden = [out[:, first_row:]], hidden[:, first_row:]
+        rows = index[first_row:]
+        causal, own = rows[:, None] >= index[None, :], rows[:, None] == rows[None, :]
+        for s in range(1, depth):
+            embedding = self.model.embed_tokens(tokens[:, first_row + s + 1 : length + s + 1])
+            rotary = rotary_table(self.config, rows + s)
+            mask = torch.cat([causal] + [own] * s, -1)
             past = (key, value)
+            out, hidden, key, value = self.mtp(hidden, embedding, rotary, mask, self.compute_dtype, past, variant)
             outputs.append(out)
         return outputs
 

@@ -49,7 +49,8 @@ class TrainConfig:
 
 def make_optimizers(model: DemoModel, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Muon for the hidden matrices, AdamW for the rest; only for parameters that require gradients."""
-    matrices, others = [], []
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

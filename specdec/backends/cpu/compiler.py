@@ -35,6 +35,7 @@ FLAGS = (
     "-O3",
     "-fPIC",
     "-ffp-contract=off",  # a fused multiply-add is written, never chosen by the optimiser: the bits depend on it
+    "-fvisibility=hidden",
     "-fno-math-errno",
     "-Wno-psabi",
 )

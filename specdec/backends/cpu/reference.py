@@ -1,13 +1,14 @@
 """The torch reference of every op: obviously right first, and the fallback where no C++ compiler is present.
 
 Rows of passes of up to ``max_rows`` rows go through every product one by one, because neither MKL (float32) nor oneDNN
-(bfloat16) promises the same bits for 1 row and for many. Longer passes (prompts) are multiplied in bulk.
+(bfloat16) promises the same bits for 1 row and for many; and through every exponential and cosine, because torch
+computes the end of an array with other code than its body. Longer passes (prompts) are computed in bulk.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
@@ -56,7 +57,8 @@ class ReferenceOps:
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[0] > MAX_ROWS:
             return F.linear(x, weight, bias)
-        return torch.cat([F.linear(x[t : t + 1], weight, bias) for t in range(x.shape[0])])
+        # a copy is aligned as every row alone is; MKL's bits depend on the address too
+        return torch.cat([F.linear(x[t : t + 1].clone(), weight, bias) for t in range(x.shape[0])])
 
     def project(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
         biases = biases or [None] * len(weights)
@@ -67,7 +69,7 @@ class ReferenceOps:
         return y if residual is None else y + residual
 
     def swiglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        gated = F.silu(self._product(x, gate).float()) * self._product(x, up).float()
+        gated = _by_row(F.silu, self._product(x, gate).float()) * self._product(x, up).float()
         return gated.to(self.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,7 +87,7 @@ class ReferenceOps:
         half = len(rope.inv_freq)
         positions = torch.arange(position, position + x.shape[0], dtype=torch.float32)
         angles = positions[:, None] * _frequencies(rope)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, R/2]: one angle for all heads
+        cos, sin = _by_row(torch.cos, angles)[:, None], _by_row(torch.sin, angles)[:, None]  # the same for all heads
         wide = x.float()
         left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
         turned = torch.cat([left * cos - right * sin, right * cos + left * sin, rest], dim=-1)
@@ -100,10 +102,10 @@ class ReferenceOps:
         cache.values[start:end] = v
         step = 1 if rows <= MAX_ROWS else _ATTEND_BLOCK
         out = torch.cat([
-            _attend_block(q[at : at + step], cache, start + at, scale) for at in range(0, rows, step)
+            _attend_block(q[at : at + step].clone(), cache, start + at, scale) for at in range(0, rows, step)
         ])  # fmt: skip
         if gate is not None:
-            out = out * torch.sigmoid(gate.float())
+            out = out * _by_row(torch.sigmoid, gate.float())
         return out.to(self.dtype).reshape(rows, heads * dim)
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ class ReferenceOps:
     def conv_window(self, x: Tensor, weight: Tensor, cache: CpuDeltaCache) -> Tensor:
         cache.raw = torch.cat([cache.window, x])
         taps = cache.raw.float().unfold(0, weight.shape[1], 1)  # [T, C, kc]
-        return F.silu((taps * weight).sum(-1)).to(self.dtype)
+        return _by_row(F.silu, (taps * weight).sum(-1)).to(self.dtype)
 
     def gated_delta(
         self, u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, cache: CpuDeltaCache, shape: DeltaShape
@@ -130,7 +132,7 @@ class ReferenceOps:
     def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
-        return (normed * F.silu(z.float())).to(self.dtype).flatten(1)
+        return (normed * _by_row(F.silu, z.float())).to(self.dtype).flatten(1)
 
     # --- head and rows ---------------------------------------------------------------------------------------------
 
@@ -144,6 +146,13 @@ class ReferenceOps:
         if not isinstance(hidden, CpuHidden):
             raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
         return hidden.array
+
+
+def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function`` of ``x [T, ...]``, elementwise; with the bits of single rows for up to ``MAX_ROWS`` of them."""
+    if x.shape[0] > MAX_ROWS:
+        return function(x)
+    return torch.cat([function(x[t : t + 1]) for t in range(x.shape[0])])
 
 
 @functools.cache

@@ -140,7 +140,8 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
         const int64_t part = std::clamp<int64_t>(start + TILE - 1 - a.position - first, none, rows);
         for (int64_t m = none * group; m < queries;) {
             const int64_t tile = tile_rows(queries - m);
-            dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE, 0);
+            dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE, 0,
+                                  WHOLE);
             m += tile;
         }
         for (int64_t m = none * group; m < queries; ++m) {
@@ -254,10 +255,10 @@ template <class T> void append(T* to, int64_t slot, const T* from, int64_t row, 
 using namespace specdec;
 
 #define ATTENTION(NAME, T)                                                                                             \
-    extern "C" void attend_##NAME(const void* q, int64_t q_row, int64_t q_head, const void* k, int64_t k_row,         \
-                                  int64_t k_head, const void* v, int64_t v_row, int64_t v_head, void* keys,           \
-                                  void* values, const void* gate, int64_t gate_row, int64_t gate_head, int64_t rows,  \
-                                  int64_t heads, int64_t kv_heads, int64_t dim, int64_t position, float scale,        \
+    EXPORT void attend_##NAME(const void* q, int64_t q_row, int64_t q_head, const void* k, int64_t k_row,              \
+                                  int64_t k_head, const void* v, int64_t v_row, int64_t v_head, void* keys,            \
+                                  void* values, const void* gate, int64_t gate_row, int64_t gate_head, int64_t rows,   \
+                                  int64_t heads, int64_t kv_heads, int64_t dim, int64_t position, float scale,         \
                                   void* out, int64_t threads) {                                                        \
         const int64_t slot = kv_heads * dim;                                                                           \
         append((T*)keys + position * slot, slot, (const T*)k, k_row, k_head, rows, kv_heads, dim);                     \

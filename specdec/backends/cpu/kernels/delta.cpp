@@ -214,16 +214,16 @@ void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const f
 using namespace specdec;
 
 #define DELTA(NAME, T)                                                                                                 \
-    extern "C" void conv_window_##NAME(const void* window, const void* x, int64_t x_row, int64_t rows,                \
-                                       int64_t channels, const void* weight, int64_t taps, void* raw, void* out,      \
+    EXPORT void conv_window_##NAME(const void* window, const void* x, int64_t x_row, int64_t rows,                     \
+                                       int64_t channels, const void* weight, int64_t taps, void* raw, void* out,       \
                                        int64_t threads) {                                                              \
         auto run = taps == 4 ? convolve<T, 4> : convolve<T, 0>;                                                        \
         run((const T*)window, (const T*)x, x_row, rows, channels, (const float*)weight, (int)taps, (T*)raw, (T*)out,   \
             (int)threads);                                                                                             \
     }                                                                                                                  \
-    extern "C" void gated_delta_##NAME(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim,    \
-                                       const void* u, const void* a, const void* b, const void* a_log,                \
-                                       const void* dt_bias, const void* state, void* after, int64_t rows, void* out,  \
+    EXPORT void gated_delta_##NAME(int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim,         \
+                                       const void* u, const void* a, const void* b, const void* a_log,                 \
+                                       const void* dt_bias, const void* state, void* after, int64_t rows, void* out,   \
                                        int64_t threads) {                                                              \
         gated_delta<T>({key_heads, value_heads, key_dim, value_dim}, (const T*)u, (const T*)a, (const T*)b,            \
                        (const float*)a_log, (const float*)dt_bias, (const float*)state, (float*)after, rows, (T*)out,  \

@@ -1,9 +1,9 @@
 // Inner products of a few weight rows with a few activation rows: the one body under every matrix product and under the
 // attention scores.
 //
-// Bits contract: the product of one weight row and one activation row has one vector accumulator, filled in ascending k
-// in steps of STEP elements, the tail padded with zeros, and folded by `lane_sums`. None of this depends on how many rows
-// of either kind stand side by side.
+// Bits contract: the product of one weight row and one activation row has one vector accumulator, filled in ascending
+// k in steps of STEP elements, the tail padded with zeros, and folded by `lane_sums`. None of this depends on how many
+// rows of either kind stand side by side.
 #pragma once
 
 #include "vectors.h"
@@ -47,15 +47,26 @@ template <class T> INLINE typename Product<T>::part open_tail(const T* p, int n)
     return Product<T>::open(padded);
 }
 
+// Which part of K a call covers. Between parts the accumulators rest in `carry`, unfolded: cutting K in parts changes
+// where operands are when they are needed, not the order in which they are added.
+struct Part {
+    vf* carry;  // [weight rows, activation rows], or null for all of K at once
+    bool first, last;
+};
+constexpr Part WHOLE = {nullptr, true, true};
+
 // out[m * out_stride + r] = w_r . x_m for R weight rows and M activation rows of length k.
-// `ahead` > 0 asks for the weights that many bytes on: the rows of the next call, when they are known to follow.
+// `ahead` > 0 asks for the weights that many bytes on: the rows of a later call, when they are known to follow.
 template <class T, int R, int M>
 INLINE void dots(const T* w, int64_t w_stride, const T* x, int64_t x_stride, int64_t k, float* out, int64_t out_stride,
-                 int64_t ahead) {
+                 int64_t ahead, vf* carry, bool first, bool last) {
     typedef Product<T> P;
     vf sum[M * R];
 #pragma GCC unroll 32
     for (int i = 0; i < M * R; ++i) sum[i] = vf{};
+    if (!first)
+#pragma GCC unroll 32
+        for (int i = 0; i < M * R; ++i) sum[i] = carry[i];
     int64_t at = 0;
     for (; at + P::STEP <= k; at += P::STEP) {
         typename P::part weight[R];
@@ -71,52 +82,62 @@ INLINE void dots(const T* w, int64_t w_stride, const T* x, int64_t x_stride, int
             for (int r = 0; r < R; ++r) sum[m * R + r] = P::add(weight[r], row, sum[m * R + r]);
         }
     }
+    if (!last) {  // parts but the last are whole steps
+#pragma GCC unroll 32
+        for (int i = 0; i < M * R; ++i) carry[i] = sum[i];
+        return;
+    }
     if (at < k) {
         const int n = (int)(k - at);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
             typename P::part row = open_tail(x + m * x_stride + at, n);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) sum[m * R + r] = P::add(open_tail(w + r * w_stride + at, n), row, sum[m * R + r]);
+            for (int r = 0; r < R; ++r)
+                sum[m * R + r] = P::add(open_tail(w + r * w_stride + at, n), row, sum[m * R + r]);
         }
     }
 #pragma GCC unroll 8
-    for (int first = 0; first < M * R; first += W) {
+    for (int begin = 0; begin < M * R; begin += W) {
         constexpr int N = M * R < W ? M * R : W;
         vf group[N];
 #pragma GCC unroll 16
-        for (int i = 0; i < N; ++i) group[i] = first + i < M * R ? sum[(first + i) % (M * R)] : vf{};
+        for (int i = 0; i < N; ++i) group[i] = begin + i < M * R ? sum[(begin + i) % (M * R)] : vf{};
         float sums[W];
         store(lane_sums<N>(group), sums);
 #pragma GCC unroll 16
         for (int i = 0; i < N; ++i)
-            if (first + i < M * R) out[(first + i) / R * out_stride + (first + i) % R] = sums[i];
+            if (begin + i < M * R) out[(begin + i) / R * out_stride + (begin + i) % R] = sums[i];
     }
 }
 
 // Weight rows that M activation rows take at once: as many as leave all accumulators in registers.
-template <int M> constexpr int weight_rows() {
-#ifdef SPECDEC_DPBF16
-    return M <= 2 ? 8 : M <= 6 ? 4 : 2;
+constexpr int weight_rows(int64_t M) {
+#if defined(SPECDEC_DPBF16)
+    return M <= 2 ? 8 : M <= 6 ? 4 : 3;
 #else
-    return W == 16 ? (M <= 2 ? 8 : M <= 6 ? 4 : 2) : (M <= 2 ? 4 : M <= 4 ? 2 : 1);
+    return W == 16 ? (M <= 2 ? 8 : M <= 4 ? 4 : 2) : (M <= 2 ? 4 : M <= 4 ? 2 : 1);
 #endif
 }
 constexpr int MAX_TILE = 8;  // activation rows of one tile
 
 // `n` weight rows against M activation rows.
 template <class T, int M>
-__attribute__((noinline)) void dots_tile(const T* w, int64_t w_stride, int64_t n, const T* x, int64_t x_stride, int64_t k,
-                                         float* out, int64_t out_stride, int64_t ahead) {
-    constexpr int R = weight_rows<M>();
+__attribute__((noinline)) void dots_tile(const T* w, int64_t w_stride, int64_t n, const T* x, int64_t x_stride,
+                                         int64_t k, float* out, int64_t out_stride, int64_t ahead, Part part) {
+    constexpr int R = weight_rows(M);
     int64_t r = 0;
-    for (; r + R <= n; r += R) dots<T, R, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, ahead);
+    for (; r + R <= n; r += R)
+        dots<T, R, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, ahead, part.carry + r * M,
+                      part.first, part.last);
     if constexpr (R > 1)
-        for (; r < n; ++r) dots<T, 1, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, 0);
+        for (; r < n; ++r)
+            dots<T, 1, M>(w + r * w_stride, w_stride, x, x_stride, k, out + r, out_stride, 0, part.carry + r * M,
+                          part.first, part.last);
 }
 
 template <class T> using DotsTile = void (*)(const T*, int64_t, int64_t, const T*, int64_t, int64_t, float*, int64_t,
-                                             int64_t);
+                                             int64_t, Part);
 
 template <class T> INLINE DotsTile<T> dots_tile_of(int64_t rows) {
     static constexpr DotsTile<T> TILES[MAX_TILE] = {dots_tile<T, 1>, dots_tile<T, 2>, dots_tile<T, 3>, dots_tile<T, 4>,

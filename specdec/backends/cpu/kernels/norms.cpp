@@ -108,18 +108,18 @@ void norm_rope(const T* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t 
 using namespace specdec;
 
 #define NORMS(NAME, T)                                                                                                 \
-    extern "C" void rms_norm_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, const void* weight,       \
+    EXPORT void rms_norm_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, const void* weight,            \
                                     float eps, void* out, int64_t threads) {                                           \
         rms_norm((const T*)x, stride, rows, n, (const float*)weight, eps, (T*)out, (int)threads);                      \
     }                                                                                                                  \
-    extern "C" void gated_rms_norm_##NAME(const void* x, int64_t x_row, int64_t x_head, const void* z, int64_t z_row, \
-                                          int64_t z_head, int64_t rows, int64_t heads, int64_t n, const void* weight, \
+    EXPORT void gated_rms_norm_##NAME(const void* x, int64_t x_row, int64_t x_head, const void* z, int64_t z_row,      \
+                                          int64_t z_head, int64_t rows, int64_t heads, int64_t n, const void* weight,  \
                                           float eps, void* out, int64_t threads) {                                     \
         gated_rms_norm((const T*)x, x_row, x_head, (const T*)z, z_row, z_head, rows, heads, n, (const float*)weight,   \
                        eps, (T*)out, (int)threads);                                                                    \
     }                                                                                                                  \
-    extern "C" void norm_rope_##NAME(const void* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t heads,       \
-                                     int64_t n, const void* weight, float eps, const void* inv_freq, int64_t half,    \
+    EXPORT void norm_rope_##NAME(const void* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t heads,            \
+                                     int64_t n, const void* weight, float eps, const void* inv_freq, int64_t half,     \
                                      int64_t position, void* out, int64_t threads) {                                   \
         norm_rope((const T*)x, x_row, x_head, rows, heads, n, (const float*)weight, eps, (const float*)inv_freq,       \
                   half, position, (T*)out, (int)threads);                                                              \
@@ -129,7 +129,7 @@ NORMS(bf16, bf16)
 NORMS(f32, float)
 
 // Rows of a table by id; returns the place of the first id outside it, or -1.
-extern "C" int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
+EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
                               const int64_t* tokens, int64_t rows, void* out) {
     for (int64_t t = 0; t < rows; ++t)
         if (tokens[t] < 0 || tokens[t] >= vocabulary) return t;
@@ -139,7 +139,7 @@ extern "C" int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t r
 }
 
 // e^x, sigmoid and silu of n floats (which = 0, 1, 2): for the test that measures their error.
-extern "C" void elementwise(int64_t which, const float* x, int64_t n, float* out) {
+EXPORT void elementwise(int64_t which, const float* x, int64_t n, float* out) {
     fill(out, n, [&](int64_t i, int some) {
         vf a = load_some(x + i, some);
         return which == 0 ? exponential(a) : which == 1 ? sigmoid(a) : silu(a);

@@ -1,0 +1,210 @@
+"""Time the CPU kernels on the shapes of Qwen3.5-0.8B against this machine's own read bandwidth.
+
+    python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head]
+
+Everything is measured in one process and interleaved: each round reads a large buffer once (the bandwidth to divide by),
+then times every op for every T in turn, each call on another copy of its weights or caches, so that nothing is served
+from a cache. Minima are printed: on a shared machine they are the only figures that mean the kernel.
+
+``of BW`` is (bytes that must move) / time / bandwidth; ``x T=1`` is the price of more rows in one pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
+from specdec.backends.cpu.native import NativeOps
+from specdec.backends.cpu.reference import ReferenceOps
+from specdec.backends.ops import DeltaShape, Rope
+
+HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 3584, 248320
+HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 8, 2, 256, 2048
+DELTA = DeltaShape(key_heads=16, value_heads=16, key_dim=128, value_dim=128, kernel=4)
+ROWS = (1, 2, 4, 8, 16)
+ROTATE_BYTES = 160 << 20  # more than any L3 that this runs on keeps of it
+STREAM_BYTES = 2 << 30
+
+
+@attrs.frozen
+class Case:
+    """One op: ``run(T, copy)``, how many copies rotate, and the bytes that a call with T rows has to move."""
+
+    name: str
+    run: Callable[[int, int], object]
+    copies: int
+    moved: Callable[[int], int]
+
+
+def cases(ops: ReferenceOps) -> list[Case]:
+    dtype, size = ops.dtype, torch.tensor([], dtype=ops.dtype).element_size()
+    inputs: dict[tuple[int, ...], Tensor] = {}
+
+    def rows(*shape: int) -> Tensor:
+        if shape not in inputs:
+            inputs[shape] = torch.randn(*shape).to(dtype)
+        return inputs[shape]
+
+    def products(name: str, run: Callable[[Tensor, list[Tensor]], object], k: int, *features: int) -> Case:
+        weight_bytes = sum(features) * k * size
+        copies = max(1, -(-ROTATE_BYTES // weight_bytes))
+        weights = [[torch.empty(n, k, dtype=dtype).normal_(std=0.05) for n in features] for _ in range(copies)]
+        return Case(name, lambda T, copy: run(rows(T, k), weights[copy]), copies, lambda T: weight_bytes)
+
+    value = DELTA.value_heads * DELTA.value_dim
+    residual = {T: torch.randn(T, HIDDEN).to(dtype) for T in ROWS}
+    found = [
+        products("project qkv z b a", lambda x, w: ops.project(x, w), HIDDEN, DELTA.channels, value, 16, 16),
+        products("project q k v", lambda x, w: ops.project(x, w), HIDDEN, 2 * HEADS * HEAD_DIM, 512, 512),
+        products("linear out + residual", lambda x, w: ops.linear(x, w[0], residual[len(x)]), value, HIDDEN),
+        products("swiglu", lambda x, w: ops.swiglu(x, w[0], w[1]), HIDDEN, INTERMEDIATE, INTERMEDIATE),
+        products("linear down + residual", lambda x, w: ops.linear(x, w[0], residual[len(x)]), INTERMEDIATE, HIDDEN),
+        products("head", lambda x, w: ops.head(x, w[0]), HIDDEN, VOCABULARY),
+        products("linear 256 x 768 (hot)", lambda x, w: ops.linear(x, w[0]), 256, 768),
+    ]
+    found[-1] = attrs.evolve(found[-1], copies=1)  # a small model stays in L2: overhead is what counts
+
+    kv_bytes = 2 * CONTEXT * KV_HEADS * HEAD_DIM * size
+    kv = [ops.new_kv(CONTEXT + 16, KV_HEADS, HEAD_DIM) for _ in range(-(-ROTATE_BYTES // kv_bytes))]
+    for cache in kv:
+        cache.keys.normal_()
+        cache.values.normal_()
+        cache.length = CONTEXT
+
+    def attend(T: int, copy: int) -> Tensor:
+        both = rows(T, HEADS, 2 * HEAD_DIM)
+        k = rows(T, KV_HEADS, HEAD_DIM)
+        return ops.attend(both[:, :, :HEAD_DIM], k, k, kv[copy], scale=HEAD_DIM**-0.5, gate=both[:, :, HEAD_DIM:])
+
+    found.append(Case(f"attend, {CONTEXT} keys", attend, len(kv), lambda T: kv_bytes))
+
+    state_bytes = 4 * DELTA.value_heads * DELTA.key_dim * DELTA.value_dim
+    layers = [ops.new_delta(DELTA) for _ in range(-(-ROTATE_BYTES // (2 * state_bytes)))]
+    for layer in layers:
+        layer.state.normal_(std=0.1)
+        layer.after.zero_()
+    a_log, dt_bias, taps = torch.randn(16), torch.randn(16), torch.randn(DELTA.channels, 4)
+
+    def delta(T: int, copy: int) -> Tensor:
+        gates = rows(T, 16)
+        return ops.gated_delta(rows(T, DELTA.channels), gates, gates, a_log, dt_bias, layers[copy], DELTA)
+
+    def replay(T: int, copy: int) -> None:
+        assert layers[copy].replay is not None
+        layers[copy].replay(T)
+
+    found.append(Case("gated_delta", delta, len(layers), lambda T: 2 * state_bytes))
+    found.append(Case("gated_delta, replay", replay, len(layers), lambda T: 2 * state_bytes))
+    conv = [ops.new_delta(DELTA) for _ in range(4)]
+    found.append(
+        Case(
+            "conv_window (hot)",
+            lambda T, copy: ops.conv_window(rows(T, DELTA.channels), taps, conv[copy]),
+            4,
+            lambda T: DELTA.channels * (16 + (6 + 3 * T) * size),
+        )
+    )
+    scale, head_scale, rope = torch.ones(HIDDEN), torch.ones(HEAD_DIM), Rope.of(1e7, 64)
+    found.append(
+        Case(
+            "rms_norm (hot)",
+            lambda T, copy: ops.rms_norm(rows(T, HIDDEN), scale, 1e-6),
+            1,
+            lambda T: 2 * T * HIDDEN * size,
+        )
+    )
+    found.append(
+        Case(
+            "norm_rope q (hot)",
+            lambda T, copy: ops.norm_rope(rows(T, HEADS, HEAD_DIM), head_scale, 1e-6, rope, CONTEXT),
+            1,
+            lambda T: 2 * T * HEADS * HEAD_DIM * size,
+        )
+    )
+    found.append(
+        Case(
+            "gated_rms_norm (hot)",
+            lambda T, copy: ops.gated_rms_norm(rows(T, 16, 128), rows(T, 16, 128), torch.ones(128), 1e-6),
+            1,
+            lambda T: 3 * T * value * size,
+        )
+    )
+    table = torch.empty(VOCABULARY, HIDDEN, dtype=dtype)
+    found.append(Case("embed", lambda T, copy: ops.embed(table, range(T)), 1, lambda T: 2 * T * HIDDEN * size))
+    logits = {T: ops.head(rows(T, 64), torch.randn(VOCABULARY, 64).to(dtype)) for T in ROWS}
+    found.append(
+        Case("argmax (numpy)", lambda T, copy: logits[T].argmax(), 1, lambda T: T * VOCABULARY * np.float32().nbytes)
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument(
+        "--only", default="", help="words, separated by commas, that the name of a case must begin with"
+    )
+    arguments = parser.parse_args()
+    kernels = load_kernels()
+    if isinstance(kernels, KernelsUnavailable):
+        raise SystemExit(f"no native kernels: {kernels.reason}")
+    ops = NativeOps(getattr(torch, arguments.dtype), kernels)
+    wanted = tuple(arguments.only.split(","))
+    chosen = [case for case in cases(ops) if case.name.startswith(wanted)]
+    stream = kernels.function("stream_read", "pii", ctypes.c_double)
+    buffer = torch.zeros(STREAM_BYTES // 8, dtype=torch.int64)
+    best: dict[tuple[str, int], float] = {}
+    bandwidth = 0.0
+    for _ in range(arguments.rounds):
+        for case in chosen:
+            started = time.perf_counter()
+            stream(buffer.data_ptr(), STREAM_BYTES, torch.get_num_threads())
+            bandwidth = max(bandwidth, STREAM_BYTES / (time.perf_counter() - started))
+            repeats = max(1, 24 // case.copies)
+            for copy in range(case.copies * repeats):
+                for T in (ROWS, ROWS[::-1])[copy % 2]:  # ABBA: no T always follows the same one
+                    # A second T on the same copy would find it in the cache: each T has its own place in the rotation.
+                    own = (copy + ROWS.index(T) * case.copies // len(ROWS)) % case.copies
+                    started = time.perf_counter()
+                    case.run(T, own)
+                    elapsed = time.perf_counter() - started
+                    best[case.name, T] = min(best.get((case.name, T), elapsed), elapsed)
+    print(f"{kernels.description}\n{arguments.dtype}, {torch.get_num_threads()} threads")
+    print(f"stream read {bandwidth / 1e9:.1f} GB/s (best of {arguments.rounds * len(chosen)})\n")
+    print(f"{'':24}" + "".join(f"T = {T:<20}" for T in ROWS))
+    for case in chosen:
+        line = f"{case.name:24}"
+        for T in ROWS:
+            elapsed = best[case.name, T]
+            share = case.moved(T) / elapsed / bandwidth
+            cell = f"{elapsed * 1e6:.1f} us {share:.2f} BW"
+            line += f"{cell if T == 1 else cell + f' x{elapsed / best[case.name, 1]:.2f}':<24}"
+        print(line)
+    prefill(ops)
+
+
+def prefill(ops: NativeOps, rows: int = 512) -> None:
+    """Arithmetic rate of a long pass, beside torch's own product."""
+    x, w = torch.randn(rows, HIDDEN).to(ops.dtype), torch.randn(INTERMEDIATE, HIDDEN).to(ops.dtype)
+    work = 2 * rows * HIDDEN * INTERMEDIATE
+    for name, run in (("linear", lambda: ops.linear(x, w)), ("torch", lambda: torch.nn.functional.linear(x, w))):
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - started)
+        print(f"\n{name:8} {rows} x {HIDDEN} x {INTERMEDIATE}: {work / min(times) / 1e9:.0f} GFLOP/s", end="")
+    print()
+
+
+if __name__ == "__main__":
+    main()

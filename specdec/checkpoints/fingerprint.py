@@ -1,0 +1,27 @@
+"""A short hash that tells one checkpoint from another without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+
+from specdec.checkpoints.reader import Checkpoint
+
+SAMPLED = 256  # values at either end of every tensor
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Hash of config.json, of every tensor's name, shape and dtype, and of the values at both ends of each.
+
+    Fine-tuning changes every tensor, so its ends tell two trainings apart; a full hash would read gigabytes.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for name in sorted(checkpoint.names):
+        tensor = checkpoint.load(name).flatten()
+        digest.update(f"{name} {checkpoint.shape(name)} {checkpoint.dtype(name)}".encode())
+        for part in (tensor[:SAMPLED], tensor[-SAMPLED:]):
+            digest.update(bytes(part.contiguous().view(torch.uint8).numpy()))
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The logits processors that come with specdec."""

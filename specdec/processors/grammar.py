@@ -1,0 +1,238 @@
+"""Structured output: only tokens that keep the output inside a regular expression, a JSON schema or a Lark grammar.
+
+The automaton is llguidance's (``pip install specdec-framework[grammar]``), imported when a grammar is first built. It
+follows the rows of a draft: a row's history says where it should be, and what differs is rolled back and read again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import weakref
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import structlog
+
+from specdec.contract import LogitsProcessor, ProcessorEnv, ProcessorSpec
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from specdec.contract import Float32
+
+log = structlog.get_logger(__name__)
+
+KEPT_GRAMMARS = 8  # compiled grammars kept per tokenizer: a server sees the same few schemas again and again
+
+
+def _schema_text(schema: str | Mapping[str, Any] | None) -> str | None:
+    return json.dumps(schema) if isinstance(schema, Mapping) else schema
+
+
+@attrs.frozen(kw_only=True)
+class GrammarConfig:
+    """Exactly one of ``regex``, ``json_schema`` and ``lark``."""
+
+    regex: str | None = None  # the whole output matches it; syntax of Rust's regex crate (no look-around)
+    json_schema: str | None = attrs.field(default=None, converter=_schema_text)  # JSON ("{...}"), or the path of a file
+    lark: str | None = None  # a grammar ("start: ..."), or the path of a .lark file
+    whitespace: bool = True  # json_schema: allow any whitespace between tokens of JSON; False: none at all
+
+    def __attrs_post_init__(self) -> None:
+        given = [name for name in ("regex", "json_schema", "lark") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"a grammar takes exactly one of regex, json_schema and lark, got {' and '.join(given) or 'none'}",
+                try_=r'regex = "[0-9]{4}-[0-9]{2}-[0-9]{2}"',
+            )
+        if not self.whitespace and self.json_schema is None:
+            raise ConfigError("whitespace = false is for json_schema; write it into the grammar otherwise")
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Forbids every token after which the output could no longer become a sentence of the grammar.
+
+    End tokens are allowed where a sentence is complete, and nothing else is where it cannot go on; only end tokens
+    follow an end token, or an output that the grammar does not accept (a row of a draft that nobody will keep).
+
+    What is kept between calls, the matcher and the tokens it has read, is a cache: results depend on arguments only.
+    """
+
+    def __init__(self, config: GrammarConfig, env: ProcessorEnv) -> None:
+        if not env.end_tokens:
+            raise ConfigError(
+                "a grammar needs an end token to say where the output ends, and this tokenizer names none",
+                try_="eos_token_id in generation_config.json",
+            )
+        self._end_tokens = frozenset(env.end_tokens)
+        self._start = env.generated_from
+        self._only_end = np.zeros(env.vocab_size, dtype=bool)
+        self._only_end[list(env.end_tokens)] = True
+        self._matcher = _vocabulary(env).matcher(config)
+        self._read: list[int] = []  # what the matcher has consumed; never an end token
+
+    def process(self, logits: Float32, history: Sequence[int]) -> Float32:
+        allowed = self._allowed() if self._go_to(history[self._start :]) else self._only_end
+        masked: Float32 = np.where(allowed, logits, np.float32(-np.inf))
+        return masked
+
+    def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        generated = history[self._start :]
+        if self._go_to(generated):
+            words = self._before_end(draft)
+            count = self._matcher.validate_tokens(words) if words else 0
+            self._check()
+            if count < len(words) or count == len(draft):
+                return count
+            if not self._go_to([*generated, *words]) or not self._matcher.is_accepting():
+                return count
+        else:
+            count = 0
+        while count < len(draft) and draft[count] in self._end_tokens:
+            count += 1
+        return count
+
+    def _go_to(self, generated: Sequence[int]) -> bool:
+        """Bring the matcher to an output; False where it cannot follow: behind an end token or an illegal one."""
+        generated = list(generated)
+        kept = len(self._read)
+        if generated[:kept] != self._read:
+            pairs = enumerate(zip(self._read, generated, strict=False))
+            kept = next((i for i, (old, new) in pairs if old != new), min(kept, len(generated)))
+            self._matcher.rollback(len(self._read) - kept)
+            del self._read[kept:]
+        ahead = self._before_end(generated[kept:])
+        consumed = self._matcher.try_consume_tokens(ahead) if ahead else 0
+        self._read += ahead[:consumed]
+        self._check()
+        return len(self._read) == len(generated)
+
+    def _before_end(self, tokens: Sequence[int]) -> list[int]:
+        ends = (i for i, token in enumerate(tokens) if token in self._end_tokens)
+        return list(tokens[: next(ends, len(tokens))])
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """The tokens that may follow what the matcher has read ``[V]``."""
+        complete = self._matcher.is_accepting()
+        if self._matcher.is_stopped():
+            allowed = np.zeros_like(self._only_end)
+        else:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, count=len(self._only_end), bitorder="little").view(np.bool_)
+        self._check()
+        allowed[self._only_end] = complete
+        if not allowed.any():
+            raise UnsupportedError(
+                f"the grammar cannot go on after {len(self._read)} tokens: no token spells what must follow",
+                try_="characters that the tokenizer knows",
+            )
+        return allowed
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise UnsupportedError(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
+
+
+class _Vocabulary:
+    """A tokenizer in llguidance's form, and the grammars compiled for it."""
+
+    def __init__(self, env: ProcessorEnv) -> None:
+        self._library = _llguidance()
+        core = env.tokenizer._core
+        size = max(env.vocab_size, env.tokenizer.vocab_size)  # models pad their vocabulary
+        try:
+            self._words = self._library.LLTokenizer(core.to_str(), n_vocab=size, eos_token=list(env.end_tokens))
+        except ValueError as error:
+            raise UnsupportedError(
+                f"grammars cannot work with this tokenizer: {error}", try_="a byte-level or byte-fallback BPE tokenizer"
+            ) from error
+        self._matchers: dict[str, Any] = {}
+
+    def matcher(self, config: GrammarConfig) -> Any:
+        """A matcher at the grammar's beginning. Raises: ConfigError when the grammar is none."""
+        source = self._source(config)
+        matcher = self._matchers.get(source)
+        if matcher is None:
+            matcher = self._library.LLMatcher(self._words, source, log_level=0)
+            if matcher.is_error():
+                raise _unusable(config, matcher.get_error())
+            for warning in matcher.get_grammar_warnings():
+                log.warning("grammar_warning", warning=warning)
+            while len(self._matchers) >= KEPT_GRAMMARS:
+                del self._matchers[next(iter(self._matchers))]
+            self._matchers[source] = matcher
+        return matcher.deep_copy()
+
+    def _source(self, config: GrammarConfig) -> str:
+        library = self._library.LLMatcher
+        source: str
+        if config.regex is not None:
+            source = library.grammar_from_regex(config.regex)
+        elif config.lark is not None:
+            inline = ":" in config.lark or "\n" in config.lark
+            source = library.grammar_from_lark(config.lark if inline else _file("lark", config.lark))
+        else:
+            given = config.json_schema or ""
+            try:
+                schema = json.loads(given if given.lstrip().startswith("{") else _file("json_schema", given))
+            except json.JSONDecodeError as error:
+                raise _unusable(config, f"no JSON: {error}") from error
+            source = library.grammar_from_json_schema(schema, overrides={"whitespace_flexible": config.whitespace})
+        return source
+
+
+_vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Vocabulary]] = weakref.WeakKeyDictionary()
+
+
+def _vocabulary(env: ProcessorEnv) -> _Vocabulary:
+    """One per tokenizer: building it takes seconds for a large vocabulary."""
+    kept = _vocabularies.setdefault(env.tokenizer, {})
+    key = (env.vocab_size, env.end_tokens)
+    if key not in kept:
+        kept[key] = _Vocabulary(env)
+    return kept[key]
+
+
+def _llguidance() -> ModuleType:
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a grammar needs the llguidance package: {error}", try_="pip install 'specdec-framework[grammar]'"
+        ) from error
+
+
+def _file(field: str, path: str) -> str:
+    try:
+        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the {field} file {path!r}: {reason}") from error
+
+
+def _unusable(config: GrammarConfig, reason: str) -> ConfigError:
+    kind = next(name for name in ("regex", "json_schema", "lark") if getattr(config, name) is not None)
+    return ConfigError(f"the {kind} cannot be used as a grammar: {' '.join(reason.split())}")
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")
+
+
+@hookimpl
+def specdec_logits_processors() -> list[ProcessorSpec]:
+    return [
+        ProcessorSpec(
+            name="grammar",
+            factory=GrammarProcessor,
+            config=GrammarConfig,
+            help="structured output: a regular expression, a JSON schema or a Lark grammar",
+        )
+    ]

@@ -1,0 +1,709 @@
+"""Targets without weights: a Markov chain whose law is known, and a wrapper that accepts only what is promised.
+
+``TableModel`` needs numpy alone. Its state comes in three kinds, because rollback is where they differ: attention keeps an
+entry per token and can be cut anywhere, a convolution window and a recurrent accumulator can only go back to points that
+they kept.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from specdec.contract import (
+    ForwardOutput,
+    ForwardPass,
+    Hidden,
+    Logits,
+    ModelInfo,
+    Parity,
+    Snapshot,
+    State,
+    no_mtp_head,
+)
+from specdec.errors import ContractError, PromptError, ShapeError, StateError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from specdec.contract import Float32
+
+    Float64 = NDArray[np.float64]
+
+MARKS = 4  # points that a window or an accumulator can go back to
+MAX_ROWS = 16
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Memory(enum.Enum):
+    """What a state is made of."""
+
+    ATTENTION = "attention"
+    """An entry per token: cut anywhere."""
+    CONVOLUTION = "convolution"
+    """The last few tokens: goes back to kept points only, and sees nothing older."""
+    RECURRENT = "recurrent"
+    """An accumulator over all tokens: goes back to kept points only."""
+
+
+class TableLogits(Logits):
+    """Logits ``[T, V]`` float32 on the host."""
+
+    def __init__(self, rows: Float32) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return int(self._rows.shape[0])
+
+    def argmax(self) -> list[int]:
+        return [int(token) for token in self._rows.argmax(axis=1)]
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        order = [np.lexsort((np.arange(len(row)), -row))[:k] for row in self._rows]
+        pairs = list(zip(self._rows, order, strict=True))
+        return [best.tolist() for _, best in pairs], [row[best].tolist() for row, best in pairs]
+
+    def gather(self, tokens: Sequence[int]) -> list[float]:
+        return [float(self._rows[row, token]) for row, token in enumerate(tokens)]
+
+    def rows(self) -> Float32:
+        return self._rows
+
+
+@attrs.frozen
+class _Point:
+    """Everything that a row needs of its past: the last tokens and an accumulator over all of them."""
+
+    tail: tuple[int, ...]
+    accumulator: int
+
+
+class TableHidden(Hidden):
+    """The points after T rows; the model that made them is the only one that takes them back."""
+
+    def __init__(self, owner: TableModel, points: Sequence[_Point]) -> None:
+        self.owner = owner
+        self.points = tuple(points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, rows: slice) -> TableHidden:
+        return TableHidden(self.owner, self.points[rows])
+
+    def join(self, others: Sequence[Hidden]) -> TableHidden:
+        points = list(self.points)
+        for other in others:
+            if not isinstance(other, TableHidden) or other.owner is not self.owner:
+                raise ContractError("hidden states of another model cannot be joined")
+            points += other.points
+        return TableHidden(self.owner, points)
+
+
+class TableState(State):
+    """A sequence's past in one of three kinds of memory."""
+
+    def __init__(self, model: TableModel, capacity: int) -> None:
+        self.model = model
+        self._capacity = capacity
+        self.held = 0
+        self.point = model.start  # after the committed tokens
+        self.entries: list[_Point] = []  # attention only: one per committed token
+        self.marks: list[tuple[int, _Point]] = []  # the other kinds
+        self.provisional: list[_Point] | None = None
+        self.mtp: list[int] = []  # accumulators after each pair; provisional ones behind the true ones
+        self.mtp_true = 0
+
+    @property
+    def length(self) -> int:
+        return self.held
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def mtp_length(self) -> int:
+        return self.mtp_true
+
+    @property
+    def last_hidden(self) -> TableHidden | None:
+        return TableHidden(self.model, [self.point]) if self.held else None
+
+    def nbytes(self) -> int:
+        return 8 * (len(self.point.tail) + 1) * (1 + len(self.entries) + len(self.marks)) + 8 * len(self.mtp)
+
+
+class TableModel(ForwardPass):
+    """A Markov chain over a small vocabulary: ``logits = log(table[last n tokens])``, optionally tilted by all the past.
+
+    Args:
+        table: ``[V, ..., V]`` with n + 1 axes: the law of the next token, by the last n tokens, oldest first. Zeros are
+            allowed and become ``-inf``. A sequence starts as if n tokens 0 stood before it.
+        memory: the kind of state.
+        tilt: nats by which a pseudo-random function of *all* earlier tokens moves each logit, so that a state which
+            lost or doubled a token shows. Not with CONVOLUTION, which has no such memory.
+        mtp_table: the same for an MTP head, by the last tokens including the one that the pair brings; None: no head.
+        mtp_tilt: the same for the pairs in the head's cache.
+    """
+
+    def __init__(
+        self,
+        table: Float64,
+        *,
+        memory: Memory = Memory.ATTENTION,
+        tilt: float = 0.0,
+        mtp_table: Float64 | None = None,
+        mtp_tilt: float = 0.0,
+        max_positions: int = 4096,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
+        self.order, self.vocab = table.ndim - 1, table.shape[-1]
+        if self.order < 1 or set(table.shape) != {self.vocab} or not np.allclose(table.sum(-1), 1.0):
+            raise ShapeError(f"a table is [V, ..., V] with rows that sum to 1, got {table.shape}")
+        if tilt and memory is Memory.CONVOLUTION:
+            raise ShapeError("a convolution window cannot see all the past: its tilt is 0")
+        with np.errstate(divide="ignore"):
+            self._logits = np.log(table)
+            self._mtp_logits = None if mtp_table is None else np.log(mtp_table)
+        self.memory, self.tilt, self.mtp_tilt = memory, tilt, mtp_tilt
+        self.start = _Point((0,) * self.order, 0)
+        self._ids = np.arange(1, self.vocab + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self.info = ModelInfo(
+            family="table",
+            vocab_size=self.vocab,
+            hidden_size=self.order + 1,
+            max_positions=max_positions,
+            mtp_layers=0 if mtp_table is None else 1,
+            max_rows=max_rows,
+            parity=Parity.BITWISE,
+            parity_reason="a table is read, nothing is summed",
+            backend="table",
+            device="host",
+            dtype="float32",
+        )
+
+    @classmethod
+    def random(
+        cls,
+        vocab: int = 6,
+        *,
+        order: int = 2,
+        seed: int = 0,
+        memory: Memory = Memory.ATTENTION,
+        peak: float = 0.5,
+        zeros: float = 0.0,
+        tilt: float = 0.0,
+        mtp: bool = False,
+        max_positions: int = 4096,
+        max_rows: int = MAX_ROWS,
+    ) -> TableModel:
+        """A random chain.
+
+        Args:
+            peak: Dirichlet concentration; small values give peaked laws.
+            zeros: share of entries that are forbidden (at least one per law stays).
+            mtp: give it an MTP head that is right more often than chance.
+        """
+        rng = np.random.default_rng(seed)
+        shape = (vocab,) * order
+        table = rng.dirichlet(np.full(vocab, peak), shape)
+        if zeros:
+            forbidden = rng.random(table.shape) < zeros
+            np.put_along_axis(forbidden, table.argmax(-1)[..., None], False, -1)
+            table = np.where(forbidden, 0.0, table)
+            table /= table.sum(-1, keepdims=True)
+        head = 0.8 * table + 0.2 * rng.dirichlet(np.full(vocab, 0.5), shape) if mtp else None
+        if memory is Memory.CONVOLUTION:
+            tilt = 0.0
+        return cls(
+            table, memory=memory, tilt=tilt, mtp_table=head, mtp_tilt=0.5 if mtp else 0.0,
+            max_positions=max_positions, max_rows=max_rows,
+        )  # fmt: skip
+
+    # --- the law ---------------------------------------------------------------------------------------------------
+
+    def logits(self, history: Sequence[int]) -> Float32:
+        """Logits ``[V]`` after ``history``, from nothing but its tokens: what every pass is compared with."""
+        point = self.start
+        for token in history:
+            point = self._step(point, token)
+        return self._row(point)
+
+    def law(self, history: Sequence[int]) -> Float64:
+        """The law ``[V]`` of the token after ``history`` at temperature 1."""
+        logits = self.logits(history).astype(np.float64)
+        weights: Float64 = np.exp(logits - logits.max())
+        return weights / weights.sum()
+
+    def _step(self, point: _Point, token: int) -> _Point:
+        return _Point((*point.tail[1:], token), _fold(point.accumulator, token))
+
+    def _row(self, point: _Point) -> Float32:
+        logits = self._logits[point.tail]
+        if self.tilt:
+            logits = logits + self.tilt * self._noise(point.accumulator)
+        return np.asarray(logits, dtype=np.float32)
+
+    def _noise(self, accumulator: int) -> Float64:
+        """Numbers in [-1, 1), one per token id."""
+        return _mixed(self._ids ^ np.uint64(accumulator)).astype(np.float64) * 2.0**-63 - 1.0
+
+    # --- passes ----------------------------------------------------------------------------------------------------
+
+    def new_state(self, capacity: int) -> TableState:
+        if not 1 <= capacity <= self.info.max_positions:
+            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
+        return TableState(self, capacity)
+
+    def _run(self, state: State, tokens: Sequence[int]) -> tuple[TableState, list[_Point]]:
+        state = self._own(state)
+        if len(tokens) == 0:
+            raise ShapeError("a pass takes at least one token, got none")
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
+        if state.held + len(tokens) > state.capacity:
+            raise StateError(f"{state.held} of {state.capacity} tokens are held; {len(tokens)} more do not fit")
+        point, points = state.point, []
+        for token in tokens:
+            point = self._step(point, int(token))
+            points.append(point)
+        return state, points
+
+    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        state, points = self._run(state, tokens)
+        self._keep(state, points)
+        if self.memory is not Memory.ATTENTION and (not state.marks or state.marks[-1][0] != state.held):
+            state.marks = [*state.marks[-MARKS + 1 :], (state.held, state.point)]
+        return ForwardOutput(None, TableHidden(self, points))
+
+    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        if len(tokens) > self.info.max_rows:
+            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
+        state, points = self._run(state, tokens)
+        state.provisional = points
+        return ForwardOutput(TableLogits(np.stack([self._row(p) for p in points])), TableHidden(self, points))
+
+    def commit(self, state: State, rows: int) -> None:
+        state = self._own(state)
+        if state.provisional is None:
+            raise StateError("commit without a decode before it")
+        if not 0 <= rows <= len(state.provisional):
+            raise StateError(f"commit takes 0 to {len(state.provisional)} rows of the last decode, got {rows}")
+        self._keep(state, state.provisional[:rows])
+
+    def _keep(self, state: TableState, points: Sequence[_Point]) -> None:
+        state.provisional = None
+        if points:
+            state.held += len(points)
+            state.point = points[-1]
+            if self.memory is Memory.ATTENTION:
+                state.entries += points
+
+    # --- the MTP head ----------------------------------------------------------------------------------------------
+
+    def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
+        if self.info.mtp_layers:
+            self._mtp(state, tokens, hidden, provisional=False)
+
+    def decode_mtp(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
+    ) -> ForwardOutput:
+        if self._mtp_logits is None:
+            raise no_mtp_head(self.info)
+        state, points = self._mtp(state, tokens, hidden, provisional=provisional)
+        logits = self._mtp_logits[points[-1].tail] + self.mtp_tilt * self._noise(state.mtp[-1])
+        return ForwardOutput(TableLogits(np.asarray(logits[None], np.float32)), TableHidden(self, points))
+
+    def _mtp(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
+    ) -> tuple[TableState, list[_Point]]:
+        state = self._own(state)
+        if not isinstance(hidden, TableHidden) or hidden.owner is not self:
+            raise ContractError("hidden states of another model")
+        if len(tokens) != len(hidden) or not len(tokens):
+            raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
+        if not provisional:
+            del state.mtp[state.mtp_true :]
+        points = []
+        for token, before in zip(tokens, hidden.points, strict=True):
+            if not 0 <= token < self.vocab:
+                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
+            accumulator = state.mtp[-1] if state.mtp else 1
+            for word in (*before.tail, token):
+                accumulator = _fold(accumulator, word)
+            state.mtp.append(accumulator)
+            points.append(_Point((*before.tail[1:], int(token)), accumulator))
+        if not provisional:
+            state.mtp_true = len(state.mtp)
+        return state, points
+
+    # --- going back ------------------------------------------------------------------------------------------------
+
+    def rewind(self, state: State, length: int) -> int:
+        state = self._own(state)
+        if not 0 <= length <= state.held:
+            raise StateError(f"rewind takes 0 to {state.held} tokens, got {length}")
+        state.provisional = None
+        if length == state.held:
+            return length
+        if self.memory is Memory.ATTENTION:
+            del state.entries[length:]
+            state.held, state.point = length, state.entries[-1] if length else self.start
+        else:
+            state.marks = [mark for mark in state.marks if mark[0] <= length]
+            state.held, state.point = state.marks[-1] if state.marks else (0, self.start)
+        # the pair of position j brings token j + 1, so it goes with that token
+        state.mtp_true = min(state.mtp_true, max(state.held - 1, 0))
+        del state.mtp[state.mtp_true :]
+        return state.held
+
+    def snapshot(self, state: State) -> Snapshot:
+        state = self._own(state)
+        points = state.entries if self.memory is Memory.ATTENTION else [state.point]
+        arrays = {
+            "tails": np.array([point.tail for point in points], dtype=np.int64).reshape(-1, self.order),
+            "accumulators": np.array([point.accumulator for point in points], dtype=np.uint64),
+            "mtp": np.array(state.mtp[: state.mtp_true], dtype=np.uint64),
+        }
+        return Snapshot(state.held, state.capacity, arrays, {})
+
+    def restore(self, snapshot: Snapshot) -> TableState:
+        state = self.new_state(snapshot.capacity)
+        accumulators = [int(value) for value in snapshot.arrays["accumulators"]]
+        tails = [tuple(int(token) for token in tail) for tail in snapshot.arrays["tails"]]
+        points = [_Point(tail, accumulator) for tail, accumulator in zip(tails, accumulators, strict=True)]
+        state.held = snapshot.length
+        state.point = points[-1] if points else self.start
+        state.entries = points if self.memory is Memory.ATTENTION else []
+        state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
+        state.mtp_true = len(state.mtp)
+        return state
+
+    def _own(self, state: State) -> TableState:
+        if not isinstance(state, TableState) or state.model is not self:
+            raise StateError(f"a state of another model: {type(state).__name__}")
+        return state
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends on every bit."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _fold(accumulator: int, token: int) -> int:
+    """One step over a token; depends on the order, and cannot be undone."""
+    word = ((accumulator ^ (accumulator >> 29)) * 0xBF58476D1CE4E5B9 + (token + 1) * _GOLDEN) & _MASK
+    return word ^ (word >> 32)
+
+
+# --- the strict wrapper ----------------------------------------------------------------------------------------------
+
+
+class StrictLogits(Logits):
+    """Logits until the next pass of their kind: no longer life is promised, and a device reuses the buffer."""
+
+    def __init__(self, inner: Logits, state: StrictState, rows: int, *, mtp: bool = False) -> None:
+        if len(inner) != rows:
+            raise ContractError(f"a pass with {rows} rows of logits to give has {len(inner)}")
+        self._inner, self._state, self._mtp = inner, state, mtp
+        self._pass = self._passes()
+
+    def _passes(self) -> int:
+        return self._state.mtp_passes if self._mtp else self._state.passes
+
+    def _alive(self) -> Logits:
+        if self._passes() != self._pass:
+            raise ContractError("logits were read after the next pass over their state")
+        return self._inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def argmax(self) -> list[int]:
+        return self._alive().argmax()
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        return self._alive().topk(k)
+
+    def gather(self, tokens: Sequence[int]) -> list[float]:
+        if len(tokens) > len(self._inner):
+            raise ContractError(f"gather takes at most {len(self._inner)} tokens, one per row, got {len(tokens)}")
+        return self._alive().gather(tokens)
+
+    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
+        return self._alive().noisy_argmax(row, scale, seed, position)
+
+    def rows(self) -> Float32:
+        rows = self._alive().rows()
+        rows.flags.writeable = False  # a reader that writes would change what others read
+        return rows
+
+
+_Row = tuple[int, int]  # position, serial number: two rows at one position differ
+
+
+class StrictHidden(Hidden):
+    """Hidden states with their origin: which pass, which position, target or MTP head."""
+
+    def __init__(self, inner: Hidden, owner: StrictForwardPass, rows: Sequence[_Row], *, chained: bool) -> None:
+        self.inner, self.owner, self.rows_of, self.chained = inner, owner, tuple(rows), chained
+
+    def __len__(self) -> int:
+        return len(self.rows_of)
+
+    def __getitem__(self, rows: slice) -> StrictHidden:
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            raise ContractError(f"hidden states are cut by slices of step 1, got {rows!r}")
+        return StrictHidden(self.inner[rows], self.owner, self.rows_of[rows], chained=self.chained)
+
+    def join(self, others: Sequence[Hidden]) -> StrictHidden:
+        parts = []
+        rows = list(self.rows_of)
+        for other in others:
+            if not isinstance(other, StrictHidden) or other.owner is not self.owner or other.chained != self.chained:
+                raise ContractError("only hidden states of one model and one kind can be joined")
+            parts.append(other.inner)
+            rows += other.rows_of
+        return StrictHidden(self.inner.join(parts), self.owner, rows, chained=self.chained)
+
+
+class StrictState(State):
+    """The wrapped state, and what its owner may do with it next."""
+
+    def __init__(self, inner: State, owner: StrictForwardPass) -> None:
+        self.inner = inner
+        self.owner = weakref.ref(owner)
+        self.passes = self.mtp_passes = 0  # logits of an earlier number are stale
+        self.tokens: list[int] = []  # committed
+        self.rows: list[_Row] = []  # of the committed tokens
+        self.decoded: tuple[list[int], list[_Row]] | None = None
+        self.mtp_tokens: list[int] = []  # token of every true pair
+        self.chaining = False  # provisional entries may follow
+
+    @property
+    def length(self) -> int:
+        return self.inner.length
+
+    @property
+    def capacity(self) -> int:
+        return self.inner.capacity
+
+    @property
+    def mtp_length(self) -> int:
+        return self.inner.mtp_length
+
+    @property
+    def last_hidden(self) -> StrictHidden | None:
+        inner, owner = self.inner.last_hidden, self.owner()
+        if inner is None or owner is None or not self.rows:
+            return None
+        return StrictHidden(inner, owner, self.rows[-1:], chained=False)
+
+    def nbytes(self) -> int:
+        return self.inner.nbytes()
+
+
+class StrictForwardPass(ForwardPass):
+    """Accepts what the contract promises and raises ContractError for anything else, however lenient ``inner`` is.
+
+    Run an engine or a drafter over it to find what leans on one backend's leniency: token types, row counts, the order
+    of decode and commit, hidden states of another pass, gaps and untrue pairs in the MTP cache, stale logits.
+    """
+
+    def __init__(self, inner: ForwardPass) -> None:
+        self.inner = inner
+        self.info = inner.info
+        self._serial = 0
+
+    def _number(self, first: int, count: int) -> list[_Row]:
+        self._serial += count
+        return [(first + i, self._serial - count + i) for i in range(count)]
+
+    def _own(self, state: State) -> StrictState:
+        if not isinstance(state, StrictState) or state.owner() is not self:
+            raise ContractError(f"a state of another model: {type(state).__name__}")
+        return state
+
+    def _settled(self, state: State, what: str) -> StrictState:
+        state = self._own(state)
+        if state.decoded is not None:
+            raise ContractError(f"{what} after a decode that was not committed (commit(state, 0) drops its rows)")
+        return state
+
+    def _check_tokens(self, tokens: Sequence[int], what: str) -> list[int]:
+        if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
+            raise ContractError(f"{what} takes a sequence of tokens, got {type(tokens).__name__}")
+        for token in tokens:
+            if type(token) is not int:
+                raise ContractError(f"{what} takes plain ints, got {token!r} of type {type(token).__name__}")
+            if not 0 <= token < self.info.vocab_size:
+                raise ContractError(f"{what} got token {token}, outside 0 to {self.info.vocab_size - 1}")
+        if not tokens:
+            raise ContractError(f"{what} takes at least one token")
+        return list(tokens)
+
+    def _check_room(self, state: StrictState, rows: int, what: str) -> None:
+        if state.length + rows > state.capacity:
+            raise ContractError(f"{what} of {rows} rows: {state.length} of {state.capacity} tokens are held")
+
+    def new_state(self, capacity: int) -> StrictState:
+        if type(capacity) is not int or not 1 <= capacity <= self.info.max_positions:
+            raise ContractError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity!r}")
+        return StrictState(self.inner.new_state(capacity), self)
+
+    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        state, tokens = self._settled(state, "prefill"), self._check_tokens(tokens, "prefill")
+        self._check_room(state, len(tokens), "prefill")
+        rows = self._number(state.length, len(tokens))
+        output = self.inner.prefill(state.inner, tokens)
+        state.passes += 1
+        state.tokens += tokens
+        state.rows += rows
+        self._same_length(state)
+        return ForwardOutput(None, self._hidden(output.hidden, rows, chained=False))
+
+    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        state, tokens = self._own(state), self._check_tokens(tokens, "decode")
+        if len(tokens) > self.info.max_rows:
+            raise ContractError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
+        self._check_room(state, len(tokens), "decode")
+        rows = self._number(state.length, len(tokens))
+        output = self.inner.decode(state.inner, tokens)
+        state.passes += 1
+        state.decoded = tokens, rows
+        logits = StrictLogits(output.need_logits(), state, len(tokens))
+        return ForwardOutput(logits, self._hidden(output.hidden, rows, chained=False))
+
+    def commit(self, state: State, rows: int) -> None:
+        state = self._own(state)
+        if state.decoded is None:
+            raise ContractError("commit without a decode before it")
+        tokens, numbers = state.decoded
+        if type(rows) is not int or not 0 <= rows <= len(tokens):
+            raise ContractError(f"commit takes 0 to {len(tokens)} rows of the last decode, got {rows!r}")
+        self.inner.commit(state.inner, rows)
+        state.decoded = None
+        state.tokens += tokens[:rows]
+        state.rows += numbers[:rows]
+        self._same_length(state)
+
+    def _same_length(self, state: StrictState) -> None:
+        if state.inner.length != len(state.tokens):
+            raise ContractError(f"{len(state.tokens)} tokens were committed, the state says {state.inner.length}")
+
+    def _hidden(self, hidden: Hidden | None, rows: Sequence[_Row], *, chained: bool) -> StrictHidden | None:
+        if hidden is None:
+            return None
+        if len(hidden) != len(rows):
+            raise ContractError(f"a pass of {len(rows)} rows gave hidden states of {len(hidden)}")
+        return StrictHidden(hidden, self, rows, chained=chained)
+
+    # --- the MTP head ----------------------------------------------------------------------------------------------
+
+    def _check_pairs(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
+    ) -> tuple[StrictState, list[int], StrictHidden]:
+        state = self._settled(state, "an MTP pass")
+        tokens = self._check_tokens(tokens, "an MTP pass")
+        if not isinstance(hidden, StrictHidden) or hidden.owner is not self:
+            raise ContractError("an MTP pass was given hidden states of another model")
+        if len(hidden) != len(tokens):
+            raise ContractError(f"an MTP pass pairs tokens with hidden states: {len(tokens)} and {len(hidden)}")
+        if provisional:
+            if not hidden.chained or not state.chaining:
+                raise ContractError("a provisional MTP pass feeds the output of the MTP pass before it")
+            return state, tokens, hidden
+        if hidden.chained:
+            raise ContractError("a true pair has a hidden state of the target, not of the MTP head")
+        known = state.tokens[1 : state.mtp_length + 1]
+        if state.mtp_tokens[: len(known)] != known:
+            raise ContractError("the MTP cache holds a pair whose token was not the one committed")
+        for i, row in enumerate(hidden.rows_of):
+            position = state.mtp_length + i
+            if row[0] != position:
+                raise ContractError(
+                    f"MTP pairs skip no position: pair {position} was due, it came with the hidden state of {row[0]}"
+                )
+            if position >= state.length or state.rows[position] != row:
+                raise ContractError(f"the hidden state of position {position} is of a row that was not committed")
+            if position + 1 < state.length and tokens[i] != state.tokens[position + 1]:
+                raise ContractError(
+                    f"pair {position} takes the next token, {state.tokens[position + 1]}, and got {tokens[i]}"
+                )
+        return state, tokens, hidden
+
+    def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
+        state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=False)
+        self.inner.prefill_mtp(state.inner, tokens, hidden.inner)
+        self._paired(state, tokens)
+        state.chaining = False
+
+    def decode_mtp(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
+    ) -> ForwardOutput:
+        if not self.info.mtp_layers:
+            raise no_mtp_head(self.info)
+        state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=provisional)
+        output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional)
+        if provisional:
+            state.mtp_passes += 1
+        else:
+            self._paired(state, tokens)
+        state.chaining = True
+        rows = self._number(state.length, len(tokens))
+        return ForwardOutput(
+            StrictLogits(output.need_logits(), state, 1, mtp=True), self._hidden(output.hidden, rows, chained=True)
+        )
+
+    def _paired(self, state: StrictState, tokens: list[int]) -> None:
+        state.mtp_passes += 1
+        if self.info.mtp_layers:
+            state.mtp_tokens += tokens
+            if state.inner.mtp_length != len(state.mtp_tokens):
+                raise ContractError(f"{len(state.mtp_tokens)} pairs were fed, the state says {state.inner.mtp_length}")
+
+    # --- going back ------------------------------------------------------------------------------------------------
+
+    def rewind(self, state: State, length: int) -> int:
+        state = self._settled(state, "rewind")
+        if type(length) is not int or not 0 <= length <= state.length:
+            raise ContractError(f"rewind takes 0 to {state.length} tokens, got {length!r}")
+        reached = self.inner.rewind(state.inner, length)
+        if not 0 <= reached <= length or state.inner.length != reached:
+            raise ContractError(f"rewind to {length} says {reached}, and the state holds {state.inner.length}")
+        state.passes += 1
+        state.chaining = False
+        del state.tokens[reached:], state.rows[reached:], state.mtp_tokens[state.inner.mtp_length :]
+        return reached
+
+    def snapshot(self, state: State) -> Snapshot:
+        state = self._settled(state, "snapshot")
+        taken = self.inner.snapshot(state.inner)
+        if taken.length != state.length:
+            raise ContractError(f"a snapshot of {state.length} tokens says {taken.length}")
+        state.chaining = False
+        remembered: dict[str, Any] = {
+            "strict.tokens": np.array(state.tokens, np.int64),
+            "strict.mtp_tokens": np.array(state.mtp_tokens[: state.mtp_length], np.int64),
+        }
+        return attrs.evolve(taken, arrays={**taken.arrays, **remembered})
+
+    def restore(self, snapshot: Snapshot) -> StrictState:
+        arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith("strict.")}
+        state = StrictState(self.inner.restore(attrs.evolve(snapshot, arrays=arrays)), self)
+        state.tokens = [int(token) for token in snapshot.arrays["strict.tokens"]]
+        state.mtp_tokens = [int(token) for token in snapshot.arrays["strict.mtp_tokens"]]
+        state.rows = self._number(0, len(state.tokens))
+        self._same_length(state)
+        return state

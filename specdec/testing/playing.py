@@ -1,0 +1,260 @@
+"""A sequence driven by hand: the engine's calls in the engine's order, with outcomes that the test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from specdec.contract import (
+    Context,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DraftNoise,
+    ForwardOutput,
+    ForwardPass,
+    Hidden,
+    Need,
+    Sampling,
+    Snapshot,
+    State,
+    Verdict,
+)
+from specdec.errors import ContractError
+from specdec.testing.models import Memory, StrictForwardPass, TableModel
+
+if TYPE_CHECKING:
+    from specdec.testing.registry import DrafterSubject
+
+CAPACITY = 256
+
+
+class SealedHidden(Hidden):
+    """Hidden states for a drafter that declared no need of them: it may count the rows."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, rows: slice) -> Hidden:
+        raise ContractError("hidden states are used, and needs does not declare Need.HIDDEN")
+
+    def join(self, others: Sequence[Hidden]) -> Hidden:
+        raise ContractError("hidden states are used, and needs does not declare Need.HIDDEN")
+
+
+class DrafterView(ForwardPass):
+    """The target as a drafter may use it: MTP passes if declared, and nothing else on the sequence's own state."""
+
+    def __init__(self, inner: ForwardPass, needs: frozenset[Need], *, lenient: bool) -> None:
+        self.inner, self.info, self._needs, self._lenient = inner, inner.info, needs, lenient
+        self.state: State | None = None  # the sequence's own
+
+    def _foreign(self, state: State, what: str) -> State:
+        if state is self.state and not self._lenient:
+            raise ContractError(f"a drafter called {what} on the state of its sequence, which is the engine's")
+        return state
+
+    def _declared(self) -> None:
+        if Need.MTP not in self._needs:
+            raise ContractError("the MTP head is used, and needs does not declare Need.MTP")
+
+    def new_state(self, capacity: int) -> State:
+        return self.inner.new_state(capacity)
+
+    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        return self.inner.prefill(self._foreign(state, "prefill"), tokens)
+
+    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        return self.inner.decode(self._foreign(state, "decode"), tokens)
+
+    def commit(self, state: State, rows: int) -> None:
+        self.inner.commit(self._foreign(state, "commit"), rows)
+
+    def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
+        self._declared()
+        self.inner.prefill_mtp(state, tokens, hidden)
+
+    def decode_mtp(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
+    ) -> ForwardOutput:
+        self._declared()
+        return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional)
+
+    def rewind(self, state: State, length: int) -> int:
+        return self.inner.rewind(self._foreign(state, "rewind"), length)
+
+    def snapshot(self, state: State) -> Snapshot:
+        return self.inner.snapshot(self._foreign(state, "snapshot"))
+
+    def restore(self, snapshot: Snapshot) -> State:
+        return self.inner.restore(snapshot)
+
+
+_SETTINGS = ("sampling", "generated_from", "cycle", "draft_noise")
+
+
+@attrs.frozen
+class Seen:
+    """What was in a context when it was handed out."""
+
+    tokens: list[int]
+    settings: dict[str, Any]
+
+
+@attrs.define
+class Played:
+    """One sequence: its tokens, its state, its drafter.
+
+    ``sealed``: hidden states and the MTP head only as declared, the state out of reach. Off, a drafter that breaks those
+    clauses still plays, so that each check finds its own clause only.
+    """
+
+    subject: DrafterSubject
+    model: ForwardPass  # strict
+    state: State
+    drafter: Drafter
+    sampling: Sampling
+    noise: DraftNoise
+    shared: Any
+    sealed: bool
+    tokens: list[int] = attrs.field(factory=list)
+    cycles: int = 0
+    generated_from: int = 0
+    contexts: list[tuple[Context, Seen]] | None = None  # every context handed out, and what was in it, when asked for
+
+    @classmethod
+    def start(
+        cls,
+        subject: DrafterSubject,
+        *,
+        model: ForwardPass | None = None,
+        memory: Memory = Memory.ATTENTION,
+        sampling: Sampling | None = None,
+        noise: DraftNoise = DraftNoise.COUPLED,
+        sealed: bool = False,
+        shared: Any = None,
+        snapshot: Snapshot | None = None,
+    ) -> Played:
+        """An empty sequence, or one over a restored snapshot."""
+        if model is None:
+            model = target_for(subject, memory)
+        state = model.new_state(CAPACITY) if snapshot is None else model.restore(snapshot)
+        view = DrafterView(model, subject.needs if sealed else frozenset(Need), lenient=not sealed)
+        view.state = state
+        shared = subject.prepare(view) if shared is None else shared
+        drafter = subject.make(DrafterEnv(target=view, state=state, shared=shared))
+        return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
+
+    def context(self, upto: int | None = None) -> Context:
+        """A context over a copy of the tokens, so that a drafter which writes to it spoils nothing here."""
+        context = Context(
+            self.tokens[:upto],
+            self.sampling,
+            generated_from=self.generated_from,
+            cycle=self.cycles,
+            draft_noise=self.noise,
+        )
+        if self.contexts is not None:
+            settings = {name: getattr(context, name) for name in _SETTINGS}
+            self.contexts.append((context, Seen(list(context), settings)))
+        return context
+
+    def _shown(self, output: ForwardOutput, rows: int) -> ForwardOutput:
+        if not self.sealed or Need.HIDDEN in self.subject.needs:
+            return output
+        return ForwardOutput(output.logits, SealedHidden(rows))
+
+    def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
+        """Append tokens, and run all but the last through target and drafter, in chunks."""
+        self.tokens += tokens
+        while self.state.length < len(self.tokens) - 1:
+            at = self.state.length
+            part = self.tokens[at : min(at + chunk, len(self.tokens) - 1)]
+            output = self.model.prefill(self.state, part)
+            self.drafter.prefill(self.context(at + len(part)), self._shown(output, len(part)))
+
+    def propose(self, depth: int) -> Draft:
+        """Begin a cycle: the drafter's answer as it is."""
+        self.cycles += 1
+        return self.drafter.propose(self.context(), depth)
+
+    def finish(self, draft: Draft, accepted: int, next_token: int) -> None:
+        """End the cycle: decode, decide as told, commit, observe."""
+        drafted = usable(draft, len(draft.tokens), self.model.info.vocab_size).tokens
+        accepted = min(accepted, len(drafted))
+        if accepted < len(drafted) and next_token == drafted[accepted]:
+            next_token = (next_token + 1) % self.model.info.vocab_size  # a rejected token is not chosen
+        output = self.model.decode(self.state, [self.tokens[-1], *drafted])
+        self.model.commit(self.state, accepted + 1)
+        self.tokens += [*drafted[:accepted], next_token]
+        shown = self._shown(output, len(drafted) + 1)
+        self.drafter.observe(Verdict(accepted, next_token), shown, self.context())
+
+    def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> Draft:
+        """A whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""
+        if depth == 0:
+            self.cycles += 1
+            draft = Draft()
+        else:
+            draft = usable(self.propose(depth), depth, self.model.info.vocab_size)
+            if cut is not None:
+                draft = Draft(draft.tokens[:cut], None if draft.probs is None else draft.probs[:cut])
+        self.finish(draft, accepted, next_token)
+        return draft
+
+    def rewind(self, length: int) -> None:
+        """Go back to the first ``length`` tokens, as a session does."""
+        del self.tokens[length:]
+        self.generated_from = min(self.generated_from, length)
+        if self.state.length > max(length - 1, 0):
+            self.drafter.rewind(self.model.rewind(self.state, max(length - 1, 0)))
+
+    def rebuilt(self) -> Played:
+        """Settle, save and restore: a new drafter over the restored state."""
+        self.drafter.settle(self.context())
+        return self._like(self.model.snapshot(self.state))
+
+    def fresh(self) -> Played:
+        """A new drafter and a new state which saw the same tokens in one chunk."""
+        other = self._like(None)
+        tokens, other.tokens = other.tokens, []
+        other.feed(tokens)
+        return other
+
+    def _like(self, snapshot: Snapshot | None) -> Played:
+        other = Played.start(
+            self.subject, model=self.model, sampling=self.sampling, noise=self.noise, sealed=self.sealed,
+            snapshot=snapshot, shared=self.shared,
+        )  # fmt: skip
+        other.tokens, other.cycles, other.generated_from = list(self.tokens), self.cycles, self.generated_from
+        return other
+
+
+def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> StrictForwardPass:
+    """A strict model that has what the drafter needs."""
+    mtp = Need.MTP in subject.needs
+    return StrictForwardPass(TableModel.random(vocab, memory=memory, tilt=0.7, mtp=mtp, max_positions=4 * CAPACITY))
+
+
+def usable(draft: Draft, depth: int, vocab: int) -> Draft:
+    """The draft as the engine verifies it: at most ``depth`` tokens, cut before an id outside the vocabulary."""
+    kept = 0
+    for token in draft.tokens[:depth]:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+            break
+        kept += 1
+    return Draft(tuple(int(t) for t in draft.tokens[:kept]), None if draft.probs is None else draft.probs[:kept])
+
+
+def drafts_equal(one: Draft, other: Draft) -> bool:
+    """Same tokens, same laws to the bit."""
+    if tuple(one.tokens) != tuple(other.tokens) or (one.probs is None) != (other.probs is None):
+        return False
+    return one.probs is None or other.probs is None or bool(np.array_equal(one.probs, other.probs))
+

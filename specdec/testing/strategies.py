@@ -1,0 +1,106 @@
+"""Hypothesis strategies for laws, drafts and sequences of calls. Zeros, one-hots and ties are drawn often.
+
+Needs hypothesis: ``pip install specdec-framework[testing]``.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import hypothesis.strategies as st
+import numpy as np
+
+from specdec.contract import Draft, Sampling
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
+
+
+def weights(size: int, largest: int = 8) -> st.SearchStrategy[list[int]]:
+    """Integer weights of a law, not all zero; small ones, so that ties, zeros and one-hots are common."""
+    return st.lists(st.integers(0, largest), min_size=size, max_size=size).filter(any)
+
+
+def distributions(size: int) -> st.SearchStrategy[Float64]:
+    """Laws ``[size]`` float64."""
+    return weights(size).map(lambda drawn: np.array(drawn, np.float64) / sum(drawn))
+
+
+def rational_laws(size: int) -> st.SearchStrategy[tuple[Fraction, ...]]:
+    """Laws as fractions, for exact enumeration."""
+    return weights(size).map(lambda drawn: tuple(Fraction(weight, sum(drawn)) for weight in drawn))
+
+
+def logits(rows: int, vocab: int) -> st.SearchStrategy[NDArray[np.float32]]:
+    """Logits ``[rows, vocab]`` float32 on a coarse grid (ties are common), with ``-inf`` and large values among them.
+
+    Every row has a finite entry.
+    """
+    value = st.one_of(st.integers(-6, 6).map(lambda n: n / 2), st.sampled_from([-np.inf, -80.0, 80.0, 0.0]))
+    row = st.lists(value, min_size=vocab, max_size=vocab).filter(lambda values: max(values) > -np.inf)
+    return st.lists(row, min_size=rows, max_size=rows).map(lambda values: np.array(values, np.float32))
+
+
+def tokens(vocab: int, *, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[list[int]]:
+    """Token ids."""
+    return st.lists(st.integers(0, vocab - 1), min_size=min_size, max_size=max_size)
+
+
+@st.composite
+def drafts(draw: st.DrawFn, vocab: int, depth: int, *, laws: bool = False) -> Draft:
+    """Honest drafts of exactly ``depth`` tokens; with ``laws`` each has positive probability in its law."""
+    if not laws:
+        return Draft(tuple(draw(st.lists(st.integers(0, vocab - 1), min_size=depth, max_size=depth))))
+    rows = [draw(distributions(vocab)) for _ in range(depth)]
+    chosen = tuple(draw(st.sampled_from(np.flatnonzero(row).tolist())) for row in rows)
+    return Draft(chosen, np.array(rows, np.float32).reshape(depth, vocab))
+
+
+@st.composite
+def samplings(draw: st.DrawFn, vocab: int, *, greedy: bool | None = None) -> Sampling:
+    """Settings of every kind; at least one token stays allowed. ``greedy`` fixes temperature 0 or above 0."""
+    temperatures = {True: [0.0], False: [0.3, 1.0, 1.7], None: [0.0, 0.3, 1.0, 1.7]}[greedy]
+    temperature = draw(st.sampled_from(temperatures))
+    made = Sampling(temperature=temperature, seed=draw(st.integers(0, 2**63 - 1)))
+    if draw(st.booleans()):
+        return made
+    banned = draw(st.lists(st.integers(0, vocab - 1), max_size=max(vocab - 2, 0), unique=True))
+    allowed = [token for token in range(vocab) if token not in banned]
+    ends = draw(st.lists(st.sampled_from(allowed), max_size=max(len(allowed) - 1, 0), unique=True))
+    return attrs.evolve(
+        made,
+        top_k=draw(st.sampled_from([0, 1, 2, 3])),
+        top_p=draw(st.sampled_from([1.0, 0.9, 0.5])),
+        min_p=draw(st.sampled_from([0.0, 0.1, 0.5])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.8])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.7])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.4])),
+        logit_bias=draw(st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([-2.0, 0.5, 3.0]), max_size=2)),
+        banned=tuple(banned),
+        end_tokens=tuple(ends),
+        min_new_tokens=draw(st.sampled_from([0, 2, 5])),
+    )
+
+
+# --- sequences of calls ------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Call:
+    """One step of a sequence of calls; what ``name`` means with these numbers is up to who plays it."""
+
+    name: str
+    numbers: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.numbers))})"
+
+
+def calls(max_size: int = 10, **kinds: tuple[Any, ...]) -> st.SearchStrategy[list[Call]]:
+    """Sequences of calls: ``calls(commit=(st.integers(0, 4),), rewind=())`` draws names with their numbers."""
+    each = [st.tuples(*numbers).map(lambda drawn, name=name: Call(name, drawn)) for name, numbers in kinds.items()]
+    return st.lists(st.one_of(each), min_size=1, max_size=max_size)

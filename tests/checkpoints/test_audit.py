@@ -1,0 +1,181 @@
+"""The audit: each defect is found, named and explained; each oddity that does no harm is a notice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.checkpoints import Audit, Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.errors import CheckpointError
+
+CONV = "layers.0.linear_attn.conv1d.weight"
+EXPECTED = {
+    "embed_tokens.weight": TensorSpec((8, 4)),
+    CONV: TensorSpec((6, 1, 3)),
+    "norm.weight": TensorSpec((4,)),
+    "mtp.fc.weight": TensorSpec((4, 8), group="mtp"),
+    "mtp.norm.weight": TensorSpec((4,), group="mtp"),
+    "mtp.lm_head.weight": TensorSpec((8, 4), group="mtp", optional=True),
+}
+PREFIX = "model.language_model."
+
+
+def stored(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """A sound vision-language checkpoint; a change of None leaves the tensor out. ``__`` stands for a dot."""
+    tensors: dict[str, torch.Tensor | None] = {
+        PREFIX + "embed_tokens.weight": torch.ones(8, 4, dtype=torch.bfloat16),
+        PREFIX + CONV: torch.ones(6, 1, 3),
+        PREFIX + "norm.weight": torch.zeros(4, dtype=torch.bfloat16),
+        "mtp.fc.weight": torch.ones(4, 8, dtype=torch.bfloat16),
+        "mtp.norm.weight": torch.zeros(4),
+        "model.visual.patch.weight": torch.full((2, 2), torch.nan),  # not ours, so not looked at
+    }
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def audited(
+    folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None, shards: int = 1
+) -> Audit:
+    config = {"text_config": {"mtp_num_hidden_layers": 1}} if config is None else config
+    return audit(Checkpoint.open(write_checkpoint(folder, config, tensors, shards=shards)), EXPECTED)
+
+
+def refusal(found: Audit) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        found.raise_for_errors()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_sound_checkpoint_passes_in_silence(tmp_path: Path, shards: int) -> None:
+    found = audited(tmp_path, stored(), shards=shards)
+    found.raise_for_errors()
+    assert (found.missing, found.unused, found.misshaped, found.all_zero, found.non_finite) == ([], [], [], [], [])
+    assert found.ignored == ["model.visual.patch.weight"]
+    assert found.notices == []
+
+
+def test_a_missing_tensor_names_file_shape_and_the_nearest_one(tmp_path: Path) -> None:
+    tensors = stored(model__language_model__embed_tokens__weight=None)
+    found = audited(tmp_path, tensors | {"model.language_model.embed_token.weight": torch.ones(8, 4)}, shards=2)
+    assert found.missing == ["embed_tokens.weight"]
+    text = refusal(found)
+    for fact in ["embed_tokens.weight [8, 4]", "index.json", "model.language_model.embed_token.weight [8, 4]"]:
+        assert fact in text
+
+
+def test_a_stripped_mtp_head_is_explained(tmp_path: Path) -> None:
+    """transformers and mlx-lm drop mtp.* when they save, and leave the promise in config.json."""
+    text = refusal(audited(tmp_path, stored(mtp__fc__weight=None, mtp__norm__weight=None)))
+    assert "promises an MTP head (mtp_num_hidden_layers = 1) but there are no mtp.* tensors" in text
+    assert "conversions often strip them" in text
+
+
+def test_half_an_mtp_head_names_the_missing_half(tmp_path: Path) -> None:
+    text = refusal(audited(tmp_path, stored(mtp__fc__weight=None)))
+    assert "mtp.fc.weight [4, 8] is missing" in text
+    assert "promises" not in text
+
+
+def test_a_wrong_shape_names_both(tmp_path: Path) -> None:
+    found = audited(tmp_path, stored(model__language_model__embed_tokens__weight=torch.ones(8, 5)))
+    assert found.misshaped == [("embed_tokens.weight", (8, 5), (8, 4))]
+    text = refusal(found)
+    for fact in ["model.language_model.embed_tokens.weight", "[8, 5]", "[8, 4]", "model.safetensors"]:
+        assert fact in text
+
+
+def test_convolutions_may_be_flat_but_not_in_mlx_order(tmp_path: Path) -> None:
+    flat = {PREFIX + CONV: torch.ones(6, 3)}
+    assert audited(tmp_path / "flat", stored() | flat).misshaped == []
+    text = refusal(audited(tmp_path / "mlx", stored() | {PREFIX + CONV: torch.ones(6, 3, 1)}))
+    assert "MLX" in text
+    # for anything else a missing axis is a wrong shape
+    assert audited(tmp_path / "other", stored(mtp__fc__weight=torch.ones(4, 1, 8))).misshaped
+
+
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    value=st.sampled_from([float("nan"), float("inf"), float("-inf")]),
+    size=st.integers(1, 300),
+    data=st.data(),
+)
+def test_one_bad_value_anywhere_is_found(
+    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, value: float, size: int, data: st.DataObject
+) -> None:
+    """In vector bodies and tails, and whatever the rest holds (zeros, the largest finite value)."""
+    rest = data.draw(st.sampled_from([0.0, 1.0, float(torch.finfo(dtype).max), float(torch.finfo(dtype).min)]))
+    tensor = torch.full((size,), rest, dtype=dtype)
+    folder = tmp_path_factory.mktemp("finite")
+    spec = {"x": TensorSpec((size,))}
+    assert audit(Checkpoint.open(write_checkpoint(folder, {}, {"x": tensor})), spec).non_finite == []
+    tensor[data.draw(st.integers(0, size - 1))] = value
+    assert audit(Checkpoint.open(write_checkpoint(folder, {}, {"x": tensor})), spec).non_finite == ["x"]
+
+
+def test_non_finite_weights_are_an_error(tmp_path: Path) -> None:
+    text = refusal(audited(tmp_path, stored(mtp__norm__weight=torch.tensor([0, 0, torch.nan, 0]))))
+    assert "mtp.norm.weight holds NaN or infinity" in text
+    assert "model.safetensors" in text
+
+
+def test_a_zero_matrix_is_a_notice_and_a_zero_vector_is_nothing(tmp_path: Path) -> None:
+    found = audited(tmp_path, stored(mtp__fc__weight=torch.zeros(4, 8)))
+    found.raise_for_errors()
+    assert found.all_zero == ["mtp.fc.weight"]
+    assert found.notices == ["1 tensor is all zero: mtp.fc.weight"]
+
+
+def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_path: Path) -> None:
+    extra = {f"model.layers.{i}.self_attn.{p}_proj.k_scale": torch.ones(1) for i in range(40) for p in "qkvo"}
+    extra |= {"mtp.layers.7.extra.weight": torch.ones(1), "odd": torch.ones(1), "even": torch.ones(1)}
+    found = audited(tmp_path, stored() | extra)
+    found.raise_for_errors()
+    assert len(found.unused) == 163
+    mtp, others = found.notices
+    assert "mtp.layers.7.extra.weight" in mtp
+    assert "162 tensors not used" in others
+    assert "layers.*.self_attn.k_proj.k_scale (40)" in others
+    assert "and 2 more" in others
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int32])
+def test_quantised_weights_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    tensors = stored(mtp__fc__weight=torch.ones(4, 8).to(dtype))
+    found = audited(tmp_path, tensors, config)
+    text = refusal(found)
+    for fact in ["mtp.fc.weight", "quantised formats are not read yet", "fp8", "model.safetensors"]:
+        assert fact in text
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match="quantised formats are not read yet"):
+        Weights(checkpoint, canonical_names(checkpoint.names))["mtp.fc.weight"]
+
+
+def test_missing_weights_of_a_quantised_checkpoint_say_so(tmp_path: Path) -> None:
+    """GPTQ has no .weight at all, only qweight and scales."""
+    tensors = stored(mtp__fc__weight=None) | {"mtp.fc.qweight": torch.ones(1, 8, dtype=torch.int32)}
+    text = refusal(audited(tmp_path, tensors, {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    assert "gptq" in text
+    assert "mtp.fc.qweight" in text
+
+
+def test_weights_are_read_by_canonical_name(tmp_path: Path) -> None:
+    tensors = stored()
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors, shards=2))
+    weights = Weights(checkpoint, canonical_names(checkpoint.names))
+    assert torch.equal(weights["embed_tokens.weight"], tensors[PREFIX + "embed_tokens.weight"])
+    assert weights.get("mtp.lm_head.weight") is None
+    assert "mtp.fc.weight" in weights
+    assert sorted(weights) == sorted([*EXPECTED][:5])
+    assert len(weights) == 5
+    with pytest.raises(CheckpointError, match="no tensor norm.wait") as caught:
+        weights["norm.wait"]
+    assert caught.value.facts["nearest"] == "norm.weight"

@@ -1,0 +1,165 @@
+"""Finding a checkpoint: every wrong place is refused with what is there and what would work."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants, errors
+
+from specdec.checkpoints import locate
+from specdec.errors import CheckpointError
+
+
+def folder_of(path: Path, *files: str) -> Path:
+    path.mkdir(parents=True)
+    for file in files:
+        (path / file).write_bytes(b"{}")
+    return path
+
+
+def refusal(model: str, **options: Any) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        locate(model, **options)
+    return caught.value
+
+
+def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path / "org" / "model", "config.json")
+    assert locate(str(folder)) == folder
+    monkeypatch.chdir(tmp_path)
+    assert locate("org/model") == Path("org/model")  # an existing folder, not a hub id
+    assert locate("./org/model").samefile(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate("~/org/model") == folder
+
+
+def test_demo_is_the_embedded_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "files", lambda _: tmp_path)
+    assert "not part of this installation" in str(refusal("demo"))
+    folder_of(tmp_path / "demo", "config.json")
+    assert locate("demo") == tmp_path / "demo"
+
+
+def test_a_misspelt_folder_names_its_nearest_sibling(tmp_path: Path) -> None:
+    folder_of(tmp_path / "Qwen3.5-4B", "config.json")
+    assert str(tmp_path / "Qwen3.5-4B") in refusal(str(tmp_path / "Qwen3.5-4b")).message
+    assert str(tmp_path) in str(refusal(str(tmp_path / "a" / "b" / "c")))  # how far the path exists
+
+
+@pytest.mark.parametrize("model", ["./nothing", "../nothing/x", "~/nothing-here", "a/b/c", "nothing", "/nothing/x", ""])
+def test_paths_never_go_to_the_hub(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    assert refusal(model).facts["try"]
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    file = folder_of(tmp_path / "m", "model.safetensors", "x.gguf") / "model.safetensors"
+    assert str(file.parent) in refusal(str(file)).facts["try"]
+    assert "GGUF" in refusal(str(file.parent / "x.gguf")).facts["try"]
+
+
+@pytest.mark.parametrize(
+    ("files", "word"),
+    [
+        (["model-Q4_K_M.gguf"], "GGUF"),
+        (["pytorch_model.bin"], "pickled"),
+        (["adapter_config.json", "adapter_model.safetensors"], "LoRA"),
+        (["model.safetensors"], "config.json"),
+        ([], "empty"),
+    ],
+)
+def test_a_folder_without_config_says_what_it_looks_like(tmp_path: Path, files: list[str], word: str) -> None:
+    error = refusal(str(folder_of(tmp_path / "m", *files)))
+    assert "not a checkpoint" in error.message
+    assert word in str(error)
+    assert all(file in error.facts["found"] for file in files)
+
+
+class Hub:
+    """Stands in for ``snapshot_download``: a folder, or an error."""
+
+    def __init__(self, answer: Path | Exception) -> None:
+        self.answer = answer
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, repo: str, **options: Any) -> str:
+        self.calls.append({"repo": repo, **options})
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return str(self.answer)
+
+
+def test_a_hub_id_fetches_no_pickles_and_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub = Hub(folder_of(tmp_path / "snapshot", "config.json"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    assert locate("org/name", revision="v1", progress=False) == tmp_path / "snapshot"
+    assert {(call["repo"], call["revision"]) for call in hub.calls} == {("org/name", "v1")}
+    from huggingface_hub.utils import filter_repo_objects
+
+    stored = [
+        "config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja", "tokenizer.model",
+        "pytorch_model.bin", "modeling.py", "original/consolidated.safetensors", "consolidated.safetensors", "m.gguf",
+    ]  # fmt: skip
+    last = hub.calls[-1]
+    fetched = filter_repo_objects(
+        stored, allow_patterns=last["allow_patterns"], ignore_patterns=last["ignore_patterns"]
+    )
+    assert list(fetched) == stored[:5]
+
+
+def test_a_hub_repository_without_config_is_refused_before_its_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(folder_of(tmp_path / "snapshot"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    assert "not a checkpoint" in refusal("org/gguf-only").message
+    assert len(hub.calls) == 1
+
+
+def hub_error(kind: type[Exception]) -> Exception:
+    if not issubclass(kind, errors.HfHubHTTPError):
+        return kind("what happened\nand more")
+    error = kind.__new__(kind)  # these take the HTTP library's response, whose class depends on the hub's version
+    Exception.__init__(error, "what happened")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    [
+        (errors.RepositoryNotFoundError, ["no model org/name", "private", "no folder"]),
+        (errors.GatedRepoError, ["gated", "huggingface.co/org/name", "HF_TOKEN"]),
+        (errors.RevisionNotFoundError, ["no revision 'v9'"]),
+        (errors.LocalEntryNotFoundError, ["cannot be reached", "cache", "network"]),
+        (errors.HFValidationError, ["neither a folder nor a hub id"]),
+        (PermissionError, ["could not be fetched", "PermissionError: what happened"]),
+        (RuntimeError, ["could not be fetched", "RuntimeError: what happened"]),
+    ],
+)
+def test_hub_errors_become_one_sentence(
+    kind: type[Exception], facts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(hub_error(kind)))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    text = str(refusal("org/name", revision="v9"))
+    assert [fact for fact in facts if fact not in text] == []
+
+
+def test_offline_uses_the_cache_and_says_so_when_it_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With huggingface_hub's real code, on a cache folder made by hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert "HF_HUB_OFFLINE" in str(refusal("org/name"))
+    commit = "0" * 40
+    repository = tmp_path / "cache" / "models--org--name"
+    snapshot = folder_of(repository / "snapshots" / commit, "config.json", "model.safetensors")
+    folder_of(repository / "refs")
+    (repository / "refs" / "main").write_text(commit)
+    assert locate("org/name") == snapshot

@@ -1,0 +1,439 @@
+"""Text: what is streamed is what decoding at once gives, whatever the tokens and the pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from specdec.errors import CheckpointError, PromptError
+from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CORPUS = [
+    "the thin thing that they think",
+    "naïve café, über 10 €",
+    "日本語のテキスト",
+    "😀 👩‍👩‍👧 🏳️‍🌈",
+    "def f(x):\n    return x",
+]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """Byte-level BPE whose merges end inside characters, with added tokens that are not spelt in the byte alphabet."""
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(CORPUS, trainer)
+    core.add_tokens([AddedToken("a b", normalized=False), AddedToken("→🙂")])
+    return core
+
+
+def latin_token() -> tokenizers.Tokenizer:
+    """An added token whose letters are taken for the byte alphabet: the library decodes "é" as the lone byte E9."""
+    core = byte_level()
+    core.add_tokens([AddedToken("é", normalized=False)])
+    return core
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """The SentencePiece kind (Llama 2, Gemma): ▁ before words, <0xNN> for the bytes of characters without a piece."""
+    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdé€", "▁a", "bc", "▁abc", "�"]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("▁", "a"), ("b", "c"), ("▁a", "bc")]
+    core = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.add_special_tokens(SPECIAL)
+    return core
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """Words and ## continuations."""
+    pieces = ["[UNK]", "a", "b", "##a", "##b", ".", "'", "do", "n't", "é"]
+    core = tokenizers.Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    core.decoder = decoders.WordPiece()
+    core.add_special_tokens(SPECIAL)
+    return core
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """Unigram pieces with ▁ for spaces, no bytes."""
+    core = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), *((c, -1.0) for c in "▁ab�€"), ("▁a", -1.0)], 0))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    core.add_special_tokens(SPECIAL)
+    return core
+
+
+def bytes_and_strip() -> tokenizers.Tokenizer:
+    """Byte-level with another decoder behind it, which the exact path does not cover."""
+    core = byte_level()
+    core.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return core
+
+
+def plain() -> tokenizers.Tokenizer:
+    """No decoder at all: pieces are joined with spaces."""
+    return tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+
+
+MAKERS = (byte_level, latin_token, byte_fallback, word_piece, metaspace, bytes_and_strip, plain)
+KINDS = {make.__name__: Tokenizer(make()) for make in MAKERS}
+TEXT = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("abc é€日😀�\n")), max_size=40)
+
+
+def pushed(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip_special: bool = True) -> list[str]:
+    """What a decoder returns for ``ids`` in chunks of the sizes ``cuts``, then one by one; the flush is the last."""
+    decoder = IncrementalDecoder(tokenizer, skip_special=skip_special)
+    pieces, at = [], 0
+    for size in [*cuts, *([1] * len(ids))]:
+        pieces.append(decoder.push(ids[at : at + size]))
+        at += size
+    return [*pieces, decoder.flush()]
+
+
+CUTS = st.lists(st.integers(0, 9), max_size=12)
+
+
+# --- the incremental decoder ---------------------------------------------------------------------------------------
+
+
+@given(TEXT, CUTS)
+def test_streamed_text_is_the_text(text: str, cuts: list[int]) -> None:
+    tokenizer = KINDS["byte_level"]
+    ids = tokenizer.encode(text)
+    assert "".join(pushed(tokenizer, ids, cuts)) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), cuts=CUTS, special=st.booleans())
+def test_streamed_tokens_are_decoded_tokens(kind: str, data: st.DataObject, cuts: list[int], special: bool) -> None:
+    """Any ids at all: invalid UTF-8, special tokens inside a character, ids without a piece."""
+    tokenizer = KINDS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=30))
+    assert "".join(pushed(tokenizer, ids, cuts, special)) == tokenizer.decode(ids, special)
+
+
+@given(st.binary(max_size=24), CUTS)
+@example(b"\xf0\x9f\x98", [])
+@example(b"\xed\xa0\x80\xe2\x82", [1, 1])
+@example(b"\xc3\xff\xf4\x90\x80\x80\xe2\x82\xac", [2])
+def test_streamed_bytes_are_decoded_bytes(content: bytes, cuts: list[int]) -> None:
+    """Byte by byte, so that Python's and Rust's ideas of one invalid part are compared everywhere."""
+    for kind in ("byte_level", "byte_fallback"):
+        tokenizer = KINDS[kind]
+        ids = byte_ids(tokenizer, content)
+        assert "".join(pushed(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+
+
+def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
+    spelt = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary = {tokenizer.piece(i): i for i in range(tokenizer.vocab_size)}
+    if not tokenizer.decodes_bytes:
+        return [vocabulary[f"<0x{byte:02X}>"] for byte in content]
+    piece_of: dict[int, str] = {}
+    for code in range(0x180):  # every byte occurs in the UTF-8 of one of these, or of the few after them
+        for byte, piece in zip(chr(code).encode(), spelt.pre_tokenize_str(chr(code))[0][0], strict=True):
+            piece_of[byte] = piece
+    for code in (*range(0x180, 0x800), *range(0x800, 0xD800, 0x40), *range(0x10000, 0x110000, 0x1000)):
+        for byte, piece in zip(chr(code).encode(), spelt.pre_tokenize_str(chr(code))[0][0], strict=True):
+            piece_of[byte] = piece
+    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(piece_of.values()))  # C0, C1, F5..FF: themselves
+    piece_of |= {ord(piece): piece for piece in others}
+    return [vocabulary[piece_of[byte]] for byte in content]
+
+
+@given(TEXT, CUTS)
+def test_no_piece_has_half_a_character(text: str, cuts: list[int]) -> None:
+    """Valid text never shows a replacement character that it does not contain."""
+    tokenizer = KINDS["byte_level"]
+    pieces = pushed(tokenizer, tokenizer.encode(text), cuts)
+    assert sum(piece.count("�") for piece in pieces) == text.count("�")
+    assert pieces[-1] == ""  # nothing is left when the last character is complete
+
+
+def test_an_incomplete_character_comes_out_at_flush() -> None:
+    tokenizer = KINDS["byte_level"]
+    first, *rest = byte_ids(tokenizer, "€".encode())
+    decoder = IncrementalDecoder(tokenizer)
+    assert decoder.push([first]) == ""
+    assert decoder.flush() == "�"
+    assert decoder.push([first]) == ""  # a new start after flush
+    assert decoder.push(rest) == "€"
+    assert decoder.flush() == ""
+
+
+def test_text_is_not_held_back_without_need() -> None:
+    tokenizer = KINDS["byte_level"]
+    decoder = IncrementalDecoder(tokenizer)
+    for token in tokenizer.encode("the thing"):
+        assert decoder.push([token]) == tokenizer.decode([token])
+
+
+def test_special_tokens_are_left_out_or_shown() -> None:
+    tokenizer = KINDS["byte_level"]
+    ids = tokenizer.encode("the<|im_end|>thin")
+    assert "".join(pushed(tokenizer, ids, [])) == "thethin"
+    assert "".join(pushed(tokenizer, ids, [], skip_special=False)) == "the<|im_end|>thin"
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the tokens that it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        ids = list(ids)
+        self.decoded += len(ids)
+        return super().decode(ids, skip_special)
+
+    def piece(self, token: int) -> str | None:
+        self.decoded += 1
+        return super().piece(token)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("count", [100, 1000])
+def test_the_work_of_a_push_does_not_grow(make: Callable[[], tokenizers.Tokenizer], count: int) -> None:
+    """Also in a stream of one token again and again, which may be an invalid byte that never ends."""
+    for token in (5, 130, 231):
+        tokenizer = CountingTokenizer(make())
+        decoder = IncrementalDecoder(tokenizer)
+        for _ in range(count):
+            decoder.push([token % tokenizer.vocab_size])
+        decoder.flush()
+        assert tokenizer.decoded <= 20 * count
+
+
+# --- the tokenizer -------------------------------------------------------------------------------------------------
+
+
+def folder_with(path: Path, core: tokenizers.Tokenizer | None = None, **files: Any) -> Path:
+    """A folder with tokenizer.json and JSON files (``name`` for ``name.json``)."""
+    path.mkdir(parents=True, exist_ok=True)
+    (core or byte_level()).save(str(path / "tokenizer.json"))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
+    core = byte_level()
+    core.enable_truncation(4)  # as left behind by training scripts
+    core.enable_padding(length=64)
+    core.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", pair="$A $B", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, core))
+    text = "the thin thing that they think\n" * 3
+    assert len(tokenizer.encode("the")) < 64  # not padded
+    assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+    assert tokenizer.encode(text) == [0, *tokenizer.encode(text, add_special=False)]
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.vocab_size == core.get_vocab_size(with_added_tokens=True)
+    assert not tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("files", "eos", "bos"),
+    [
+        ({}, set(), None),
+        ({"generation_config": {"eos_token_id": [2, 0]}}, {0, 2}, None),
+        ({"generation_config": {"eos_token_id": 0}, "config": {"eos_token_id": 1}}, {0}, None),
+        ({"config": {"text_config": {"eos_token_id": 1, "bos_token_id": 0}}}, {1}, 0),
+        ({"config": {"eos_token_id": 0}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, {0, 2}, None),
+        ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|endoftext|>"}}, {2}, 0),
+        ({"special_tokens_map": {"eos_token": "<|im_end|>"}, "tokenizer_config": {}}, {2}, None),
+        ({"tokenizer_config": {"eos_token": "<no such token>", "bos_token": None}}, set(), None),
+    ],
+)
+def test_where_end_and_beginning_are_declared(tmp_path: Path, files: Any, eos: set[int], bos: int | None) -> None:
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, **files))
+    assert tokenizer.eos_ids == eos
+    assert tokenizer.bos_id == bos
+
+
+def test_a_wrong_eos_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        Tokenizer.from_folder(folder_with(tmp_path, generation_config={"eos_token_id": "<|im_end|>"}))
+
+
+@pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json", "qwen.tiktoken"])
+def test_a_folder_without_tokenizer_json_names_what_is_there(tmp_path: Path, other: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / other).write_text("x")
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert other in caught.value.facts["found"]
+    assert "AutoTokenizer" in caught.value.facts["try"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe"])
+def test_a_broken_tokenizer_json_names_its_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_lone_surrogate_is_an_error_of_the_prompt() -> None:
+    with pytest.raises(PromptError, match="surrogate at character 2"):
+        KINDS["byte_level"].encode("ab\ud800")
+
+
+# --- chat templates ------------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{%- for m in messages %}\n    {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}\n"
+    "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}"
+)
+HELLO = [{"role": "user", "content": "Hi <there> & “you”"}]
+RENDERED = "<|im_start|>user\nHi <there> & “you”<|im_end|>\n"
+
+
+def with_template(path: Path, template: Any, **files: Any) -> Tokenizer:
+    config = {"chat_template": template, "eos_token": "<|im_end|>", "bos_token": {"content": "<|endoftext|>"}}
+    return Tokenizer.from_folder(folder_with(path, tokenizer_config=config, **files))
+
+
+def test_a_chat_template_is_rendered(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, CHATML)
+    assert tokenizer.has_chat_template
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == RENDERED
+    assert tokenizer.apply_chat_template(HELLO) == RENDERED + "<|im_start|>assistant\n"
+
+
+def test_a_template_file_wins_and_named_templates_are_chosen(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    tokenizer = with_template(tmp_path / "named", named)
+    assert tokenizer.apply_chat_template(HELLO) == "plain"
+    assert tokenizer.apply_chat_template(HELLO, tools=[{"name": "f"}]) == "1 tools"
+    folder = folder_with(
+        tmp_path / "files", tokenizer_config={"chat_template": "old"}, chat_template={"chat_template": "json"}
+    )
+    assert Tokenizer.from_folder(folder).apply_chat_template(HELLO) == "json"
+    (folder / "chat_template.jinja").write_text("jinja é", encoding="utf-8")
+    assert Tokenizer.from_folder(folder).apply_chat_template(HELLO) == "jinja é"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "Hi <there> & “you”"}'),
+        ("{{ {'b': 1, 'a': [1]} | tojson(indent=1) }}", '{\n "b": 1,\n "a": [\n  1\n ]\n}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{{ bos_token }}{{ eos_token }}", "<|endoftext|><|im_end|>"),
+        ("a\n  {% if true %}\nb\n  {% endif %}\n", "a\nb\n"),
+        ("{% generation %}{{ messages[0].role }}{% endgeneration %}!", "user!"),
+        ("{{ enable_thinking is defined }} {{ tools is none }}", "False True"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{%- set ns = namespace(n=0) -%}{% set ns.n = 5 %}{{ ns.n }}", "5"),
+    ],
+)
+def test_what_templates_of_the_hub_rely_on(tmp_path: Path, template: str, text: str) -> None:
+    assert with_template(tmp_path, template).apply_chat_template(HELLO) == text
+
+
+def test_variables_reach_the_template(tmp_path: Path) -> None:
+    assert with_template(tmp_path, "{{ enable_thinking }}").apply_chat_template(HELLO, enable_thinking=False) == "False"
+
+
+@pytest.mark.parametrize(
+    ("template", "fact"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("ok\n{{ 'a' + messages[0].missing.x }}", "line: 2"),
+        ("ok\n{% if %}", "line: 2"),
+        ("ok\n\n{{ 'a' + 1 }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "range"),
+        ("{% include 'x' %}", "loader"),
+    ],
+)
+def test_a_failing_template_names_its_file(tmp_path: Path, template: str, fact: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        with_template(tmp_path, template).apply_chat_template(HELLO)
+    assert fact in str(caught.value)
+    assert caught.value.facts["file"] == str(tmp_path / "tokenizer_config.json")
+
+
+def test_no_template_no_chat(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="no chat template"):
+        Tokenizer.from_folder(folder_with(tmp_path / "a")).apply_chat_template(HELLO)
+    with pytest.raises(PromptError, match="only rag"):
+        with_template(tmp_path / "b", [{"name": "rag", "template": ""}]).apply_chat_template(HELLO)
+    with pytest.raises(CheckpointError, match="a chat template is text"):
+        with_template(tmp_path / "c", [{"name": "rag"}])
+    messages: Any = ["Hi"]
+    with pytest.raises(PromptError, match="'role'"):
+        with_template(tmp_path / "d", CHATML).apply_chat_template(messages)
+
+
+# --- stop strings --------------------------------------------------------------------------------------------------
+
+
+def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Character by character: the longest stop string that the text so far ends with."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+PIECES = st.lists(st.text("ab\n", max_size=5), max_size=12)
+
+
+@given(PIECES, st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=4))
+def test_a_match_does_not_depend_on_the_pieces(pieces: list[str], stops: list[str]) -> None:
+    matcher, emitted, matched = StopMatcher(stops), "", None
+    for piece in pieces:
+        text, matched = matcher.push(piece)
+        emitted += text
+        expected, stop = naive("".join(pieces), stops)
+        assert expected.startswith(emitted)  # nothing of a match is ever let out
+        if matched is not None:
+            assert matched == stop
+    emitted += "" if matched is not None else matcher.flush()
+    assert (emitted, matched) == naive("".join(pieces), stops)
+
+
+def test_only_a_possible_beginning_is_held_back() -> None:
+    matcher = StopMatcher(["\n\nUser:", "END"])
+    assert matcher.push("fine") == ("fine", None)
+    assert matcher.push(" text\n") == (" text", None)
+    assert matcher.push("\nUse") == ("", None)
+    assert matcher.push("d") == ("\n\nUsed", None)
+    assert matcher.push("E") == ("", None)
+    assert matcher.push("ND of it") == ("", "END")
+    assert matcher.push("more") == ("", "END")
+    assert matcher.flush() == ""
+
+
+def test_what_is_held_comes_out_at_flush() -> None:
+    matcher = StopMatcher(["stop"])
+    assert matcher.push("sto") == ("", None)
+    assert matcher.flush() == "sto"
+    assert matcher.flush() == ""
+
+
+def test_no_stop_strings_let_everything_through_and_empty_ones_are_refused() -> None:
+    assert StopMatcher([]).push("abc") == ("abc", None)
+    with pytest.raises(PromptError, match="empty"):
+        StopMatcher(["a", ""])
