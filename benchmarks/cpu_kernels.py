@@ -2,9 +2,10 @@
 
     python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head]
 
-Everything is measured in one process and interleaved: each round reads a large buffer once (the bandwidth to divide by),
-then times every op for every T in turn, each call on another copy of its weights or caches, so that nothing is served
-from a cache. Minima are printed: on a shared machine they are the only figures that mean the kernel.
+Everything is measured in one process and interleaved: each round reads a large buffer once, in pieces of a few
+milliseconds (the bandwidth to divide by), then times every op for every T in turn, each call on another copy of its
+weights or caches, so that nothing is served from a cache. Minima are printed, of the pieces and of the calls: on a
+shared machine they are the only figures that mean the kernel.
 
 ``of BW`` is (bytes that must move) / time / bandwidth; ``x T=1`` is the price of more rows in one pass.
 """
@@ -31,12 +32,12 @@ HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 8, 2, 256, 2048
 DELTA = DeltaShape(key_heads=16, value_heads=16, key_dim=128, value_dim=128, kernel=4)
 ROWS = (1, 2, 4, 8, 16)
 ROTATE_BYTES = 160 << 20  # more than any L3 that this runs on keeps of it
-STREAM_BYTES = 2 << 30
+STREAM_BYTES, PIECE = 2 << 30, 64 << 20
 
 
 @attrs.frozen
 class Case:
-    """One op: ``run(T, copy)``, how many copies rotate, and the bytes that a call with T rows has to move."""
+    """One op: ``run(n, copy)``, how many copies rotate, and the bytes that a call with n rows has to move."""
 
     name: str
     run: Callable[[int, int], object]
@@ -57,10 +58,10 @@ def cases(ops: ReferenceOps) -> list[Case]:
         weight_bytes = sum(features) * k * size
         copies = max(1, -(-ROTATE_BYTES // weight_bytes))
         weights = [[torch.empty(n, k, dtype=dtype).normal_(std=0.05) for n in features] for _ in range(copies)]
-        return Case(name, lambda T, copy: run(rows(T, k), weights[copy]), copies, lambda T: weight_bytes)
+        return Case(name, lambda n, copy: run(rows(n, k), weights[copy]), copies, lambda n: weight_bytes)
 
     value = DELTA.value_heads * DELTA.value_dim
-    residual = {T: torch.randn(T, HIDDEN).to(dtype) for T in ROWS}
+    residual = {n: torch.randn(n, HIDDEN).to(dtype) for n in ROWS}
     found = [
         products("project qkv z b a", lambda x, w: ops.project(x, w), HIDDEN, DELTA.channels, value, 16, 16),
         products("project q k v", lambda x, w: ops.project(x, w), HIDDEN, 2 * HEADS * HEAD_DIM, 512, 512),
@@ -79,12 +80,12 @@ def cases(ops: ReferenceOps) -> list[Case]:
         cache.values.normal_()
         cache.length = CONTEXT
 
-    def attend(T: int, copy: int) -> Tensor:
-        both = rows(T, HEADS, 2 * HEAD_DIM)
-        k = rows(T, KV_HEADS, HEAD_DIM)
+    def attend(n: int, copy: int) -> Tensor:
+        both = rows(n, HEADS, 2 * HEAD_DIM)
+        k = rows(n, KV_HEADS, HEAD_DIM)
         return ops.attend(both[:, :, :HEAD_DIM], k, k, kv[copy], scale=HEAD_DIM**-0.5, gate=both[:, :, HEAD_DIM:])
 
-    found.append(Case(f"attend, {CONTEXT} keys", attend, len(kv), lambda T: kv_bytes))
+    found.append(Case(f"attend, {CONTEXT} keys", attend, len(kv), lambda n: kv_bytes))
 
     state_bytes = 4 * DELTA.value_heads * DELTA.key_dim * DELTA.value_dim
     layers = [ops.new_delta(DELTA) for _ in range(-(-ROTATE_BYTES // (2 * state_bytes)))]
@@ -93,55 +94,55 @@ def cases(ops: ReferenceOps) -> list[Case]:
         layer.after.zero_()
     a_log, dt_bias, taps = torch.randn(16), torch.randn(16), torch.randn(DELTA.channels, 4)
 
-    def delta(T: int, copy: int) -> Tensor:
-        gates = rows(T, 16)
-        return ops.gated_delta(rows(T, DELTA.channels), gates, gates, a_log, dt_bias, layers[copy], DELTA)
+    def delta(n: int, copy: int) -> Tensor:
+        gates = rows(n, 16)
+        return ops.gated_delta(rows(n, DELTA.channels), gates, gates, a_log, dt_bias, layers[copy], DELTA)
 
-    def replay(T: int, copy: int) -> None:
+    def replay(n: int, copy: int) -> None:
         assert layers[copy].replay is not None
-        layers[copy].replay(T)
+        layers[copy].replay(n)
 
-    found.append(Case("gated_delta", delta, len(layers), lambda T: 2 * state_bytes))
-    found.append(Case("gated_delta, replay", replay, len(layers), lambda T: 2 * state_bytes))
+    found.append(Case("gated_delta", delta, len(layers), lambda n: 2 * state_bytes))
+    found.append(Case("gated_delta, replay", replay, len(layers), lambda n: 2 * state_bytes))
     conv = [ops.new_delta(DELTA) for _ in range(4)]
     found.append(
         Case(
             "conv_window (hot)",
-            lambda T, copy: ops.conv_window(rows(T, DELTA.channels), taps, conv[copy]),
+            lambda n, copy: ops.conv_window(rows(n, DELTA.channels), taps, conv[copy]),
             4,
-            lambda T: DELTA.channels * (16 + (6 + 3 * T) * size),
+            lambda n: DELTA.channels * (16 + (6 + 3 * n) * size),
         )
     )
     scale, head_scale, rope = torch.ones(HIDDEN), torch.ones(HEAD_DIM), Rope.of(1e7, 64)
     found.append(
         Case(
             "rms_norm (hot)",
-            lambda T, copy: ops.rms_norm(rows(T, HIDDEN), scale, 1e-6),
+            lambda n, copy: ops.rms_norm(rows(n, HIDDEN), scale, 1e-6),
             1,
-            lambda T: 2 * T * HIDDEN * size,
+            lambda n: 2 * n * HIDDEN * size,
         )
     )
     found.append(
         Case(
             "norm_rope q (hot)",
-            lambda T, copy: ops.norm_rope(rows(T, HEADS, HEAD_DIM), head_scale, 1e-6, rope, CONTEXT),
+            lambda n, copy: ops.norm_rope(rows(n, HEADS, HEAD_DIM), head_scale, 1e-6, rope, CONTEXT),
             1,
-            lambda T: 2 * T * HEADS * HEAD_DIM * size,
+            lambda n: 2 * n * HEADS * HEAD_DIM * size,
         )
     )
     found.append(
         Case(
             "gated_rms_norm (hot)",
-            lambda T, copy: ops.gated_rms_norm(rows(T, 16, 128), rows(T, 16, 128), torch.ones(128), 1e-6),
+            lambda n, copy: ops.gated_rms_norm(rows(n, 16, 128), rows(n, 16, 128), torch.ones(128), 1e-6),
             1,
-            lambda T: 3 * T * value * size,
+            lambda n: 3 * n * value * size,
         )
     )
     table = torch.empty(VOCABULARY, HIDDEN, dtype=dtype)
-    found.append(Case("embed", lambda T, copy: ops.embed(table, range(T)), 1, lambda T: 2 * T * HIDDEN * size))
-    logits = {T: ops.head(rows(T, 64), torch.randn(VOCABULARY, 64).to(dtype)) for T in ROWS}
+    found.append(Case("embed", lambda n, copy: ops.embed(table, range(n)), 1, lambda n: 2 * n * HIDDEN * size))
+    logits = {n: ops.head(rows(n, 64), torch.randn(VOCABULARY, 64).to(dtype)) for n in ROWS}
     found.append(
-        Case("argmax (numpy)", lambda T, copy: logits[T].argmax(), 1, lambda T: T * VOCABULARY * np.float32().nbytes)
+        Case("argmax (numpy)", lambda n, copy: logits[n].argmax(), 1, lambda n: n * VOCABULARY * np.float32().nbytes)
     )
     return found
 
@@ -150,9 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument(
-        "--only", default="", help="words, separated by commas, that the name of a case must begin with"
-    )
+    parser.add_argument("--only", default="", help="beginnings of the names of cases, separated by commas")
     arguments = parser.parse_args()
     kernels = load_kernels()
     if isinstance(kernels, KernelsUnavailable):
@@ -166,28 +165,29 @@ def main() -> None:
     bandwidth = 0.0
     for _ in range(arguments.rounds):
         for case in chosen:
-            started = time.perf_counter()
-            stream(buffer.data_ptr(), STREAM_BYTES, torch.get_num_threads())
-            bandwidth = max(bandwidth, STREAM_BYTES / (time.perf_counter() - started))
+            for at in range(0, STREAM_BYTES, PIECE):
+                started = time.perf_counter()
+                stream(buffer.data_ptr() + at, PIECE, torch.get_num_threads())
+                bandwidth = max(bandwidth, PIECE / (time.perf_counter() - started))
             repeats = max(1, 24 // case.copies)
             for copy in range(case.copies * repeats):
-                for T in (ROWS, ROWS[::-1])[copy % 2]:  # ABBA: no T always follows the same one
-                    # A second T on the same copy would find it in the cache: each T has its own place in the rotation.
-                    own = (copy + ROWS.index(T) * case.copies // len(ROWS)) % case.copies
+                for n in (ROWS, ROWS[::-1])[copy % 2]:  # ABBA: no n always follows the same one
+                    # A second n on the same copy would find it in the cache: each n has its own place in the rotation.
+                    own = (copy + ROWS.index(n) * case.copies // len(ROWS)) % case.copies
                     started = time.perf_counter()
-                    case.run(T, own)
+                    case.run(n, own)
                     elapsed = time.perf_counter() - started
-                    best[case.name, T] = min(best.get((case.name, T), elapsed), elapsed)
+                    best[case.name, n] = min(best.get((case.name, n), elapsed), elapsed)
     print(f"{kernels.description}\n{arguments.dtype}, {torch.get_num_threads()} threads")
-    print(f"stream read {bandwidth / 1e9:.1f} GB/s (best of {arguments.rounds * len(chosen)})\n")
-    print(f"{'':24}" + "".join(f"T = {T:<20}" for T in ROWS))
+    print(f"stream read {bandwidth / 1e9:.1f} GB/s ({STREAM_BYTES >> 30} GiB in pieces of {PIECE >> 20} MiB)\n")
+    print(f"{'':24}" + "".join(f"T = {n:<20}" for n in ROWS))
     for case in chosen:
         line = f"{case.name:24}"
-        for T in ROWS:
-            elapsed = best[case.name, T]
-            share = case.moved(T) / elapsed / bandwidth
+        for n in ROWS:
+            elapsed = best[case.name, n]
+            share = case.moved(n) / elapsed / bandwidth
             cell = f"{elapsed * 1e6:.1f} us {share:.2f} BW"
-            line += f"{cell if T == 1 else cell + f' x{elapsed / best[case.name, 1]:.2f}':<24}"
+            line += f"{cell if n == 1 else cell + f' x{elapsed / best[case.name, 1]:.2f}':<24}"
         print(line)
     prefill(ops)
 

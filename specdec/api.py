@@ -39,15 +39,17 @@ def load(
     Raises: SpecdecError (CheckpointError, ConfigError, UnknownNameError, PluginError, UnsupportedError).
     """
     config = config or RunConfig()
-    target = {"model": model, "backend": backend, "dtype": dtype}
+    target: dict[str, Any] = {"model": model, "backend": backend, "dtype": dtype}
     changes = {name: value for name, value in target.items() if value is not None}
     config = attrs.evolve(config, target=attrs.evolve(config.target, **changes))
     if isinstance(depth, int):
         depth = {"name": "fixed", "depth": depth}
-    for table, choice in (("drafter", drafter), ("verifier", verifier), ("depth", depth)):
-        if choice is not None:
-            config = attrs.evolve(config, **{table: _choice(table, choice)})
-    return build(config)
+    choices: dict[str, Any] = {
+        table: _choice(table, given)
+        for table, given in (("drafter", drafter), ("verifier", verifier), ("depth", depth))
+        if given is not None
+    }
+    return build(attrs.evolve(config, **choices))
 
 
 def _choice(table: str, given: str | Mapping[str, Any]) -> Choice:

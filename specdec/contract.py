@@ -450,7 +450,7 @@ class CycleRecord:
 
 @attrs.define(kw_only=True)
 class Stats:
-    """Counters of a generation so far: the engine's own, to be read. Lists run over lookahead positions, 0 = next token.
+    """Counters of a generation so far: the engine's own, to be read. Lists run over lookahead positions.
 
     ``offered[i]``: drafts that had a token at position i. ``reached[i]``: those whose earlier tokens were all
     accepted. ``accepted[i]``: those whose token i was accepted too.

@@ -6,6 +6,7 @@ row 0 of the next verification pass. Depth 0 runs the same code and is plain dec
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from time import perf_counter
 
@@ -111,7 +112,8 @@ def _draft(sequence: Sequence, depth: int, stats: RunStats) -> Draft:
 
     def propose() -> None:
         nonlocal draft
-        draft = sequence.drafter.propose(sequence.context, depth)
+        proposed = sequence.drafter.propose(sequence.context, depth)
+        draft = Draft(tuple(map(operator.index, proposed.tokens)), proposed.probs)  # a float would become a token
 
     guarded(sequence, stats, "propose", propose)
     usable = len(draft.tokens)

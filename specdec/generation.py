@@ -44,7 +44,7 @@ def make_sampling(lm: LanguageModel, settings: GenerationConfig, *, generated_fr
     processors = []
     for choice in settings.processors:
         spec = registry().processor(choice.name, asked_by="generation.processors")
-        config = structure_choice(choice, spec.config, "generation.processors")
+        config: Any = structure_choice(choice, spec.config, "generation.processors")
         processors.append(registry().make_processor(spec, config, env))
     return Sampling(
         temperature=settings.temperature,

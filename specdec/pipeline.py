@@ -124,10 +124,10 @@ class LoadedTarget:
 def build(config: RunConfig) -> LanguageModel:
     """Load the target and compose the pipeline. Raises: SpecdecError with the reason, whatever is wrong."""
     verifier_spec = registry().verifier(config.verifier.name, asked_by=_asked_by(config.verifier, "verifier"))
-    verifier_config = structure_choice(config.verifier, verifier_spec.config, "verifier")
+    verifier_config: Any = structure_choice(config.verifier, verifier_spec.config, "verifier")
     verifier = registry().make_verifier(verifier_spec, verifier_config)
     depth_spec = registry().depth_policy(config.depth.name, asked_by=_asked_by(config.depth, "depth"))
-    depth_config = structure_choice(config.depth, depth_spec.config, "depth")
+    depth_config: Any = structure_choice(config.depth, depth_spec.config, "depth")
     named_drafter = None
     if config.drafter.name != "auto":  # a wrong name should not wait for gigabytes of weights
         named_drafter = registry().drafter(config.drafter.name, asked_by=_asked_by(config.drafter, "drafter"))
@@ -136,7 +136,7 @@ def build(config: RunConfig) -> LanguageModel:
     info = loaded.target.info
     drafter_spec = named_drafter or registry().drafter("mtp" if info.mtp_layers else "ngram", asked_by="drafter = auto")
     _check_needs(drafter_spec, info)
-    drafter_config = structure_choice(config.drafter, drafter_spec.config, "drafter")
+    drafter_config: Any = structure_choice(config.drafter, drafter_spec.config, "drafter")
     prepare, shared = drafter_spec.prepare, None
     if prepare is not None:
         shared = _constructed("drafter", drafter_spec.name, lambda: prepare(drafter_config, loaded.target))

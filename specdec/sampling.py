@@ -67,8 +67,8 @@ def uniforms(seed: int, position: int, purpose: Purpose, ids: NDArray[np.int64],
     counters[:, 1] = position
     counters[:, 2] = int(purpose)
     counters[:, 3] = cycle & 0xFFFFFFFF
-    words = philox(counters, seed)[place, ids & 3]
-    return (words.astype(np.float64) + 0.5) * 2.0**-32
+    words: Float64 = philox(counters, seed)[place, ids & 3].astype(np.float64)
+    return (words + 0.5) * 2.0**-32
 
 
 def gumbel(seed: int, position: int, ids: NDArray[np.int64], purpose: Purpose, cycle: int = 0) -> Float64:
@@ -213,10 +213,11 @@ class Rows:
                 return token
         ids, probs = survivors(self.processed(row), sampling)
         noise = gumbel(sampling.seed, position, ids, Purpose.TOKEN)
-        return int(ids[np.argmax(np.log(probs) + noise)])
+        with np.errstate(divide="ignore"):  # a probability that underflowed to 0 loses to every other
+            return int(ids[np.argmax(np.log(probs) + noise)])
 
     def logprobs(self, row: int) -> tuple[Float64, list[int]]:
-        """Raw log-probabilities ``[V]`` of the row (temperature 1, nothing processed), and its best ids as asked for."""
+        """Raw log-probabilities ``[V]`` of the row (temperature 1, nothing processed), and its best ids."""
         raw = self._logits.rows()[row - self._first].astype(np.float64)
         shifted = raw - raw.max()
         logs: Float64 = shifted - np.log(np.exp(shifted).sum())

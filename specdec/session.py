@@ -235,13 +235,18 @@ class Stream:
         self._reason: str | None = None
         self._result: Result | None = None
         self.stopping = False
+        self._over = False
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        try:
+            return next(self._pieces)
+        except BaseException:  # the end, an error, an interruption: the generator cannot go on after any of them
+            self._over = True
+            raise
 
     def stop(self) -> None:
         """Ask the generation to end after the present cycle; safe from a signal handler or another thread."""
@@ -250,12 +255,12 @@ class Stream:
     @property
     def finished(self) -> bool:
         """Whether the generation is over (also after an error, which leaves the session usable)."""
-        return self._result is not None or self._pieces.gi_frame is None
+        return self._over
 
     @property
     def result(self) -> Result:
         """The result; generates what is left first."""
-        for _ in self._pieces:
+        for _ in self:
             pass
         if self._result is None:
             raise StateError("this generation ended with an error and has no result")

@@ -73,7 +73,7 @@ def read_session(path: Path, info: ModelInfo) -> SavedSession:
         with safetensors.safe_open(path, framework="pt") as file:
             described = _described(file.metadata(), path)
             _check(described, info, path)
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a mapping)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise SessionFileError(f"this is no complete session file: {error}", file=path) from error
     missing = [name for name in described["arrays"] if f"state.{name}" not in tensors]

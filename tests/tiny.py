@@ -8,6 +8,7 @@ Nothing here is a test. ``conftest.py`` caches the folders per session.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -399,7 +400,6 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
     from specdec.drafters.none import NoDrafter
     from specdec.pipeline import LanguageModel
     from specdec.policies.fixed import FixedConfig, FixedPolicy
-    from specdec.text import Tokenizer
     from specdec.verifiers.strict import StrictVerifier
 
     make_drafter = drafter or (lambda env: NoDrafter(None, env))
@@ -408,7 +408,7 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
     return LanguageModel(
         config=config,
         target=target,
-        tokenizer=Tokenizer.from_folder(folder),
+        tokenizer=_tokenizer(folder),
         drafter_spec=DrafterSpec(name="tested", factory=lambda config, env: make_drafter(env)),
         drafter_config=None,
         drafter_shared=None,
@@ -417,6 +417,13 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
         depth_config=None,
         notices=(),
     )
+
+
+@functools.cache
+def _tokenizer(folder: pathlib.Path) -> Any:
+    from specdec.text import Tokenizer
+
+    return Tokenizer.from_folder(folder)
 
 
 def state_arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
@@ -436,11 +443,19 @@ def assert_same_bits(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch
 
 def plain_run(target: Any, prompt: Sequence[int], count: int) -> list[int]:
     """``count`` greedy tokens after ``prompt``, one row per pass: what every speculative run is compared with."""
-    state = target.new_state(len(prompt) + count)
-    if len(prompt) > 1:
-        target.prefill(state, prompt[:-1])
-    tokens = [prompt[-1]]
+    state, tokens = held(target, prompt), [prompt[-1]]
     for _ in range(count):
         tokens += target.decode(state, tokens[-1:]).need_logits().argmax()
         target.commit(state, 1)
     return tokens[1:]
+
+
+def held(target: Any, prompt: Sequence[int], generated: Sequence[int] = ()) -> Any:
+    """A fresh state that holds all tokens but the last: the prompt prefilled at once, the others row by row."""
+    state = target.new_state(target.info.max_positions)
+    if len(prompt) > 1:
+        target.prefill(state, prompt[:-1])
+    for token in [prompt[-1], *generated][: len(generated)]:
+        target.decode(state, [token])
+        target.commit(state, 1)
+    return state

@@ -2,8 +2,8 @@
 
 A backend implements these once; ``specdec.backends.cpu.reference`` is the truth that the others are tested against.
 
-Axes: T rows (consecutive token positions of one sequence, no batch axis), H hidden, N output features, nq / nkv query and
-key-value heads, D head size, R rotary dimensions, C convolution channels, Hk / Hv key and value heads of a linear
+Axes: T rows (consecutive token positions of one sequence, no batch axis), H hidden, N output features, nq / nkv query
+and key-value heads, D head size, R rotary dimensions, C convolution channels, Hk / Hv key and value heads of a linear
 layer, Dk / Dv their sizes, V vocabulary. "act" is the activation dtype (bfloat16 or float32).
 
 **Row invariance** is part of the contract: the bits of row t of any result depend on row t of the inputs and on the
@@ -175,8 +175,8 @@ class Ops(Protocol):
     ) -> Array:
         """The gated delta rule, token by token in float32: ``[T, Hv, Dv]`` act.
 
-        ``u [T, C]`` holds q, k ``[Hk, Dk]`` and v ``[Hv, Dv]`` of each row; a, b ``[T, Hv]``. Value head h uses key head
-        ``h // (Hv / Hk)``. With q and k L2-normalised (eps 1e-6 inside the root), q scaled by Dk^-0.5,
+        ``u [T, C]`` holds q, k ``[Hk, Dk]`` and v ``[Hv, Dv]`` of each row; a, b ``[T, Hv]``. Value head h uses
+        key head ``h // (Hv / Hk)``. With q and k L2-normalised (eps 1e-6 inside the root), q scaled by Dk^-0.5,
         ``beta = sigmoid(b)`` and ``g = -exp(a_log) * softplus(a + dt_bias)``:
 
             S = S exp(g);  d = beta (v - S^T k);  S = S + k d^T;  o = S^T q

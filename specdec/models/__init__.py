@@ -1,1 +1,1 @@
-"""Model families, written once over Ops. Start with ``decoder.py`` (the pieces), then a family such as ``qwen3_5.py``."""
+"""Model families, written once over Ops: ``decoder.py`` has the pieces, ``qwen3_5.py`` and others put them together."""

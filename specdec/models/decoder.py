@@ -6,7 +6,7 @@ committed length.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 
@@ -19,8 +19,8 @@ class Mixer(Protocol):
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for one sequence."""
 
-    def __call__(self, x: Array, residual: Array, cache: Cache) -> Array:
-        """``residual + mixer(x)``."""
+    def __call__(self, x: Array, residual: Array, cache: Any) -> Array:
+        """``residual + mixer(x)``; ``cache`` is one that ``new_cache`` of the same mixer made."""
 
 
 @attrs.frozen(kw_only=True)
@@ -28,8 +28,8 @@ class Attention:
     """Grouped-query attention with optional q/k norm and sigmoid output gate.
 
     With ``gated`` the query projection is twice as wide, query and gate interleaved **per head**:
-    ``q_proj(y).view(T, nq, 2, D)``. The gate is always a sigmoid, whatever ``output_gate_type`` says (that field is about
-    the delta-rule layers).
+    ``q_proj(y).view(T, nq, 2, D)``. The gate is always a sigmoid, whatever ``output_gate_type`` says (that field
+    is about the delta-rule layers).
     """
 
     ops: Ops

@@ -30,6 +30,7 @@ class MarginVerifier(Verifier):
 
     def __init__(self, config: MarginConfig) -> None:
         self._margin = config.margin
+        self.bound = config.margin
 
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
         check_rows(draft, logits)

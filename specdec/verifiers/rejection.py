@@ -82,7 +82,7 @@ def accept_chain(
     """
     for row, token in enumerate(tokens):
         target = target_law(row)
-        draft = _point_mass(token, len(target)) if draft_laws is None else np.asarray(draft_laws[row], np.float64)
+        draft = _point_mass(token, target) if draft_laws is None else _wide(draft_laws[row])
         if not accepts[row] * draft[token] < target[token]:
             return row, residual(target, draft)
     return len(tokens), target_law(len(tokens))
@@ -95,7 +95,8 @@ def accept_block(
 
     Sun et al. 2024, algorithm 2; ``kept`` is their p_i, ``spare`` the mass s_i of the scaled residual.
     """
-    kept, best, best_law = 1.0, 0, None
+    kept: float = 1  # ints, here and below: they leave fractions exact
+    best, best_law = 0, None
     count = len(tokens)
     for row in range(count + 1):
         target = target_law(row)
@@ -103,29 +104,34 @@ def accept_block(
             if row == 0 or accepts[row - 1] <= kept:
                 return count, target
             break
-        draft = np.asarray(draft_laws[row], np.float64)
-        scaled = np.maximum(kept * target - draft, 0.0)
-        spare = float(scaled.sum())
-        passes = row == 0 or kept >= 1.0 or accepts[row - 1] <= spare / (spare + 1.0 - kept)
+        draft = _wide(draft_laws[row])
+        scaled = np.maximum(kept * target - draft, 0)
+        spare = scaled.sum()
+        passes = row == 0 or kept >= 1 or accepts[row - 1] <= spare / (spare + 1 - kept)
         if passes:
             best, best_law = row, (scaled / spare if spare > 0 else target)
         token = tokens[row]
-        kept = min(1.0, kept * target[token] / draft[token]) if target[token] > 0 else 0.0
+        kept = min(1, kept * target[token] / draft[token]) if target[token] > 0 else 0
     assert best_law is not None  # row 0 always passes
     return best, best_law
 
 
 def residual(target: Float64, draft: Float64) -> Float64:
     """``norm(max(0, target - draft))`` of two laws ``[V]``; equal laws leave no residual and give the target."""
-    rest = np.maximum(target - draft, 0.0)
+    rest = np.maximum(target - draft, 0)
     mass = rest.sum()
     return rest / mass if mass > 0 else target
 
 
-def _point_mass(token: int, size: int) -> Float64:
-    law = np.zeros(size)
-    law[token] = 1.0
+def _point_mass(token: int, like: Float64) -> Float64:
+    law = np.zeros_like(like)
+    law[token] = 1
     return law
+
+
+def _wide(law: Float64Like) -> Float64:
+    """Float32 laws of drafters as float64; fractions, with which the rules are proved, as they are."""
+    return law.astype(np.float64) if law.dtype == np.float32 else law
 
 
 def _check_honest(draft: Draft) -> None:

@@ -99,7 +99,7 @@ class SuffixAutomaton:
                 link[split] = link[new] = clone
         former = self._last, self._capped
         self._last, self._size = new, self._size + 1
-        self._capped = edges[self._capped][token]
+        self._capped = self._cut(edges[self._capped][token], self.max_match + 1)
         recents = []
         counted = self._capped
         while length[counted] >= self.min_match:

@@ -14,7 +14,7 @@ from specdec_suffix.automaton import ROOT, SuffixAutomaton
 class SuffixConfig:
     """What counts as a match, and how much is drafted from it."""
 
-    min_match: int = attrs.field(default=2, validator=between(1, 64))  # tokens of the shortest match used
+    min_match: int = attrs.field(default=1, validator=between(1, 64))  # tokens of the shortest match used
     max_match: int = attrs.field(default=32, validator=between(1, 256))  # longer matches count as this long
     max_draft: int = attrs.field(default=15, validator=between(1, 255))  # tokens of the longest draft
     factor: float = attrs.field(default=2.0, validator=between(0.1, 100.0))  # draft at most factor * match tokens

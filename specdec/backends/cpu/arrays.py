@@ -48,7 +48,7 @@ class CpuLogits(Logits):
         self._rows: Float32 = array.numpy()
 
     def __len__(self) -> int:
-        return self._rows.shape[0]
+        return int(self._rows.shape[0])
 
     def argmax(self) -> list[int]:
         best: list[int] = self._rows.argmax(axis=1).tolist()  # numpy: first of equals, and a NaN wins

@@ -8,6 +8,7 @@ that would make an address mean something else (dtype, layout, shape) is checked
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -19,14 +20,38 @@ from specdec.backends.cpu.compiler import Kernels
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.errors import ContractError, ShapeError, UnsupportedError
+from specdec.sampling import Purpose
 
 MAX_TAPS = 8  # kernels/delta.cpp
 MAX_WEIGHTS = 16  # kernels/dense.cpp, project
+MAX_KNOWN = 8192  # weights whose layout is remembered
 
 _empty = torch.empty
 _threads = torch.get_num_threads
 _Pointers = [ctypes.c_void_p * n for n in range(MAX_WEIGHTS + 1)]
 _Sizes = [ctypes.c_int64 * n for n in range(MAX_WEIGHTS + 1)]
+
+
+class NativeLogits(CpuLogits):
+    """Logits that are sampled where they lie, in one pass over the row."""
+
+    __slots__ = ("_array", "_choose")
+
+    def __init__(self, array: Tensor, choose: ctypes._NamedFuncPointer) -> None:
+        super().__init__(array)
+        self._array = array
+        self._choose = choose
+
+    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int:
+        size = self._array.shape[1]
+        at = self._array.data_ptr() + 4 * size * row
+        token: int = self._choose(at, size, scale, seed, position, int(Purpose.TOKEN))
+        if token < 0:
+            raise ContractError(
+                f"the target's logits of row {row} are not finite",
+                try_="specdec info MODEL (the weight audit), or dtype = float32",
+            )
+        return token
 
 
 class NativeOps(ReferenceOps):
@@ -35,7 +60,8 @@ class NativeOps(ReferenceOps):
     def __init__(self, dtype: torch.dtype, kernels: Kernels) -> None:
         super().__init__(dtype, kernels=kernels.description)
         self.parity_reason = "every output has its own accumulators, filled in an order that only its length sets"
-        self._frequencies: dict[int, tuple[Rope, Tensor]] = {}
+        self._frequencies: dict[int, tuple[Rope, Tensor, int]] = {}
+        self._weights: dict[int, tuple[weakref.ref[Tensor], int, int, int, int]] = {}
         name = {torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
 
         def function(op: str, arguments: str) -> ctypes._NamedFuncPointer:
@@ -53,27 +79,48 @@ class NativeOps(ReferenceOps):
         self._conv_window = function("conv_window", "ppiiipippi")
         self._gated_delta = function("gated_delta", "iiiipppppppipi")
         self._embed = kernels.function("embed_rows", "piiipip", ctypes.c_int64)
+        self._noisy_argmax = kernels.function("noisy_argmax", "pifiii", ctypes.c_int64)
 
     # --- what an address must mean ---------------------------------------------------------------------------------
 
+    # Contiguity is asked first because it is what nearly always holds and costs a quarter of reading the strides.
+
     def _rows(self, x: Tensor, op: str) -> tuple[int, int, int, int]:
         """Address, row stride, rows and length of ``[T, H]`` activations."""
-        if x.dtype is not self.dtype or x.ndim != 2 or x.stride(1) != 1:
-            raise self._refused(op, "x", x, "[T, H]")
-        rows, length = x.shape
-        return x.data_ptr(), x.stride(0), rows, length
+        shape = x.shape
+        if x.dtype is self.dtype and len(shape) == 2:
+            rows, length = shape
+            if x.is_contiguous():
+                return x.data_ptr(), length, rows, length
+            row_stride, stride = x.stride()
+            if stride == 1:
+                return x.data_ptr(), row_stride, rows, length
+        raise self._refused(op, "x", x, "[T, H]")
 
     def _matrix(self, w: Tensor, length: int, op: str) -> tuple[int, int, int]:
         """Address, row stride and output features of a weight ``[N, length]``."""
-        if w.dtype is not self.dtype or w.ndim != 2 or w.stride(1) != 1 or w.shape[1] != length:
+        at = w.data_ptr()
+        known = self._weights.get(id(w))  # weights are few and read on every pass: what they are is asked once
+        if known is None or known[0]() is not w or known[1] != at:
+            if w.dtype is not self.dtype or w.ndim != 2 or w.stride(1) != 1:
+                raise self._refused(op, "weight", w, f"[N, {length}]")
+            if len(self._weights) >= MAX_KNOWN:  # somebody makes new weights for every pass
+                self._weights.clear()
+            known = self._weights[id(w)] = (weakref.ref(w), at, w.stride(0), w.shape[0], w.shape[1])
+        if known[4] != length:
             raise self._refused(op, "weight", w, f"[N, {length}]")
-        return w.data_ptr(), w.stride(0), w.shape[0]
+        return at, known[2], known[3]
 
     def _heads(self, x: Tensor, op: str, name: str) -> tuple[int, int, int]:
         """Address, row stride and head stride of ``[T, n, D]`` activations."""
-        if x.dtype is not self.dtype or x.ndim != 3 or x.stride(2) != 1:
-            raise self._refused(op, name, x, "[T, n, D]")
-        return x.data_ptr(), x.stride(0), x.stride(1)
+        shape = x.shape
+        if x.dtype is self.dtype and len(shape) == 3:
+            if x.is_contiguous():
+                return x.data_ptr(), shape[1] * shape[2], shape[2]
+            row_stride, head_stride, stride = x.stride()
+            if stride == 1:
+                return x.data_ptr(), row_stride, head_stride
+        raise self._refused(op, name, x, "[T, n, D]")
 
     def _floats(self, x: Tensor, size: int, op: str, name: str) -> int:
         """Address of a contiguous float32 parameter of ``size`` elements."""
@@ -116,11 +163,8 @@ class NativeOps(ReferenceOps):
         count = len(weights)
         if count > MAX_WEIGHTS:
             raise UnsupportedError(f"project takes up to {MAX_WEIGHTS} weights, got {count}")
-        matrices = [self._matrix(w, length, "project") for w in weights]
-        addresses, strides, features = zip(*matrices, strict=True)
-        dtype = self.dtype
-        outs = tuple([_empty(rows, n, dtype=dtype) for n in features])
-        kept: list[Tensor | None] = []
+        addresses, strides, features = zip(*[self._matrix(w, length, "project") for w in weights], strict=True)
+        outs = tuple([_empty(rows, n, dtype=self.dtype) for n in features])
         bias_addresses = None
         if biases and any(bias is not None for bias in biases):
             kept = [None if bias is None else bias.float() for bias in biases]
@@ -128,9 +172,10 @@ class NativeOps(ReferenceOps):
                 0 if bias is None else self._floats(bias, n, "project", "bias")
                 for bias, n in zip(kept, features, strict=True)
             ])  # fmt: skip
+        pointers, sizes = _Pointers[count], _Sizes[count]
         self._project(
-            at, stride, rows, length, count, _Pointers[count](*addresses), _Sizes[count](*strides),
-            _Sizes[count](*features), bias_addresses, _Pointers[count](*[out.data_ptr() for out in outs]), _threads(),
+            at, stride, rows, length, count, pointers(*addresses), sizes(*strides), sizes(*features), bias_addresses,
+            pointers(*[out.data_ptr() for out in outs]), _threads(),
         )  # fmt: skip
         return outs
 
@@ -163,7 +208,7 @@ class NativeOps(ReferenceOps):
         w, w_stride, features = self._matrix(weight, length, "head")
         out = _empty(rows, features, dtype=torch.float32)
         self._head(at, stride, rows, length, w, w_stride, features, out.data_ptr(), _threads())
-        return CpuLogits(out)
+        return NativeLogits(out, self._noisy_argmax)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.ndim != 2:
@@ -182,14 +227,15 @@ class NativeOps(ReferenceOps):
         rows, heads, dim = x.shape
         held = self._frequencies.get(id(rope))  # by identity: hashing 32 floats costs more than the kernel
         if held is None or held[0] is not rope:
-            held = self._frequencies[id(rope)] = (rope, torch.tensor(rope.inv_freq, dtype=torch.float32))
+            frequencies = torch.tensor(rope.inv_freq, dtype=torch.float32)
+            held = self._frequencies[id(rope)] = (rope, frequencies, frequencies.data_ptr())
         half = len(rope.inv_freq)
         if 2 * half > dim:
             raise ShapeError(f"norm_rope turns {2 * half} dimensions, the heads have {dim}")
         scale = 0 if weight is None else self._floats(weight, dim, "norm_rope", "weight")
         out = _empty(rows, heads, dim, dtype=self.dtype)
         self._norm_rope(
-            at, row_stride, head_stride, rows, heads, dim, scale, eps, held[1].data_ptr(), half, position,
+            at, row_stride, head_stride, rows, heads, dim, scale, eps, held[2], half, position,
             out.data_ptr(), _threads(),
         )  # fmt: skip
         return out

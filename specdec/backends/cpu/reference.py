@@ -177,7 +177,8 @@ def _delta_row(
 ) -> Tensor:
     """One token of the gated delta rule; updates ``state [Hv, Dk, Dv]`` in place and gives o ``[Hv, Dv]`` float32."""
     keys = shape.key_heads * shape.key_dim
-    q, k, v = u.float().split([keys, keys, shape.value_heads * shape.value_dim])
+    wide = u.float()
+    q, k, v = wide[:keys], wide[keys : 2 * keys], wide[2 * keys :]
     repeats = shape.value_heads // shape.key_heads
     q = _unit(q.view(shape.key_heads, -1)).repeat_interleave(repeats, 0) * shape.key_dim**-0.5
     k = _unit(k.view(shape.key_heads, -1)).repeat_interleave(repeats, 0)

@@ -37,8 +37,11 @@ template <class T>
 void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w, int64_t stride, int64_t n,
                    float* out) {
     const T* from = x.data + first_row * x.stride;
-    // The rows of the group after the next: one group is too near to arrive in time, three fall out of L1 again.
-    const auto ahead = [&](int64_t tile) { return 2 * weight_rows(tile) * stride * (int64_t)sizeof(T); };
+    // Prefetch 4 to 8 rows on: fewer do not arrive in time, more fall out of L1 again.
+    const auto ahead = [&](int64_t tile) {
+        const int64_t held = weight_rows(tile);
+        return (held < 4 ? 2 * held : held) * stride * (int64_t)sizeof(T);
+    };
     if (rows <= MAX_TILE) {
         const int64_t bytes = rows * x.k * (int64_t)sizeof(T);
         const int64_t parts = bytes <= NEAR_BYTES ? 1 : (bytes + PART_BYTES - 1) / PART_BYTES;

@@ -1,0 +1,330 @@
+"""Every output under a grammar is one of its sentences, and no draft can change which."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from specdec.contract import Context, Draft, Drafter, Sampling
+from specdec.engine import Sequence as EngineSequence
+from specdec.engine import run_cycle
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.processors.grammar import GrammarConfig, GrammarProcessor
+from specdec.telemetry import RunStats
+from specdec.testing.models import TableModel
+from specdec.verifiers.strict import StrictVerifier
+from tests.processors import words
+
+pytest.importorskip("llguidance", reason="the extra is not installed: pip install 'specdec-framework[grammar]'")
+
+ENDS = frozenset(words.end_tokens())
+V = words.vocab_size()
+PROMPT = words.tokenizer().encode("ab12")  # would itself be illegal under most grammars: only the output counts
+LONGEST = 80  # tokens of an output; the grammars below end long before, JSON strings may not
+
+# --- grammars, each with a check that knows nothing of llguidance ------------------------------------------------------
+
+_ATOMS = st.sampled_from(["a", "b", "t", "true", "12", "[ab]", "[^t]", "é"])
+
+
+def _joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    bounds = st.sampled_from(["?", "{2}", "{0,2}", "{1,3}"])
+    return st.one_of(
+        st.lists(inner, min_size=2, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+        st.tuples(inner, bounds).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+    )
+
+
+REGEXES = st.recursive(_ATOMS, _joined, max_leaves=6)
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"enum": ["abc", "ab", 12, None, True]},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}, "required": ["a"],
+     "additionalProperties": False},
+    {"type": "object", "properties": {"ab": {"type": "string", "maxLength": 4}}, "required": ["ab"],
+     "additionalProperties": False},
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 120}, "maxItems": 2},
+]  # fmt: skip
+
+
+def conforms(value: Any, schema: dict[str, Any]) -> bool:
+    """JSON Schema, as far as SCHEMAS use it."""
+    if "enum" in schema:
+        return any(type(value) is type(choice) and value == choice for choice in schema["enum"])
+    match schema["type"]:
+        case "object":
+            properties = schema["properties"]
+            return (
+                isinstance(value, dict)
+                and set(schema["required"]) <= set(value) <= set(properties)
+                and all(conforms(item, properties[key]) for key, item in value.items())
+            )
+        case "array":
+            sized = isinstance(value, list) and schema.get("minItems", 0) <= len(value) <= schema["maxItems"]
+            return sized and all(conforms(item, schema["items"]) for item in value)
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "string":
+            return isinstance(value, str) and len(value) <= schema["maxLength"]
+        case kind:
+            return {"boolean": bool, "null": type(None)}[kind] is type(value)
+
+
+BALANCED = 'start: "(" start ")" | "[" start "]" | "ab"'
+
+
+def balanced(text: str) -> bool:
+    """Whether ``text`` is a sentence of BALANCED."""
+    while text != "ab":
+        if len(text) < 2 or (text[0], text[-1]) not in {("(", ")"), ("[", "]")}:
+            return False
+        text = text[1:-1]
+    return True
+
+
+# --- generation --------------------------------------------------------------------------------------------------------
+
+
+class Scripted(Drafter):
+    """Drafts from a list of guesses about the output, each with one token replaced; also illegal and end tokens."""
+
+    def __init__(self, output: Sequence[int], script: Sequence[tuple[int, int, int]]) -> None:
+        self._output, self._script = list(output), list(script)
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        if not self._script:
+            return Draft()
+        length, at, token = self._script[context.cycle % len(self._script)]
+        done = len(context) - len(PROMPT)
+        guess = self._output[done : done + length]
+        if at < len(guess):
+            guess[at] = token
+        elif at == len(guess):
+            guess.append(token)
+        return Draft(tuple(guess[:depth]))
+
+
+SCRIPTS = st.lists(
+    st.tuples(st.integers(0, 8), st.integers(0, 9), st.sampled_from([*range(0, V, 7), *ENDS, words.PADDING])),
+    max_size=6,
+)
+
+
+def generate(
+    target: TableModel,
+    config: GrammarConfig,
+    drafter: Drafter | None = None,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    depth: int = 8,
+) -> list[int]:
+    """The output under a grammar: its tokens, the end token included where it ended."""
+    tokens, stats = list(PROMPT), RunStats()
+    processor = GrammarProcessor(config, words.env(len(PROMPT)))
+    sampling = Sampling(temperature=temperature, seed=seed, processors=(processor,))
+    state = target.new_state(LONGEST + 32)
+    target.prefill(state, tokens[:-1])
+    sequence = EngineSequence(
+        target=target,
+        state=state,
+        drafter=drafter or Scripted([], []),
+        verifier=StrictVerifier(),
+        tokens=tokens,
+        context=Context(tokens, sampling, generated_from=len(PROMPT)),
+    )
+
+    def cut(emitted: tuple[int, ...]) -> int:
+        return next((i for i, token in enumerate(emitted, start=1) if token in ENDS), len(emitted))
+
+    while len(tokens) - len(PROMPT) < LONGEST and tokens[-1] not in ENDS:
+        run_cycle(sequence, depth, cut, stats)
+    assert stats.inactive_reason == ""
+    return tokens[len(PROMPT) :][:LONGEST]
+
+
+def text_of(output: Sequence[int]) -> str:
+    """The text without its end token."""
+    return words.tokenizer().decode([token for token in output if token not in ENDS])
+
+
+MODELS = st.integers(0, 20).map(lambda seed: TableModel.random(V, order=1, seed=seed, peak=0.3, tilt=2.0))
+LAWS = {"temperature": st.sampled_from([0.0, 1.0, 3.0]), "seed": st.integers(0, 99)}
+
+
+@given(REGEXES, MODELS, st.fixed_dictionaries(LAWS))
+@example("[^a-y]{1,3}z", TableModel.random(V, order=1, seed=1), {"temperature": 1.0, "seed": 3})
+def test_output_under_a_regular_expression_matches_it(regex, target, law):
+    output = generate(target, GrammarConfig(regex=regex), **law)
+    assert output[-1] in ENDS
+    assert re.fullmatch(regex, text_of(output))
+
+
+@given(st.sampled_from(SCHEMAS), st.booleans(), MODELS, st.fixed_dictionaries(LAWS))
+def test_output_under_a_schema_is_json_of_that_schema(schema, whitespace, target, law):
+    output = generate(target, GrammarConfig(json_schema=schema, whitespace=whitespace), **law)
+    if output[-1] in ENDS:
+        text = text_of(output)
+        assert conforms(json.loads(text), schema)
+        if not whitespace and "maxLength" not in str(schema):
+            assert text == json.dumps(json.loads(text), separators=(",", ":"))
+    else:
+        assert whitespace  # JSON may hold any amount of it, which is why it can be switched off
+
+
+@given(MODELS, st.fixed_dictionaries(LAWS))
+def test_output_under_a_context_free_grammar_is_a_sentence_of_it(target, law):
+    output = generate(target, GrammarConfig(lark=BALANCED), **law)
+    assert balanced(text_of(output)) or output[-1] not in ENDS
+
+
+CONFIGS = st.one_of(
+    REGEXES.map(lambda regex: GrammarConfig(regex=regex)),
+    st.sampled_from(SCHEMAS).map(lambda schema: GrammarConfig(json_schema=schema)),
+    st.just(GrammarConfig(lark=BALANCED)),
+)
+
+
+@given(CONFIGS, MODELS, st.fixed_dictionaries(LAWS), SCRIPTS, st.integers(1, 8))
+def test_no_draft_changes_the_output(config, target, law, script, depth):
+    plain = generate(target, config, **law)
+    assert generate(target, config, Scripted(plain, script), depth=depth, **law) == plain
+
+
+# --- the processor by itself -------------------------------------------------------------------------------------------
+
+
+def allowed(processor: GrammarProcessor, history: Sequence[int]) -> set[int]:
+    """The tokens that may follow."""
+    masked = processor.process(np.zeros(V, np.float32), [*PROMPT, *history])
+    assert masked.dtype == np.float32
+    assert set(np.unique(masked)) <= {0.0, -np.inf}
+    return set(np.flatnonzero(masked == 0).tolist())
+
+
+def fresh(config: GrammarConfig) -> GrammarProcessor:
+    return GrammarProcessor(config, words.env(len(PROMPT)))
+
+
+HISTORIES = st.lists(st.tuples(st.integers(0, 40), SCRIPTS), min_size=1, max_size=4)
+
+
+@given(CONFIGS, MODELS, HISTORIES)
+def test_what_it_returns_depends_on_the_history_alone(config, target, histories):
+    processor, output = fresh(config), generate(target, config, temperature=1.0)
+    for length, script in histories:
+        history = [*output[:length], *(token for _, at, token in script if at < 3)]
+        assert allowed(processor, history) == allowed(fresh(config), history)
+        processor.legal(output[length:], Context([*PROMPT, *output[:length]]))
+        assert allowed(processor, output[:length]) == allowed(fresh(config), output[:length])
+
+
+@given(CONFIGS, MODELS, HISTORIES)
+def test_legal_ends_at_the_first_token_that_the_mask_forbids(config, target, histories):
+    processor, output = fresh(config), generate(target, config, temperature=1.0)
+    for length, script in histories:
+        history, draft = output[:length], output[length : length + 6]
+        for _, at, token in script[:2]:
+            draft[at : at + 1] = [token]
+        expected = 0
+        while expected < len(draft) and draft[expected] in allowed(fresh(config), [*history, *draft[:expected]]):
+            expected += 1
+        assert processor.legal(draft, Context([*PROMPT, *history])) == expected
+
+
+@given(REGEXES, MODELS)
+def test_end_tokens_are_allowed_exactly_where_the_text_is_a_sentence(regex, target):
+    config = GrammarConfig(regex=regex)
+    processor, output = fresh(config), generate(target, config, temperature=1.0)
+    for length in range(len(output)):
+        before = words.tokenizer().decode(output[:length], skip_special=False)
+        whole = re.fullmatch(regex, before) is not None and "\ufffd" not in before
+        assert (allowed(processor, output[:length]) & ENDS) == (ENDS if whole else set())
+
+
+def test_nothing_but_the_end_follows_a_finished_text():
+    processor, encode = fresh(GrammarConfig(regex="true|truer")), words.tokenizer().encode
+    first = words.end_tokens()[0]
+    assert allowed(processor, encode("true")) == {*ENDS, *encode("r")}
+    assert allowed(processor, encode("truer")) == ENDS
+    assert allowed(processor, [*encode("true"), first]) == ENDS  # after an end token
+    assert allowed(processor, encode("tx")) == ENDS  # after what is no beginning of a sentence
+    assert allowed(processor, encode("tru")) == set(encode("e"))
+    assert processor.legal([*encode("true"), first, *encode("r")], Context(PROMPT)) == len(encode("true")) + 1
+
+
+def test_a_padding_token_of_the_model_is_never_allowed():
+    processor = fresh(GrammarConfig(regex="(?s:.*)"))
+    padding = set(range(words.tokenizer().vocab_size, V))
+    assert not allowed(processor, []) & padding
+    assert processor.legal(sorted(padding), Context(PROMPT)) == 0
+    assert allowed(processor, sorted(padding)) == ENDS
+
+
+def test_a_compiled_grammar_is_kept_and_not_shared():
+    config = GrammarConfig(regex="ab*c")
+    first, second = fresh(config), fresh(config)
+    before = allowed(second, [])
+    allowed(first, words.tokenizer().encode("abb"))
+    assert allowed(second, []) == before
+
+
+# --- what cannot be used -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GrammarConfig(regex="a(b"), "the regex cannot be used as a grammar: .*unclosed group"),
+        (GrammarConfig(lark="start: nothere"), "the lark cannot be used as a grammar: .*nothere"),
+        (GrammarConfig(json_schema='{"type": "foo"}'), "the json_schema cannot be used as a grammar: .*foo"),
+        (GrammarConfig(json_schema='{"not": {}}'), "the json_schema cannot be used as a grammar: .*not"),
+        (GrammarConfig(json_schema='{"type": '), "the json_schema cannot be used as a grammar: no JSON"),
+        (GrammarConfig(json_schema="missing.json"), "cannot read the json_schema file 'missing.json'"),
+        (GrammarConfig(lark="missing.lark"), "cannot read the lark file 'missing.lark'"),
+    ],
+)
+def test_an_unusable_grammar_is_an_error_with_its_reason(config, message):
+    with pytest.raises(ConfigError, match=message):
+        fresh(config)
+
+
+def test_a_schema_and_a_grammar_may_be_files(tmp_path):
+    (tmp_path / "schema.json").write_text('{"enum": ["ab"]}')
+    (tmp_path / "balanced.lark").write_text(BALANCED)
+    encode = words.tokenizer().encode
+    assert allowed(fresh(GrammarConfig(json_schema=str(tmp_path / "schema.json"))), encode('"ab"')) == ENDS
+    assert allowed(fresh(GrammarConfig(lark=str(tmp_path / "balanced.lark"))), encode("(ab)")) == ENDS
+
+
+def test_a_tokenizer_without_an_end_cannot_end_a_grammar():
+    import attrs
+
+    with pytest.raises(ConfigError, match="needs an end token"):
+        GrammarProcessor(GrammarConfig(regex="a"), attrs.evolve(words.env(), end_tokens=()))
+
+
+def test_a_grammar_that_no_token_can_spell_says_so():
+    import attrs
+    import tokenizers
+
+    from specdec.text import Tokenizer
+
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "<e>": 1}, merges=[]))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.add_special_tokens(["<e>"])
+    env = attrs.evolve(words.env(), tokenizer=Tokenizer(core), vocab_size=2, end_tokens=(1,))
+    processor = GrammarProcessor(GrammarConfig(regex="ab"), env)
+    assert processor.process(np.zeros(2, np.float32), []).tolist() == [0.0, -np.inf]
+    with pytest.raises(UnsupportedError, match="cannot go on after 1 tokens"):
+        processor.process(np.zeros(2, np.float32), [0])

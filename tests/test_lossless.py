@@ -1,0 +1,343 @@
+"""The promise: whatever is drafted, at whatever depth, ``strict`` gives the tokens of plain decoding, bit for bit.
+
+Tokens alone would not show a wrong state for a while, so after each run the state's bits (keys and values, convolution
+window, recurrent matrix, last hidden state) are compared with those of a run that never speculated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from specdec.contract import (
+    CycleRecord,
+    DepthPolicy,
+    Draft,
+    Drafter,
+    NoConfig,
+    Parity,
+    Stats,
+    Verdict,
+)
+from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from tests import tiny
+
+VOCAB = 277
+SHAPES: dict[str, dict[str, Any]] = {
+    # two kinds of layers, r = 3, GQA 3; few tokens of its own choice, so that n-grams match now and then
+    "qwen3_5": {"hidden": 36, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5,
+                "key_heads": 1, "value_heads": 3, "key_dim": 10, "value_dim": 14, "intermediate": 44, "tied": False,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"], "printable": True},
+    "qwen3": {"hidden": 36, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
+}  # fmt: skip
+
+
+# --- drafters that nobody would install -------------------------------------------------------------------------------
+
+
+@attrs.define
+class Scripted(Drafter):
+    """Drafts ``make(position, depth, cycle)``; ``truth`` holds prompt and plain output."""
+
+    make: Callable[[int, int, int], Any]
+    cycle: int = 0
+
+    def propose(self, context: Any, depth: int) -> Any:
+        self.cycle += 1
+        drafted = self.make(len(context), depth, self.cycle - 1)
+        return Draft(tuple(drafted)) if isinstance(drafted, list) else drafted
+
+
+@attrs.frozen
+class Case:
+    """What a drafter may know when it is made."""
+
+    truth: list[int]  # prompt and plain output, longer than any run
+    env: Any
+    numbers: list[int]  # anything, from hypothesis
+
+    def number(self, cycle: int, limit: int) -> int:
+        return self.numbers[cycle % len(self.numbers)] % limit
+
+    def right(self, at: int, count: int) -> list[int]:
+        return self.truth[at : at + count]
+
+    def wrong(self, at: int, count: int) -> list[int]:
+        """Never the token of plain decoding at the first position; the positions after it do not matter."""
+        return [(token + 1 + i) % VOCAB for i, token in enumerate(self.right(at, count))]
+
+
+def oracle(case: Case) -> Drafter:
+    return Scripted(lambda at, depth, cycle: case.right(at, depth))
+
+
+def adversarial(case: Case) -> Drafter:
+    return Scripted(lambda at, depth, cycle: case.wrong(at, depth))
+
+
+def partly_right(case: Case) -> Drafter:
+    def make(at: int, depth: int, cycle: int) -> list[int]:
+        right = case.number(cycle, depth + 1)
+        return case.right(at, right) + case.wrong(at + right, depth - right)
+
+    return Scripted(make)
+
+
+def too_short(case: Case) -> Drafter:
+    return Scripted(lambda at, depth, cycle: case.right(at, case.number(cycle, depth + 1)))
+
+
+def random(case: Case) -> Drafter:
+    rng = np.random.default_rng(case.numbers)
+    return Scripted(lambda at, depth, cycle: rng.integers(0, VOCAB, depth).tolist())
+
+
+def empty(case: Case) -> Drafter:
+    return Scripted(lambda at, depth, cycle: [])
+
+
+def too_long(case: Case) -> Drafter:
+    return Scripted(lambda at, depth, cycle: case.right(at, depth + 1 + case.number(cycle, 20)))
+
+
+def wrong_ids(case: Case) -> Drafter:
+    bad = [-1, VOCAB, -(2**40), 2**40]
+
+    def make(at: int, depth: int, cycle: int) -> list[int]:
+        drafted = case.right(at, depth)
+        return [*drafted[: case.number(cycle, depth)], bad[case.number(cycle, 4)], *drafted]
+
+    return Scripted(make)
+
+
+def numpy_ids(case: Case) -> Drafter:
+    return Scripted(lambda at, depth, cycle: list(np.array(case.right(at, depth), dtype=np.int32)))
+
+
+def no_draft(case: Case) -> Drafter:
+    things = [None, (1, 2), "abc", Draft((1.0, 2.0)), Draft(("a",)), Draft(None)]  # type: ignore[arg-type]
+    return Scripted(lambda at, depth, cycle: things[case.number(0, len(things))])
+
+
+def raising(case: Case) -> Drafter:
+    moment = case.number(0, 5)
+
+    class Raising(MtpDrafter if case.env.target.info.mtp_layers else NgramDrafter):  # type: ignore[misc]
+        calls = 0
+
+        def propose(self, context: Any, depth: int) -> Draft:
+            self.calls += 1
+            if self.calls > moment:
+                raise ZeroDivisionError("in propose")
+            return super().propose(context, depth)
+
+        def observe(self, verdict: Verdict, output: Any, context: Any) -> None:
+            if self.calls > moment + 1:
+                raise ZeroDivisionError("in observe")
+            super().observe(verdict, output, context)
+
+    return Raising(NgramConfig() if not case.env.target.info.mtp_layers else NoConfig(), case.env)
+
+
+def ngram(case: Case) -> Drafter:
+    return NgramDrafter(NgramConfig(min_order=1))
+
+
+def mtp(case: Case) -> Drafter:
+    return MtpDrafter(NoConfig(), case.env) if case.env.target.info.mtp_layers else ngram(case)
+
+
+DRAFTERS = [
+    oracle, adversarial, partly_right, partly_right, too_short, random, empty, too_long, wrong_ids, numpy_ids, no_draft,
+    raising, ngram, mtp,
+]  # fmt: skip
+
+
+class ScriptedDepth(DepthPolicy):
+    """The given depths in turn; checks that it is told of every cycle."""
+
+    def __init__(self, depths: Sequence[int]) -> None:
+        self.depths = depths
+        self.records: list[CycleRecord] = []
+
+    def next_depth(self, stats: Stats) -> int:
+        assert stats.cycles == len(self.records)
+        return self.depths[stats.cycles % len(self.depths)]
+
+    def record(self, cycle: CycleRecord) -> None:
+        self.records.append(cycle)
+
+
+# --- the property -----------------------------------------------------------------------------------------------------
+
+
+def check_counters(stats: Any, tokens: int, cut: int = 0) -> None:
+    """The three counters fit each other, the rows that were paid for, and the tokens that came out."""
+    offered, reached, accepted = stats.offered, stats.reached, stats.accepted
+    assert len(offered) == len(reached) == len(accepted)
+    assert all(a <= r <= o for a, r, o in zip(accepted, reached, offered, strict=True))
+    assert reached[:1] == offered[:1]
+    assert all(later <= earlier for earlier, later in zip(accepted, reached[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(offered))
+    assert stats.rows == sum(offered) + stats.cycles
+    assert stats.tokens == tokens == sum(accepted) + stats.cycles - cut
+    assert sum(stats.depth.values()) == stats.cycles
+    assert sum(depth * count for depth, count in stats.depth.items()) == sum(offered)
+
+
+@pytest.fixture(scope="module")
+def plain(make_target: Callable[..., Any]) -> Callable[..., tuple[Any, list[int]]]:
+    """``plain(family, kernels, dtype, prompt)``: the target, and the prompt with 48 tokens of plain decoding."""
+    known: dict[Any, list[int]] = {}
+
+    def get(family: str, kernels: str, dtype: str, prompt: Sequence[int]) -> tuple[Any, list[int]]:
+        target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family])
+        key = (family, kernels, dtype, *prompt)
+        if key not in known:
+            known[key] = [*prompt, *tiny.plain_run(target, prompt, 48)]
+        return target, known[key]
+
+    return get
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+prompts = st.one_of(
+    st.sampled_from([(7,), (1, 2, 3), (9, 8, 9, 8, 9, 8, 9), tuple(range(40, 60))]),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24).map(tuple),
+)
+GENERATED = 24
+
+
+@given(
+    prompt=prompts,
+    count=st.integers(1, GENERATED),
+    drafter=st.sampled_from(DRAFTERS),
+    depths=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
+)
+def test_any_drafter_at_any_depth_gives_the_tokens_and_the_state_of_plain_decoding(
+    family: str,
+    kernels: str,
+    dtype: str,
+    checkpoint: Callable[..., pathlib.Path],
+    plain: Callable[..., tuple[Any, list[int]]],
+    prompt: tuple[int, ...],
+    count: int,
+    drafter: Callable[[Case], Drafter],
+    depths: list[int],
+    numbers: list[int],
+) -> None:
+    target, truth = plain(family, kernels, dtype, prompt)
+    assert target.info.parity is Parity.BITWISE
+    policies: list[ScriptedDepth] = []
+
+    def policy() -> ScriptedDepth:
+        policies.append(ScriptedDepth(depths))
+        return policies[-1]
+
+    folder = checkpoint(family, dtype=dtype, **SHAPES[family])
+    lm = tiny.make_lm(folder, target, lambda env: drafter(Case(truth, env, numbers)), policy)
+    session = lm.session()
+    result = session.generate(list(prompt), max_new_tokens=count, ignore_eos=True)
+    event(drafter.__name__)
+    event(f"accepted {min(sum(result.stats.accepted), 8)}")
+
+    assert result.tokens == truth[len(prompt) :][:count]
+    assert all(type(token) is int for token in result.tokens)  # a numpy integer would break --json
+    assert result.finish_reason == "length"
+    assert (result.guarantee, result.deviation.count) == ("exact", 0)
+    stats = result.stats
+    check_counters(stats, count)
+    records = policies[-1].records
+    assert [token for record in records for token in record.emitted] == result.tokens
+    if drafter is oracle:
+        assert stats.accepted == stats.reached == stats.offered
+    if drafter is adversarial:
+        assert sum(stats.accepted) == 0
+        assert stats.cycles == count
+    asked = any(record.depth for record in records)
+    if drafter is no_draft and asked:
+        assert stats.inactive_reason.startswith("the drafter failed in propose: ")
+    if drafter is too_long and stats.offered:
+        assert stats.faults.keys() == {"draft longer than asked for"}
+    if drafter is wrong_ids and asked:
+        assert "draft token outside the vocabulary" in stats.faults
+
+    state = session._sequence.state
+    assert state.length == len(prompt) + count - 1
+    wanted = tiny.held(target, prompt, truth[len(prompt) :][:count])
+    tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
+
+
+@pytest.mark.parametrize("depth", range(9))
+def test_every_accept_count_leaves_the_state_of_a_plain_run(
+    depth: int, family: str, kernels: str, dtype: str, plain: Callable[..., tuple[Any, list[int]]]
+) -> None:
+    """Exhaustive over a <= K <= 8, the bits right after the commit and the logits of the pass after it."""
+    prompt = (3, 1, 4, 1, 5)
+    target, truth = plain(family, kernels, dtype, prompt)
+    at = len(prompt)
+    for accepted in range(depth + 1):
+        state = tiny.held(target, prompt)
+        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + depth]]
+        target.decode(state, [truth[at - 1], *drafted])
+        target.commit(state, accepted + 1)
+        wanted = tiny.held(target, prompt, truth[at : at + accepted + 1])
+        tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
+        following = truth[at + accepted : at + accepted + 4]
+        ours, theirs = (target.decode(s, following).need_logits().rows() for s in (state, wanted))
+        assert (ours.view(np.int32) == theirs.view(np.int32)).all()
+
+
+@given(
+    prompt=prompts,
+    drafter=st.sampled_from([oracle, partly_right, adversarial, mtp]),
+    depths=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
+    seed=st.integers(0, 2**63 - 1),
+    temperature=st.sampled_from([0.3, 1.0, 4.0]),
+)
+def test_sampling_with_a_seed_gives_the_tokens_of_plain_sampling(
+    kernels: str,
+    checkpoint: Callable[..., pathlib.Path],
+    make_target: Callable[..., Any],
+    prompt: tuple[int, ...],
+    drafter: Callable[[Case], Drafter],
+    depths: list[int],
+    numbers: list[int],
+    seed: int,
+    temperature: float,
+) -> None:
+    """Noise is keyed by position: neither cycles nor drafts may move it."""
+    folder = checkpoint("qwen3_5", dtype="float32", **SHAPES["qwen3_5"])
+    target = make_target("qwen3_5", kernels=kernels, **SHAPES["qwen3_5"])
+    settings = {"max_new_tokens": 12, "ignore_eos": True, "seed": seed, "temperature": temperature}
+    truth = [*prompt, *tiny.make_lm(folder, target).generate(list(prompt), **settings).tokens]
+    lm = tiny.make_lm(
+        folder, target, lambda env: drafter(Case([*truth, *range(9)], env, numbers)), lambda: ScriptedDepth(depths)
+    )
+    result = lm.generate(list(prompt), **settings)
+    assert result.tokens == truth[len(prompt) :]
+    check_counters(result.stats, 12)
+    if drafter is oracle:
+        assert result.stats.accepted == result.stats.offered
+    if drafter is adversarial:
+        assert sum(result.stats.accepted) == 0

@@ -1,0 +1,502 @@
+"""State is transactional: whatever was fed, decoded, dropped, rewound or saved, what is committed has one set of bits."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from specdec.contract import Context, DepthPolicy, Draft, Drafter, NoConfig
+from specdec.drafters.mtp import MtpDrafter
+from specdec.errors import PromptError, ShapeError, StateError
+from tests import tiny
+
+VOCAB = 277
+CAPACITY = 96
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "hybrid": ("qwen3_5", {"hidden": 36, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5,
+                           "key_heads": 1, "value_heads": 3, "key_dim": 10, "value_dim": 14, "intermediate": 44,
+                           "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "attention-only": ("qwen3_5", tiny.QWEN3_5_SHAPES["attention-only"]),
+    "qwen3": ("qwen3", {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44}),
+}  # fmt: skip
+
+tokens_ = st.integers(0, VOCAB - 1)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def target(shape: str, make_target: Callable[..., Any]) -> Any:
+    family, settings = SHAPES[shape]
+    return make_target(family, **settings)
+
+
+def poison(state: Any) -> None:
+    """NaN into everything that is not committed: stale and provisional rows, and the buffer that a pass fills."""
+    for cache in [*state.caches, *([state.mtp] if state.mtp is not None else [])]:
+        if hasattr(cache, "keys"):
+            end = state.mtp_true if cache is state.mtp else cache.length
+            cache.keys[end:] = torch.nan
+            cache.values[end:] = torch.nan
+        else:
+            cache.after[:] = torch.nan
+
+
+def fresh_run(target: Any, tokens: Sequence[int]) -> Any:
+    """A state that was given the tokens one by one."""
+    state = target.new_state(CAPACITY)
+    for token in tokens:
+        target.decode(state, [token])
+        target.commit(state, 1)
+    return state
+
+
+# --- any story --------------------------------------------------------------------------------------------------------
+
+
+class Story(RuleBasedStateMachine):
+    """Passes, commits, rewinds and snapshots in any order; the model is the list of committed tokens."""
+
+    target: Any
+    longest_chunk: int  # the reference computes longer prompt chunks in bulk, with other bits
+
+    @initialize()
+    def begin(self) -> None:
+        self.state = self.target.new_state(CAPACITY)
+        self.tokens: list[int] = []
+        self.decoded: list[int] | None = None
+        self.saved: list[tuple[list[int], Any]] = []
+
+    def room(self, rows: int) -> bool:
+        return len(self.tokens) + rows <= CAPACITY
+
+    @rule(chunk=st.lists(tokens_, min_size=1, max_size=40))
+    def prefill(self, chunk: list[int]) -> None:
+        chunk = chunk[: self.longest_chunk]
+        if not self.room(len(chunk)):
+            with pytest.raises(StateError, match="do not fit"):
+                self.target.prefill(self.state, chunk)
+            return
+        output = self.target.prefill(self.state, chunk)
+        assert len(output.need_hidden()) == len(chunk)
+        self.tokens += chunk
+        self.decoded = None
+
+    @rule(rows=st.lists(tokens_, min_size=1, max_size=16))
+    def decode(self, rows: list[int]) -> None:
+        if not self.room(len(rows)):
+            with pytest.raises(StateError, match="do not fit"):
+                self.target.decode(self.state, rows)
+            return
+        logits = self.target.decode(self.state, rows).need_logits()
+        assert len(logits) == len(rows)
+        assert np.isfinite(logits.rows()).all()
+        self.decoded = rows
+
+    @precondition(lambda self: self.decoded is not None)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        assert self.decoded is not None
+        kept = data.draw(st.integers(0, len(self.decoded)))
+        self.target.commit(self.state, kept)
+        self.tokens += self.decoded[:kept]
+        self.decoded = None
+
+    @precondition(lambda self: self.decoded is not None)
+    @rule(more=st.integers(1, 3))
+    def commit_too_many(self, more: int) -> None:
+        assert self.decoded is not None
+        with pytest.raises(StateError, match="commit takes"):
+            self.target.commit(self.state, len(self.decoded) + more)
+
+    @precondition(lambda self: self.decoded is None)
+    @rule()
+    def commit_nothing(self) -> None:
+        with pytest.raises(StateError, match="without a decode"):
+            self.target.commit(self.state, 1)
+
+    @rule(data=st.data(), again=st.booleans())
+    def rewind(self, data: st.DataObject, again: bool) -> None:
+        length = data.draw(st.integers(0, len(self.tokens)))
+        reached = self.target.rewind(self.state, length)
+        assert 0 <= reached <= length
+        note(f"rewind to {length} reached {reached}")
+        lost, self.tokens = self.tokens[reached:length], self.tokens[:reached]
+        self.decoded = None
+        if again and lost:
+            for at in range(0, len(lost), self.longest_chunk):
+                self.target.prefill(self.state, lost[at : at + self.longest_chunk])
+            self.tokens += lost
+
+    @rule(by=st.integers(1, 5))
+    def rewind_forwards(self, by: int) -> None:
+        for wrong in (len(self.tokens) + by, -by):
+            with pytest.raises(StateError, match="rewind takes"):
+                self.target.rewind(self.state, wrong)
+
+    @precondition(lambda self: self.target.info.mtp_layers and self.state.length > self.state.mtp_length)
+    @rule(provisional=st.integers(0, 3))
+    def feed_the_head(self, provisional: int) -> None:
+        """MTP passes between target passes must not touch the target's state."""
+        last = self.state.last_hidden
+        if last is None:
+            return
+        output = self.target.decode_mtp(self.state, [5], last)
+        for token in range(provisional):
+            output = self.target.decode_mtp(self.state, [token], output.need_hidden()[-1:], provisional=True)
+        assert np.isfinite(output.need_logits().rows()).all()
+
+    @rule()
+    def save(self) -> None:
+        self.saved = [*self.saved[-2:], (list(self.tokens), self.target.snapshot(self.state))]
+
+    @precondition(lambda self: self.saved)
+    @rule(which=st.integers(0, 2))
+    def restore(self, which: int) -> None:
+        tokens, snapshot = self.saved[which % len(self.saved)]
+        self.state = self.target.restore(snapshot)
+        self.tokens = list(tokens)
+        self.decoded = None
+
+    @precondition(lambda self: self.decoded is None)
+    @rule()
+    def poison_what_is_stale(self) -> None:
+        poison(self.state)
+
+    @invariant()
+    def length_is_what_was_committed(self) -> None:
+        if hasattr(self, "tokens"):
+            assert self.state.length == len(self.tokens)
+            assert self.state.mtp_length <= len(self.tokens)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tokens"):
+            return
+        wanted = fresh_run(self.target, self.tokens)
+        ours, theirs = (tiny.state_arrays(self.target, state) for state in (self.state, wanted))
+        if self.state.last_hidden is None:  # after a rewind of attention alone; the next pass brings it back
+            theirs.pop("last_hidden", None)
+        tiny.assert_same_bits(ours, theirs)
+        if self.room(3):
+            rows = [self.target.decode(state, [7, 8, 9]).need_logits().rows() for state in (self.state, wanted)]
+            assert (rows[0].view(np.int32) == rows[1].view(np.int32)).all()
+
+
+def test_any_story_leaves_the_bits_of_a_fresh_run(
+    shape: str, dtype: str, kernels: str, make_target: Callable[..., Any]
+) -> None:
+    family, settings = SHAPES[shape]
+    loaded = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **settings)
+
+    class Told(Story):
+        target = loaded
+        longest_chunk = 40 if kernels == "native" else 16
+
+    run_state_machine_as_test(Told)
+
+
+# --- single properties ------------------------------------------------------------------------------------------------
+
+
+def test_stale_slots_never_reach_a_logit(shape: str, dtype: str, kernels: str, make_target: Callable[..., Any]) -> None:
+    """NaN behind the committed rows, before each pass: a mask that is one too wide gives NaN logits."""
+    family, settings = SHAPES[shape]
+    target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **settings)
+    poisoned, clean = target.new_state(CAPACITY), target.new_state(CAPACITY)
+    for feed, kept in (([1, 2, 3], 3), ([4, 5, 6, 7], 2), ([8], 1), (list(range(16)), 0), ([9, 10], 2)):
+        poison(poisoned)
+        rows = [target.decode(state, feed).need_logits().rows() for state in (poisoned, clean)]
+        assert np.isfinite(rows[0]).all()
+        assert (rows[0].view(np.int32) == rows[1].view(np.int32)).all()
+        for state in (poisoned, clean):
+            target.commit(state, kept)
+    if target.info.mtp_layers:
+        outputs = []
+        for state in (poisoned, clean):
+            output = target.decode_mtp(state, [3, 4], target.prefill(state, [11, 12]).need_hidden())
+            for step in range(3):
+                if state is poisoned:
+                    state.mtp.keys[state.mtp.length :] = torch.nan
+                    state.mtp.values[state.mtp.length :] = torch.nan
+                output = target.decode_mtp(state, [step], output.need_hidden()[-1:], provisional=True)
+            outputs.append(output.need_logits().rows())
+        assert np.isfinite(outputs[0]).all()
+        assert (outputs[0] == outputs[1]).all()
+
+
+def test_refusals(target: Any) -> None:
+    """Each with the error class and the number that is wrong; the state stays as it was."""
+    state = target.new_state(CAPACITY)
+    target.prefill(state, [1, 2, 3])
+    before = tiny.state_arrays(target, state)
+    rows = target.info.max_rows
+    for error, match, call in [
+        (ShapeError, f"1 to {rows} rows, got {rows + 1}", lambda: target.decode(state, [1] * (rows + 1))),
+        (ShapeError, "at least one token", lambda: target.decode(state, [])),
+        (ShapeError, "at least one token", lambda: target.prefill(state, [])),
+        (PromptError, f"token id {VOCAB} is outside", lambda: target.decode(state, [1, VOCAB])),
+        (PromptError, "token id -1 is outside", lambda: target.prefill(state, [1, -1])),
+        (StateError, "do not fit", lambda: target.prefill(state, [1] * CAPACITY)),
+        (StateError, "without a decode", lambda: target.commit(state, 1)),
+        (StateError, "rewind takes 0 to 3 tokens, got 4", lambda: target.rewind(state, 4)),
+        (PromptError, "asked for 513", lambda: target.new_state(513)),
+        (PromptError, "asked for 0", lambda: target.new_state(0)),
+    ]:
+        with pytest.raises(error, match=match):
+            call()
+        tiny.assert_same_bits(tiny.state_arrays(target, state), before)
+
+
+def test_a_snapshot_is_independent(target: Any) -> None:
+    """A copy, not a view: what happens to the state later must not reach it, nor what happens to a restored state."""
+    state = target.new_state(CAPACITY)
+    target.prefill(state, [1, 2, 3, 4, 5])
+    snapshot = target.snapshot(state)
+    before = {name: array.clone() for name, array in snapshot.arrays.items()}
+    for used in (state, target.restore(snapshot), target.restore(snapshot)):
+        target.decode(used, [6, 7, 8])
+        target.commit(used, 2)
+        target.rewind(used, 0)
+        target.prefill(used, [9, 9, 9, 9, 9, 9, 9])
+        tiny.assert_same_bits(snapshot.arrays, before)
+
+
+# --- where a generation ends ------------------------------------------------------------------------------------------
+
+
+class Truth(Drafter):
+    """Knows the plain output, so that every block is accepted whole and an end lies inside it."""
+
+    def __init__(self, truth: Sequence[int]) -> None:
+        self.truth = truth
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft(tuple(self.truth[len(context) : len(context) + depth]))
+
+
+class Depth(DepthPolicy):
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def next_depth(self, stats: Any) -> int:
+        return self.depth
+
+
+BLOCK = 6  # tokens of a cycle at depth 5
+PROMPT = [20, 30, 40, 50]
+
+
+@pytest.fixture(scope="module")
+def printable(checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]) -> Callable[..., Any]:
+    """``printable(drafter, depth)``: a language model whose output is ASCII; and the plain output after PROMPT."""
+    settings: dict[str, Any] = {**SHAPES["hybrid"][1], "tied": False, "printable": True, "seed": 3}
+    folder = checkpoint("qwen3_5", dtype="float32", **settings)
+    target = make_target("qwen3_5", **settings)
+    truth = [*PROMPT, *tiny.plain_run(target, PROMPT, 40)]
+
+    def make(kind: str, depth: int = BLOCK - 1) -> tuple[Any, list[int]]:
+        drafters: dict[str, Any] = {
+            "truth": lambda env: Truth(truth),
+            "mtp": lambda env: MtpDrafter(NoConfig(), env),
+            "none": None,
+        }
+        return tiny.make_lm(folder, target, drafters[kind], lambda: Depth(0 if kind == "none" else depth)), truth
+
+    return make
+
+
+def check_continues(session: Any, lm: Any, truth: list[int]) -> None:
+    """The session's state is that of a plain run of its tokens, and it goes on as a plain one."""
+    tokens = list(session.tokens)
+    assert tokens == truth[: len(tokens)]
+    state = session._sequence.state
+    assert state.length == len(tokens) - 1
+    wanted = tiny.held(lm.target, PROMPT, tokens[len(PROMPT) :])
+    tiny.assert_same_bits(tiny.state_arrays(lm.target, state), tiny.state_arrays(lm.target, wanted))
+    result = session.generate(max_new_tokens=8, ignore_eos=True)
+    assert result.tokens == truth[len(tokens) : len(tokens) + 8]
+
+
+@pytest.mark.parametrize("kind", ["truth", "mtp"])
+@pytest.mark.parametrize("offset", range(2 * BLOCK))
+def test_a_length_limit_cuts_tokens_and_state(offset: int, kind: str, printable: Callable[..., Any]) -> None:
+    lm, truth = printable(kind)
+    session = lm.session()
+    result = session.generate(PROMPT, max_new_tokens=offset + 1, ignore_eos=True)
+    assert (result.finish_reason, result.tokens) == ("length", truth[len(PROMPT) :][: offset + 1])
+    assert result.text == lm.tokenizer.decode(result.tokens)
+    check_continues(session, lm, truth)
+
+
+@pytest.mark.parametrize("offset", range(2 * BLOCK))
+def test_a_stop_token_cuts_tokens_and_state(
+    offset: int, printable: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every offset of two accepted blocks; no token behind it is committed, counted as output or shown."""
+    lm, truth = printable("truth")
+    stop = truth[len(PROMPT) + offset]
+    first = truth.index(stop, len(PROMPT)) - len(PROMPT)  # it may come earlier
+    monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset({stop}))
+    session = lm.session()
+    result = session.generate(PROMPT, max_new_tokens=30)
+    assert (result.finish_reason, result.tokens) == ("stop", truth[len(PROMPT) :][: first + 1])
+    assert result.text == lm.tokenizer.decode(result.tokens[:-1])
+    stats = result.stats
+    cut = sum(stats.accepted) + stats.cycles - stats.tokens
+    assert stats.tokens == first + 1
+    assert 0 <= cut < BLOCK
+    check_continues(session, lm, truth)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("offset", range(BLOCK + 2))
+def test_a_stop_string_cuts_tokens_text_and_state(offset: int, length: int, printable: Callable[..., Any]) -> None:
+    """Within one token and across several; the text ends before it, the tokens with the one that completed it."""
+    lm, truth = printable("truth")
+    output = truth[len(PROMPT) :]
+    stop = lm.tokenizer.decode(output[offset : offset + length])
+    assert stop.isascii()
+    assert stop
+    texts = [lm.tokenizer.decode(output[:count]) for count in range(len(output) + 1)]
+    last = next(count for count, text in enumerate(texts) if stop in text)
+    pieces: list[str] = []
+    session = lm.session()
+    stream = session.stream(PROMPT, max_new_tokens=30, stop=[stop], ignore_eos=True)
+    pieces += stream
+    result = stream.result
+    assert (result.finish_reason, result.tokens) == ("stop_string", output[:last])
+    assert result.text == "".join(pieces) == texts[-1][: texts[-1].index(stop)]
+    check_continues(session, lm, truth)
+
+
+def test_one_token_at_a_time_is_one_run(printable: Callable[..., Any]) -> None:
+    """Many short generations of one session: the limit falls after every token, at every state of the drafter."""
+    lm, truth = printable("mtp", depth=3)
+    session = lm.session()
+    session.feed(PROMPT)
+    for count in (1, 2, 1, 3, 4, 1, 1, 5):
+        session.generate(max_new_tokens=count, ignore_eos=True)
+    check_continues(session, lm, truth)
+
+
+@given(
+    plan=st.lists(
+        st.one_of(
+            st.tuples(st.just("generate"), st.integers(1, 9)),
+            st.tuples(st.just("feed"), st.lists(tokens_, min_size=1, max_size=9)),
+            st.tuples(st.just("rewind"), st.integers(0, 30)),
+            st.tuples(st.just("fork"), st.just(0)),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    depth=st.integers(0, 4),
+)
+def test_a_session_that_goes_back_and_forth_equals_a_new_one(
+    printable: Callable[..., Any], plan: list[tuple[str, Any]], depth: int
+) -> None:
+    """The tokens after any story are those that a new session gives for the same tokens."""
+    lm, _ = printable("mtp", depth)
+    plain, _ = printable("none")
+    session = lm.session()
+    session.feed(PROMPT)
+    for what, how in plan:
+        if what == "generate":
+            session.generate(max_new_tokens=how, ignore_eos=True)
+        elif what == "feed":
+            session.feed(how)
+        elif what == "rewind":
+            session.rewind(max(1, len(session.tokens) - how))
+        else:
+            session = session.fork()
+    wanted = plain.generate(list(session.tokens), max_new_tokens=6, ignore_eos=True).tokens
+    assert session.generate(max_new_tokens=6, ignore_eos=True).tokens == wanted
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize(
+    "where", ["prefill", "decode", "commit", "decode_mtp", "prefill_mtp", "layer", "propose", "observe", "verify"]
+)
+def test_an_interrupted_session_goes_on_as_if_nothing_had_been(
+    where: str, call: int, when: str, printable: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at any moment, before or after the work of that call was done, also between two layers of a commit."""
+    lm, truth = printable("mtp", depth=3)
+    session = lm.session()
+    sequence = session._sequence
+    owner, name = {
+        "layer": (sequence.state.caches[1], "commit"),
+        "propose": (sequence.drafter, "propose"),
+        "observe": (sequence.drafter, "observe"),
+        "verify": (lm.verifier, "verify"),
+    }.get(where, (lm.target, where))
+    calls, real = 0, getattr(owner, name)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and when == "before":
+            raise KeyboardInterrupt
+        result = real(*args, **kwargs)
+        if calls == call:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        try:
+            session.generate(PROMPT, max_new_tokens=12, ignore_eos=True)
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert calls < call, "the interruption was swallowed"
+    tokens = list(session.tokens)
+    assert tokens == truth[: len(tokens)]  # no token was lost or doubled
+    rest = len(PROMPT) + 16 - len(tokens)
+    result = session.generate(max_new_tokens=rest, ignore_eos=True)
+    assert result.tokens == truth[len(tokens) : len(PROMPT) + 16]
+    # stream, state and drafter are whole again
+    state = session._sequence.state
+    assert state.length == len(session.tokens) - 1
+    wanted = tiny.state_arrays(lm.target, fresh_run(lm.target, session.tokens[:-1]))
+    tiny.assert_same_bits(tiny.state_arrays(lm.target, state), wanted)
+
+
+def test_a_stream_left_in_the_middle_can_be_stopped(printable: Callable[..., Any]) -> None:
+    lm, truth = printable("truth")
+    session = lm.session()
+    stream = session.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
+    next(stream)
+    with pytest.raises(StateError, match="still running"):
+        session.feed([1])
+    stream.stop()
+    assert stream.result.finish_reason == "interrupted"
+    assert stream.result.tokens == truth[len(PROMPT) : len(session.tokens)]
+    check_continues(session, lm, truth)
