@@ -99,8 +99,9 @@ def cases(ops: ReferenceOps) -> list[Case]:
         return ops.gated_delta(rows(n, DELTA.channels), gates, gates, a_log, dt_bias, layers[copy], DELTA)
 
     def replay(n: int, copy: int) -> None:
-        assert layers[copy].replay is not None
-        layers[copy].replay(n)
+        again = layers[copy].replay
+        assert again is not None
+        again(n)
 
     found.append(Case("gated_delta", delta, len(layers), lambda n: 2 * state_bytes))
     found.append(Case("gated_delta, replay", replay, len(layers), lambda n: 2 * state_bytes))
@@ -196,7 +197,11 @@ def prefill(ops: NativeOps, rows: int = 512) -> None:
     """Arithmetic rate of a long pass, beside torch's own product."""
     x, w = torch.randn(rows, HIDDEN).to(ops.dtype), torch.randn(INTERMEDIATE, HIDDEN).to(ops.dtype)
     work = 2 * rows * HIDDEN * INTERMEDIATE
-    for name, run in (("linear", lambda: ops.linear(x, w)), ("torch", lambda: torch.nn.functional.linear(x, w))):
+    runs: dict[str, Callable[[], Tensor]] = {
+        "linear": lambda: ops.linear(x, w),
+        "torch": lambda: torch.nn.functional.linear(x, w),
+    }
+    for name, run in runs.items():
         times = []
         for _ in range(20):
             started = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -33,14 +33,17 @@ class Session:
 
     Attributes:
         stats: acceptance counters over all generations of the session; saved and loaded with it.
+        extra: what a program wants to keep beside the tokens (plain JSON data); saved, loaded and forked with them.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
         self._lm = lm
         self._tokens: list[int] = []
         self._running: Stream | None = None
+        self._failure = ""  # why the present drafter was switched off
         self._sequence = self._new_sequence()
-        self.stats = Stats()  # acceptance over all generations of the session
+        self.stats = Stats()
+        self.extra: dict[str, Any] = {}
 
     def _new_sequence(self, state: State | None = None) -> engine.Sequence:
         lm = self._lm
@@ -71,6 +74,8 @@ class Session:
         Raises: PromptError for an empty prompt, a token id outside the vocabulary, or more than the model can hold.
         """
         self._must_be_idle()
+        if isinstance(prompt, str) and self._tokens:  # what a tokenizer puts around a text stands at its beginning only
+            prompt = self._lm.tokenizer.encode(prompt, add_special=False)
         added = self._lm.encode(prompt)
         self._check_fits(len(self._tokens) + len(added))
         self._tokens += added
@@ -98,7 +103,7 @@ class Session:
         held = self._sequence.state.length
         if held > max(length - 1, 0):
             reached = self._lm.target.rewind(self._sequence.state, max(length - 1, 0))
-            self._sequence.drafter.rewind(reached)
+            self._guarded("rewind", lambda: self._sequence.drafter.rewind(reached))
 
     def set_prompt(self, prompt: str | Sequence[int]) -> int:
         """Make ``prompt`` the whole content, keeping what it shares with the session; returns the tokens kept.
@@ -122,15 +127,25 @@ class Session:
         """An independent session with the same tokens and states."""
         self._must_be_idle()
         other = Session(self._lm)
-        other._adopt(list(self._tokens), self._snapshot(), self._sequence.context.cycle)
+        state = self._lm.target.restore(attrs.evolve(self._snapshot(), capacity=self._lm.capacity))
+        other._adopt(list(self._tokens), state, self._sequence.context.cycle)
         other.stats = copy.deepcopy(self.stats)
+        other.extra = copy.deepcopy(self.extra)
         return other
 
     def save(self, path: str | Path) -> None:
-        """Write tokens, states and counters to a file (safetensors with a JSON header), replacing it atomically."""
+        """Write tokens, states and counters to a file (safetensors with a JSON header), replacing it atomically.
+
+        Raises: SessionFileError when it cannot be written; what was there before stays.
+        """
         self._must_be_idle()
+        snapshot = self._snapshot()
         saved = SavedSession(
-            tokens=tuple(self._tokens), cycle=self._sequence.context.cycle, stats=self.stats, snapshot=self._snapshot()
+            tokens=tuple(self._tokens),
+            cycle=self._sequence.context.cycle,
+            stats=self.stats,
+            snapshot=snapshot,
+            extra=self.extra,
         )
         write_session(Path(path), saved, self._lm.info)
 
@@ -142,19 +157,30 @@ class Session:
             raise SessionFileError(
                 f"the saved session has {len(saved.tokens)} tokens, this one holds {self._lm.capacity}", file=path
             )
-        self._adopt(list(saved.tokens), saved.snapshot, saved.cycle)
-        self.stats = saved.stats
+        try:
+            state = self._lm.target.restore(attrs.evolve(saved.snapshot, capacity=self._lm.capacity))
+        except Exception as error:  # the arrays are not what the header says; each backend fails in its own way
+            raise SessionFileError(
+                f"the saved state does not fit this model: {type(error).__name__}: {error}", file=path
+            ) from error
+        self._adopt(list(saved.tokens), state, saved.cycle)
+        self.stats, self.extra = saved.stats, saved.extra
 
     def _snapshot(self) -> Snapshot:
         self._repair()
         sequence = self._sequence
         if sequence.speculating:
-            sequence.drafter.settle(sequence.context)
+            self._guarded("settle", lambda: sequence.drafter.settle(sequence.context))
         return sequence.target.snapshot(sequence.state)
 
-    def _adopt(self, tokens: list[int], snapshot: Snapshot, cycle: int) -> None:
-        """Take over a snapshot and the tokens it belongs to; a new drafter starts from the restored state."""
-        state = self._lm.target.restore(attrs.evolve(snapshot, capacity=self._lm.capacity))
+    def _guarded(self, moment: str, call: Callable[[], None]) -> None:
+        """Run a drafter's method between generations; the next one tells the reason of a failure."""
+        stats = RunStats()
+        engine.guarded(self._sequence, stats, moment, call)
+        self._failure = self._failure or stats.inactive_reason
+
+    def _adopt(self, tokens: list[int], state: State, cycle: int) -> None:
+        """Take over a restored state and the tokens it belongs to; a new drafter starts from that state."""
         previous = self._tokens
         self._tokens = tokens
         try:
@@ -164,6 +190,7 @@ class Session:
             raise
         sequence.context.cycle = cycle
         self._sequence = sequence
+        self._failure = ""
 
     def stream(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Stream:
         """Feed ``prompt`` (if any) and generate; iterate over the result for text as it comes.
@@ -173,16 +200,20 @@ class Session:
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
                 ...); the configuration's where not given or None.
 
-        Raises: PromptError for an unusable prompt or setting.
+        Raises: PromptError for an unusable prompt or setting; the session then stays as it was.
         """
         self._must_be_idle()
         generation = override_generation(self._lm.config.generation, settings)
+        before = len(self._tokens)
         if prompt is not None:
             self.feed(prompt)
         if not self._tokens:
             raise PromptError("there is nothing to continue: the prompt is empty", try_="feed a prompt first")
-        self._repair()
-        self._running = Stream(self, generation)
+        try:
+            self._running = Stream(self, generation)
+        except BaseException:
+            del self._tokens[before:]  # no state has seen them yet
+            raise
         return self._running
 
     def generate(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Result:
@@ -192,13 +223,18 @@ class Session:
     # --- the stream's side -----------------------------------------------------------------------------------------
 
     def _must_be_idle(self) -> None:
-        if self._running is not None and not self._running.finished:
-            raise StateError("a generation of this session is still running", try_="finish or stop its stream first")
+        if self._running is not None and not self._running.over():
+            raise StateError(
+                "a generation of this session is still running", try_="stream.stop(), or read its result first"
+            )
 
     def _repair(self) -> None:
         """After an interruption inside a pass: build the states again from the tokens, which are the truth."""
         if not self._sequence.intact:
+            cycle = self._sequence.context.cycle  # noise keys must not come twice
             self._sequence = self._new_sequence()
+            self._sequence.context.cycle = cycle
+            self._failure = ""
 
     def _prefill(self, stats: RunStats, stream: Stream) -> None:
         """Run every token but the last through the target and the drafter."""
@@ -224,7 +260,8 @@ class Stream:
         self._session = session
         self._settings = settings
         self._lm = session._lm
-        self._prompt_tokens = len(session._tokens)
+        self._prompt = list(session._tokens)
+        self._prompt_tokens = len(self._prompt)
         self._stats = RunStats(drafter=self._lm.drafter_spec.name)
         self._decoder = IncrementalDecoder(self._lm.tokenizer)
         self._matcher = StopMatcher(settings.stop)
@@ -252,6 +289,13 @@ class Stream:
         """Ask the generation to end after the present cycle; safe from a signal handler or another thread."""
         self.stopping = True
 
+    def over(self) -> bool:
+        """Whether the session may be used again; ends a generation that was asked to stop and is not inside a cycle."""
+        if not self.finished and self.stopping and not self._pieces.gi_running:
+            for _ in self._pieces:
+                pass
+        return self.finished
+
     @property
     def finished(self) -> bool:
         """Whether the generation is over (also after an error, which leaves the session usable)."""
@@ -266,9 +310,11 @@ class Stream:
             raise StateError("this generation ended with an error and has no result")
         return self._result
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str, None, None]:
         session, lm, stats = self._session, self._lm, self._stats
+        session._repair()
         sequence = session._sequence
+        stats.inactive_reason = session._failure
         sequence.context.sampling = self._sampling
         sequence.context.generated_from = self._prompt_tokens
         sequence.logprobs = []
@@ -325,12 +371,15 @@ class Stream:
 
     def _finish(self, deepest: int) -> Result:
         lm, stats = self._lm, self._stats
+        if not self._session._sequence.speculating:
+            self._session._failure = stats.inactive_reason
         if not stats.offered and not stats.inactive_reason and stats.cycles:
             if lm.drafter_spec.name == "none":
                 stats.inactive_reason = "drafter 'none' was chosen"
             elif deepest == 0:
                 stats.inactive_reason = f"the depth policy {lm.depth_spec.name!r} chose depth 0 in every cycle"
         return Result(
+            prompt=self._prompt,
             tokens=self._session._tokens[self._prompt_tokens :],
             text=self._text,
             finish_reason=self._reason or "interrupted",
@@ -340,5 +389,7 @@ class Stream:
             deviation=stats.deviation,
             stats=stats,
             notices=list(lm.notices),
+            generation=self._settings,
+            fingerprint=lm.info.fingerprint,
             logprobs=None if self._sampling.logprobs is None else list(self._session._sequence.logprobs),
         )

@@ -34,6 +34,7 @@ class SavedSession:
     cycle: int
     stats: Stats
     snapshot: Snapshot
+    extra: dict[str, Any] = attrs.field(factory=dict)  # ``Session.extra``
 
 
 def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
@@ -47,6 +48,7 @@ def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
         "capacity": saved.snapshot.capacity,
         "meta": dict(saved.snapshot.meta),
         "arrays": sorted(saved.snapshot.arrays),
+        "extra": saved.extra,
     }
     tensors = {f"state.{name}": torch.as_tensor(array) for name, array in saved.snapshot.arrays.items()}
     tensors[_TOKENS] = torch.tensor(saved.tokens, dtype=torch.int64)
@@ -57,12 +59,22 @@ def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {_KEY: json.dumps(described)}
         )
+        _flush(temporary)  # the data must be on the disk before the name is: a power cut leaves the old file or the new
         os.replace(temporary, path)
-    except OSError as error:
-        raise SessionFileError(f"the session could not be written: {error.strerror or error}", file=path) from error
+    except (OSError, safetensors.SafetensorError) as error:  # the latter for a full disk
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise SessionFileError(f"the session could not be written: {reason or error}", file=path) from error
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def _flush(file: str) -> None:
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_session(path: Path, info: ModelInfo) -> SavedSession:
@@ -76,32 +88,59 @@ def read_session(path: Path, info: ModelInfo) -> SavedSession:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise SessionFileError(f"this is no complete session file: {error}", file=path) from error
-    missing = [name for name in described["arrays"] if f"state.{name}" not in tensors]
-    if missing or _TOKENS not in tensors:
-        raise SessionFileError("the session file lacks parts of its state", file=path, missing=", ".join(missing))
-    snapshot = Snapshot(
-        described["length"],
-        described["capacity"],
-        {name: tensors[f"state.{name}"] for name in described["arrays"]},
-        described["meta"],
-    )
-    tokens = tuple(tensors[_TOKENS].tolist())
-    if not 0 <= snapshot.length <= len(tokens) or any(not 0 <= token < info.vocab_size for token in tokens):
+    except RecursionError as error:
+        raise SessionFileError("the session file's description is nested too deeply", file=path) from error
+    try:
+        saved = _assemble(described, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SessionFileError(
+            f"the session file's description is broken: {type(error).__name__}: {error}", file=path
+        ) from error
+    # all tokens but the last one are in the state, or fewer where some were fed and nothing was generated yet
+    fits = 0 <= saved.snapshot.length <= max(len(saved.tokens) - 1, 0) and saved.cycle >= 0
+    if not fits or any(not 0 <= token < info.vocab_size for token in saved.tokens):
         raise SessionFileError("the session file's tokens do not fit its state", file=path)
-    return SavedSession(tokens=tokens, cycle=described["cycle"], stats=Stats(**described["stats"]), snapshot=snapshot)
+    return saved
+
+
+def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> SavedSession:
+    """The parts of a file put together. Raises: KeyError, TypeError or ValueError where one is missing or no such."""
+    counters = described["stats"]
+    stats = Stats(
+        cycles=int(counters["cycles"]),
+        tokens=int(counters["tokens"]),
+        **{name: [int(value) for value in counters[name]] for name in ("offered", "reached", "accepted")},
+    )
+    snapshot = Snapshot(
+        int(described["length"]),
+        int(described["capacity"]),
+        {name: tensors[f"state.{name}"] for name in described["arrays"]},
+        {name: int(value) for name, value in described["meta"].items()},
+    )
+    tokens = tensors[_TOKENS]
+    if tokens.dtype != torch.int64 or tokens.dim() != 1:
+        raise ValueError(f"the tokens are {tokens.dtype} of {tokens.dim()} dimensions")
+    return SavedSession(
+        tokens=tuple(tokens.tolist()),
+        cycle=int(described["cycle"]),
+        stats=stats,
+        snapshot=snapshot,
+        extra=dict(described.get("extra", {})),
+    )
 
 
 def _described(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
     if not metadata or _KEY not in metadata:
         raise SessionFileError("this safetensors file is no saved session", file=path)
-    described: dict[str, Any] = json.loads(metadata[_KEY])
-    version = described.get("format")
+    described = json.loads(metadata[_KEY])
+    if not isinstance(described, dict) or not isinstance(described.get("format"), int):
+        raise SessionFileError("the session file's description is broken: it names no format", file=path)
+    version = described["format"]
     if version != FORMAT:
-        newer = isinstance(version, int) and version > FORMAT
         raise SessionFileError(
             f"the session file has format {version}, this version reads {FORMAT}",
             file=path,
-            try_="a newer specdec" if newer else "saving the session again",
+            try_="a newer specdec" if version > FORMAT else "saving the session again",
         )
     return described
 
@@ -112,8 +151,9 @@ def _identity(info: ModelInfo) -> dict[str, str]:
 
 def _check(described: Mapping[str, Any], info: ModelInfo, path: Path) -> None:
     """Refuse a state of other weights, or one whose arrays another backend or dtype laid out."""
+    model = described.get("model")
     for key, ours in _identity(info).items():
-        theirs = described["model"].get(key)
+        theirs = model.get(key) if isinstance(model, Mapping) else None
         if theirs != ours:
             raise SessionFileError(
                 f"the session was saved with another {'model' if key == 'fingerprint' else key}: "

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from specdec.config import GenerationConfig, RunConfig
 from specdec.contract import CycleRecord, Deviation, Stats
 
 PHASES = ("prefill", "draft", "verify", "commit")
@@ -104,6 +105,9 @@ class Result:
     stats: RunStats
     notices: list[str]
     logprobs: list[TokenLogprobs] | None = None  # one per token of ``tokens``, when asked for
+    prompt: list[int] = attrs.field(factory=list)  # the token ids that ``tokens`` follow, earlier turns included
+    generation: GenerationConfig = attrs.field(factory=GenerationConfig)  # the settings in force
+    fingerprint: str = ""  # of the model
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``generate --json`` prints."""
@@ -117,5 +121,8 @@ class Result:
             "deviation": attrs.asdict(self.deviation),
             "stats": self.stats.to_dict(),
             "notices": list(self.notices),
+            "prompt": list(self.prompt),
+            "generation": RunConfig(generation=self.generation).to_dict()["generation"],
+            "fingerprint": self.fingerprint,
             "logprobs": None if self.logprobs is None else [attrs.asdict(entry) for entry in self.logprobs],
         }

@@ -1,4 +1,4 @@
-"""State is transactional: whatever was fed, decoded, dropped, rewound or saved, what is committed has one set of bits."""
+"""State is transactional: whatever was fed, dropped, rewound or saved, what is committed has one set of bits."""
 
 from __future__ import annotations
 

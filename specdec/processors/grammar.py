@@ -126,12 +126,12 @@ class GrammarProcessor(LogitsProcessor):
         else:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             allowed = np.unpackbits(bits, count=len(self._only_end), bitorder="little").view(np.bool_)
-        self._check()
         allowed[self._only_end] = complete
-        if not allowed.any():
+        if self._matcher.is_error() or not allowed.any():
             raise UnsupportedError(
                 f"the grammar cannot go on after {len(self._read)} tokens: no token spells what must follow",
-                try_="characters that the tokenizer knows",
+                reason=_first_line(self._matcher.get_error()) or None,
+                try_="a grammar over characters that the tokenizer knows",
             )
         return allowed
 

@@ -8,7 +8,7 @@ for blocks).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import attrs
 import numpy as np
@@ -131,7 +131,7 @@ def _point_mass(token: int, like: Float64) -> Float64:
 
 def _wide(law: Float64Like) -> Float64:
     """Float32 laws of drafters as float64; fractions, with which the rules are proved, as they are."""
-    return law.astype(np.float64) if law.dtype == np.float32 else law
+    return law.astype(np.float64) if law.dtype == np.float32 else cast("Float64", law)
 
 
 def _check_honest(draft: Draft) -> None:

@@ -29,7 +29,7 @@ V = words.vocab_size()
 PROMPT = words.tokenizer().encode("ab12")  # would itself be illegal under most grammars: only the output counts
 LONGEST = 80  # tokens of an output; the grammars below end long before, JSON strings may not
 
-# --- grammars, each with a check that knows nothing of llguidance ------------------------------------------------------
+# --- grammars, each with a check that knows nothing of llguidance ----------------------------------------------------
 
 _ATOMS = st.sampled_from(["a", "b", "t", "true", "12", "[ab]", "[^t]", "é"])
 
@@ -91,7 +91,7 @@ def balanced(text: str) -> bool:
     return True
 
 
-# --- generation --------------------------------------------------------------------------------------------------------
+# --- generation ------------------------------------------------------------------------------------------------------
 
 
 class Scripted(Drafter):
@@ -200,7 +200,7 @@ def test_no_draft_changes_the_output(config, target, law, script, depth):
     assert generate(target, config, Scripted(plain, script), depth=depth, **law) == plain
 
 
-# --- the processor by itself -------------------------------------------------------------------------------------------
+# --- the processor by itself -----------------------------------------------------------------------------------------
 
 
 def allowed(processor: GrammarProcessor, history: Sequence[int]) -> set[int]:
@@ -278,7 +278,7 @@ def test_a_compiled_grammar_is_kept_and_not_shared():
     assert allowed(second, []) == before
 
 
-# --- what cannot be used -----------------------------------------------------------------------------------------------
+# --- what cannot be used ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,18 @@ from torch import Tensor
 ROWS = 512  # 512 rows of 4096 float32 logits are 8 MiB: small enough to stay in cache
 
 
-def row_gradient(logits: Tensor, labels: Tensor, teacher_logits: Tensor, label_share: float) -> tuple[Tensor, Tensor]:
-    """Loss ``[N]`` and its gradient ``[N, V]`` by the logits, for the target ``a onehot + (1 - a) teacher``."""
+def row_gradient(logits: Tensor, labels: Tensor, teacher_logits: Tensor, label_share: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss ``[N]`` and its gradient ``[N, V]`` by the logits, for the target ``a onehot + (1 - a) teacher``.
+
+    ``label_share`` (a) is a 0-d tensor because torch.compile (2.13) gets a fill value wrong when it is a Python float
+    that has changed between calls: the loss was right, the gradient silently was that of the older value.
+    """
     log_probs = logits.float().log_softmax(-1)
     teacher = teacher_logits.float().softmax(-1) * (1 - label_share)
     picked = log_probs.gather(-1, labels[:, None])[:, 0]
     loss = -(teacher * log_probs).sum(-1) - label_share * picked
     gradient = log_probs.exp() - teacher
-    return loss, gradient.scatter_add(-1, labels[:, None], torch.full_like(picked, -label_share)[:, None])
+    return loss, gradient.scatter_add(-1, labels[:, None], -label_share.expand_as(picked)[:, None])
 
 
 def label_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,6 +55,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         scale = row_weight / row_weight.sum()
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight)
+        share = torch.tensor(label_share, device=hidden.device)
         total = hidden.new_zeros(())
         for start in range(0, hidden.shape[0], ROWS):
             rows = slice(start, start + ROWS)
@@ -58,7 +63,7 @@ class SoftCrossEntropy(torch.autograd.Function):
             if teacher_low is None:
                 loss, gradient = label_gradient(logits, labels[rows])
             else:
-                loss, gradient = row_gradient(logits, labels[rows], teacher_low[rows] @ matrix.T, label_share)
+                loss, gradient = row_gradient(logits, labels[rows], teacher_low[rows] @ matrix.T, share)
             gradient = (gradient * scale[rows, None]).to(dtype)
             total = total + (loss * scale[rows]).sum()
             hidden_gradient[rows] = (gradient @ matrix).to(hidden.dtype)

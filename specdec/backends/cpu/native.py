@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class NativeOps(ReferenceOps):
         super().__init__(dtype, kernels=kernels.description)
         self.parity_reason = "every output has its own accumulators, filled in an order that only its length sets"
         self._frequencies: dict[int, tuple[Rope, Tensor, int]] = {}
+        self._groups: dict[tuple[tuple[int, int, int], ...], tuple[int, Any, Any, tuple[int, ...], Any]] = {}
         self._weights: dict[int, tuple[weakref.ref[Tensor], int, int, int, int]] = {}
         name = {torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
 
@@ -160,24 +162,41 @@ class NativeOps(ReferenceOps):
 
     def project(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
         at, stride, rows, length = self._rows(x, "project")
-        count = len(weights)
-        if count > MAX_WEIGHTS:
-            raise UnsupportedError(f"project takes up to {MAX_WEIGHTS} weights, got {count}")
-        addresses, strides, features = zip(*[self._matrix(w, length, "project") for w in weights], strict=True)
-        outs = tuple([_empty(rows, n, dtype=self.dtype) for n in features])
-        bias_addresses = None
-        if biases and any(bias is not None for bias in biases):
-            kept = [None if bias is None else bias.float() for bias in biases]
-            bias_addresses = _Pointers[count](*[
-                0 if bias is None else self._floats(bias, n, "project", "bias")
-                for bias, n in zip(kept, features, strict=True)
-            ])  # fmt: skip
-        pointers, sizes = _Pointers[count], _Sizes[count]
+        matrices = [self._matrix(w, length, "project") for w in weights]
+        group = self._groups.get(tuple(matrices))
+        if group is None:
+            group = self._group(matrices)
+        count, addresses, strides, features, sizes = group
+        dtype = self.dtype
+        outs = tuple([_empty(rows, n, dtype=dtype) for n in features])
         self._project(
-            at, stride, rows, length, count, pointers(*addresses), sizes(*strides), sizes(*features), bias_addresses,
-            pointers(*[out.data_ptr() for out in outs]), _threads(),
+            at, stride, rows, length, count, addresses, strides, sizes,
+            self._bias_addresses(biases, features) if biases else None,
+            _Pointers[count](*[out.data_ptr() for out in outs]), _threads(),
         )  # fmt: skip
         return outs
+
+    def _group(self, matrices: Sequence[tuple[int, int, int]]) -> tuple[int, Any, Any, tuple[int, ...], Any]:
+        """The C arrays that describe weights: count, addresses, strides, output features as integers and as an array."""
+        count = len(matrices)
+        if not 0 < count <= MAX_WEIGHTS:
+            raise UnsupportedError(f"project takes 1 to {MAX_WEIGHTS} weights, got {count}")
+        addresses, strides, features = zip(*matrices, strict=True)
+        if len(self._groups) >= MAX_KNOWN:
+            self._groups.clear()
+        group = (count, _Pointers[count](*addresses), _Sizes[count](*strides), features, _Sizes[count](*features))
+        self._groups[tuple(matrices)] = group
+        return group
+
+    def _bias_addresses(self, biases: Sequence[Tensor | None], features: Sequence[int]) -> Any:
+        """Addresses of biases in act dtype or float32, 0 for none; the tensors are kept for as long as the array is."""
+        wide = [None if bias is None else bias.float() for bias in biases]
+        found = _Pointers[len(wide)](*[
+            0 if bias is None else self._floats(bias, n, "project", "bias")
+            for bias, n in zip(wide, features, strict=True)
+        ])  # fmt: skip
+        found.kept = wide
+        return found
 
     def linear(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         at, stride, rows, length = self._rows(x, "linear")

@@ -1,10 +1,11 @@
 // attend of specdec.backends.ops: append keys and values, then causal attention. Reference: ReferenceOps.attend.
 //
 // Bits contract: a query meets the keys in tiles of TILE at absolute positions, ascending, by an online softmax
-// (Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3); SPLIT keys, also at absolute positions, make one partial
-// result, and partial results are merged in ascending order. So what a query computes depends on its position and on the
-// keys up to it, not on the rows of the pass, the threads, or whether the splits ran in parallel. Keys and values behind
-// a query's own position are not read on its behalf, and slots behind the pass are not read at all.
+// (Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3); SPLIT keys, also at absolute positions, make one
+// partial result, and partial results are merged in ascending order. So what a query computes depends on its position
+// and on the keys up to it, not on the rows of the pass, the threads, or whether the splits ran in parallel. Scores of
+// keys behind a query's own position are discarded and their values not read on its behalf; slots behind the pass are
+// not read at all.
 
 #include "dots.h"
 #include "threads.h"
@@ -13,6 +14,7 @@ namespace specdec {
 
 constexpr int64_t TILE = 64;
 constexpr int64_t SPLIT = 1024;
+constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t QUERIES = 64;  // query vectors that share the keys and values of one tile while it is in L1
 
 template <class T> struct Attention {
@@ -49,10 +51,11 @@ INLINE void scale_row(float* row, int64_t n, float factor) {
     for (int64_t d = 0; d < n; d += W) store(load(row + d) * f, row + d);
 }
 
-// sum[m] += weights[m][j] * values[j] for j ascending; M queries, n keys.
+// sum[m] += weights[m][j] * values[j] for j ascending; M queries, n keys. `ahead` as in `dots`.
 template <class T, int M>
-void add_values(const float* weights, const T* values, int64_t slot, int64_t n, int64_t dim, float* sum, int64_t wide) {
-    constexpr int C = W == 16 && M <= 6 ? 4 : 2;  // vectors of one value row at a time: enough chains to hide the latency
+void add_values(const float* weights, const T* values, int64_t slot, int64_t n, int64_t dim, float* sum, int64_t wide,
+                int64_t ahead) {
+    constexpr int C = W == 16 && M <= 6 ? 4 : 2;  // vectors of a value row at a time: chains that hide the latency
     int64_t d = 0;
     for (; d + C * W <= dim; d += C * W) {
         vf acc[M][C];
@@ -61,6 +64,8 @@ void add_values(const float* weights, const T* values, int64_t slot, int64_t n, 
         for (int64_t j = 0; j < n; ++j) {
             vf value[C];
             for (int c = 0; c < C; ++c) value[c] = load(values + j * slot + d + c * W);
+            for (int64_t at = 0; at < C * W * (int64_t)sizeof(T); at += LINE)
+                __builtin_prefetch(reinterpret_cast<const char*>(values + j * slot + d) + ahead + at);
             for (int m = 0; m < M; ++m) {
                 const vf weight = splat(weights[m * TILE + j]);
                 for (int c = 0; c < C; ++c) acc[m][c] = fma(weight, value[c], acc[m][c]);
@@ -84,10 +89,12 @@ void add_values(const float* weights, const T* values, int64_t slot, int64_t n, 
 
 template <class T>
 INLINE void add_values(const float* weights, const T* values, int64_t slot, int64_t keys, int64_t queries, int64_t dim,
-                       float* sum, int64_t wide) {
+                       float* sum, int64_t wide, int64_t ahead) {
     int64_t m = 0;
-    for (; m + 4 <= queries; m += 4) add_values<T, 4>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide);
-    for (; m < queries; ++m) add_values<T, 1>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide);
+    for (; m + 4 <= queries; m += 4)
+        add_values<T, 4>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide, m ? 0 : ahead);
+    for (; m < queries; ++m)
+        add_values<T, 1>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide, m ? 0 : ahead);
 }
 
 // Scores of one query over a tile -> weights relative to the new top; the earlier sums are rescaled. `valid` > 0 keys.
@@ -122,7 +129,8 @@ INLINE void soften(float* scores, int64_t valid, float scale, float& top, float&
 
 // One split of the keys for query rows `first..first + rows` of one KV head; `q [rows * group, dim]` is packed.
 template <class T>
-void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows, int64_t kv, int64_t split, Partial out) {
+void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows, int64_t kv, int64_t split,
+                  Partial out) {
     const int64_t group = a.group(), wide = a.wide(), queries = rows * group;
     for (int64_t i = 0; i < queries; ++i) {
         out.top[i] = -INFINITY;
@@ -138,21 +146,26 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
         // Rows that see nothing of this tile, then rows that see a part of it, then rows that see all of it.
         const int64_t none = std::clamp<int64_t>(start - a.position - first, 0, rows);
         const int64_t part = std::clamp<int64_t>(start + TILE - 1 - a.position - first, none, rows);
+        // Heads lie side by side in a cached row, so one head's keys are short runs that a prefetcher does not follow:
+        // reading the keys asks for the values of the tile, reading the values for the keys of the next.
+        int64_t ahead = reinterpret_cast<intptr_t>(tile_values) - reinterpret_cast<intptr_t>(tile_keys);
         for (int64_t m = none * group; m < queries;) {
-            const int64_t tile = tile_rows(queries - m);
-            dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE, 0,
-                                  WHOLE);
+            const int64_t left = queries - m;
+            const int64_t tile = left == 8 ? 4 : tile_rows(left);  // eight rows take 3 keys at a time, and 3 divides no TILE
+            dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE,
+                                  m == none * group ? ahead : 0, WHOLE);
             m += tile;
         }
+        ahead = TILE * a.slot * (int64_t)sizeof(T) - ahead;
         for (int64_t m = none * group; m < queries; ++m) {
             const int64_t valid = std::min(TILE, a.position + first + m / group + 1 - start);
             soften(scores + m * TILE, valid, a.scale, out.top[m], out.total[m], out.sum + m * wide, wide);
         }
         for (int64_t t = none; t < part; ++t)
             add_values(scores + t * group * TILE, tile_values, a.slot, a.position + first + t + 1 - start, group, a.dim,
-                       out.sum + t * group * wide, wide);
+                       out.sum + t * group * wide, wide, 0);
         add_values(scores + part * group * TILE, tile_values, a.slot, keys, (rows - part) * group, a.dim,
-                   out.sum + part * group * wide, wide);
+                   out.sum + part * group * wide, wide, ahead);
     }
 }
 
@@ -203,7 +216,8 @@ template <class T> void attend(const Attention<T>& a, int threads) {
     const int64_t group = a.group(), wide = a.wide(), per_block = a.rows_per_block();
     const int64_t row_blocks = (a.rows + per_block - 1) / per_block;
     const int64_t splits = (a.position + a.rows - 1) / SPLIT + 1;
-    const int64_t work = (a.position + a.rows) * a.kv_heads * a.dim * 2 * (int64_t)sizeof(T) * std::max<int64_t>(1, a.rows * group / 4);
+    const int64_t bytes = (a.position + a.rows) * a.kv_heads * a.dim * 2 * (int64_t)sizeof(T);
+    const int64_t work = bytes * std::max<int64_t>(1, a.rows * group / 4);
     if (work < SERIAL_WORK) threads = 1;
     const int64_t floats = partial_floats(per_block * group, wide);
     if (row_blocks * a.kv_heads >= threads || splits == 1) {
@@ -244,7 +258,8 @@ template <class T> void attend(const Attention<T>& a, int threads) {
     });
 }
 
-template <class T> void append(T* to, int64_t slot, const T* from, int64_t row, int64_t head, int64_t rows, int64_t heads, int64_t dim) {
+template <class T>
+void append(T* to, int64_t slot, const T* from, int64_t row, int64_t head, int64_t rows, int64_t heads, int64_t dim) {
     for (int64_t t = 0; t < rows; ++t)
         for (int64_t h = 0; h < heads; ++h)
             std::memcpy(to + t * slot + h * dim, from + t * row + h * head, dim * sizeof(T));

@@ -117,7 +117,8 @@ INLINE void delta_columns(const Delta& shape, const float* qk, int64_t qk_row, c
                 for (int c = 0; c < VECTORS; ++c) sum[r][c] = fma(key, load(s + (i + r) * COLUMNS + c * W), sum[r][c]);
             }
         for (; i < n; ++i)
-            for (int c = 0; c < VECTORS; ++c) sum[i % 4][c] = fma(splat(k[i]), load(s + i * COLUMNS + c * W), sum[i % 4][c]);
+            for (int c = 0; c < VECTORS; ++c)
+                sum[i % 4][c] = fma(splat(k[i]), load(s + i * COLUMNS + c * W), sum[i % 4][c]);
         vf change[VECTORS], read[4][VECTORS] = {};
         for (int c = 0; c < VECTORS; ++c) {
             const int some = std::clamp(lanes - c * W, 0, W);
@@ -192,9 +193,17 @@ void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const f
             const int lanes = (int)std::min<int64_t>(COLUMNS, m - column);
             float* s = scratch<5>(n * COLUMNS);
             const float* before = from + h * n * m + column;
+            float* to = after + h * n * m + column;
+            // Columns are short runs that no prefetcher follows: ask for the next block's while this one is computed,
+            // and for the lines that will be written.
+            const float* next = column + COLUMNS < m ? before + COLUMNS : from + (h + 1) * n * m;
             if (lanes == COLUMNS)
                 for (int64_t i = 0; i < n; ++i)
-                    for (int c = 0; c < VECTORS; ++c) store(load(before + i * m + c * W), s + i * COLUMNS + c * W);
+                    for (int c = 0; c < VECTORS; ++c) {
+                        store(load(before + i * m + c * W), s + i * COLUMNS + c * W);
+                        __builtin_prefetch(next + i * m + c * W);
+                        __builtin_prefetch(to + i * m + c * W, 1);
+                    }
             else
                 for (int64_t i = 0; i < n; ++i) {
                     std::memset(s + i * COLUMNS, 0, COLUMNS * sizeof(float));
@@ -203,7 +212,6 @@ void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const f
             delta_columns(shape, qk + h / ratio * 2 * n, qk_row, gates + 2 * h, gates_row,
                           u + first * channels + 2 * shape.key_heads * n + h * m + column, channels, tokens, lanes, s,
                           out ? out + (first * shape.value_heads + h) * m + column : nullptr, shape.value_heads * m);
-            float* to = after + h * n * m + column;
             for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * m, s + i * COLUMNS, lanes * sizeof(float));
         });
     }

@@ -1,7 +1,7 @@
 // Matrix products: project, linear, swiglu and head of specdec.backends.ops. Reference: ReferenceOps, same names.
 //
-// Bits contract: an output is one inner product of `dots.h` and one epilogue of its own; row t of any result is the same
-// for every number of rows and threads.
+// Bits contract: an output is one inner product of `dots.h` and one epilogue of its own; row t of any result is the
+// same for every number of rows and threads.
 //
 // Weights are read where they lie, row-major [N, K]. A block of BLOCK output features meets all activation rows before
 // the next block is touched, a panel of PANEL rows at a time, so that a weight crosses the memory bus once.
@@ -64,13 +64,16 @@ void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w
     }
 }
 
-// finish(matrix, first_row, rows, first_feature, features, tile...) for every tile of products. PAIR = 2 gives the tiles
-// of two matrices of one shape together.
+using Tiles = const float (*)[PANEL * BLOCK];
+
+// finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 gives the tiles of
+// two matrices of one shape together.
 template <int PAIR, class T, class Finish>
 void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Finish&& finish) {
     int64_t features = 0;
     for (int i = 0; i < count; i += PAIR) features += w[i].n;
-    const int64_t work = std::max<int64_t>(features * PAIR * x.k * (int64_t)sizeof(T), features * PAIR * x.k * x.count / 4);
+    const int64_t weights = features * PAIR * x.k;
+    const int64_t work = std::max<int64_t>(weights * (int64_t)sizeof(T), weights * x.count / 4);
     if (work < SERIAL_WORK) threads = 1;
     int64_t size = BLOCK;
     while (size > 8 && features < 4 * size * threads) size /= 2;
@@ -112,7 +115,7 @@ void project(const Rows<T>& x, int count, const void* const* w, const int64_t* s
     Matrix<T> matrices[16];
     for (int i = 0; i < count; ++i) matrices[i] = {(const T*)w[i], strides[i], n[i]};
     products<1>(x, matrices, count, threads,
-                [&](int i, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                [&](int i, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     T* to = (T*)out[i] + row * n[i] + first;
                     const float* b = bias ? bias[i] : nullptr;
                     store_tile(to, n[i], rows, features, [&](int64_t m, int64_t j, int some) {
@@ -125,7 +128,7 @@ void project(const Rows<T>& x, int count, const void* const* w, const int64_t* s
 template <class T>
 void linear(const Rows<T>& x, const Matrix<T>& w, const T* residual, int64_t residual_stride, T* out, int threads) {
     products<1>(x, &w, 1, threads,
-                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     store_tile(out + row * w.n + first, w.n, rows, features, [&](int64_t m, int64_t j, int some) {
                         vf y = load(tile[0] + m * BLOCK + j);
                         return residual ? y + load_some(residual + (row + m) * residual_stride + first + j, some) : y;
@@ -137,7 +140,7 @@ template <class T>
 void swiglu(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out, int threads) {
     const Matrix<T> pair[2] = {gate, up};
     products<2>(x, pair, 2, threads,
-                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     store_tile(out + row * gate.n + first, gate.n, rows, features, [&](int64_t m, int64_t j, int some) {
                         // Lanes behind a tail hold what the stack held: computed, never stored.
                         vf g = load_some(tile[0] + m * BLOCK + j, some), u = load_some(tile[1] + m * BLOCK + j, some);
@@ -148,7 +151,7 @@ void swiglu(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out
 
 template <class T> void head(const Rows<T>& x, const Matrix<T>& w, float* out, int threads) {
     products<1>(x, &w, 1, threads,
-                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, const float (*tile)[PANEL * BLOCK]) {
+                [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     store_tile(out + row * w.n + first, w.n, rows, features,
                                [&](int64_t m, int64_t j, int) { return load(tile[0] + m * BLOCK + j); });
                 });

@@ -4,8 +4,6 @@
 // Bits contract: a head (or row) is read by one thread, its squares summed by four vector accumulators in ascending
 // order, whatever stands around it.
 
-#include <vector>
-
 #include "threads.h"
 #include "vectors.h"
 
@@ -46,7 +44,8 @@ template <class T> INLINE vf load_some(const T* p, int n) { return n == W ? load
 INLINE int team(int threads, int64_t elements) { return elements * 8 < SERIAL_WORK ? 1 : threads; }
 
 template <class T>
-void rms_norm(const T* x, int64_t stride, int64_t rows, int64_t n, const float* weight, float eps, T* out, int threads) {
+void rms_norm(const T* x, int64_t stride, int64_t rows, int64_t n, const float* weight, float eps, T* out,
+              int threads) {
     for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
         const T* from = x + row * stride;
         const vf factor = splat(norm_factor(from, n, eps));
@@ -65,7 +64,8 @@ void gated_rms_norm(const T* x, int64_t x_row, int64_t x_head, const T* z, int64
             const T* gate = z + row * z_row + h * z_head;
             const vf factor = splat(norm_factor(from, n, eps));
             fill(out + (row * heads + h) * n, n, [&](int64_t i, int some) {
-                return load_some(from + i, some) * factor * load_some(weight + i, some) * silu(load_some(gate + i, some));
+                const vf y = load_some(from + i, some) * factor * load_some(weight + i, some);
+                return y * silu(load_some(gate + i, some));
             });
         }
     });
@@ -78,7 +78,7 @@ void norm_rope(const T* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t 
         float* cosine = scratch<0>(2 * half + n);
         float *sine = cosine + half, *wide = sine + half;
         for (int64_t j = 0; j < half; ++j) {
-            const float angle = (float)(position + row) * inv_freq[j];  // float32, as the reference and the checkpoints' authors
+            const float angle = (float)(position + row) * inv_freq[j];  // float32: what the checkpoints were trained with
             cosine[j] = std::cos(angle);
             sine[j] = std::sin(angle);
         }
@@ -98,7 +98,8 @@ void norm_rope(const T* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t 
                 vf left = load_some(wide + j, some), right = load_some(wide + half + j, some);
                 return fma(right, load_some(cosine + j, some), left * load_some(sine + j, some));
             });
-            fill(to + 2 * half, n - 2 * half, [&](int64_t j, int some) { return load_some(wide + 2 * half + j, some); });
+            fill(to + 2 * half, n - 2 * half,
+                 [&](int64_t j, int some) { return load_some(wide + 2 * half + j, some); });
         }
     });
 }

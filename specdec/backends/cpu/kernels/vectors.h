@@ -18,8 +18,8 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
-// All else is hidden (-fvisibility=hidden): two builds in one process must not share their template instances, which the
-// loader would otherwise unify by name.
+// All else is hidden (-fvisibility=hidden): two builds in one process must not share their template instances, which
+// the loader would otherwise unify by name.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace specdec {

@@ -1,0 +1,90 @@
+"""Reference pages that are made from the code: ``{specdec-cli}`` and ``{specdec-plugins}``.
+
+Both give Markdown, so that what a page shows can be tested without Sphinx.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+CHOSEN_BY = {
+    "logits processor": "Chosen by the tables `[[generation.processors]]`, any number of them, in their order.",
+    "model family": "Chosen by `model_type` in the checkpoint's `config.json`.",
+}
+"""For kinds that no single key names."""
+
+
+def cli_markdown() -> str:
+    """Every command of our own: what it does, its arguments and options."""
+    from specdec.cli import main
+
+    with click.Context(main, info_name="specdec") as ctx:
+        lines = ["## specdec", "", _prose(main.help), "", *_options(main, ctx)]
+        for name, command in sorted(main.commands.items()):
+            with click.Context(command, parent=ctx, info_name=name) as inner:
+                arguments = " ".join(p.make_metavar(inner) for p in command.params if isinstance(p, click.Argument))
+                lines += ["", f"## specdec {name}", ""]
+                lines += [f"`specdec {name} {arguments}`".replace(" `", "`"), ""]
+                lines += [_prose(command.help), "", *_options(command, inner)]
+                if isinstance(command, click.Group):
+                    lines += [f"- `{sub}`: {_prose(one.help)}" for sub, one in sorted(command.commands.items())]
+    return "\n".join(lines)
+
+
+def _prose(text: str | None) -> str:
+    return inspect.cleandoc(text or "").replace("\b\n", "").replace("<", "&lt;")
+
+
+def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
+    yield from ("| option | |", "|---|---|")
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            yield f"| `{_cell(record[0])}` | {_cell(record[1])} |"
+
+
+def plugins_markdown() -> str:
+    """Every built-in plugin: its name, what it does, its options with their defaults."""
+    from specdec.cli.plugins import _options as options_of
+    from specdec.contract import ModelSpec
+    from specdec.plugins import BUILT_INS, KINDS, Kind, Registry
+
+    registry = Registry(BUILT_INS, entry_points=(), strict=True)
+    lines: list[str] = []
+    for kind in Kind:
+        key = KINDS[kind].key
+        lines += [f"## {kind.value}", "", f"Chosen by `{key}`." if key else CHOSEN_BY.get(kind.value, ""), ""]
+        lines += ["| name | what it does | options |", "|---|---|---|"]
+        for entry in registry.entries(kind):
+            spec: Any = entry.spec
+            if isinstance(spec, ModelSpec):
+                options = "reads model_type " + ", ".join(f"`{word}`" for word in spec.model_types)
+            else:
+                options = ", ".join(f"`{key} = {_cell(value)}`" for key, value in options_of(spec.config).items())
+            lines.append(f"| `{spec.name}` | {_cell(spec.help)} | {options or 'none'} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Register the directives."""
+    from sphinx.util.docutils import SphinxDirective
+
+    def directive(make: Any) -> type[SphinxDirective]:
+        class Generated(SphinxDirective):
+            def run(self) -> list[Any]:
+                return self.parse_text_to_nodes(make(), allow_section_headings=True)
+
+        return Generated
+
+    app.add_directive("specdec-cli", directive(cli_markdown))
+    app.add_directive("specdec-plugins", directive(plugins_markdown))
+    return {"parallel_read_safe": True}
