@@ -21,8 +21,9 @@ import attrs
 import numpy as np
 
 from specdec import session
+from specdec.config import GenerationConfig, structure_options
 from specdec.contract import Context, Guarantee, Parity
-from specdec.errors import PromptError
+from specdec.errors import PromptError, UnsupportedError
 from specdec.generation import make_sampling, override_generation
 from specdec.sampling import Rows
 
@@ -147,6 +148,7 @@ def audit(
     tokens: Sequence[int],
     *,
     rows: int = 4,
+    generation: GenerationConfig | None = None,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> AuditReport:
@@ -158,9 +160,10 @@ def audit(
         lm: the model; its drafter and verifier are not used.
         prompt_tokens, tokens: of a finished run, such as ``result.prompt`` and ``result.tokens``.
         rows: of the control's passes; 1 leaves the control out.
+        generation: the settings that the run was made with, such as ``result.generation``; the configuration's where
+            None.
         progress: called with the number of tokens done.
-        **settings: fields of ``specdec.config.GenerationConfig`` that the run was made with (temperature, seed,
-            logit_bias, ...); the configuration's where not given or None.
+        **settings: fields of ``specdec.config.GenerationConfig`` (temperature, seed, logit_bias, ...) that differ.
 
     Raises: PromptError for an empty or unusable prompt, tokens or setting.
     """
@@ -172,7 +175,7 @@ def audit(
         raise PromptError(f"{len(prompt)} and {len(forced)} tokens are more than the {lm.capacity} that fit")
     if rows < 1:
         raise PromptError(f"the control's passes take 1 row or more, got {rows}")
-    generation = override_generation(lm.config.generation, settings)
+    generation = override_generation(generation or lm.config.generation, settings)
     sampling = make_sampling(lm, generation, generated_from=len(prompt))
     rows = min(rows, lm.info.max_rows)
     history = list(prompt)
@@ -268,32 +271,93 @@ class RecordedRun:
 
     prompt: list[int]
     tokens: list[int]
-    settings: dict[str, Any]  # the generation settings in force; arguments of ``audit``
+    generation: GenerationConfig | None  # the settings in force; None where the file has none
     fingerprint: str  # of the model that made it
     deviation: dict[str, Any]  # the run's own count
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read ``generate --json`` output. Raises: PromptError that says what is wrong with the file."""
+    """Read ``generate --json`` output. Raises: PromptError or ConfigError that says what is wrong with the file."""
+    made = "specdec generate --json > FILE"
     try:
         told = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise PromptError(f"the run file cannot be read: {error.strerror or error}", file=path) from error
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"the run file is no JSON: {error}", file=path, try_="specdec generate --json > FILE") from error
+        raise PromptError(f"the run file is no JSON: {error}", file=path, try_=made) from error
     if isinstance(told, Mapping) and "error" in told:
         raise PromptError("the run file holds an error, no run", file=path)
-    prompt, tokens = (told.get(key) if isinstance(told, Mapping) else None for key in ("prompt", "tokens"))
-    for name, ids in (("prompt", prompt), ("tokens", tokens)):
+    for name in ("prompt", "tokens"):
+        ids = told.get(name) if isinstance(told, Mapping) else None
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
             raise PromptError(
-                f"the run file has no list of token ids under {name!r}", file=path, try_="specdec generate --json > FILE"
+                f"the run file has no list of token ids under {name!r}",
+                file=path,
+                try_=made,
             )
-    settings, deviation = told.get("generation"), told.get("deviation")
+    generation, deviation = told.get("generation"), told.get("deviation")
     return RecordedRun(
-        prompt=prompt,
-        tokens=tokens,
-        settings=dict(settings) if isinstance(settings, Mapping) else {},
+        prompt=told["prompt"],
+        tokens=told["tokens"],
+        generation=structure_options(generation, GenerationConfig, "generation", str(path)) if generation else None,
         fingerprint=str(told.get("fingerprint", "")),
         deviation=dict(deviation) if isinstance(deviation, Mapping) else {},
     )
+
+
+# --- a picture -------------------------------------------------------------------------------------------------------
+
+
+def require_matplotlib() -> None:
+    """Raises: UnsupportedError when there is no matplotlib to draw with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a plot needs matplotlib: {error}", try_="pip install 'specdec-framework[plot]', or leave out the plot"
+        ) from error
+
+
+def plot(report: AuditReport, path: str | Path) -> None:
+    """Draw the gap histogram and the divergences by position into a PNG file.
+
+    Raises: UnsupportedError without matplotlib, PromptError when the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    bins = report.histogram()
+    labels = [bin_label(low, high) for low, high, _, _ in bins]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    figure.suptitle(
+        f"{len(report.divergences)} of {report.tokens} tokens diverge from plain decoding"
+        f"  (guarantee {report.guarantee}, parity {report.parity})"
+    )
+    places = np.arange(len(bins))
+    left.bar(places, [count for _, _, count, _ in bins], width=0.8, color="#c8ccd4", label="all positions")
+    left.bar(places, [count for _, _, _, count in bins], width=0.5, color="#b3261e", label="divergences")
+    left.set_yscale("symlog", linthresh=1)
+    left.set_ylim(bottom=0)
+    left.set_xticks(places, labels, rotation=45, ha="right")
+    left.set(xlabel="gap of the two best logits (nats)", ylabel="token positions", title="How near the choices were")
+    left.legend(frameon=False)
+    found = [(d.position, d.gap) for d in report.divergences if math.isfinite(d.gap)]
+    right.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
+    right.set_xlim(-0.02 * report.tokens, 1.02 * report.tokens)
+    if found:
+        right.vlines([at for at, _ in found], 0, [gap for _, gap in found], color="#b3261e", linewidth=1)
+        right.plot([at for at, _ in found], [gap for _, gap in found], "o", color="#b3261e", markersize=3)
+        right.set_ylim(bottom=0)
+    else:
+        right.text(0.5, 0.5, "none", transform=right.transAxes, ha="center", va="center", color="#5f6368", fontsize=14)
+        right.set_yticks([])
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise PromptError(f"the plot cannot be written: {error.strerror or error}", file=path) from error
+
+
+def bin_label(low: float, high: float) -> str:
+    """A bin of the histogram for people: ``0.1 to 0.3``."""
+    return f"{low:g} to {high:g}" if math.isfinite(high) else f"{low:g} and more"

@@ -478,6 +478,11 @@ class Stats:
 class DepthPolicy(abc.ABC):
     """Chooses how many tokens to draft next. One object per sequence."""
 
+    @property
+    def reason(self) -> str:
+        """Why the depth is 0 at present; what a result says when no token was drafted for that reason."""
+        return ""
+
     @abc.abstractmethod
     def next_depth(self, stats: Stats) -> int:
         """The depth of the next cycle; 0 is plain decoding. The engine caps it by rows, room and budget."""

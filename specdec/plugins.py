@@ -62,6 +62,7 @@ BUILT_INS = (
     "specdec.verifiers.margin",
     "specdec.verifiers.typical",
     "specdec.policies.fixed",
+    "specdec.policies.adaptive",
     "specdec.processors.grammar",
     "specdec.backends.cpu",
     "specdec.models.qwen3_5",

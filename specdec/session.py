@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -291,7 +292,7 @@ class Stream:
 
     def over(self) -> bool:
         """Whether the session may be used again; ends a generation that was asked to stop and is not inside a cycle."""
-        if not self.finished and self.stopping and not self._pieces.gi_running:
+        if not self.finished and self.stopping and inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
             for _ in self._pieces:
                 pass
         return self.finished
@@ -349,7 +350,7 @@ class Stream:
             self._text += tail
             if tail:
                 yield tail
-        self._result = self._finish(asked)
+        self._result = self._finish(asked, policy.reason)
 
     def _cut(self, emitted: tuple[int, ...]) -> int:
         """Take the tokens one by one until one of them ends the generation; returns how many were taken."""
@@ -369,7 +370,7 @@ class Stream:
                 return taken
         return len(emitted)
 
-    def _finish(self, deepest: int) -> Result:
+    def _finish(self, deepest: int, reason: str) -> Result:
         lm, stats = self._lm, self._stats
         if not self._session._sequence.speculating:
             self._session._failure = stats.inactive_reason
@@ -377,7 +378,10 @@ class Stream:
             if lm.drafter_spec.name == "none":
                 stats.inactive_reason = "drafter 'none' was chosen"
             elif deepest == 0:
-                stats.inactive_reason = f"the depth policy {lm.depth_spec.name!r} chose depth 0 in every cycle"
+                why = reason or f"the depth policy {lm.depth_spec.name!r} chose depth 0 in every cycle"
+                stats.inactive_reason = why
+        if reason and not stats.inactive_reason:  # it was on for a while, and went off for this
+            stats.inactive_reason = reason
         return Result(
             prompt=self._prompt,
             tokens=self._session._tokens[self._prompt_tokens :],

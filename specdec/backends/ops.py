@@ -16,8 +16,9 @@ provisional until the cache's ``commit``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
@@ -39,6 +40,73 @@ class Rope:
     def of(cls, theta: float, rotary_dims: int) -> Rope:
         """Frequencies of plain rotary embedding (Su et al. 2021, arXiv:2104.09864, section 3.2.2)."""
         return cls(tuple(theta ** (-2.0 * j / rotary_dims) for j in range(rotary_dims // 2)))
+
+    @classmethod
+    def yarn(
+        cls, theta: float, rotary_dims: int, *, factor: float, original: int, beta_fast: float = 32.0,
+        beta_slow: float = 1.0, truncate: bool = True,
+    ) -> Rope:  # fmt: skip
+        """Frequencies of YaRN: slow turns are stretched by ``factor``, fast ones kept, those between blended.
+
+        ``original`` is the context length of pre-training (L), ``beta_fast`` and ``beta_slow`` are the rotations per
+        L (beta and alpha) between which the ramp lies. The attention factor is the caller's, for the softmax scale.
+        Source: Peng et al. 2023, arXiv:2309.00071, section 3.2 (NTK-by-parts); its ramp over dimensions in place of
+        rotations, and ``truncate`` (whole dimensions as its ends), are those of the authors' code.
+        """
+
+        def dimension(rotations: float) -> float:
+            return rotary_dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = dimension(beta_fast), dimension(beta_slow)
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dims - 1)
+        if low == high:
+            high += 0.001  # a step; the authors' code does the same
+
+        def blended(j: int, plain: float) -> float:
+            ramp = min(max((j - low) / (high - low), 0.0), 1.0)
+            return plain / factor * ramp + plain * (1 - ramp)
+
+        return cls(tuple(blended(j, plain) for j, plain in enumerate(cls.of(theta, rotary_dims).inv_freq)))
+
+    @classmethod
+    def llama3(
+        cls, theta: float, rotary_dims: int, *, factor: float, original: int, low: float = 1.0, high: float = 4.0
+    ) -> Rope:
+        """Frequencies of Llama 3.1: wavelengths above ``original / low`` are stretched by ``factor``, those below
+        ``original / high`` kept, those between blended linearly in rotations per ``original``.
+
+        Source: Llama 3.1's reference code (``apply_scaling``); no paper gives the formula.
+        """
+
+        def scaled(plain: float) -> float:
+            rotations = original * plain / (2 * math.pi)
+            kept = min(max((rotations - low) / (high - low), 0.0), 1.0)
+            return (1 - kept) * plain / factor + kept * plain
+
+        return cls(tuple(scaled(plain) for plain in cls.of(theta, rotary_dims).inv_freq))
+
+
+@attrs.frozen(kw_only=True)
+class Routing:
+    """How a router chooses ``top_k`` of E experts for a row, and how much each one counts.
+
+    ``scores`` of all experts are a softmax or sigmoids of the router's logits, in float32. The best ``top_k`` of
+    ``scores + bias`` are chosen, the lower id where two are equal. With ``groups > 1`` only experts of the
+    ``kept_groups`` best groups can be chosen, a group being worth the sum of its two best. The weights are the chosen
+    scores **without** the bias, divided by their sum (plus 1e-20) where ``normalised``, times ``scale``.
+
+    Sources: Qwen's router is the softmax form; sigmoids, bias and groups are DeepSeek-V3's (arXiv:2412.19437,
+    equations 12 to 16 and section 2.1.2).
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid"]
+    normalised: bool
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
 
 
 @attrs.frozen(kw_only=True)
@@ -93,6 +161,10 @@ class KVCache(Cache, Protocol):
     """Keys and values of one attention layer, one row per token, in act dtype."""
 
 
+class LatentCache(Cache, Protocol):
+    """Compressed keys and values of one latent-attention layer, one row of D values per token, in act dtype."""
+
+
 class DeltaCache(Cache, Rewindable, Protocol):
     """Convolution window and recurrent matrix of one gated delta-rule layer.
 
@@ -114,11 +186,18 @@ class Ops(Protocol):
     def weight(self, tensor: Array) -> Array:
         """A checkpoint tensor (torch, on the host) as this backend computes with it: act dtype, 2-D ``[N, H]``."""
 
+    def stack(self, tensors: Sequence[Array]) -> Array:
+        """Checkpoint matrices of one shape ``[N, H]``, one per head or expert, as ``project_heads`` and ``moe`` take
+        them. A backend may keep them apart (views of a fused tensor stay views) or side by side."""
+
     def vector(self, tensor: Array, *, plus: float = 0.0) -> Array:
         """A small float32 parameter, ``plus`` added in float32 (1.0 for norms stored as an offset from 1)."""
 
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> KVCache:
         """An empty KV cache for ``capacity`` rows."""
+
+    def new_latent(self, capacity: int, dims: int) -> LatentCache:
+        """An empty cache of ``capacity`` rows of ``dims`` values."""
 
     def new_delta(self, shape: DeltaShape) -> DeltaCache:
         """A zero convolution window and recurrent matrix."""
@@ -129,7 +208,13 @@ class Ops(Protocol):
         """Rows of ``table [V, H]`` for T token ids: ``[T, H]`` act."""
 
     def project(self, x: Array, weights: Sequence[Array], biases: Sequence[Array | None] = ()) -> tuple[Array, ...]:
-        """``x [T, H] @ w.T (+ bias)`` for several weights ``[N_i, H]`` that read the same x: ``[T, N_i]`` act each."""
+        """``x [T, H] @ w.T (+ bias)`` for several weights ``[N_i, H]`` that read the same x: ``[T, N_i]`` act each.
+
+        A bias ``[N_i]`` is as ``weight()`` returned it.
+        """
+
+    def project_heads(self, x: Array, weights: Array) -> Array:
+        """``x[:, h] @ weights[h].T`` for every head: ``x [T, n, I]``, a ``stack`` of n ``[O, I]``: ``[T, n, O]`` act."""
 
     def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
         """``x @ w.T``, plus ``residual [T, N]`` added in float32 before the one rounding to act."""
@@ -144,7 +229,28 @@ class Ops(Protocol):
         """
 
     def concat(self, a: Array, b: Array) -> Array:
-        """``[T, H_a]`` and ``[T, H_b]`` side by side: ``[T, H_a + H_b]``."""
+        """``[T, ..., H_a]`` and ``[T, ..., H_b]`` side by side: ``[T, ..., H_a + H_b]``."""
+
+    # --- experts ---------------------------------------------------------------------------------------------------
+
+    def route(self, x: Array, weight: Array, routing: Routing, bias: Array | None = None) -> tuple[Array, Array]:
+        """The experts of every row and their weights: ids ``[T, k]``, weights ``[T, k]`` float32, best first.
+
+        ``weight [E, H]`` is the router's, from ``weight()``; ``bias [E]`` from ``vector()``. The logits ``x @ w.T``
+        are not rounded to act.
+        """
+
+    def moe(
+        self, x: Array, chosen: tuple[Array, Array], experts: tuple[Array, Array, Array], residual: Array, *,
+        shared: tuple[Array, Array, Array] | None = None, shared_gate: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` act.
+
+        ``chosen`` is what ``route`` gave; ``experts`` are stacks of gate, up ``[I, H]`` and down ``[H, I]`` matrices
+        and ``shared`` three such matrices, each expert being ``down(silu(gate x) * up x)`` rounded to act.
+        ``shared_gate`` is ``[1, H]``; without it the shared expert counts whole. The sum runs in float32 in the order
+        of the slots, then the shared expert, then the residual, and is rounded once. An expert is read once per pass.
+        """
 
     # --- attention -------------------------------------------------------------------------------------------------
 
@@ -159,6 +265,13 @@ class Ops(Protocol):
 
         Query head h reads KV head ``h // (nq / nkv)``; softmax in float32; row t sees the committed rows and rows
         0..t of this pass. With ``gate [T, nq, D]`` the result is multiplied by ``sigmoid(gate)`` before rounding.
+        """
+
+    def attend_latent(self, q: Array, row: Array, cache: LatentCache, *, scale: float, value_dims: int) -> Array:
+        """Append ``row [T, D]`` to the cache and attend causally with ``q [T, n, D]``: ``[T, n, value_dims]`` act.
+
+        All heads read the same rows: keys are whole rows, values their first ``value_dims``. Softmax in float32.
+        Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2, with the up-projections absorbed (appendix C).
         """
 
     # --- gated delta rule ------------------------------------------------------------------------------------------

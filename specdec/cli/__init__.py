@@ -9,6 +9,8 @@ import click
 
 from specdec._version import __version__
 from specdec.cli import output
+from specdec.cli.audit import audit
+from specdec.cli.chat import chat
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.plugins import plugins
@@ -22,6 +24,8 @@ def main(verbose: int) -> None:
     output.configure(verbose)
 
 
+main.add_command(audit)
+main.add_command(chat)
 main.add_command(generate)
 main.add_command(info)
 main.add_command(plugins)

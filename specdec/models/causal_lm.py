@@ -26,6 +26,7 @@ class DecoderModel:
     lm_head: Array  # [V, H]; embed_tokens itself where the weights are tied
     mtp: MtpHead | None
     mtp_lm_head: Array | None  # the main head unless the checkpoint brings one
+    mtp_embed_tokens: Array | None = None  # the main embedding unless the checkpoint brings one
 
 
 class SequenceState(State):
@@ -65,7 +66,8 @@ class CausalLM(ForwardPass):
     """A decoder-only model on a backend. Weights are shared by all states."""
 
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
-        self.info = info
+        # a config may leave open whether there is a head (Qwen3-Next); the weights decide
+        self.info = info if model.mtp is not None else attrs.evolve(info, mtp_layers=0)
         self.model = model
         self.ops = model.ops
 
@@ -159,7 +161,8 @@ class CausalLM(ForwardPass):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         if not provisional:
             cache.truncate(state.mtp_true)
-        x = head(self.ops.embed(self.model.embed_tokens, tokens), self.ops.array(hidden), cache)
+        table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
+        x = head(self.ops.embed(table, tokens), self.ops.array(hidden), cache)
         cache.commit(len(tokens))
         if not provisional:
             state.mtp_true = cache.length

@@ -23,9 +23,16 @@ class Mixer(Protocol):
         """``residual + mixer(x)``; ``cache`` is one that ``new_cache`` of the same mixer made."""
 
 
+class Mlp(Protocol):
+    """What works on every position alone: a gated MLP or a block of experts."""
+
+    def __call__(self, x: Array, residual: Array) -> Array:
+        """``residual + mlp(x)``."""
+
+
 @attrs.frozen(kw_only=True)
 class Attention:
-    """Grouped-query attention with optional q/k norm and sigmoid output gate.
+    """Grouped-query attention with optional biases, q/k norm and sigmoid output gate.
 
     With ``gated`` the query projection is twice as wide, query and gate interleaved **per head**:
     ``q_proj(y).view(T, nq, 2, D)``. The gate is always a sigmoid, whatever ``output_gate_type`` says (that field
@@ -45,13 +52,15 @@ class Attention:
     o_proj: Array
     q_norm: Array | None
     k_norm: Array | None
+    biases: tuple[Array, Array, Array] | tuple[()] = ()  # of q, k and v
+    scale: float | None = None  # of the scores; D^-0.5 unless given
 
     def new_cache(self, capacity: int) -> KVCache:
         return self.ops.new_kv(capacity, self.kv_heads, self.head_dim)
 
     def __call__(self, x: Array, residual: Array, cache: KVCache) -> Array:
         ops, rows, dim = self.ops, x.shape[0], self.head_dim
-        q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
         gate = None
         if self.gated:
             pair = q.reshape(rows, self.heads, 2, dim)
@@ -61,7 +70,8 @@ class Attention:
         q = ops.norm_rope(q, self.q_norm, self.eps, self.rope, cache.length)
         k = ops.norm_rope(k.reshape(rows, self.kv_heads, dim), self.k_norm, self.eps, self.rope, cache.length)
         v = v.reshape(rows, self.kv_heads, dim)
-        mixed = ops.attend(q, k, v, cache, scale=dim**-0.5, gate=gate)
+        scale = dim**-0.5 if self.scale is None else self.scale
+        mixed = ops.attend(q, k, v, cache, scale=scale, gate=gate)
         return ops.linear(mixed, self.o_proj, residual)
 
 
@@ -120,7 +130,7 @@ class DecoderLayer:
     input_norm: Array
     mixer: Mixer
     post_norm: Array
-    mlp: GatedMlp
+    mlp: Mlp
 
     def __call__(self, x: Array, cache: Cache) -> Array:
         x = self.mixer(self.ops.rms_norm(x, self.input_norm, self.eps), x, cache)

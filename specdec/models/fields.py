@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.backends.ops import Rope
 from specdec.errors import CheckpointError
 
 _MISSING: Any = object()
@@ -68,6 +70,65 @@ class Fields:
         if kind not in ("default", "mrope"):
             raise CheckpointError(f"config.json: rope type {kind!r} is not supported; this family has 'default'")
 
+    def rope(self, rotary_dims: int, theta: float) -> tuple[Rope, float]:
+        """The rotary embedding, plain, YaRN or Llama 3's, and the factor on its cosines and sines.
+
+        The factor is YaRN's attention factor: ``0.1 ln(factor) + 1``, or the quotient of two such terms where
+        ``mscale`` and ``mscale_all_dim`` are given. Raises: CheckpointError for other kinds, naming them.
+        """
+        inner, theta = self._rope(), self.rope_theta(theta)
+        kind = self.rope_kind()
+        if kind in ("default", "mrope"):
+            return Rope.of(theta, rotary_dims), 1.0
+        factor, original = inner.real("factor"), inner.whole("original_max_position_embeddings")
+        if kind == "llama3":
+            low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
+            if not low < high:
+                raise CheckpointError(f"config.json: 'low_freq_factor' ({low}) is not below 'high_freq_factor' ({high})")
+            return Rope.llama3(theta, rotary_dims, factor=factor, original=original, low=low, high=high), 1.0
+        if kind != "yarn":
+            raise CheckpointError(
+                f"config.json: rope type {kind!r} is not supported; read are 'default', 'yarn' and 'llama3'"
+            )
+        rope = Rope.yarn(
+            theta, rotary_dims, factor=factor, original=original, beta_fast=inner.real("beta_fast", 32.0),
+            beta_slow=inner.real("beta_slow", 1.0), truncate=inner.flag("truncate", True),
+        )  # fmt: skip
+        mscale, all_dim = (inner._config.get(key) for key in ("mscale", "mscale_all_dim"))
+        if mscale and all_dim:
+            default = yarn_mscale(factor, inner.real("mscale")) / yarn_mscale(factor, inner.real("mscale_all_dim"))
+        else:
+            default = yarn_mscale(factor)
+        return rope, inner.real("attention_factor", default)
+
+    def rope_kind(self) -> str:
+        """The rotary embedding's kind: "default", "yarn", ..."""
+        inner = self._rope()._config
+        return str(inner.get("rope_type", inner.get("type", "default")))
+
+    def full_rope(self, head_dim: int, theta: float) -> tuple[Rope, float]:
+        """The rotary embedding of whole heads, and the softmax scale that its factor and the head size give."""
+        rope, factor = self.rope(head_dim, theta)
+        return rope, head_dim**-0.5 * factor**2  # queries and keys both carry the factor
+
+    def max_positions(self, default: int) -> int:
+        """``max_position_embeddings``, or the length that YaRN stretches to where that is more."""
+        positions, inner = self.whole("max_position_embeddings", default), self._rope()
+        if self.rope_kind() == "yarn":
+            stretched = inner.whole("original_max_position_embeddings") * inner.real("factor")
+            positions = max(positions, int(stretched))
+        return positions
+
+    def yarn_all_dim(self) -> float:
+        """DeepSeek's factor on whole scores: ``mscale ** 2`` of ``mscale_all_dim``, 1 without YaRN or without the key.
+
+        The square stands because the authors scale queries and keys alike.
+        """
+        inner = self._rope()
+        if self.rope_kind() == "default" or not inner._config.get("mscale_all_dim"):
+            return 1.0
+        return yarn_mscale(inner.real("factor"), inner.real("mscale_all_dim")) ** 2
+
     def _rope(self) -> Fields:
         for key in ("rope_parameters", "rope_scaling"):
             inner = self._config.get(key)
@@ -86,3 +147,8 @@ class Fields:
                 f"config.json: 'layer_types' takes {layers} entries out of {', '.join(known)}, got {types!r}"
             )
         return tuple(types)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """``0.1 mscale ln(factor) + 1``. Source: Peng et al. 2023, arXiv:2309.00071, equation 22 (its square root)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

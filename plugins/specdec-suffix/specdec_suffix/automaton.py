@@ -196,4 +196,4 @@ class SuffixAutomaton:
 
     def _drop(self) -> None:
         for column in (self.edges, self.length, self.link, self.count, self.recent):
-            column.pop()  # type: ignore[attr-defined]
+            column.pop()

@@ -50,6 +50,27 @@ class CpuKVCache:
         return 2 * self.keys.nbytes
 
 
+class CpuLatentCache(CpuKVCache):
+    """Rows of latent attention ``[capacity, 1, D]``: keys and values are the same memory, kept once.
+
+    The values of a row are its first entries; those that are keys only (the rotary part) are mixed along and dropped.
+    """
+
+    def __init__(self, capacity: int, dims: int, dtype: torch.dtype) -> None:
+        super().__init__(0, 1, dims, dtype)
+        self.keys = self.values = torch.empty(capacity, 1, dims, dtype=dtype)
+
+    def save(self) -> dict[str, Tensor]:
+        return {"rows": self.keys[: self.length].clone()}
+
+    def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
+        self.keys[:length] = arrays["rows"]
+        self.length = length
+
+    def nbytes(self) -> int:
+        return self.keys.nbytes
+
+
 class CpuDeltaCache:
     """Recurrent matrix ``S [Hv, Dk, Dv]`` float32 and the last kc-1 raw convolution rows.
 

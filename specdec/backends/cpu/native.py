@@ -169,15 +169,16 @@ class NativeOps(ReferenceOps):
         count, addresses, strides, features, sizes = group
         dtype = self.dtype
         outs = tuple([_empty(rows, n, dtype=dtype) for n in features])
+        wide, bias_addresses = self._biases(biases, features) if biases else (None, None)
         self._project(
-            at, stride, rows, length, count, addresses, strides, sizes,
-            self._bias_addresses(biases, features) if biases else None,
+            at, stride, rows, length, count, addresses, strides, sizes, bias_addresses,
             _Pointers[count](*[out.data_ptr() for out in outs]), _threads(),
         )  # fmt: skip
+        del wide  # whose addresses the call has used
         return outs
 
     def _group(self, matrices: Sequence[tuple[int, int, int]]) -> tuple[int, Any, Any, tuple[int, ...], Any]:
-        """The C arrays that describe weights: count, addresses, strides, output features as integers and as an array."""
+        """The C arrays that describe weights: count, addresses, strides, features as integers and as an array."""
         count = len(matrices)
         if not 0 < count <= MAX_WEIGHTS:
             raise UnsupportedError(f"project takes 1 to {MAX_WEIGHTS} weights, got {count}")
@@ -188,15 +189,14 @@ class NativeOps(ReferenceOps):
         self._groups[tuple(matrices)] = group
         return group
 
-    def _bias_addresses(self, biases: Sequence[Tensor | None], features: Sequence[int]) -> Any:
-        """Addresses of biases in act dtype or float32, 0 for none; the tensors are kept for as long as the array is."""
+    def _biases(self, biases: Sequence[Tensor | None], features: Sequence[int]) -> tuple[list[Tensor | None], Any]:
+        """Biases (act dtype or float32, None for none) as float32, and the array of their addresses."""
         wide = [None if bias is None else bias.float() for bias in biases]
-        found = _Pointers[len(wide)](*[
+        addresses = [
             0 if bias is None else self._floats(bias, n, "project", "bias")
             for bias, n in zip(wide, features, strict=True)
-        ])  # fmt: skip
-        found.kept = wide
-        return found
+        ]
+        return wide, _Pointers[len(wide)](*addresses)
 
     def linear(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         at, stride, rows, length = self._rows(x, "linear")

@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
 from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
-from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
-from specdec.backends.ops import DeltaShape, Rope
+from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
+from specdec.backends.ops import DeltaShape, Rope, Routing
 from specdec.contract import Hidden, Parity
 from specdec.errors import ContractError
 
@@ -40,11 +40,17 @@ class ReferenceOps:
     def weight(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype)  # no copy when the dtype is already right: the memory map itself is used
 
+    def stack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self.weight(tensor) for tensor in tensors)
+
     def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
         return tensor.to(torch.float32) + plus
 
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> CpuKVCache:
         return CpuKVCache(capacity, kv_heads, head_dim, self.dtype)
+
+    def new_latent(self, capacity: int, dims: int) -> CpuLatentCache:
+        return CpuLatentCache(capacity, dims, self.dtype)
 
     def new_delta(self, shape: DeltaShape) -> CpuDeltaCache:
         return CpuDeltaCache(shape, self.dtype)
@@ -64,6 +70,9 @@ class ReferenceOps:
         biases = biases or [None] * len(weights)
         return tuple(self._product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
+    def project_heads(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return torch.stack([self.linear(x[:, h], weight) for h, weight in enumerate(weights)], dim=1)
+
     def linear(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self._product(x, weight)
         return y if residual is None else y + residual
@@ -78,6 +87,63 @@ class ReferenceOps:
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.cat([a, b], dim=-1)
+
+    # --- experts ---------------------------------------------------------------------------------------------------
+    #
+    # Built from the products above, so that a subclass with better ones has better experts too. Sorting, adding and
+    # multiplying in float32 give a row the same bits in any company; exponentials go row by row, whatever the backend.
+
+    def _float32_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ w.T`` not rounded to act."""
+        if type(self).head is not ReferenceOps.head:  # a kernel that sums in float32 and has no limit of rows
+            return torch.from_numpy(self.head(x, weight).rows())
+        return self._product(x.float(), weight.float())
+
+    def route(
+        self, x: Tensor, weight: Tensor, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits = self._float32_product(x, weight)
+        squash = torch.sigmoid if routing.scores == "sigmoid" else functools.partial(torch.softmax, dim=-1)
+        scores = _each_row(squash, logits)
+        choice = scores if bias is None else scores + bias
+        if routing.groups > 1:
+            grouped = choice.view(len(x), routing.groups, -1)
+            two = grouped.sort(dim=-1, descending=True).values[..., :2]
+            kept = _best(two[..., 0] + two[..., 1], routing.kept_groups)
+            masked = torch.full_like(grouped, float("-inf"))
+            at = kept[..., None].expand(-1, -1, grouped.shape[-1])
+            choice = masked.scatter(1, at, grouped.gather(1, at)).flatten(1)
+        ids = _best(choice, routing.top_k)
+        weights = scores.gather(1, ids)
+        if routing.normalised:
+            weights = weights / (_sum_in_order(weights) + 1e-20)[:, None]
+        return ids, weights * routing.scale
+
+    def moe(
+        self, x: Tensor, chosen: tuple[Tensor, Tensor], experts: tuple[Sequence[Tensor], ...], residual: Tensor, *,
+        shared: tuple[Tensor, Tensor, Tensor] | None = None, shared_gate: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        ids, weights = chosen
+        gates, ups, downs = experts
+        rows, slots = ids.shape
+        places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending
+        for place, expert in enumerate(ids.flatten().tolist()):
+            places.setdefault(expert, []).append(place)
+        out = torch.empty(rows * slots, x.shape[1], dtype=self.dtype)
+        for expert, at in sorted(places.items()):
+            part = x if rows == 1 else x[[place // slots for place in at]]
+            out[at] = self.linear(self.swiglu(part, gates[expert], ups[expert]), downs[expert])
+        parts = out.view(rows, slots, -1)
+        total = weights[:, :1] * parts[:, 0].float()
+        for slot in range(1, slots):
+            total = total + weights[:, slot : slot + 1] * parts[:, slot].float()
+        if shared is not None:
+            gate, up, down = shared
+            common = self.linear(self.swiglu(x, gate, up), down).float()
+            if shared_gate is not None:
+                common = common * _each_row(torch.sigmoid, self._float32_product(x, shared_gate))
+            total = total + common
+        return (total + residual.float()).to(self.dtype)
 
     # --- attention -------------------------------------------------------------------------------------------------
 
@@ -107,6 +173,13 @@ class ReferenceOps:
         if gate is not None:
             out = out * _by_row(torch.sigmoid, gate.float())
         return out.to(self.dtype).reshape(rows, heads * dim)
+
+    def attend_latent(
+        self, q: Tensor, row: Tensor, cache: CpuLatentCache, *, scale: float, value_dims: int
+    ) -> Tensor:
+        both = row[:, None]  # one key-value head that all query heads read
+        out = self.attend(q, both, both, cache, scale=scale)
+        return out.view(q.shape)[..., :value_dims]
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
 
@@ -153,6 +226,24 @@ def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.shape[0] > MAX_ROWS:
         return function(x)
     return torch.cat([function(x[t : t + 1]) for t in range(x.shape[0])])
+
+
+def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function`` of ``x [T, ...]`` with the bits of single rows, however many there are."""
+    return function(x) if x.shape[0] == 1 else torch.cat([function(row) for row in x.split(1)])
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest of each row, largest first; of equal ones the lower index first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _sum_in_order(x: Tensor) -> Tensor:
+    """Sum over the last axis from left to right: torch's own order depends on the shape."""
+    total = x[..., 0]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i]
+    return total
 
 
 @functools.cache

@@ -151,7 +151,7 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
         int64_t ahead = reinterpret_cast<intptr_t>(tile_values) - reinterpret_cast<intptr_t>(tile_keys);
         for (int64_t m = none * group; m < queries;) {
             const int64_t left = queries - m;
-            const int64_t tile = left == 8 ? 4 : tile_rows(left);  // eight rows take 3 keys at a time, and 3 divides no TILE
+            const int64_t tile = left == 8 ? 4 : tile_rows(left);  // eight take 3 keys at a time: no divisor of TILE
             dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE,
                                   m == none * group ? ahead : 0, WHOLE);
             m += tile;

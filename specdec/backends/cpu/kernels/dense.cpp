@@ -66,8 +66,8 @@ void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w
 
 using Tiles = const float (*)[PANEL * BLOCK];
 
-// finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 gives the tiles of
-// two matrices of one shape together.
+// finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 gives the tiles
+// of two matrices of one shape together.
 template <int PAIR, class T, class Finish>
 void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Finish&& finish) {
     int64_t features = 0;

@@ -78,7 +78,7 @@ void norm_rope(const T* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t 
         float* cosine = scratch<0>(2 * half + n);
         float *sine = cosine + half, *wide = sine + half;
         for (int64_t j = 0; j < half; ++j) {
-            const float angle = (float)(position + row) * inv_freq[j];  // float32: what the checkpoints were trained with
+            const float angle = (float)(position + row) * inv_freq[j];  // float32: what checkpoints were trained with
             cosine[j] = std::cos(angle);
             sine[j] = std::sin(angle);
         }

@@ -1,0 +1,58 @@
+"""The demo model: what a cycle costs when tokens are sampled, against greedy cycles, interleaved in one process.
+
+    python -m benchmarks.sampling [--tokens 128] [--repeats 9] [--depth 2] [--json FILE]
+
+The number of accepted tokens differs between settings, so the figure is seconds per cycle, not per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import specdec
+from benchmarks.common import PROMPTS, machine, median, save
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 0.8": {"temperature": 0.8},
+    "temperature 0.8, top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "temperature 0.8, top-k 40, repetition penalty 1.1": {"temperature": 0.8, "top_k": 40, "repetition_penalty": 1.1},
+}
+
+
+def measure(tokens: int, repeats: int, depth: int) -> dict[str, Any]:
+    """Milliseconds per cycle by setting, and their ratio to greedy."""
+    lm = specdec.load(depth=depth)
+    times: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for repeat in range(repeats):
+        order = list(SETTINGS) if repeat % 2 == 0 else list(reversed(SETTINGS))
+        for name in order:
+            stats = lm.generate(
+                PROMPTS["code"], max_new_tokens=tokens, ignore_eos=True, seed=repeat, **SETTINGS[name]
+            ).stats
+            times[name].append(stats.decode_seconds / stats.cycles * 1e3)
+    return {
+        name: {
+            "milliseconds_per_cycle": median(values),
+            "fastest": min(values),
+            "ratio_to_greedy": median(values) / median(times["greedy"]),
+            "ratio_of_fastest": min(values) / min(times["greedy"]),
+        }
+        for name, values in times.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    save({"machine": machine(), **measure(options.tokens, options.repeats, options.depth)}, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A verifier: keep a draft token when it is among the target's k best."""
+
+import sys
+
+import attrs
+
+import specdec.plugins
+from specdec import Context, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec, between, hookimpl
+from specdec.contract import Deviation
+from specdec.sampling import Rows
+from specdec.verifiers.strict import check_rows
+
+
+@attrs.frozen(kw_only=True)
+class TopConfig:
+    """How far down the target's ranking a draft token may be."""
+
+    k: int = attrs.field(default=2, validator=between(1, 1000))  # 1 keeps the best only
+
+
+class TopVerifier(Verifier):
+    """Keeps a token of rank 1 to k; otherwise the token of plain decoding takes its place."""
+
+    guarantee = Guarantee.HEURISTIC  # the second best may be any distance behind the best: there is no bound to state
+
+    def __init__(self, config: TopConfig) -> None:
+        self._k = config.k
+
+    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+        check_rows(draft, logits)  # K draft tokens come with K + 1 rows
+        rows = Rows(logits, draft.tokens, context)  # bias, penalties, bans and grammars, each row with its own history
+        deviating, largest = 0, 0.0
+        for position, token in enumerate(draft.tokens):
+            chosen = rows.choose(position)  # the token of plain decoding
+            if token == chosen:
+                continue
+            values = rows.processed(position)
+            rank = 1 + (values > values[token]).sum() + (values[:token] == values[token]).sum()
+            if rank > self._k or values[token] == float("-inf"):  # forbidden tokens stay forbidden
+                return Verdict(position, chosen, Deviation(deviating, largest))
+            deviating, largest = deviating + 1, max(largest, float(values.max() - values[token]))
+        return Verdict(len(draft.tokens), rows.choose(len(draft.tokens)), Deviation(deviating, largest))
+
+
+@hookimpl
+def specdec_verifiers() -> list[VerifierSpec]:
+    return [VerifierSpec(name="top", factory=TopVerifier, config=TopConfig, help="tokens among the k best; lossy")]
+
+
+if __name__ == "__main__":  # without packaging: register this module, then ask for the verifier by its name
+    specdec.plugins.registry().register(sys.modules[__name__])
+    lm = specdec.load("demo", verifier={"name": "top", "k": 3}, depth=4)
+    result = lm.generate("def add(a, b):", max_new_tokens=40)
+    print(result.text, result.guarantee, result.deviation, sep="\n")

@@ -1,0 +1,275 @@
+"""``specdec chat``: a conversation that keeps its state between turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from specdec.cli import output
+from specdec.cli.generate import _acceptance, _flag_overrides, _interruptible, _speculation
+from specdec.config import Override, RunConfig, load_config, read_toml
+from specdec.errors import PromptError, SpecdecError, did_you_mean
+
+if TYPE_CHECKING:
+    from specdec.chat import Conversation
+    from specdec.pipeline import LanguageModel
+    from specdec.telemetry import Result
+
+ANSWER_TOKENS = 1024  # at most, where neither the configuration nor an option says
+PROMPT, MORE = "> ", ". "
+LENGTH_KEY = ("generation", "max_new_tokens")
+
+
+@click.command()
+@click.argument("config_file", metavar="[CONFIG]", required=False, type=click.Path(path_type=pathlib.Path))
+@click.option("-m", "--model", help='A folder, a hub id or "demo"; short for -s target.model=...')
+@click.option("--system", metavar="TEXT", help="A system message.")
+@click.option("-n", "--max-new-tokens", type=int, metavar="N", help=f"Tokens of one answer; {ANSWER_TOKENS} if unset.")
+@click.option("-t", "--temperature", type=float, metavar="X", help="0 is greedy.")
+@click.option("--seed", type=int, metavar="S", help="One seed, one output.")
+@click.option(
+    "--template", "variables", multiple=True, metavar="KEY=VALUE",
+    help="Set a variable of the chat template: enable_thinking=false.",
+)  # fmt: skip
+@click.option("--load", "load_file", metavar="FILE", help="Go on with a saved conversation.")
+@click.option("-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key: depth.depth=4.")
+def chat(
+    config_file: pathlib.Path | None,
+    model: str | None,
+    system: str | None,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
+    variables: tuple[str, ...],
+    load_file: str | None,
+    settings: tuple[str, ...],
+) -> None:
+    """Talk with a model.
+
+    Answers go to stdout, everything else to stderr. The conversation's state is kept between turns: only what is new
+    runs through the model. A line that ends with a backslash goes on in the next one; /help lists the commands.
+    Ctrl-C stops an answer and keeps it, Ctrl-D (the end of the input) quits.
+    """
+    flags: dict[str, Any] = {
+        "target.model": model,
+        "generation.max_new_tokens": max_new_tokens,
+        "generation.temperature": temperature,
+        "generation.seed": seed,
+    }
+    config = _config(config_file, [*map(Override.parse, settings), *_flag_overrides(flags)])
+
+    import specdec
+    from specdec.chat import Conversation
+
+    with output.status(f"loading {config.target.model}"):
+        lm = specdec.load(config=config)
+    conversation = Conversation(lm, system=system, template=_template_variables(variables))
+    if load_file is not None:
+        conversation.load(_expanded(load_file))
+    Chat(lm, conversation, config).run()
+
+
+def _config(file: pathlib.Path | None, overrides: Sequence[Override]) -> RunConfig:
+    """The configuration; an answer may be longer than a continuation where nobody gave a length."""
+    config = load_config(file, overrides)
+    given = any(override.path == LENGTH_KEY for override in overrides)
+    if not given and file is not None:
+        given = LENGTH_KEY[1] in read_toml(file).get(LENGTH_KEY[0], {})
+    if given:
+        return config
+    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=ANSWER_TOKENS))
+
+
+def _template_variables(given: Sequence[str]) -> dict[str, Any]:
+    variables: dict[str, Any] = {}
+    for text in given:
+        override = Override.parse(text)
+        variables[".".join(override.path)] = override.value
+    return variables
+
+
+class Chat:
+    """The loop: read a line, run a command or answer a message, until /quit or the end of the input."""
+
+    def __init__(self, lm: LanguageModel, conversation: Conversation, config: RunConfig) -> None:
+        self._lm = lm
+        self._conversation = conversation
+        self._config = config
+        self._last: Result | None = None
+        self._quit = False
+        self._console = output.console(stderr=True)
+        self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
+            "rewind": ("[N]", "forget the last N turns (1)", self._rewind),
+            "save": ("FILE", "write the conversation with its state", self._save),
+            "load": ("FILE", "go on with a saved conversation", self._load),
+            "stats": ("", "speed and acceptance of the last answer and of the conversation", self._stats),
+            "help": ("", "this list; a message that starts with / is written //", self._help),
+            "quit": ("", "leave (also Ctrl-D)", self._leave),
+        }
+
+    def run(self) -> None:
+        """Talk until the end."""
+        self._console.print(output.facts(self._introduction()))
+        for notice in self._lm.notices:
+            self._say(f"note: {notice}")
+        self._say("/help lists the commands\n")
+        for line in _lines(lambda: self._quit):
+            try:
+                self._take(line)
+            except SpecdecError as error:  # whatever a line asked for, the conversation is as it was
+                self._say(f"{type(error).__name__}: {error}")
+            except KeyboardInterrupt:
+                self._say("\naborted")
+
+    def _take(self, line: str) -> None:
+        text = line.strip()
+        if text.startswith("//"):
+            self._answer(text[1:])
+        elif text.startswith("/"):
+            name, _, argument = text[1:].partition(" ")
+            if name not in self._commands:
+                hint = did_you_mean(name, self._commands).replace("'", "")
+                raise PromptError(
+                    f"there is no command /{name}.{hint}",
+                    commands=", ".join(f"/{known}" for known in self._commands),
+                    try_=f"/{text} for a message that starts with /",
+                )
+            self._commands[name][2](argument.strip())
+        elif text:
+            self._answer(line)
+
+    def _answer(self, text: str) -> None:
+        answer = self._conversation.ask(text)
+        with _interruptible(answer):
+            try:
+                for piece in answer:
+                    click.echo(piece, nl=False)
+            finally:
+                click.echo()
+        self._last = result = answer.result
+        if not result.tokens:
+            self._say("(stopped before the first token: the message is forgotten)")
+        elif result.finish_reason == "interrupted":
+            self._say("(stopped; the answer so far is kept)")
+        elif result.finish_reason == "length":
+            self._say(f"(cut after {output.count(len(result.tokens), 'token')}; -n sets the limit)")
+        elif result.finish_reason == "context":
+            self._say(f"(the model's {self._lm.capacity} tokens are used up; /rewind makes room)")
+
+    def _introduction(self) -> list[tuple[str, str]]:
+        lm, info = self._lm, self._lm.info
+        depth = ", ".join(f"{key} {value}" for key, value in self._config.depth.options.items())
+        parity = info.parity.value + (f" ({info.parity_reason})" if info.parity_reason else "")
+        return [
+            ("model", f"{self._config.target.model}: {info.family}, {info.dtype} on {info.device or info.backend}, "
+                      f"{lm.capacity} tokens"),
+            ("drafter", f"{lm.drafter_spec.name}, depth policy {lm.depth_spec.name}{f' ({depth})' if depth else ''}"),
+            ("verifier", f"{self._config.verifier.name}, guarantee {lm.verifier.guarantee.value}"),
+            ("parity", parity),
+        ]  # fmt: skip
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def _rewind(self, argument: str) -> None:
+        if argument and not (argument.isascii() and argument.isdigit()):
+            raise PromptError(f"/rewind takes a number of turns, got {argument!r}")
+        self._conversation.rewind(int(argument or 1))
+        self._say(f"{output.count(self._conversation.turns, 'turn')} left")
+
+    def _save(self, argument: str) -> None:
+        self._conversation.save(_file(argument, "save"))
+        self._say(f"saved {output.count(self._conversation.turns, 'turn')}")
+
+    def _load(self, argument: str) -> None:
+        self._conversation.load(_file(argument, "load"))
+        self._last = None
+        messages = self._conversation.messages
+        self._say(f"loaded {output.count(self._conversation.turns, 'turn')}")
+        if messages and messages[-1]["role"] == "assistant":
+            self._say(f"{PROMPT}{messages[-2]['content']}\n{messages[-1]['content']}")
+
+    def _stats(self, _: str) -> None:
+        told = None if self._last is None else self._last.to_dict()
+        totals, used = self._conversation.stats, len(self._conversation.tokens)
+        rows = [
+            (
+                "turns",
+                f"{self._conversation.turns}, {used} of {self._lm.capacity} tokens used",
+            ),
+            ("generated", f"{output.count(totals.tokens, 'token')} in {output.count(totals.cycles, 'cycle')}"),
+        ]
+        if told is not None:
+            stats = told["stats"]
+            rows += [
+                ("last answer", f"{output.count(len(told['tokens']), 'token')}, {stats['tokens_per_second']:.1f} "
+                                f"tokens/s, ended by {told['finish_reason']!r}"),
+                ("its prompt", f"{told['prompt_tokens']} tokens, of which {stats['prefilled']} ran through the model"),
+                ("speculation", _speculation(stats["speculation"])),
+            ]  # fmt: skip
+        self._console.print(output.facts(rows))
+        if totals.offered:
+            self._say("\nacceptance over the conversation, by lookahead position:")
+            self._console.print(_acceptance(attrs.asdict(totals)))
+
+    def _help(self, _: str) -> None:
+        rows = [(f"/{name} {takes}".rstrip(), what) for name, (takes, what, _) in self._commands.items()]
+        self._console.print(output.facts([*rows, ("Ctrl-C", "stop the answer and keep it")]))
+
+    def _leave(self, _: str) -> None:
+        self._quit = True
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def _file(argument: str, command: str) -> pathlib.Path:
+    if not argument:
+        raise PromptError(f"/{command} takes a file name")
+    return _expanded(argument)
+
+
+def _expanded(name: str) -> pathlib.Path:
+    return pathlib.Path(os.path.expanduser(name))
+
+
+def _lines(done: Callable[[], bool]) -> Iterator[str]:
+    """Messages and commands: lines of stdin, joined where one ends with a backslash; until ``done`` or the end.
+
+    On a terminal a prompt is shown and lines can be edited; Ctrl-C there discards the line.
+    """
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (importing it is what gives input() its line editing)
+    elif hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # a stray byte in a piped text must not end the conversation
+    parts: list[str] = []
+    while not done():
+        try:
+            line = input(MORE if parts else PROMPT) if terminal else sys.stdin.readline()
+        except EOFError:
+            click.echo(err=True)
+            return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            click.echo("\n(/quit or Ctrl-D leaves)", err=True)
+            parts = []
+            continue
+        if not terminal:
+            if not line:
+                break
+            line = line.removesuffix("\n")
+        parts.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield "\n".join(parts)
+            parts = []
+    if parts:
+        yield "\n".join(parts)

@@ -1,0 +1,270 @@
+"""The documentation is executed: snippets of README and docs, the examples, and the reference against the code.
+
+Blocks of a page run in their order, in an empty folder and with plugins of their own:
+
+* ``python``: in one namespace per page;
+* ``bash``: lines that start with ``specdec``, through the command line's own entry point;
+* ``toml``: must load as a configuration; with ``# name.toml`` as first line it is also written to that file.
+
+``<!-- not run: REASON -->`` on the line before a block leaves it out. Pages under ``docs/contract`` and
+``docs/tutorials`` have tests of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import attrs
+import click
+import pytest
+from click.testing import CliRunner
+
+from specdec import errors, hookspecs
+from specdec.cli import main
+from specdec.config import PLUGIN_TABLES, Choice, GenerationConfig, RunConfig, TargetConfig, load_config
+from specdec.plugins import BUILT_INS, KINDS, Kind, Registry, use_registry
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+ELSEWHERE = (DOCS / "contract", DOCS / "tutorials")
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(page for page in DOCS.rglob("*.md") if not set(ELSEWHERE) & set(page.parents)),
+]
+BLOCK = re.compile(r"^(?P<fence>```+)(?P<language>\w+)\n(?P<body>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
+
+
+@attrs.frozen
+class Block:
+    language: str
+    body: str
+    line: int  # of the first line of the body
+
+
+def blocks(page: pathlib.Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found["language"], found["body"], text.count("\n", 0, found.start("body")) + 1)
+        for found in BLOCK.finditer(text)
+        if not NOT_RUN.search(text[: found.start()])
+    ]
+
+
+def specdec_lines(block: Block) -> list[str]:
+    joined = block.body.replace("\\\n", " ").splitlines()
+    return [line for line in joined if line.startswith("specdec ")] if block.language == "bash" else []
+
+
+def runs(page: pathlib.Path) -> bool:
+    return any(block.language in ("python", "toml") or specdec_lines(block) for block in blocks(page))
+
+
+@pytest.fixture
+def own_registry() -> Iterator[None]:
+    """What a snippet registers is gone afterwards."""
+    former = use_registry(Registry())
+    try:
+        yield
+    finally:
+        use_registry(former)
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    for block in blocks(page):
+        if block.language == "toml":
+            _load_toml(block.body)
+        elif block.language == "python":
+            if "llguidance" in _needs(block.body) and importlib.util.find_spec("llguidance") is None:
+                pytest.skip("needs llguidance (pip install 'specdec-framework[grammar]')")
+            code = "\n" * (block.line - 1) + block.body  # tracebacks name the line of the page
+            exec(compile(code, str(page), "exec"), namespace)
+        for line in specdec_lines(block):
+            outcome = CliRunner().invoke(main, shlex.split(line, comments=True)[1:], input="")
+            assert outcome.exit_code == 0, f"{page.name}: {line}\n{outcome.output}\n{outcome.exception!r}"
+
+
+def _needs(body: str) -> list[str]:
+    return ["llguidance"] if '"grammar"' in body else []
+
+
+def _load_toml(body: str) -> None:
+    name = re.match(r"# (\S+\.toml)\n", body)
+    if name is not None:
+        pathlib.Path(name[1]).write_text(body, encoding="utf-8")
+    if name is None or name[1] != "pyproject.toml":
+        file = pathlib.Path(name[1] if name else "unnamed.toml")
+        file.write_text(body, encoding="utf-8")
+        load_config(file)
+    else:
+        tomllib.loads(body)
+
+
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.name.startswith("first_"))
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+# --- README and the gate ---------------------------------------------------------------------------------------------
+
+
+def test_the_gate_runs_the_commands_of_the_readme():
+    setup, tests = blocks(ROOT / "README.md")[0].body.splitlines()
+    assert setup.startswith("python3 -m venv .venv && .venv/bin/pip install -c constraints.txt .")
+    assert setup.endswith("specdec generate")
+    assert "pip install -c constraints.txt -e '.[dev]'" in tests
+    assert ".venv/bin/pytest" in tests
+    told = subprocess.run([ROOT / ".ci" / "run", "--commands"], capture_output=True, text=True, check=True, timeout=60)
+    assert told.stdout.splitlines() == [setup, tests]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+LINK = re.compile(r"\[[^\]]*\]\((?!\w+:)(?P<target>[^)#\s]+)[^)]*\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_files_lead_somewhere(page):
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    targets = [found["target"] for found in LINK.finditer(text)]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_page_is_in_a_table_of_contents():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^([\w/*-]+)$", index, re.MULTILINE))
+    pages = [page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md") if page.name != "index.md"]
+    lost = [str(page) for page in pages if str(page) not in listed and f"{page.parent}/*" not in listed]
+    assert lost == []
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def rows(page: pathlib.Path, heading: str) -> dict[str, str]:
+    """The first two cells of the table under a heading: ``{"model": '"demo"'}``."""
+    text = page.read_text(encoding="utf-8")
+    _, found, section = text.partition(f"\n## {heading}\n")
+    assert found, f"{page.name} has no heading {heading!r}"
+    section = section.partition("\n## ")[0]
+    cells = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", section, re.MULTILINE)
+    return {key: value.strip().strip("`") for key, value in cells}
+
+
+def as_toml(value: object) -> str:
+    """A default as the reference writes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return str(list(value))
+    return repr(dict(value)) if isinstance(value, dict) else repr(value)
+
+
+@pytest.mark.parametrize(("heading", "section"), [("`[target]`", TargetConfig), ("`[generation]`", GenerationConfig)])
+def test_the_reference_lists_every_key_with_its_default(heading, section):
+    made = section()
+    known = {f.name: as_toml(getattr(made, f.name)) for f in attrs.fields(section) if f.name != "source"}
+    assert rows(REFERENCE / "configuration.md", heading) == known
+
+
+def test_the_reference_lists_the_plugin_tables():
+    config = RunConfig()
+    known: dict[str, str] = {}
+    for table in PLUGIN_TABLES:
+        choice: Choice = getattr(config, table)
+        known |= {f"{table}.name": as_toml(choice.name)}
+        known |= {f"{table}.{key}": as_toml(value) for key, value in choice.options.items()}
+    assert rows(REFERENCE / "configuration.md", "`[drafter]`, `[verifier]`, `[depth]`") == known
+
+
+def test_the_reference_describes_every_hook():
+    text = (REFERENCE / "hooks.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## `(\w+)\(([^)]*)\)`$", text, re.MULTILINE)
+    hooks = [
+        (name, ", ".join(inspect.signature(hook).parameters))
+        for name, hook in vars(hookspecs).items()
+        if name.startswith("specdec_")
+    ]
+    assert headings == hooks
+
+
+def test_the_reference_lists_every_error():
+    text = (REFERENCE / "errors.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", text, re.MULTILINE))
+    classes = {
+        name: cls.__bases__[0].__name__
+        for name, cls in vars(errors).items()
+        if inspect.isclass(cls) and cls.__module__ == "specdec.errors"
+    }
+    assert listed == classes
+
+
+def test_the_reference_of_the_python_api_has_every_public_name():
+    import specdec
+
+    text = (REFERENCE / "api.md").read_text(encoding="utf-8")
+    listed = {name.removeprefix("specdec.") for name in re.findall(r"auto(?:class|function):: (\S+)", text)}
+    covered = listed | {"SpecdecError", "hookimpl", "__version__"}  # in the errors' module; a marker; a string
+    assert set(specdec.__all__) - covered == set()
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("specdec_reference", DOCS / "_ext" / "specdec_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_on_the_command_line_has_every_command_and_option():
+    page = generator().cli_markdown()
+    for name, command in main.commands.items():
+        assert f"\n## specdec {name}\n" in page
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                assert all(f"{option}" in page for option in parameter.opts)
+
+
+def test_the_page_on_plugins_has_every_built_in():
+    page = generator().plugins_markdown()
+    for entry in Registry(BUILT_INS, entry_points=()).entries():
+        assert f"| `{entry.spec.name}` |" in page
+    assert all(f"\n## {kind.value}\n" in f"\n{page}" for kind in Kind)
+    assert set(KINDS) == set(Kind)
+
+
+def test_the_documentation_names_commands_that_exist():
+    for page in PAGES:
+        named = re.findall(r"`specdec (\w+)", page.read_text(encoding="utf-8"))
+        assert set(named) <= {*main.commands, "COMMAND"}, page.name
