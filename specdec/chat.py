@@ -30,6 +30,9 @@ class Conversation:
         system: a system message.
         template: further variables of the template, such as ``{"enable_thinking": False}``.
 
+    An answer's message is all that the model wrote, special tokens included (a template may look for them), without the
+    token that ended it; ``Answer`` gives the text without them.
+
     Attributes:
         kept: tokens of the session that the last prompt could use.
 
@@ -164,6 +167,14 @@ class Conversation:
             shared += 1
         self._session.rewind(shared)
 
+    def _written(self, result: Result) -> str:
+        """The answer as the template should see it, special tokens such as those around its thinking included."""
+        if result.finish_reason == "stop_string":
+            return result.text
+        tokenizer, tokens = self._lm.tokenizer, result.tokens
+        body = tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens
+        return tokenizer.decode(body, skip_special=False)
+
     def _finish(self, question: str, answer: str, *, answered: bool) -> None:
         """The answer is over: keep the turn, or forget it where nothing was said."""
         if answered:
@@ -191,7 +202,7 @@ class Answer:
             piece = next(self._stream)
         except StopIteration:
             result = self._stream.result
-            self._close(result.text, answered=bool(result.tokens))
+            self._close(self._conversation._written(result), answered=bool(result.tokens))
             raise
         except KeyboardInterrupt:  # in the middle of a pass: what was said stays
             self._close(self._text, answered=bool(self._text))

@@ -66,6 +66,8 @@ BUILT_INS = (
     "specdec.processors.grammar",
     "specdec.backends.cpu",
     "specdec.models.qwen3_5",
+    "specdec.models.qwen3_5_moe",
+    "specdec.models.qwen3_next",
     "specdec.models.qwen3",
 )
 """Modules that register through the same hooks as a stranger's plugin."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
 
 PREFILL_CHUNK = 512  # prompt tokens between two looks at the stop flag
+PREFILL_TAIL = 8  # the last tokens of a prompt run on their own
+"""A recurrent state can return to the ends of prefill chunks only. The next prompt of a conversation often differs from
+this one in its last few tokens (the beginning of the answer is written anew), so there is such an end before them."""
 
 
 class Session:
@@ -241,9 +244,12 @@ class Session:
         """Run every token but the last through the target and the drafter."""
         sequence, tokens = self._sequence, self._tokens
         started = perf_counter()
-        while sequence.state.length < len(tokens) - 1 and not stream.stopping:
+        end = len(tokens) - 1
+        while sequence.state.length < end and not stream.stopping:
             at = sequence.state.length
-            chunk = tokens[at : min(at + PREFILL_CHUNK, len(tokens) - 1)]
+            chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
+            if at + len(chunk) == end and len(chunk) > 2 * PREFILL_TAIL:
+                del chunk[-PREFILL_TAIL:]
             sequence.intact = False
             output = sequence.target.prefill(sequence.state, chunk)
             seen = Context(tokens[: at + len(chunk)], sequence.context.sampling)

@@ -81,6 +81,11 @@ class Tokenizer:
         token = self._special_tokens.get(key)
         return None if token is None else self._core.token_to_id(token)
 
+    @property
+    def core(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the library ``tokenizers`` underneath, to be read."""
+        return self._core
+
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
         """Read ``tokenizer.json`` and what stands beside it. Raises: CheckpointError naming the file."""

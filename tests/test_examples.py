@@ -22,7 +22,7 @@ from specdec.engine import Sequence, run_cycle
 from specdec.errors import ConfigError
 from specdec.plugins import BUILT_INS, Registry, use_registry
 from specdec.telemetry import RunStats
-from specdec.testing.models import TableModel
+from specdec.testing import TableModel, parametrize_checks
 from specdec.verifiers.strict import StrictVerifier
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -175,3 +175,11 @@ def test_a_wrong_option_is_refused_with_its_key(table, option, registry):
     choice = getattr(load_config(None, [f"{table}.name={name}", f"{table}.{option}=0"]), table)
     with pytest.raises(ConfigError, match=rf"{table}\.{option}"):
         structure_choice(choice, getattr(registry, table)(name).config, table)
+
+
+# --- what the tutorials say about the kit -----------------------------------------------------------------------------
+
+
+@parametrize_checks(drafter=lambda env: echo(env), verifier=lambda: top(2), effort=0.3)
+def test_contract(check):
+    check()

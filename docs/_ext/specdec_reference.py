@@ -43,7 +43,7 @@ def _options(command: click.Command, ctx: click.Context) -> Iterator[str]:
     yield from ("| option | |", "|---|---|")
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
-        if record is not None:
+        if record is not None and isinstance(parameter, click.Option):
             yield f"| `{_cell(record[0])}` | {_cell(record[1])} |"
 
 
@@ -64,10 +64,15 @@ def plugins_markdown() -> str:
             if isinstance(spec, ModelSpec):
                 options = "reads model_type " + ", ".join(f"`{word}`" for word in spec.model_types)
             else:
-                options = ", ".join(f"`{key} = {_cell(value)}`" for key, value in options_of(spec.config).items())
+                options = ", ".join(f"`{key} = {_toml(value)}`" for key, value in options_of(spec.config).items())
             lines.append(f"| `{spec.name}` | {_cell(spec.help)} | {options or 'none'} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml(default: str) -> str:
+    """A default, given as Python spells it, as TOML does."""
+    return _cell({"True": "true", "False": "false", "None": "(none)"}.get(default, default.replace("'", '"')))
 
 
 def _cell(text: str) -> str:

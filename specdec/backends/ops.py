@@ -214,7 +214,7 @@ class Ops(Protocol):
         """
 
     def project_heads(self, x: Array, weights: Array) -> Array:
-        """``x[:, h] @ weights[h].T`` for every head: ``x [T, n, I]``, a ``stack`` of n ``[O, I]``: ``[T, n, O]`` act."""
+        """``x[:, h] @ weights[h].T`` for every head: ``x [T, n, I]`` and a ``stack`` of n ``[O, I]``: ``[T, n, O]``."""
 
     def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
         """``x @ w.T``, plus ``residual [T, N]`` added in float32 before the one rounding to act."""

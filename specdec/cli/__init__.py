@@ -11,6 +11,7 @@ from specdec._version import __version__
 from specdec.cli import output
 from specdec.cli.audit import audit
 from specdec.cli.chat import chat
+from specdec.cli.check import check
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.plugins import plugins
@@ -26,6 +27,7 @@ def main(verbose: int) -> None:
 
 main.add_command(audit)
 main.add_command(chat)
+main.add_command(check)
 main.add_command(generate)
 main.add_command(info)
 main.add_command(plugins)

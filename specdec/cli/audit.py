@@ -177,10 +177,7 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> list[tuple[st
     choice = "argmax" if report.temperature == 0 else f"the seed's choice at temperature {report.temperature:g}"
     audited = f"{output.count(report.tokens, 'token')} after a prompt of {report.prompt_tokens}, against {choice}"
     rows = [
-        (
-            "audited",
-            f"{output.count(report.tokens, 'token')} after a prompt of {report.prompt_tokens}, against {choice}",
-        ),
+        ("audited", audited),
         ("guarantee", f"{report.guarantee}, with {report.parity} parity"),
         ("divergences", f"{count}, {report.rate:.3%} of the tokens" if count else "none"),
     ]

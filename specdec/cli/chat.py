@@ -199,10 +199,7 @@ class Chat:
         told = None if self._last is None else self._last.to_dict()
         totals, used = self._conversation.stats, len(self._conversation.tokens)
         rows = [
-            (
-                "turns",
-                f"{self._conversation.turns}, {used} of {self._lm.capacity} tokens used",
-            ),
+            ("turns", f"{self._conversation.turns}, {used} of {self._lm.capacity} tokens used"),
             ("generated", f"{output.count(totals.tokens, 'token')} in {output.count(totals.cycles, 'cycle')}"),
         ]
         if told is not None:

@@ -84,7 +84,9 @@ class Fields:
         if kind == "llama3":
             low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
             if not low < high:
-                raise CheckpointError(f"config.json: 'low_freq_factor' ({low}) is not below 'high_freq_factor' ({high})")
+                raise CheckpointError(
+                    f"config.json: 'low_freq_factor' is below 'high_freq_factor', got {low} and {high}"
+                )
             return Rope.llama3(theta, rotary_dims, factor=factor, original=original, low=low, high=high), 1.0
         if kind != "yarn":
             raise CheckpointError(

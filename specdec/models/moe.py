@@ -3,7 +3,7 @@
 Routed experts are stored in one of two layouts, which may differ from layer to layer (an MTP layer often has the
 other one), so each prefix is looked at by itself:
 
-* fused: ``experts.gate_up_proj [E, 2 I, H]`` (gate rows first) and ``experts.down_proj [E, H, I]``, without ``.weight``;
+* fused: ``experts.gate_up_proj [E, 2 I, H]`` (gate rows first), ``experts.down_proj [E, H, I]``, no ``.weight``;
 * apart: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``.
 """
 

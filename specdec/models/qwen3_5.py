@@ -1,11 +1,13 @@
 """Qwen3.5 / 3.6 / 3.8 dense: Gated DeltaNet and gated attention layers, and the MTP head.
 
+What the mixture-of-experts relatives share with it is here too, with the MLP as an argument.
+
 Norms of the family are stored as an offset from 1, with one exception: ``linear_attn.norm`` holds the factor itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -16,7 +18,7 @@ from specdec.contract import ModelSpec
 from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
-from specdec.models.decoder import Attention, DecoderLayer, GatedDeltaNet, Mixer, MtpHead
+from specdec.models.decoder import Attention, DecoderLayer, GatedDeltaNet, Mixer, Mlp, MtpHead
 from specdec.models.fields import Fields
 from specdec.models.qwen3 import attention_tensors, build_mlp, mlp_tensors
 
@@ -24,12 +26,11 @@ FULL_ATTENTION_INTERVAL = 4
 
 
 @attrs.frozen(kw_only=True)
-class Qwen35Config:
-    """The fields of ``config.json`` that the maths needs."""
+class HybridConfig:
+    """The fields of ``config.json`` that the maths of all but the MLP needs."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     layer_types: tuple[str, ...]
     heads: int
     kv_heads: int
@@ -42,10 +43,9 @@ class Qwen35Config:
     max_positions: int
     mtp_layers: int
 
-    @classmethod
-    def parse(cls, config: Mapping[str, Any]) -> Qwen35Config:
-        """Read the text part of a ``config.json``. Raises: CheckpointError naming the key."""
-        fields = Fields(config)
+    @staticmethod
+    def common(fields: Fields) -> dict[str, Any]:
+        """What ``parse`` reads for every family of this kind. Raises: CheckpointError naming the key."""
         fields.must_be("hidden_act", "silu")
         fields.must_be("attention_bias", False)
         fields.must_be("attn_output_gate", True)
@@ -68,22 +68,21 @@ class Qwen35Config:
                 f"config.json: 'linear_num_value_heads' ({delta.value_heads}) is no multiple of "
                 f"'linear_num_key_heads' ({delta.key_heads})"
             )
-        return cls(
-            vocab_size=fields.whole("vocab_size"),
-            hidden_size=fields.whole("hidden_size"),
-            intermediate_size=fields.whole("intermediate_size"),
-            layer_types=fields.layer_types(layers, fields.whole("full_attention_interval", FULL_ATTENTION_INTERVAL)),
-            heads=fields.whole("num_attention_heads"),
-            kv_heads=fields.whole("num_key_value_heads"),
-            head_dim=head_dim,
-            rotary_dims=int(head_dim * fields.partial_rotary_factor(0.25)),
-            theta=fields.rope_theta(1e7),
-            delta=delta,
-            eps=fields.real("rms_norm_eps", 1e-6),
-            tied=fields.flag("tie_word_embeddings", False),
-            max_positions=fields.whole("max_position_embeddings", 32768),
-            mtp_layers=mtp_layers,
-        )
+        return {
+            "vocab_size": fields.whole("vocab_size"),
+            "hidden_size": fields.whole("hidden_size"),
+            "layer_types": fields.layer_types(layers, fields.whole("full_attention_interval", FULL_ATTENTION_INTERVAL)),
+            "heads": fields.whole("num_attention_heads"),
+            "kv_heads": fields.whole("num_key_value_heads"),
+            "head_dim": head_dim,
+            "rotary_dims": int(head_dim * fields.partial_rotary_factor(0.25)),
+            "theta": fields.rope_theta(1e7),
+            "delta": delta,
+            "eps": fields.real("rms_norm_eps", 1e-6),
+            "tied": fields.flag("tie_word_embeddings", False),
+            "max_positions": fields.whole("max_position_embeddings", 32768),
+            "mtp_layers": mtp_layers,
+        }
 
     def state_bytes(self, width: int) -> tuple[int, int]:
         """Bytes of state per token (keys and values, the MTP head's included) and per sequence (the linear layers)."""
@@ -93,6 +92,19 @@ class Qwen35Config:
         window = (delta.kernel - 1) * delta.channels * width
         per_token = (full + self.mtp_layers) * 2 * self.kv_heads * self.head_dim * width
         return per_token, (len(self.layer_types) - full) * (recurrent + window)
+
+
+@attrs.frozen(kw_only=True)
+class Qwen35Config(HybridConfig):
+    """The fields of ``config.json`` that the maths needs."""
+
+    intermediate_size: int
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> Qwen35Config:
+        """Read the text part of a ``config.json``. Raises: CheckpointError naming the key."""
+        fields = Fields(config)
+        return cls(**cls.common(fields), intermediate_size=fields.whole("intermediate_size"))
 
 
 def _delta_tensors(prefix: str, hidden: int, shape: DeltaShape) -> dict[str, TensorSpec]:
@@ -111,38 +123,52 @@ def _delta_tensors(prefix: str, hidden: int, shape: DeltaShape) -> dict[str, Ten
     }
 
 
-def _layer_tensors(prefix: str, kind: str, config: Qwen35Config) -> dict[str, TensorSpec]:
+def _layer_tensors(prefix: str, kind: str, config: HybridConfig, mlp: MlpTensors) -> dict[str, TensorSpec]:
     c, hidden = config, config.hidden_size
     if kind == "full_attention":
         mixer = attention_tensors(prefix, hidden, c.heads, c.kv_heads, c.head_dim, gated=True)
     else:
         mixer = _delta_tensors(prefix, hidden, c.delta)
     norms = {f"{prefix}{name}_layernorm.weight": TensorSpec((hidden,)) for name in ("input", "post_attention")}
-    return norms | mixer | mlp_tensors(prefix, hidden, c.intermediate_size)
+    return norms | mixer | mlp(prefix)
 
 
-def tensors(config: Qwen35Config) -> dict[str, TensorSpec]:
+def hybrid_tensors(config: HybridConfig, mlp: MlpTensors) -> dict[str, TensorSpec]:
     """Every tensor that the checkpoint must have, by canonical name; the head's are in group "mtp"."""
     hidden, vocab = config.hidden_size, config.vocab_size
     expected = {"embed_tokens.weight": TensorSpec((vocab, hidden)), "norm.weight": TensorSpec((hidden,))}
     if not config.tied:
         expected["lm_head.weight"] = TensorSpec((vocab, hidden))
     for i, kind in enumerate(config.layer_types):
-        expected |= _layer_tensors(f"layers.{i}.", kind, config)
+        expected |= _layer_tensors(f"layers.{i}.", kind, config, mlp)
     if config.mtp_layers:
         head = {f"mtp.{name}.weight": TensorSpec((hidden,)) for name in _MTP_NORMS}
         head["mtp.fc.weight"] = TensorSpec((hidden, 2 * hidden))
         head["mtp.lm_head.weight"] = TensorSpec((vocab, hidden), optional=True)
-        head |= _layer_tensors("mtp.layers.0.", "full_attention", config)
+        head |= _layer_tensors("mtp.layers.0.", "full_attention", config, mlp)
         expected |= {name: attrs.evolve(spec, group="mtp") for name, spec in head.items()}
     return expected
 
 
+def tensors(config: Qwen35Config) -> dict[str, TensorSpec]:
+    """Every tensor that the checkpoint must have, by canonical name; the head's are in group "mtp"."""
+    return hybrid_tensors(config, lambda prefix: mlp_tensors(prefix, config.hidden_size, config.intermediate_size))
+
+
+MlpTensors = Callable[[str], dict[str, TensorSpec]]  # prefix of a layer -> the tensors of its MLP
 _MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 
 
 def build(config: Qwen35Config, weights: Weights, ops: Ops) -> DecoderModel:
     """The model over ``ops``; weights are taken tensor by tensor."""
+    return build_hybrid(config, weights, ops, lambda prefix: build_mlp(ops, weights, prefix))
+
+
+def build_hybrid(config: HybridConfig, weights: Weights, ops: Ops, mlp: Callable[[str], Mlp]) -> DecoderModel:
+    """The model over ``ops``; ``mlp`` builds what stands behind the mixer of the layer with the given prefix.
+
+    Without ``mtp.fc.weight`` there is no head, whatever the config promises; the audit has had its say before.
+    """
     rope = Rope.of(config.theta, config.rotary_dims)
 
     def matrix(name: str) -> Array:
@@ -174,13 +200,13 @@ def build(config: Qwen35Config, weights: Weights, ops: Ops) -> DecoderModel:
         full = kind == "full_attention"
         mixer: Mixer = attention(f"{prefix}self_attn.") if full else delta_net(f"{prefix}linear_attn.")
         return DecoderLayer(
-            ops=ops, eps=config.eps, mixer=mixer, mlp=build_mlp(ops, weights, prefix),
+            ops=ops, eps=config.eps, mixer=mixer, mlp=mlp(prefix),
             input_norm=norm(f"{prefix}input_layernorm.weight"),
             post_norm=norm(f"{prefix}post_attention_layernorm.weight"),
         )  # fmt: skip
 
     mtp = None
-    if config.mtp_layers:
+    if config.mtp_layers and "mtp.fc.weight" in weights:
         embed_norm, hidden_norm, last_norm = (norm(f"mtp.{name}.weight") for name in _MTP_NORMS)
         mtp = MtpHead(
             ops=ops, eps=config.eps, embed_norm=embed_norm, hidden_norm=hidden_norm, norm=last_norm,

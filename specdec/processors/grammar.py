@@ -145,10 +145,11 @@ class _Vocabulary:
 
     def __init__(self, env: ProcessorEnv) -> None:
         self._library = _llguidance()
-        core = env.tokenizer._core
+        core = env.tokenizer.core
         size = max(env.vocab_size, env.tokenizer.vocab_size)  # models pad their vocabulary
         try:
-            self._words = self._library.LLTokenizer(core.to_str(), n_vocab=size, eos_token=list(env.end_tokens))
+            # one end token is enough for it: where any of them is allowed is decided above, from is_accepting()
+            self._words = self._library.LLTokenizer(core.to_str(), n_vocab=size, eos_token=env.end_tokens[0])
         except ValueError as error:
             raise UnsupportedError(
                 f"grammars cannot work with this tokenizer: {error}", try_="a byte-level or byte-fallback BPE tokenizer"

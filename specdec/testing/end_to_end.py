@@ -118,7 +118,7 @@ def law_of_the_target(subject: DrafterSubject, run: Run) -> None:
     head = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
     model = TableModel(table, mtp_table=head if Need.MTP in subject.needs else None)
     prompt = [0, 1, 0, 1, 2, 0, 1]
-    draws = run.count(1500)
+    draws = run.count(1000)
     for block in (False, True):
         verifier = RejectionVerifier(RejectionConfig(block=block))
         shared = subject.prepare(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.config import Choice, structure_choice
 from specdec.contract import BackendSpec, ModelSpec
-from specdec.errors import SpecdecError, UnknownNameError, did_you_mean
+from specdec.errors import SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
 from specdec.plugins import Entry, Kind, registry
 from specdec.testing.registry import AnySubject, OpsSubject, Subject, as_subject
 
@@ -25,7 +25,8 @@ def subjects_named(
 ) -> tuple[list[tuple[str, Subject, AnySubject]], list[str]]:
     """Everything registered as ``name`` (a plugin's distribution counts too), and notes about what cannot be checked.
 
-    Raises: UnknownNameError when there is none; PluginError when its plugin failed to load.
+    Raises: UnknownNameError when there is none; UnsupportedError when nothing about it can be checked; PluginError when
+        its plugin failed to load.
     """
     entries = registry().entries()
     found = [entry for entry in entries if name in (entry.spec.name, entry.origin.distribution)]
@@ -41,6 +42,8 @@ def subjects_named(
     notes: list[str] = []
     for entry in found:
         _add(entry, config, options, subjects, notes)
+    if not subjects:
+        raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
     return subjects, notes
 
 
@@ -55,7 +58,7 @@ def _add(
     label = f"{entry.kind.value} {spec.name}"
     subject = _SUBJECTS.get(entry.kind)
     if subject is None or isinstance(spec, ModelSpec):
-        notes.append(f"{label} was not checked: it needs a checkpoint (parametrize_checks(forward_pass=...) takes one)")
+        notes.append(f"{label} was not checked: it needs a checkpoint; parametrize_checks(forward_pass=...) takes a loaded target")
         return
     if config is None:
         config = structure_choice(Choice(spec.name, dict(options or {})), spec.config, f"check.{spec.name}")

@@ -16,7 +16,7 @@ from specdec.engine import Sequence, run_cycle
 from specdec.errors import ConfigError
 from specdec.plugins import Registry
 from specdec.telemetry import RunStats
-from specdec.testing.models import TableModel
+from specdec.testing import TableModel
 from specdec.verifiers.strict import StrictVerifier
 
 from specdec_suffix import SuffixConfig, SuffixDrafter, load_corpus

@@ -99,9 +99,7 @@ class ReferenceOps:
             return torch.from_numpy(self.head(x, weight).rows())
         return self._product(x.float(), weight.float())
 
-    def route(
-        self, x: Tensor, weight: Tensor, routing: Routing, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, weight: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits = self._float32_product(x, weight)
         squash = torch.sigmoid if routing.scores == "sigmoid" else functools.partial(torch.softmax, dim=-1)
         scores = _each_row(squash, logits)
@@ -174,9 +172,7 @@ class ReferenceOps:
             out = out * _by_row(torch.sigmoid, gate.float())
         return out.to(self.dtype).reshape(rows, heads * dim)
 
-    def attend_latent(
-        self, q: Tensor, row: Tensor, cache: CpuLatentCache, *, scale: float, value_dims: int
-    ) -> Tensor:
+    def attend_latent(self, q: Tensor, row: Tensor, cache: CpuLatentCache, *, scale: float, value_dims: int) -> Tensor:
         both = row[:, None]  # one key-value head that all query heads read
         out = self.attend(q, both, both, cache, scale=scale)
         return out.view(q.shape)[..., :value_dims]
@@ -230,7 +226,7 @@ def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``function`` of ``x [T, ...]`` with the bits of single rows, however many there are."""
-    return function(x) if x.shape[0] == 1 else torch.cat([function(row) for row in x.split(1)])
+    return function(x) if x.shape[0] == 1 else torch.cat([function(x[t : t + 1]) for t in range(x.shape[0])])
 
 
 def _best(values: Tensor, count: int) -> Tensor:

@@ -153,7 +153,7 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
             const int64_t left = queries - m;
             const int64_t tile = left == 8 ? 4 : tile_rows(left);  // eight take 3 keys at a time: no divisor of TILE
             dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE,
-                                  m == none * group ? ahead : 0, WHOLE);
+                                  {m == none * group ? ahead : 0, false}, WHOLE);
             m += tile;
         }
         ahead = TILE * a.slot * (int64_t)sizeof(T) - ahead;

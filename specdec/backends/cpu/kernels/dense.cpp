@@ -46,11 +46,12 @@ void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w
         const int64_t bytes = rows * x.k * (int64_t)sizeof(T);
         const int64_t parts = bytes <= NEAR_BYTES ? 1 : (bytes + PART_BYTES - 1) / PART_BYTES;
         const int64_t step = Product<T>::STEP, length = ((x.k + parts - 1) / parts + step - 1) / step * step;
+        const Fetch fetch = {ahead(rows), bytes <= PART_BYTES && stride == x.k};
         alignas(64) vf carry[BLOCK * MAX_TILE];
         for (int64_t k = 0; k < x.k; k += length) {
             const bool last = k + length >= x.k;
             dots_tile_of<T>(rows)(w + k, stride, n, from + k, x.stride, last ? x.k - k : length, out, BLOCK,
-                                  ahead(rows), {carry, k == 0, last});
+                                  fetch, {carry, k == 0, last});
         }
         return;
     }
@@ -58,7 +59,7 @@ void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w
         for (int64_t m = 0; m < rows;) {
             const int64_t tile = tile_rows(rows - m);
             dots_tile_of<T>(tile)(w + r * stride, stride, std::min<int64_t>(4, n - r), from + m * x.stride, x.stride,
-                                  x.k, out + m * BLOCK + r, BLOCK, m == 0 ? ahead(4) : 0, WHOLE);
+                                  x.k, out + m * BLOCK + r, BLOCK, {m == 0 ? ahead(4) : 0, false}, WHOLE);
             m += tile;
         }
     }

@@ -1,0 +1,547 @@
+"""Checks of a backend's operations against their float64 definitions in ``specdec.backends.ops``: clauses O1 to O14.
+
+Sizes are odd on purpose: no multiple of a vector, a tile or a block. Inputs are rounded to the activation dtype first and
+read back, so that only the operation's own error counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.backends.ops import DeltaShape, Ops, Rewindable, Rope
+from specdec.contract import Parity
+from specdec.testing.numerics import EPSILON, dot_tolerance, fill_with_nan, to_host
+from specdec.testing.registry import Broken, OpsSubject, Run, check, expect, not_applicable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
+
+ROWS = (1, 2, 5, 16, 19)  # one, a few, a full verification pass, a prompt
+EPS = 1e-6
+SHAPE = DeltaShape(key_heads=2, value_heads=6, key_dim=12, value_dim=10, kernel=4)
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
+CAPACITY = 40
+
+
+class _Bench:
+    """A backend's ops, random inputs for them, and comparisons."""
+
+    def __init__(self, subject: OpsSubject, run: Run) -> None:
+        self.ops: Ops = subject.make()
+        self.rng = np.random.default_rng(run.seed + 1)
+        fine = to_host(self.act(np.full((1, 8), 1 + 2.0**-12)))[0, 0] == 1 + 2.0**-12
+        self.dtype = "float32" if fine else "bfloat16"
+        self.eps = EPSILON[self.dtype]
+
+    def normal(self, *shape: int) -> Float64:
+        return self.rng.standard_normal(shape)
+
+    def act(self, values: Float64) -> Any:
+        """An activation ``[T, H]``, made by the backend itself."""
+        return self.ops.embed(self.matrix(values), list(range(len(values))))
+
+    def heads(self, values: Float64) -> Any:
+        """An activation ``[T, n, D]``."""
+        rows, heads, dim = values.shape
+        return self.act(values.reshape(rows, heads * dim)).reshape(rows, heads, dim)
+
+    def matrix(self, values: Float64) -> Any:
+        return self.ops.weight(_tensor(values))
+
+    def vector(self, values: Float64, *, plus: float = 0.0) -> Any:
+        return self.ops.vector(_tensor(values), plus=plus)
+
+    def close(self, got: Any, wanted: Float64, tolerance: Float64 | float, what: str, **case: object) -> None:
+        array = to_host(got)
+        expect(array.shape == wanted.shape, f"{what} has another shape", got=array.shape, expected=wanted.shape, **case)
+        off = np.abs(array - wanted)
+        wrong = ~(off <= tolerance)  # a NaN is wrong too
+        if wrong.any():
+            place = tuple(int(i) for i in np.argwhere(wrong)[0])
+            allowed = float(np.broadcast_to(tolerance, off.shape)[place])
+            raise Broken(f"{what} is off at {place}", got=f"{array[place]:.7g}",
+                         expected=f"{wanted[place]:.7g} within {allowed:.1e}", dtype=self.dtype, **case)  # fmt: skip
+
+
+def _tensor(values: Float64) -> Any:
+    import torch
+
+    return torch.tensor(np.asarray(values), dtype=torch.float32)
+
+
+def _silu(x: Float64) -> Float64:
+    return x / (1.0 + np.exp(-x))
+
+
+def _sigmoid(x: Float64) -> Float64:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+# --- dense -------------------------------------------------------------------------------------------------------------
+
+
+@check("O1")
+def parameters_and_embedding(subject: OpsSubject, run: Run) -> None:
+    """``vector`` keeps float32 and adds ``plus`` in it; ``embed`` gives the rows of the table, in order, repeats included."""
+    bench = _Bench(subject, run)
+    values = bench.normal(7)
+    wanted = (values.astype(np.float32) + np.float32(1.0)).astype(np.float64)
+    bench.close(bench.vector(values, plus=1.0), wanted, 0.0, "vector")
+    table = bench.matrix(bench.normal(11, 13))
+    rows = to_host(table)
+    for tokens in ([3], [10, 0, 3, 3], list(range(11)) * 2):
+        bench.close(bench.ops.embed(table, tokens), rows[tokens], 0.0, "embed", tokens=tokens)
+
+
+@check("O2")
+def products(subject: OpsSubject, run: Run) -> None:
+    """``project`` and ``linear`` are the matrix products, with bias and residual."""
+    bench = _Bench(subject, run)
+    for rows in ROWS:
+        for length, features in ((37, 29), (64, 5), (9, 130)):
+            x, weight = bench.act(bench.normal(rows, length)), bench.matrix(bench.normal(features, length))
+            wide = bench.matrix(bench.normal(3, length))
+            host, w = to_host(x), to_host(weight)
+            wanted, magnitude = host @ w.T, np.abs(host) @ np.abs(w).T
+            bound = dot_tolerance(bench.dtype, length, magnitude)
+            case = {"rows": rows, "length": length, "features": features}
+            one, two = bench.ops.project(x, (weight, wide))
+            bench.close(one, wanted, bound, "project", **case)
+            bench.close(two, host @ to_host(wide).T, dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(to_host(wide)).T),
+                        "the second weight of project", **case)  # fmt: skip
+            bench.close(bench.ops.linear(x, weight), wanted, bound, "linear", **case)
+            residual = bench.act(bench.normal(rows, features))
+            more = dot_tolerance(bench.dtype, length, magnitude + np.abs(to_host(residual)), 2)
+            bench.close(bench.ops.linear(x, weight, residual), wanted + to_host(residual), more, "linear with residual",
+                        **case)  # fmt: skip
+
+
+@check("O3")
+def swiglu(subject: OpsSubject, run: Run) -> None:
+    """``swiglu`` is ``silu(x @ gate.T) * (x @ up.T)``."""
+    bench = _Bench(subject, run)
+    for rows in ROWS:
+        length, features = 37, 45
+        x = bench.act(bench.normal(rows, length))
+        gate, up = (bench.matrix(bench.normal(features, length) / 4) for _ in range(2))
+        host, g, u = to_host(x), to_host(gate), to_host(up)
+        gated, raised = host @ g.T, host @ u.T
+        gate_error = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(g).T)
+        up_error = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(u).T)
+        wanted = _silu(gated) * raised
+        bound = 1.1 * gate_error * (np.abs(raised) + up_error) + np.abs(_silu(gated)) * up_error + bench.eps * np.abs(wanted)
+        bench.close(bench.ops.swiglu(x, gate, up), wanted, bound, "swiglu", rows=rows)
+
+
+def _normed(x: Float64, weight: Float64) -> Float64:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+
+
+@check("O4")
+def rms_norm(subject: OpsSubject, run: Run) -> None:
+    """``rms_norm`` divides by the root mean square over the last axis and multiplies by the weight, in float32."""
+    bench = _Bench(subject, run)
+    for rows in ROWS:
+        for scale in (1.0, 1e-4, 300.0):
+            x, weight = bench.act(bench.normal(rows, 37) * scale), bench.vector(bench.normal(37), plus=1.0)
+            wanted = _normed(to_host(x), to_host(weight))
+            bound = (bench.eps + 2.0**-18) * np.abs(wanted) + 1e-12
+            bench.close(bench.ops.rms_norm(x, weight, EPS), wanted, bound, "rms_norm", rows=rows, scale=scale)
+
+
+@check("O10")
+def head(subject: OpsSubject, run: Run) -> None:
+    """``head`` gives float32 logits of every row over a vocabulary of any size, best token and all."""
+    bench = _Bench(subject, run)
+    for rows in ROWS:
+        length, vocab = 37, 301
+        x, weight = bench.act(bench.normal(rows, length)), bench.matrix(bench.normal(vocab, length))
+        host, w = to_host(x), to_host(weight)
+        logits = bench.ops.head(x, weight)
+        bound = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(w).T)
+        bench.close(logits.rows(), host @ w.T, bound, "head", rows=rows)
+        best = logits.rows().argmax(axis=1).tolist()
+        expect(logits.argmax() == best, "argmax of head", got=logits.argmax(), expected=best)
+        expect(logits.rows().dtype == np.float32, "logits are float32", got=logits.rows().dtype)
+
+
+@check("O11")
+def rows_and_sides(subject: OpsSubject, run: Run) -> None:
+    """``concat`` puts two activations side by side; ``hidden`` and ``array`` wrap and unwrap, and slices keep their rows."""
+    bench = _Bench(subject, run)
+    a, b = bench.act(bench.normal(5, 7)), bench.act(bench.normal(5, 4))
+    bench.close(bench.ops.concat(a, b), np.concatenate([to_host(a), to_host(b)], axis=1), 0.0, "concat")
+    hidden = bench.ops.hidden(a)
+    expect(len(hidden) == 5, "the rows of hidden states", got=len(hidden), expected=5)
+    bench.close(bench.ops.array(hidden[1:4]), to_host(a)[1:4], 0.0, "a slice of hidden states")
+    bench.close(bench.ops.array(hidden[-1:].join([hidden[:2]])), to_host(a)[[4, 0, 1]], 0.0, "joined hidden states")
+
+
+# --- attention -----------------------------------------------------------------------------------------------------------
+
+
+@check("O5")
+def norm_rope(subject: OpsSubject, run: Run) -> None:
+    """``norm_rope`` norms each head where it has a weight, then turns pairs (j, j + R/2) by the row's own position."""
+    bench = _Bench(subject, run)
+    for rows in ROWS:
+        for rotary, position, normed in ((HEAD_DIM, 0, True), (8, 777, True), (HEAD_DIM, 3, False)):
+            rope = Rope.of(1e4, rotary)
+            wide = bench.heads(bench.normal(rows, 3, 2 * HEAD_DIM))
+            x = wide[:, :, :HEAD_DIM]  # a strided view, as of an interleaved projection
+            weight = bench.vector(bench.normal(HEAD_DIM), plus=1.0) if normed else None
+            host = to_host(x)
+            y = _normed(host, to_host(weight)) if normed else host
+            angles = (position + np.arange(rows))[:, None] * np.array(rope.inv_freq)
+            cos, sin, half = np.cos(angles)[:, None], np.sin(angles)[:, None], rotary // 2
+            left, right = y[..., :half], y[..., half:rotary]
+            wanted = np.concatenate([left * cos - right * sin, right * cos + left * sin, y[..., rotary:]], -1)
+            size = np.abs(y).max(-1, keepdims=True)
+            bound = size * (3 * bench.eps + 2.0**-16 + (position + rows) * 2.0**-22)
+            got = bench.ops.norm_rope(x, weight, EPS, rope, position)
+            bench.close(got, wanted, bound, "norm_rope", rows=rows, rotary=rotary, position=position, normed=normed)
+
+
+def _attention(q: Float64, keys: Float64, values: Float64, scale: float) -> Float64:
+    """Rows of q are the last rows of keys."""
+    rows, heads, _ = q.shape
+    out = np.zeros_like(q)
+    for t in range(rows):
+        seen = len(keys) - rows + t + 1
+        for h in range(heads):
+            kv = h // (heads // keys.shape[1])
+            scores = keys[:seen, kv] @ q[t, h] * scale
+            weights = np.exp(scores - scores.max())
+            out[t, h] = weights / weights.sum() @ values[:seen, kv]
+    return out
+
+
+@check("O6")
+def attend(subject: OpsSubject, run: Run) -> None:
+    """``attend`` is causal softmax attention over cached and own rows, with grouped heads and the sigmoid gate."""
+    bench = _Bench(subject, run)
+    scale = HEAD_DIM**-0.5
+    for rows, before, gated in ((1, 0, True), (1, 17, False), (4, 3, True), (16, 5, False), (19, 2, True), (5, 31, True)):
+        cache = bench.ops.new_kv(CAPACITY, KV_HEADS, HEAD_DIM)
+        fill_with_nan(cache)
+        q, gate = (bench.heads(bench.normal(rows, HEADS, HEAD_DIM)) for _ in range(2))
+        k, v = (bench.heads(bench.normal(before + rows, KV_HEADS, HEAD_DIM)) for _ in range(2))
+        if before:
+            first = bench.heads(bench.normal(before, HEADS, HEAD_DIM))
+            bench.ops.attend(first, k[:before], v[:before], cache, scale=scale)
+            cache.commit(before)
+        wanted = _attention(to_host(q), to_host(k), to_host(v), scale)
+        if gated:
+            wanted = wanted * _sigmoid(to_host(gate))
+        got = bench.ops.attend(q, k[before:], v[before:], cache, scale=scale, gate=gate if gated else None)
+        bound = np.abs(to_host(v)).max() * (2 * bench.eps + 1e-5)
+        bench.close(got, wanted.reshape(rows, -1), bound, "attend", rows=rows, cached=before, gated=gated)
+
+
+# --- the gated delta rule ------------------------------------------------------------------------------------------------
+
+
+class _Delta:
+    """Inputs of one delta layer for some rows."""
+
+    def __init__(self, bench: _Bench, rows: int) -> None:
+        shape = SHAPE
+        self.bench, self.rows = bench, rows
+        self.x = bench.act(bench.normal(rows, shape.channels))
+        self.a, self.b = (bench.act(bench.normal(rows, shape.value_heads)) for _ in range(2))
+        self.weight = bench.vector(bench.normal(shape.channels, shape.kernel) / 2)
+        self.a_log = bench.vector(np.log(bench.rng.uniform(0.05, 4.0, shape.value_heads)))
+        self.dt_bias = bench.vector(bench.normal(shape.value_heads) - 1.0)
+
+    def run(self, cache: Any, first: int, last: int) -> tuple[Any, Any]:
+        """Rows ``first..last`` through both ops; the caller commits."""
+        ops = self.bench.ops
+        u = ops.conv_window(self.x[first:last], self.weight, cache)
+        a, b = self.a[first:last], self.b[first:last]
+        return u, ops.gated_delta(u, a, b, self.a_log, self.dt_bias, cache, SHAPE)
+
+    def convolved(self) -> Float64:
+        taps, x, weight = SHAPE.kernel, to_host(self.x), to_host(self.weight)
+        padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
+        return _silu(sum(padded[j : j + self.rows] * weight[:, j] for j in range(taps)))
+
+    def ruled(self, u: Float64) -> Float64:
+        """The delta rule over the given convolved rows ``[T, C]``: ``[T, Hv, Dv]``."""
+        s = SHAPE
+        state = np.zeros((s.value_heads, s.key_dim, s.value_dim))
+        out = np.zeros((len(u), s.value_heads, s.value_dim))
+        a, b, a_log, bias = (to_host(one) for one in (self.a, self.b, self.a_log, self.dt_bias))
+        keys = s.key_heads * s.key_dim
+        for t, row in enumerate(u):
+            q, k = row[:keys].reshape(s.key_heads, -1), row[keys : 2 * keys].reshape(s.key_heads, -1)
+            v = row[2 * keys :].reshape(s.value_heads, -1)
+            q = q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-6) * s.key_dim**-0.5
+            k = k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
+            for h in range(s.value_heads):
+                key = h // (s.value_heads // s.key_heads)
+                state[h] *= np.exp(-np.exp(a_log[h]) * np.log1p(np.exp(a[t, h] + bias[h])))
+                delta = _sigmoid(b[t, h]) * (v[h] - state[h].T @ k[key])
+                state[h] += np.outer(k[key], delta)
+                out[t, h] = state[h].T @ q[key]
+        return out
+
+
+def _passes(rows: int) -> list[int]:
+    """Where passes over ``rows`` rows end: a long one, then short ones."""
+    return sorted({max(1, rows - 5), max(1, rows - 4), rows})
+
+
+@check("O7")
+def conv_window(subject: OpsSubject, run: Run) -> None:
+    """``conv_window`` is the causal depthwise convolution with silu, over the rows before the pass from the cache."""
+    _delta_op(subject, run, 0)
+
+
+@check("O8")
+def gated_delta(subject: OpsSubject, run: Run) -> None:
+    """``gated_delta`` is the gated delta rule, token by token from the cached matrix."""
+    _delta_op(subject, run, 1)
+
+
+def _delta_op(subject: OpsSubject, run: Run, which: int) -> None:
+    bench = _Bench(subject, run)
+    for rows in (1, 3, 9, 19):
+        layer = _Delta(bench, rows)
+        cache = bench.ops.new_delta(SHAPE)
+        convolved, ruled, at = [], [], 0
+        for end in _passes(rows):
+            u, o = layer.run(cache, at, end)
+            convolved.append(to_host(u))
+            ruled.append(to_host(o))
+            cache.commit(end - at)
+            at = end
+        if which == 0:
+            magnitude = 4 * np.abs(to_host(layer.x)).max() * np.abs(to_host(layer.weight)).max()
+            bound = bench.eps * np.abs(layer.convolved()) + magnitude * 2.0**-18
+            bench.close(np.concatenate(convolved), layer.convolved(), bound, "conv_window", rows=rows)
+        else:
+            wanted = layer.ruled(np.concatenate(convolved))
+            bound = bench.eps * np.abs(wanted) + np.abs(wanted).max() * 2.0**-15
+            bench.close(np.concatenate(ruled), wanted, bound, "gated_delta", rows=rows)
+
+
+@check("O9")
+def gated_rms_norm(subject: OpsSubject, run: Run) -> None:
+    """``gated_rms_norm`` is ``rms_norm(x) * silu(z)`` per head."""
+    bench = _Bench(subject, run)
+    for rows in ROWS:
+        x, z = (bench.heads(bench.normal(rows, SHAPE.value_heads, SHAPE.value_dim)) for _ in range(2))
+        weight = bench.vector(bench.normal(SHAPE.value_dim), plus=1.0)
+        wanted = _normed(to_host(x), to_host(weight)) * _silu(to_host(z))
+        wanted = wanted.reshape(rows, -1)
+        bound = (bench.eps + 2.0**-17) * np.abs(wanted) + 1e-9
+        got = bench.ops.gated_rms_norm(x, z, weight, EPS)
+        bench.close(got, wanted, bound, "gated_rms_norm", rows=rows)
+
+
+# --- rows, caches, inputs ------------------------------------------------------------------------------------------------
+
+
+def _row_ops(bench: _Bench, count: int) -> dict[str, Callable[[int, int], Any]]:
+    """Every op without a cache, as a function of a range of rows."""
+    ops, n = bench.ops, count
+    x, z = bench.act(bench.normal(n, 37)), bench.act(bench.normal(n, 29))
+    weight, other, table = (bench.matrix(bench.normal(29, 37)) for _ in range(3))
+    vector = bench.vector(bench.normal(37))
+    heads, gates = (bench.heads(bench.normal(n, 3, HEAD_DIM)) for _ in range(2))
+    head_vector, rope = bench.vector(bench.normal(HEAD_DIM)), Rope.of(1e4, HEAD_DIM)
+    return {
+        "project": lambda a, b: ops.project(x[a:b], (weight, other))[1],
+        "linear": lambda a, b: ops.linear(x[a:b], weight, z[a:b]),
+        "swiglu": lambda a, b: ops.swiglu(x[a:b], weight, other),
+        "rms_norm": lambda a, b: ops.rms_norm(x[a:b], vector, EPS),
+        "norm_rope": lambda a, b: ops.norm_rope(heads[a:b], head_vector, EPS, rope, 50 + a),
+        "gated_rms_norm": lambda a, b: ops.gated_rms_norm(heads[a:b], gates[a:b], head_vector, EPS),
+        "head": lambda a, b: ops.head(x[a:b], table).rows(),
+    }
+
+
+@check("O12")
+def rows_stand_alone(subject: OpsSubject, run: Run) -> None:
+    """BITWISE: a row's bits are the same in a pass of one row and in a pass of any number up to ``max_rows``."""
+    bench = _Bench(subject, run)
+    if bench.ops.parity is not Parity.BITWISE:
+        not_applicable(f"it declares numeric parity: {bench.ops.parity_reason}")
+    most = bench.ops.max_rows
+    for name, op in _row_ops(bench, most).items():
+        singly = [to_host(op(t, t + 1))[0] for t in range(most)]
+        for count in (2, 3, 5, 8, most):
+            together = to_host(op(0, count))
+            for t in range(count):
+                same = np.array_equal(together[t], singly[t])
+                expect(same, f"{name}: row {t} of {count} has other bits than alone", got=together[t], expected=singly[t])
+    for name, run_rows in _cached_ops(bench, most).items():
+        singly = run_rows([1] * most)
+        for count in (2, 3, 5, most):
+            passes = [count] * (most // count)
+            together = run_rows(passes)
+            for t in range(len(together)):
+                same = np.array_equal(together[t], singly[t])
+                expect(same, f"{name}: row {t} has other bits in passes of {count}", got=together[t], expected=singly[t])
+
+
+def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]], Float64]]:
+    """Ops with a cache, as functions of the lengths of the passes."""
+    q = bench.heads(bench.normal(most, HEADS, HEAD_DIM))
+    k, v = (bench.heads(bench.normal(most, KV_HEADS, HEAD_DIM)) for _ in range(2))
+    layer = _Delta(bench, most)
+
+    def attending(passes: Sequence[int]) -> Float64:
+        cache, out, at = bench.ops.new_kv(most + 3, KV_HEADS, HEAD_DIM), [], 0
+        for rows in passes:
+            part = slice(at, at + rows)
+            out.append(to_host(bench.ops.attend(q[part], k[part], v[part], cache, scale=HEAD_DIM**-0.5)))
+            cache.commit(rows)
+            at += rows
+        return np.concatenate(out)
+
+    def ruling(passes: Sequence[int]) -> Float64:
+        cache, out, at = bench.ops.new_delta(SHAPE), [], 0
+        for rows in passes:
+            u, o = layer.run(cache, at, at + rows)
+            out.append(np.concatenate([to_host(u), to_host(o).reshape(rows, -1)], axis=1))
+            cache.commit(rows)
+            at += rows
+        return np.concatenate(out)
+
+    return {"attend": attending, "conv_window and gated_delta": ruling}
+
+
+def _saved(cache: Any) -> dict[str, Float64]:
+    return {name: to_host(array) for name, array in cache.save().items()}
+
+
+def _same_saved(got: dict[str, Float64], wanted: dict[str, Float64], what: str, **case: object) -> None:
+    expect(got.keys() == wanted.keys(), f"{what}: other arrays", got=sorted(got), expected=sorted(wanted), **case)
+    for name, array in wanted.items():
+        expect(np.array_equal(got[name], array), f"{what}: {name} has other bits", got=got[name], expected=array, **case)
+
+
+@check("O13")
+def commit_cuts(subject: OpsSubject, run: Run) -> None:
+    """``commit(a)`` after a pass of T rows leaves the bits that a pass of a rows leaves; dropped rows leave no trace, NaN or not."""
+    bench = _Bench(subject, run)
+    rows = min(6, bench.ops.max_rows)
+    layer = _Delta(bench, rows + 3)
+    q = bench.heads(bench.normal(rows + 3, HEADS, HEAD_DIM))
+    k, v = (bench.heads(bench.normal(rows + 3, KV_HEADS, HEAD_DIM)) for _ in range(2))
+    junk, junk_kv = bench.heads(np.full((rows, HEADS, HEAD_DIM), np.nan)), bench.heads(np.full((rows, KV_HEADS, HEAD_DIM), np.nan))
+    nan = _Delta(bench, rows)
+    nan.x, nan.weight, nan.a_log, nan.dt_bias = bench.act(np.full((rows, SHAPE.channels), np.nan)), layer.weight, layer.a_log, layer.dt_bias
+
+    def delta(passes: Sequence[tuple[int, int]], poisoned: bool) -> tuple[dict[str, Float64], Float64]:
+        cache, at = bench.ops.new_delta(SHAPE), 0
+        for decoded, kept in passes:
+            if poisoned:
+                nan.run(cache, 0, rows)
+                cache.commit(0)
+            layer.run(cache, at, at + decoded)
+            cache.commit(kept)
+            at += kept
+        saved = _saved(cache)
+        return saved, to_host(layer.run(cache, at, at + 1)[1])
+
+    def attention(passes: Sequence[tuple[int, int]], poisoned: bool) -> tuple[dict[str, Float64], Float64]:
+        cache, at = bench.ops.new_kv(rows + 9, KV_HEADS, HEAD_DIM), 0
+        for decoded, kept in passes:
+            if poisoned:
+                bench.ops.attend(junk, junk_kv, junk_kv, cache, scale=1.0)
+                cache.commit(0)
+            part = slice(at, at + decoded)
+            bench.ops.attend(q[part], k[part], v[part], cache, scale=1.0)
+            cache.commit(kept)
+            at += kept
+        saved, part = _saved(cache), slice(at, at + 1)
+        return saved, to_host(bench.ops.attend(q[part], k[part], v[part], cache, scale=1.0))
+
+    for kept in range(rows + 1):
+        for name, play in (("the delta cache", delta), ("the KV cache", attention)):
+            wanted, last = play([(1, 1), (kept, kept)] if kept else [(1, 1)], False)
+            for poisoned in (False, True):
+                got, after = play([(1, 1), (rows, kept)], poisoned)
+                what = f"{name} after commit({kept}) of {rows} rows"
+                _same_saved(got, wanted, what, poisoned=poisoned)
+                expect(np.array_equal(after, last), f"{what}: the next row has other bits", got=after, expected=last,
+                       poisoned=poisoned)  # fmt: skip
+
+
+@check("O14")
+def going_back(subject: OpsSubject, run: Run) -> None:
+    """``truncate`` goes back to what the cache held or changes nothing and says False; ``save`` and ``load`` copy."""
+    bench = _Bench(subject, run)
+    layer = _Delta(bench, 9)
+    cache = bench.ops.new_delta(SHAPE)
+    points: dict[int, dict[str, Float64]] = {0: _saved(cache)}
+    for at in range(8):
+        layer.run(cache, at, at + 1)
+        cache.commit(1)
+        if at in (2, 5):
+            cache.mark()
+        points[at + 1] = _saved(cache)
+    expect(cache.length == 8, "length counts committed rows", got=cache.length, expected=8)
+    expect(isinstance(cache, Rewindable), "a delta cache keeps marks", got=type(cache).__name__)
+    marks = list(cache.marks())
+    expect({0, 3, 6, 8} <= set(marks), "marks tells where truncate can go", got=marks, expected=[0, 3, 6, 8])
+    copy = bench.ops.new_delta(SHAPE)
+    copy.load(cache.save(), 8)
+    for length in (7, 6, 4, 3, 0):
+        held, reached = cache.length, cache.truncate(length)
+        expect(reached == (length in marks), f"truncate({length})", got=reached, expected=length in marks)
+        _same_saved(_saved(cache), points[length if reached else held], f"the delta cache after truncate({length})")
+    _same_saved(_saved(copy), points[8], "a loaded delta cache after the original went back")
+    q, k, v = (bench.heads(bench.normal(6, n, HEAD_DIM)) for n in (HEADS, KV_HEADS, KV_HEADS))
+    kv = bench.ops.new_kv(8, KV_HEADS, HEAD_DIM)
+    bench.ops.attend(q, k, v, kv, scale=1.0)
+    kv.commit(6)
+    taken = kv.save()
+    expect(kv.truncate(2), "a KV cache goes back anywhere")
+    bench.ops.attend(q[:1], k[5:], v[5:], kv, scale=1.0)
+    kv.commit(1)
+    expect(kv.length == 3, "length counts committed rows", got=kv.length, expected=3)
+    other = bench.ops.new_kv(8, KV_HEADS, HEAD_DIM)
+    other.load(taken, 6)
+    expect(other.length == 6, "load sets the length", got=other.length, expected=6)
+    for name, array in (("keys", k), ("values", v)):
+        if name in taken:
+            bench.close(taken[name], to_host(array), 0.0, f"saved {name} after the cache went on")
+    expect(kv.nbytes() > 0 and cache.nbytes() > 0, "nbytes counts")
+
+
+@check("O15")
+def inputs_untouched(subject: OpsSubject, run: Run) -> None:
+    """Ops give new arrays and never write to their inputs."""
+    bench = _Bench(subject, run)
+    ops, rows = bench.ops, 4
+    x, z = bench.act(bench.normal(rows, 37)), bench.act(bench.normal(rows, 29))
+    weight, up, vector = bench.matrix(bench.normal(29, 37)), bench.matrix(bench.normal(29, 37)), bench.vector(bench.normal(37))
+    q, gate = (bench.heads(bench.normal(rows, HEADS, HEAD_DIM)) for _ in range(2))
+    k, v = (bench.heads(bench.normal(rows, KV_HEADS, HEAD_DIM)) for _ in range(2))
+    layer = _Delta(bench, rows)
+    dim = bench.vector(bench.normal(HEAD_DIM))
+    watched = [x, z, weight, up, vector, q, gate, k, v, dim, layer.x, layer.a, layer.b, layer.weight, layer.a_log, layer.dt_bias]
+    before = [to_host(array).copy() for array in watched]
+    ops.project(x, (weight, up))
+    ops.linear(x, weight, z)
+    ops.swiglu(x, weight, up)
+    ops.rms_norm(x, vector, EPS)
+    ops.norm_rope(q, dim, EPS, Rope.of(1e4, HEAD_DIM), 3)
+    ops.attend(q, k, v, ops.new_kv(8, KV_HEADS, HEAD_DIM), scale=1.0, gate=gate)
+    ops.gated_rms_norm(q, gate, dim, EPS)
+    ops.concat(x, z)
+    ops.head(x, weight).argmax()
+    cache = ops.new_delta(SHAPE)
+    u, _ = layer.run(cache, 0, rows)
+    convolved = to_host(u).copy()
+    cache.commit(2)  # a cut may compute the rows again
+    for array, old in zip([*watched, u], [*before, convolved], strict=True):
+        expect(np.array_equal(to_host(array), old), "an input was changed", got=to_host(array), expected=old)

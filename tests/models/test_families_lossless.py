@@ -1,0 +1,149 @@
+"""The promise of ``test_lossless`` and the bits of ``test_state`` for the families of ``tiny_families``."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.contract import Drafter, Parity
+from specdec.models.parity import probe_rows
+from tests import tiny
+from tests.test_lossless import (
+    Case,
+    ScriptedDepth,
+    adversarial,
+    check_counters,
+    mtp,
+    ngram,
+    oracle,
+    partly_right,
+    prompts,
+    random,
+)
+from tests.tiny_families import FAMILIES, SHAPES
+
+VOCAB = 277
+SHAPE = {
+    "qwen3_5_moe": "mixed-layouts",
+    "qwen3_next": "r3-fused",
+    "llama": "llama3-rope",
+    "qwen2": "yarn",
+    "glm4_moe": "no-bias-groups",
+    "deepseek_v3": "all-sparse-mixed",
+}
+GENERATED = 16
+FEW = max(1, settings().max_examples // 4)  # the mechanism is the same in every family; the layers are what differs
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(make_target: Callable[..., Any]) -> Callable[..., tuple[Any, list[int]]]:
+    """``plain(family, kernels, dtype, prompt)``: the target, and the prompt with 32 tokens of plain decoding."""
+    known: dict[Any, list[int]] = {}
+
+    def get(family: str, kernels: str, dtype: str, prompt: Sequence[int]) -> tuple[Any, list[int]]:
+        target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family][SHAPE[family]])
+        key = (family, kernels, dtype, *prompt)
+        if key not in known:
+            known[key] = [*prompt, *tiny.plain_run(target, prompt, 32)]
+        return target, known[key]
+
+    return get
+
+
+@settings(max_examples=FEW)
+@given(
+    prompt=prompts,
+    drafter=st.sampled_from([mtp, ngram, random, oracle, partly_right, adversarial]),
+    depths=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
+)
+def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
+    family: str,
+    kernels: str,
+    dtype: str,
+    checkpoint: Callable[..., pathlib.Path],
+    plain: Callable[..., tuple[Any, list[int]]],
+    prompt: tuple[int, ...],
+    drafter: Callable[[Case], Drafter],
+    depths: list[int],
+    numbers: list[int],
+) -> None:
+    target, truth = plain(family, kernels, dtype, prompt)
+    assert target.info.parity is Parity.BITWISE
+    folder = checkpoint(family, dtype=dtype, **SHAPES[family][SHAPE[family]])
+    lm = tiny.make_lm(folder, target, lambda env: drafter(Case(truth, env, numbers)), lambda: ScriptedDepth(depths))
+    session = lm.session()
+    result = session.generate(list(prompt), max_new_tokens=GENERATED, ignore_eos=True)
+    assert result.tokens == truth[len(prompt) :][:GENERATED]
+    assert (result.guarantee, result.deviation.count) == ("exact", 0)
+    assert not result.stats.faults
+    check_counters(result.stats, GENERATED)
+    if drafter is oracle:
+        assert result.stats.accepted == result.stats.offered
+    state = session._sequence.state
+    wanted = tiny.held(target, prompt, truth[len(prompt) :][:GENERATED])
+    tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
+
+
+def test_every_accept_count_leaves_the_state_of_a_plain_run(
+    family: str, kernels: str, dtype: str, plain: Callable[..., tuple[Any, list[int]]]
+) -> None:
+    """0 to 8 of 8, the bits right after the commit and the logits of the pass after it."""
+    prompt, depth = (3, 1, 4, 1, 5), 8
+    target, truth = plain(family, kernels, dtype, prompt)
+    at = len(prompt)
+    for accepted in range(depth + 1):
+        state = tiny.held(target, prompt)
+        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + depth]]
+        target.decode(state, [truth[at - 1], *drafted])
+        target.commit(state, accepted + 1)
+        wanted = tiny.held(target, prompt, truth[at : at + accepted + 1])
+        tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
+        following = truth[at + accepted : at + accepted + 4]
+        ours, theirs = (target.decode(s, following).need_logits().rows() for s in (state, wanted))
+        assert (ours.view(np.int32) == theirs.view(np.int32)).all()
+
+
+def test_rewind_and_snapshot_give_the_bits_of_a_new_run(
+    family: str, kernels: str, dtype: str, plain: Callable[..., tuple[Any, list[int]]]
+) -> None:
+    """Stale rows are NaN, so that reading one of them shows."""
+    prompt = tuple(range(40, 52))
+    target, truth = plain(family, kernels, dtype, prompt)
+    state = tiny.held(target, prompt, truth[len(prompt) :][:9])
+    for cache in state.caches:
+        if hasattr(cache, "keys"):
+            cache.keys[cache.length :] = torch.nan
+            cache.values[cache.length :] = torch.nan
+    reached = target.rewind(state, len(prompt) + 2)
+    assert reached <= len(prompt) + 2
+    again = target.restore(target.snapshot(state))
+    for one in (state, again):
+        for token in truth[reached : len(prompt) + 5]:
+            target.decode(one, [token])
+            target.commit(one, 1)
+    wanted = tiny.held(target, prompt, truth[len(prompt) :][:6])
+    for one in (state, again):
+        tiny.assert_same_bits(tiny.state_arrays(target, one), tiny.state_arrays(target, wanted))
+
+
+def test_the_probe_finds_no_difference(family: str, kernels: str, dtype: str, plain: Callable[..., Any]) -> None:
+    target, _ = plain(family, kernels, dtype, (7,))
+    assert probe_rows(target) is None

@@ -1,0 +1,249 @@
+"""MTP heads of the families of ``tiny_families`` against oracles in float64 numpy, straight from the equations.
+
+An oracle reads the files itself and keeps no state (see ``mtp_oracle``). Its trunk is checked with ours by way of the
+hidden states that the head starts from; the trunk's own logits are compared with transformers elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
+from tests.test_mtp_drafts import Run, check, prompt_of
+from tests.tiny_families import FAMILIES, SHAPES
+
+Float64 = NDArray[np.float64]
+
+
+def softmax(x: Float64) -> Float64:
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def expert(w: dict[str, Float64], at: str, e: int, y: Float64) -> Float64:
+    """``down(silu(gate y) * up y)`` of expert e, in either layout."""
+    if at + "experts.gate_up_proj" in w:
+        both, down = w[at + "experts.gate_up_proj"][e], w[at + "experts.down_proj"][e]
+        gate, up = both[: len(both) // 2], both[len(both) // 2 :]
+    else:
+        gate, up, down = (w[f"{at}experts.{e}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return down @ (_silu(gate @ y) * (up @ y))
+
+
+class QwenMoeOracle(MtpOracle):
+    """Qwen3.5 MoE and Qwen3-Next: the dense oracle with experts, and with the grouped projections taken apart."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__(folder)
+        c = self.c
+        hk, dk = c["linear_num_key_heads"], c["linear_key_head_dim"]
+        ratio, dv = c["linear_num_value_heads"] // hk, c["linear_value_head_dim"]
+        for name in [name for name in self.w if name.endswith("in_proj_qkvz.weight")]:
+            at = name.removesuffix("in_proj_qkvz.weight")
+            rows: dict[str, list[Float64]] = {"q": [], "k": [], "v": [], "z": [], "b": [], "a": []}
+            for j in range(hk):  # key head by key head, row by row
+                head = list(self.w[name][j * (2 * dk + 2 * ratio * dv) : (j + 1) * (2 * dk + 2 * ratio * dv)])
+                for part, count in (("q", dk), ("k", dk), ("v", ratio * dv), ("z", ratio * dv)):
+                    rows[part] += [head.pop(0) for _ in range(count)]
+                pair = list(self.w[at + "in_proj_ba.weight"][j * 2 * ratio : (j + 1) * 2 * ratio])
+                rows["b"] += pair[:ratio]
+                rows["a"] += pair[ratio:]
+            self.w[at + "in_proj_qkv.weight"] = np.array(rows["q"] + rows["k"] + rows["v"])
+            for part in "zba":
+                self.w[f"{at}in_proj_{part}.weight"] = np.array(rows[part])
+
+    def _mlp(self, y: Float64, at: str) -> Float64:
+        w, at, k = self.w, at + "mlp.", self.c["num_experts_per_tok"]
+        out = np.zeros_like(y)
+        for t, row in enumerate(y):
+            scores = softmax(w[at + "gate.weight"] @ row)
+            chosen = np.argsort(-scores, kind="stable")[:k]
+            for e in chosen:
+                out[t] += scores[e] / scores[chosen].sum() * expert(w, at, e, row)
+            gate, up, down = (w[f"{at}shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            shared = down @ (_silu(gate @ row) * (up @ row))
+            out[t] += _sigmoid(w[at + "shared_expert_gate.weight"] @ row) * shared
+        return out
+
+
+class ExtraLayerOracle:
+    """DeepSeek-V3 and GLM-4.5: plain norms, experts by sigmoid scores, the head in the layer behind the last."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.w: dict[str, Float64] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    self.w[name.removeprefix("model.")] = tensors.get_tensor(name).double().numpy()
+        self.head = self.w["embed_tokens.weight" if self.c["tie_word_embeddings"] else "lm_head.weight"]
+        self.extra = f"layers.{self.c['num_hidden_layers']}."
+
+    def _rms(self, x: Float64, name: str) -> Float64:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * self.w[name]
+
+    def _layer(self, x: Float64, at: str) -> Float64:
+        y = self._rms(x, at + "input_layernorm.weight")
+        x = x + (self._latent(y, at) if self.c["model_type"] == "deepseek_v3" else self._grouped(y, at))
+        y = self._rms(x, at + "post_attention_layernorm.weight")
+        return x + np.array([self._mlp(row, at + "mlp.") for row in y])
+
+    def _mlp(self, y: Float64, at: str) -> Float64:
+        c, w = self.c, self.w
+
+        def plain(prefix: str) -> Float64:
+            gate, up, down = (w[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
+            return down @ (_silu(gate @ y) * (up @ y))
+
+        if at + "gate.weight" not in w:
+            return plain(at)
+        scores = _sigmoid(w[at + "gate.weight"] @ y)
+        corrected = scores + w[at + "gate.e_score_correction_bias"]
+        size = len(scores) // c["n_group"]
+        worth = [np.sort(corrected[g * size : (g + 1) * size])[-2:].sum() for g in range(c["n_group"])]
+        kept = np.argsort(-np.array(worth), kind="stable")[: c["topk_group"]]
+        allowed = [e for e in range(len(scores)) if e // size in kept]
+        chosen = sorted(allowed, key=lambda e: -corrected[e])[: c["num_experts_per_tok"]]
+        weights = scores[chosen] / scores[chosen].sum() * c["routed_scaling_factor"]
+        routed = sum(weight * expert(w, at, e, y) for weight, e in zip(weights, chosen, strict=True))
+        return routed + plain(at + "shared_experts.")
+
+    def _attend(self, q: Float64, k: Float64, v: Float64, scale: float) -> Float64:
+        """One head, ``[n, D]`` each."""
+        causal = np.tril(np.ones((len(q), len(q)), dtype=bool))
+        return softmax(np.where(causal, q @ k.T * scale, -np.inf)) @ v
+
+    def _grouped(self, y: Float64, at: str) -> Float64:
+        c, at = self.c, at + "self_attn."
+        heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+
+        def project(name: str, count: int) -> Float64:
+            bias = self.w.get(f"{at}{name}_proj.bias", 0.0)
+            return (y @ self.w[f"{at}{name}_proj.weight"].T + bias).reshape(len(y), count, dim)
+
+        q, k, v = project("q", heads), project("k", kv), project("v", kv)
+        if c["use_qk_norm"]:
+            q, k = self._rms(q, at + "q_norm.weight"), self._rms(k, at + "k_norm.weight")
+        half = int(dim * c["partial_rotary_factor"]) // 2
+        angle = np.arange(len(y))[:, None] * c["rope_theta"] ** (-np.arange(half) / half)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+
+        def turned(x: Float64) -> Float64:
+            left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+            return np.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
+
+        q, k = turned(q), turned(k)
+        out = [self._attend(q[:, h], k[:, h * kv // heads], v[:, h * kv // heads], dim**-0.5) for h in range(heads)]
+        return np.concatenate(out, -1) @ self.w[at + "o_proj.weight"].T
+
+    def _latent(self, y: Float64, at: str) -> Float64:
+        """Latent attention, keys and values of every head spelt out (nothing absorbed), pairs turned as complex
+        numbers."""
+        c, at, w = self.c, at + "self_attn.", self.w
+        nope, rope, value, rank = (
+            c[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+        )
+        heads = c["num_attention_heads"]
+        if c["q_lora_rank"]:
+            compressed = self._rms(y @ w[at + "q_a_proj.weight"].T, at + "q_a_layernorm.weight")
+            q = compressed @ w[at + "q_b_proj.weight"].T
+        else:
+            q = y @ w[at + "q_proj.weight"].T
+        q = q.reshape(len(y), heads, nope + rope)
+        both = y @ w[at + "kv_a_proj_with_mqa.weight"].T
+        latent = self._rms(both[:, :rank], at + "kv_a_layernorm.weight")
+        frequencies, scale = self._frequencies()
+        turn = np.exp(1j * np.arange(len(y))[:, None] * frequencies)
+
+        def turned(x: Float64) -> Float64:
+            pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
+            return np.stack([pairs.real, pairs.imag], -1).reshape(x.shape)
+
+        shared = turned(both[:, rank:])
+        kv = (latent @ w[at + "kv_b_proj.weight"].T).reshape(len(y), heads, nope + value)
+        out = []
+        for h in range(heads):
+            query = np.concatenate([q[:, h, :nope], turned(q[:, h, nope:])], -1)
+            key = np.concatenate([kv[:, h, :nope], shared], -1)
+            out.append(self._attend(query, key, kv[:, h, nope:], (nope + rope) ** -0.5 * scale))
+        return np.concatenate(out, -1) @ w[at + "o_proj.weight"].T
+
+    def _frequencies(self) -> tuple[Float64, float]:
+        """YaRN's frequencies, and the factor on the scores."""
+        size, theta, scaling = self.c["qk_rope_head_dim"], self.c["rope_theta"], self.c["rope_scaling"]
+        plain = theta ** (-2 * np.arange(size // 2) / size)
+        if scaling is None:
+            return plain, 1.0
+
+        def corrected(rotations: float) -> float:
+            turns = scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi)
+            return size * math.log(turns) / (2 * math.log(theta))
+
+        low = max(math.floor(corrected(scaling["beta_fast"])), 0)
+        high = min(math.ceil(corrected(scaling["beta_slow"])), size - 1)
+        ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
+        mscale = 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1
+        return plain / scaling["factor"] * ramp + plain * (1 - ramp), mscale**2
+
+    def hidden(self, tokens: Sequence[int]) -> Float64:
+        x = self.w["embed_tokens.weight"][list(tokens)]
+        for i in range(self.c["num_hidden_layers"]):
+            x = self._layer(x, f"layers.{i}.")
+        return self._rms(x, "norm.weight")
+
+    def drafts(self, tokens: Sequence[int], depth: int) -> tuple[list[int], list[Float64]]:
+        """The ``depth`` tokens that the head drafts after ``tokens`` (the last one pending), and each one's logits."""
+        at, w = self.extra, self.w
+        hidden, paired = list(self.hidden(tokens[:-1])), list(tokens[1:])
+        table = w.get(at + "embed_tokens.weight", w["embed_tokens.weight"])
+        head = w.get(at + "shared_head.head.weight", self.head)
+        drafted, logits = [], []
+        for _ in range(depth):
+            e = self._rms(table[paired], at + "enorm.weight")
+            h = self._rms(np.array(hidden), at + "hnorm.weight")
+            x = self._layer(np.concatenate([e, h], -1) @ w[at + "eh_proj.weight"].T, at)
+            out = self._rms(x, at + "shared_head.norm.weight")
+            logits.append(out[-1] @ head.T)
+            drafted.append(int(logits[-1].argmax()))
+            hidden.append(out[-1])
+            paired.append(drafted[-1])
+        return drafted, logits
+
+
+ORACLES: dict[str, Any] = {
+    "qwen3_5_moe": QwenMoeOracle,
+    "qwen3_next": QwenMoeOracle,
+    "glm4_moe": ExtraLayerOracle,
+    "deepseek_v3": ExtraLayerOracle,
+}
+CASES = [
+    (family, name)
+    for family in FAMILIES
+    if family in ORACLES
+    for name, shape in SHAPES[family].items()
+    if shape.get("mtp", True)
+]
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_drafts_equal_the_oracle(
+    family: str, name: str, kernels: str, make_target: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
+) -> None:
+    """After prompts of several lengths, and after a cycle that kept part of a draft."""
+    oracle = ORACLES[family](checkpoint(family, dtype="float32", **SHAPES[family][name]))
+    target = make_target(family, kernels=kernels, **SHAPES[family][name])
+    for length in (1, 2, 19, 40):
+        run = Run(target)
+        run.prefill(prompt_of(length), sizes=[7])
+        check(run, oracle, 3)
+        run.verify([5, 6, 7], length % 3, 11)
+        check(run, oracle, 2)

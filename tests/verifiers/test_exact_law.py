@@ -1,0 +1,208 @@
+"""The ratio rules are lossless: proved by exact enumeration of the production functions, with fractions and no tolerance."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from specdec.verifiers import rejection
+from tests.verifiers.enumeration import (
+    Uniform,
+    array,
+    branches,
+    distance,
+    emitted,
+    joint_of,
+    point_drafts,
+    random_laws,
+    sampled_drafts,
+)
+
+JOINT = 3
+SIZES = [(2, 1), (2, 3), (3, 1), (3, 2), (4, 2)]  # vocabulary, K
+SEEDS = range(8)
+
+
+def chain(target, laws, drafted, accepts):
+    """The production rule, looked up when it is called."""
+    return rejection.accept_chain(target, laws, drafted, accepts)
+
+
+def block(target, laws, drafted, accepts):
+    """Likewise."""
+    return rejection.accept_block(target, laws, drafted, accepts)
+
+
+def check_sampled(rule, *, sizes=SIZES, seeds=SEEDS, pruned=False):
+    """Drafts drawn from a law of the whole vocabulary, or of part of it, leave the target's joint law as it is."""
+    for vocab, depth in sizes:
+        for seed in seeds:
+            target = random_laws(vocab, seed)
+            draft = random_laws(vocab, seed + 100, support=range(vocab - 1) if pruned else None)
+            got, _ = emitted(rule, target, sampled_drafts(draft, depth, vocab), vocab, JOINT)
+            assert sum(got.values()) == 1
+            assert distance(got, joint_of(target, vocab, JOINT)) == 0, f"vocabulary {vocab}, K {depth}, seed {seed}"
+
+
+def check_points(rule, *, sizes=SIZES, seeds=SEEDS):
+    """Any deterministic drafter, handed over as point masses, leaves the target's joint law as it is."""
+    for vocab, depth in sizes:
+        for seed in seeds:
+            target, draft = random_laws(vocab, seed), random_laws(vocab, seed + 100)
+            best = point_drafts(lambda prefix, draft=draft: max(range(vocab), key=lambda v: draft(prefix)[v]), depth)
+            got, _ = emitted(rule, target, best, vocab, JOINT)
+            assert distance(got, joint_of(target, vocab, JOINT)) == 0, f"vocabulary {vocab}, K {depth}, seed {seed}"
+
+
+def check_acceptance(*, seeds=SEEDS):
+    """E[accepted] of the token rule is what sum(min(target, draft)) says; more is as wrong as less."""
+    for vocab, depth in SIZES:
+        for seed in seeds:
+            target, draft = random_laws(vocab, seed), random_laws(vocab, seed + 100)
+            _, got = emitted(chain, target, sampled_drafts(draft, depth, vocab), vocab, 1)
+
+            def expected(prefix, left, target=target, draft=draft, vocab=vocab):
+                if left == 0:
+                    return Fraction(0)
+                kept = (min(a, b) for a, b in zip(target(prefix), draft(prefix), strict=True))
+                return sum(
+                    (k * (1 + expected((*prefix, token), left - 1)) for token, k in enumerate(kept) if k), Fraction(0)
+                )
+
+            assert got == expected((), depth), f"vocabulary {vocab}, K {depth}, seed {seed}"
+
+
+def check_block_accepts_more(*, seeds=range(12)):
+    """Block verification accepts at least as many tokens in expectation, and more in some cases."""
+    gained = 0
+    for vocab, depth in [(2, 3), (3, 2), (4, 2)]:
+        for seed in seeds:
+            target, draft = random_laws(vocab, seed, zeros=0.1), random_laws(vocab, seed + 100, zeros=0.1)
+            _, by_token = emitted(chain, target, sampled_drafts(draft, depth, vocab), vocab, 1)
+            _, by_block = emitted(block, target, sampled_drafts(draft, depth, vocab), vocab, 1)
+            assert by_block >= by_token, f"vocabulary {vocab}, K {depth}, seed {seed}"
+            gained += by_block > by_token
+    assert gained > 5
+
+
+def test_token_rule_emits_the_target_exactly():
+    check_sampled(chain)
+
+
+def test_block_rule_emits_the_target_exactly():
+    check_sampled(block)
+
+
+@pytest.mark.parametrize("rule", [chain, block])
+def test_a_pruned_draft_vocabulary_changes_nothing(rule):
+    check_sampled(rule, pruned=True, seeds=range(5))
+
+
+def test_three_tokens_over_a_vocabulary_of_four_in_one_block():
+    for rule in (chain, block):
+        check_sampled(rule, sizes=[(4, 3)], seeds=range(1))
+
+
+def test_point_masses_emit_the_target_exactly():
+    check_points(chain)
+
+
+def test_acceptance_is_the_overlap_of_the_laws():
+    check_acceptance()
+
+
+def test_block_verification_accepts_at_least_as_much():
+    check_block_accepts_more()
+
+
+@pytest.mark.parametrize("rule", [chain, block])
+def test_equal_and_disjoint_laws_are_the_extremes(rule):
+    same = random_laws(3, 4, zeros=0)
+    got, accepted = emitted(rule, same, sampled_drafts(same, 2, 3), 3, JOINT)
+    assert accepted == 2
+    assert distance(got, joint_of(same, 3, JOINT)) == 0
+    left, right = random_laws(4, 1, support=(0, 1)), random_laws(4, 2, support=(2, 3))
+    got, accepted = emitted(rule, left, sampled_drafts(right, 2, 4), 4, JOINT)
+    assert accepted == 0
+    assert distance(got, joint_of(left, 4, JOINT)) == 0
+
+
+def test_no_draft_is_plain_decoding():
+    target = random_laws(3, 9)
+    for rule in (chain, block):
+        got, _ = emitted(rule, target, iter([(Fraction(1), (), [])]), 3, JOINT)
+        assert distance(got, joint_of(target, 3, JOINT)) == 0
+
+
+def test_a_variable_depth_chosen_from_the_prefix_changes_nothing():
+    """Stopping is safe when it depends on what was known before the draw (algorithms: the measurability trap)."""
+    for seed in range(6):
+        target, draft = random_laws(3, seed), random_laws(3, seed + 100)
+
+        def drafts(draft=draft):
+            for first in range(3):
+                weight = draft(())[first]
+                if not weight:
+                    continue
+                deeper = max(draft((first,))) > Fraction(1, 2)  # of the law, not of the token drawn from it
+                for second in range(3) if deeper else [None]:
+                    if second is None:
+                        yield weight, (first,), [array(draft(()))]
+                    elif draft((first,))[second]:
+                        laws = [array(draft(())), array(draft((first,)))]
+                        yield weight * draft((first,))[second], (first, second), laws
+
+        for rule in (chain, block):
+            got, _ = emitted(rule, target, drafts(), 3, JOINT)
+            assert distance(got, joint_of(target, 3, JOINT)) == 0
+
+
+def test_block_and_token_rule_agree_for_one_hot_drafts():
+    """With one-hot laws the block rule gains nothing: the expected lengths are equal."""
+    for seed in range(6):
+        target = random_laws(3, seed)
+        drafted = (seed % 3, (seed + 1) % 3)
+        one_hot = [array(tuple(Fraction(int(v == token)) for v in range(3))) for token in drafted]
+        drafts = [(Fraction(1), drafted, one_hot)]
+        _, by_token = emitted(chain, target, iter(drafts), 3, 1)
+        _, by_block = emitted(block, target, iter(drafts), 3, 1)
+        assert by_token == by_block
+
+
+def test_the_residual_is_a_law_and_zero_where_the_draft_is_larger():
+    for seed in range(30):
+        target, draft = array(random_laws(4, seed)(())), array(random_laws(4, seed + 100)(()))
+        rest = rejection.residual(target, draft)
+        assert sum(rest) == 1
+        if (target != draft).any():
+            assert all(r == 0 for r, t, d in zip(rest, target, draft, strict=True) if t <= d)
+        else:
+            assert (rest == target).all()
+
+
+def test_the_enumeration_weighs_branches_by_their_measure():
+    outcomes = list(branches(lambda new: _two_comparisons(new())))
+    assert sorted((weight, outcome) for weight, outcome in outcomes) == [
+        (Fraction(1, 4), "low"), (Fraction(1, 4), "middle"), (Fraction(1, 2), "high"),
+    ]  # fmt: skip
+
+
+def _two_comparisons(uniform: Uniform) -> str:
+    if uniform * Fraction(2) < Fraction(1, 2):
+        return "low"
+    return "middle" if uniform <= Fraction(1, 2) else "high"
+
+
+def test_production_arrays_are_float64():
+    """Fractions prove the rule; the arrays that it gets in a generation are float64, from float32 drafts."""
+    target = np.array([0.25, 0.75])
+    accepted, final = rejection.accept_chain(lambda row: target, np.array([[1.0, 0.0]], np.float32), (0,), (0.9,))
+    assert accepted == 0
+    assert final.dtype == np.float64
+    accepted, final = rejection.accept_block(lambda row: target, np.array([[1.0, 0.0]], np.float32), (0,), (0.9,))
+    assert accepted == 0
+    assert final.dtype == np.float64
+    assert list(itertools.chain(final)) == [0.0, 1.0]
