@@ -114,7 +114,8 @@ def cases(ops: ReferenceOps) -> list[Case]:
             lambda n: DELTA.channels * (16 + (6 + 3 * n) * size),
         )
     )
-    scale, head_scale, rope = torch.ones(HIDDEN), torch.ones(HEAD_DIM), Rope.of(1e7, 64)
+    scale, head_scale, value_scale = torch.ones(HIDDEN), torch.ones(HEAD_DIM), torch.ones(DELTA.value_dim)
+    rope = Rope.of(1e7, 64)
     found.append(
         Case(
             "rms_norm (hot)",
@@ -134,7 +135,7 @@ def cases(ops: ReferenceOps) -> list[Case]:
     found.append(
         Case(
             "gated_rms_norm (hot)",
-            lambda n, copy: ops.gated_rms_norm(rows(n, 16, 128), rows(n, 16, 128), torch.ones(128), 1e-6),
+            lambda n, copy: ops.gated_rms_norm(rows(n, 16, 128), rows(n, 16, 128), value_scale, 1e-6),
             1,
             lambda n: 3 * n * value * size,
         )

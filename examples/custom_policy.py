@@ -1,6 +1,6 @@
 """A depth policy of one's own, registered as a plugin object: go deeper while drafts hold, back off when they fail.
 
-    python examples/custom_policy.py
+Run it with ``python examples/custom_policy.py``.
 """
 
 import attrs

@@ -1,6 +1,6 @@
 """specdec inside a program: load, generate, stream, stop, keep a session, handle errors.
 
-    python examples/embed.py [MODEL]
+Run it with ``python examples/embed.py [MODEL]``.
 """
 
 import sys

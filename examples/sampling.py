@@ -1,6 +1,6 @@
 """Sampling with a seed: speculation does not change the sample, and log-probabilities of what was chosen.
 
-    python examples/sampling.py
+Run it with ``python examples/sampling.py``.
 """
 
 import specdec

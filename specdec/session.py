@@ -299,7 +299,7 @@ class Stream:
     def over(self) -> bool:
         """Whether the session may be used again; ends a generation that was asked to stop and is not inside a cycle."""
         if not self.finished and self.stopping and inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
-            for _ in self._pieces:
+            for _ in self:
                 pass
         return self.finished
 

@@ -133,9 +133,11 @@ def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_session_dra
         Told(lm, stops=stops, file=file, sampling=sampling)
         for lm, stops in ((speculative, True), (speculative, False), (plain, False))
     )
-    for kind, argument in [("feed", [50, 51, 52]), *story, ("generate", 6)]:
+    if family == "demo":  # fifty times the work of the tiny ones
+        story = story[:6]
+    for kind, argument in [("feed", [50, 51, 52]), *story, ("feed", [60, 61]), ("generate", 6)]:
         length = len(truth.session.tokens)
-        if length > TOTAL or (kind == "generate" and length == 0):
+        if (length > TOTAL and kind != "rewind") or (kind == "generate" and length == 0):
             continue
         told = [one.do(kind, argument) for one in (restored, unbroken, truth)]
         assert told[0] == told[1] == told[2], kind
@@ -246,7 +248,9 @@ def header_size(file: pathlib.Path) -> int:
     return 8 + int.from_bytes(file.read_bytes()[:8], "little")
 
 
-def rewrite(file: pathlib.Path, target: pathlib.Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+def rewrite(
+    file: pathlib.Path, target: pathlib.Path, change: Callable[[dict[str, Any], dict[str, Any]], object]
+) -> None:
     """``file`` with its description and tensors changed."""
     with safetensors.safe_open(file, framework="pt") as opened:
         described = json.loads(opened.metadata()["specdec.session"])
@@ -284,15 +288,15 @@ def test_a_damaged_header_is_refused_or_harmless(
     try:
         other.load(file)
     except SessionFileError as error:
-        event("refused")
-        assert str(file) in str(error)
-        assert other.tokens == ()
+        refused = str(error)
     else:
-        event("harmless")
-        assert len(other.tokens) == 7
+        refused = ""
+    event("refused" if refused else "harmless")
+    assert len(other.tokens) == (0 if refused else 7)
+    assert not refused or str(file) in refused
 
 
-CHANGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]] = {
+CHANGES: dict[str, tuple[Change, str]] = {
     "newer": (lambda d, t: d.update(format=2), "format 2, this version reads 1[^$]*newer specdec"),
     "older": (lambda d, t: d.update(format=0), "saving the session again"),
     "no format": (lambda d, t: d.pop("format"), "names no format"),
@@ -305,7 +309,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str
     "no tokens": (lambda d, t: t.pop("tokens"), "broken: KeyError"),
     "a lost array": (lambda d, t: t.pop("state.last_hidden"), "broken: KeyError"),
     "an unlisted array": (lambda d, t: d["arrays"].remove("layers.0.state"), "does not fit this model: KeyError"),
-    "another shape": (lambda d, t: t.update({"state.layers.1.keys": t["tokens"]}), "does not fit this model"),
+    "another shape": (lambda d, t: t.update({"state.layers.1.keys": t["tokens"].clone()}), "does not fit this model"),
     "fractional tokens": (lambda d, t: t.update(tokens=t["tokens"].float()), "broken: ValueError"),
     "foreign tokens": (lambda d, t: t.update(tokens=t["tokens"] + 10**6), "tokens do not fit"),
     "too few tokens": (lambda d, t: t.update(tokens=t["tokens"][:10].clone()), "tokens do not fit"),
@@ -320,7 +324,7 @@ def test_a_file_that_does_not_fit_is_refused_with_its_reason(
 ) -> None:
     change, reason = CHANGES[name]
     file = tmp_path / "changed"
-    rewrite(saved[1], file, lambda described, tensors: change(described, tensors) and None)
+    rewrite(saved[1], file, change)
     assert re.search(reason, refuses(file))
 
 

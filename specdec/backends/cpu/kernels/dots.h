@@ -48,7 +48,7 @@ template <class T> INLINE typename Product<T>::part open_tail(const T* p, int n)
 }
 
 // Where the weights of a later call are expected: `ahead` bytes behind those being read. Asked for in the order of the
-// rows, or (dense rows, all of K at once) in the order of the memory, which DRAM answers a tenth faster.
+// rows, or (dense rows, all of K at once) in the order of the memory.
 struct Fetch {
     int64_t ahead;
     bool linear;

@@ -3,7 +3,7 @@
 //
 // Bits contract: the noise of a token is a function of seed, position, purpose and token id; the lowest id wins ties.
 //
-// Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.2. One call of the counter
+// Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.2. The counter
 // (id / 4, position, purpose, 0) gives the words of four token ids. With w = (word + 1/2) / 2^32 the noise is
 // -log(-log(1 - w)), so the race is won by small values of -log1p(-w), which float32 holds to full relative precision.
 
@@ -47,7 +47,7 @@ INLINE void philox(uint32_t block, uint32_t position, uint32_t purpose, Key key,
     }
 }
 
-// log x of positive normal numbers: x = 2^e m with m in [2^-1/2, 2^1/2), log m = 2 artanh((m - 1) / (m + 1)), five terms.
+// log x of positive normal numbers: x = 2^e m, m in [2^-1/2, 2^1/2), log m = 2 artanh((m - 1) / (m + 1)), five terms.
 INLINE vf logarithm(vf x) {
     const vi bits = (vi)x;
     const vi exponent = (bits - 0x3f3504f3) >> 23;  // the bits of 2^-1/2

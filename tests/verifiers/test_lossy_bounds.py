@@ -1,0 +1,80 @@
+"""The verifiers that may deviate: the margin's bound, and that both reduce to strict where they should."""
+
+from __future__ import annotations
+
+import attrs
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from specdec.contract import Draft, Sampling
+from specdec.errors import UnsupportedError
+from specdec.testing.models import TableLogits
+from specdec.testing.verifier import Case, cases, emitted
+from specdec.verifiers.margin import MarginConfig, MarginVerifier
+from specdec.verifiers.strict import StrictVerifier
+from specdec.verifiers.typical import TypicalConfig, TypicalVerifier
+
+GREEDY = cases(greedy=True)
+MARGINS = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
+
+
+def decide(verifier, case: Case):
+    return verifier.verify(case.draft, TableLogits(case.rows), case.context())
+
+
+@given(GREEDY, MARGINS)
+def test_every_committed_token_is_within_the_margin(case, margin):
+    verdict = decide(MarginVerifier(MarginConfig(margin=margin)), case)
+    gaps = [max(case.processed(row)) - case.processed(row)[token] for row, token in enumerate(emitted(case, verdict))]
+    assert max(gaps) <= margin + 1e-6
+    assert verdict.deviation.largest_gap == pytest.approx(max(gaps), abs=1e-6)
+
+
+@given(GREEDY)
+def test_margin_zero_is_strict(case):
+    assert decide(MarginVerifier(MarginConfig(margin=0.0)), case) == decide(StrictVerifier(), case)
+
+
+@given(GREEDY, MARGINS, MARGINS)
+def test_a_larger_margin_never_accepts_less(case, one, other):
+    low, high = sorted([one, other])
+    accepted = [decide(MarginVerifier(MarginConfig(margin=m)), case).accepted for m in (low, high)]
+    assert accepted[0] <= accepted[1]
+
+
+@given(cases(greedy=False))
+def test_the_margin_verifier_refuses_to_sample(case):
+    with pytest.raises(UnsupportedError):
+        decide(MarginVerifier(MarginConfig()), case)
+
+
+@given(cases())
+def test_typical_at_neutral_parameters_is_strict(case):
+    """epsilon = 1 and a huge delta ask for a probability above 1: nothing but the chosen token passes."""
+    neutral = TypicalVerifier(TypicalConfig(epsilon=1.0, delta=1e9))
+    assert decide(neutral, case) == decide(StrictVerifier(), case)
+
+
+@given(cases())
+def test_typical_keeps_tokens_above_its_floor_only(case):
+    config = TypicalConfig(epsilon=0.2, delta=0.5)
+    verdict = decide(TypicalVerifier(config), case)
+    for row, token in enumerate(emitted(case, verdict)[: verdict.accepted]):
+        alone = attrs.evolve(case, rows=case.rows[row : row + 1], history=case.history_of(row), draft=Draft())
+        if token == decide(StrictVerifier(), alone).next_token:
+            continue
+        values = np.array(case.processed(row))
+        scaled = (values - values.max()) / (case.sampling.temperature or 1.0)
+        probs = np.exp(scaled) / np.exp(scaled).sum()
+        entropy = -sum(p * np.log(p) for p in probs if p > 0)
+        assert probs[token] > min(config.epsilon, config.delta * np.exp(-entropy)) - 1e-12
+
+
+def test_a_zero_gap_tie_is_no_deviation_of_size():
+    rows = np.array([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0]], np.float32)
+    case = Case(rows, [0], Draft((1,)), Sampling())
+    verdict = decide(MarginVerifier(MarginConfig(margin=0.1)), case)
+    assert verdict.accepted == 1
+    assert verdict.deviation.largest_gap == 0.0

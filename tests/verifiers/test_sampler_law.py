@@ -1,0 +1,147 @@
+"""The real sampler with its real noise: joint laws by chi-square, acceptance rates from both sides.
+
+Sizes: 27 joint outcomes need about 4 000 draws to find a total variation of .08 at 1e-4, 25 000 for .04; the profile ``ci``
+draws the latter. Seeds are fixed, so a test cannot fail by luck on one day and pass on another; a first failure is tried
+again with other seeds, which leaves a false alarm of 1e-8 when somebody changes the seeds.
+"""
+
+from __future__ import annotations
+
+import os
+
+import attrs
+import numpy as np
+import pytest
+
+from specdec.contract import Context, Draft, DraftNoise, Sampling
+from specdec.sampling import Purpose, gumbel, uniforms
+from specdec.testing.by_hand import law_by_hand
+from specdec.testing.models import TableLogits
+from specdec.testing.numerics import binomial_interval, goodness_of_fit
+from specdec.testing.verifier import JOINT, LAW_VOCAB, _Scenario, joint_law, tally_joint, target_and_draft
+from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
+from specdec.verifiers.strict import StrictVerifier
+
+DRAWS = 6_000 if os.environ.get("HYPOTHESIS_PROFILE", "dev") == "dev" else 25_000
+P_VALUE = 1e-4
+SCENARIOS = {
+    "sampled": _Scenario("sampled", DRAWS, laws=True),
+    "pruned": _Scenario("pruned", DRAWS, laws=True, pruned=True),
+    "points": _Scenario("points", DRAWS, laws=False),
+    "cycles": _Scenario("cycles", DRAWS // 2, laws=True, cycles=JOINT),
+    "filtered": _Scenario(
+        "filtered", DRAWS // 2, laws=True,
+        sampling=Sampling(temperature=0.7, top_k=2, presence_penalty=1.0, frequency_penalty=0.5),
+    ),
+}  # fmt: skip
+VERIFIERS = {
+    "strict": StrictVerifier,
+    "rejection": lambda: RejectionVerifier(RejectionConfig()),
+    "block": lambda: RejectionVerifier(RejectionConfig(block=True)),
+}
+
+
+def check_joint_law(verifier, scenario, *, draws=None):
+    """The joint law of three emitted tokens is the target's."""
+    target, draft = target_and_draft()
+    draws = draws or scenario.draws
+    wanted = joint_law(
+        lambda later: law_by_hand(target.logits([1, *later]).tolist(), [1, *later], scenario.sampling, 1), JOINT, LAW_VOCAB
+    )
+    for seed in (1, 2):
+        fit = goodness_of_fit(tally_joint(verifier, target, draft, scenario, draws, seed), wanted)
+        if fit.passes(P_VALUE):
+            return
+    raise AssertionError(str(fit))
+
+
+CASES = [
+    ("rejection", "sampled"), ("rejection", "pruned"), ("rejection", "points"), ("rejection", "cycles"),
+    ("rejection", "filtered"), ("block", "sampled"), ("block", "cycles"), ("strict", "sampled"), ("strict", "filtered"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verifier", "scenario"), CASES)
+def test_the_joint_law_is_the_targets(verifier, scenario):
+    check_joint_law(VERIFIERS[verifier](), SCENARIOS[scenario])
+
+
+def first_position_rate(verifier, draws):
+    """How often the first of two drafted tokens is accepted, and accepted tokens per draft."""
+    target, draft = target_and_draft()
+    start, passed, accepted = [1], 0, 0
+    for number in range(draws):
+        sampling = Sampling(temperature=1.0, seed=(7 << 32) + number)
+        context = Context(start, sampling, generated_from=1, cycle=1, draft_noise=DraftNoise.INDEPENDENT)
+        tokens, laws = [], []
+        for row in range(2):
+            law = draft.law([*start, *tokens]).astype(np.float32)
+            u = uniforms(sampling.seed, len(start) + row, Purpose.DRAFT, np.zeros(1, np.int64), 1)[0]
+            tokens.append(int(np.searchsorted(np.cumsum(law) / law.sum(), u)))
+            laws.append(law)
+        rows = np.stack([target.logits([*start, *tokens[:row]]) for row in range(3)])
+        verdict = verifier.verify(Draft(tuple(tokens), np.stack(laws)), TableLogits(rows), context)
+        passed += verdict.accepted > 0
+        accepted += verdict.accepted
+    return passed, accepted / draws
+
+
+def overlap():
+    """sum(min(target, draft)) at the first position, and the token rule's expected number of accepted tokens."""
+    target, draft = target_and_draft()
+    first = np.minimum(target.law([1]), draft.law([1]))
+    return first.sum(), sum(w * (1 + np.minimum(target.law([1, t]), draft.law([1, t])).sum()) for t, w in enumerate(first))
+
+
+def check_acceptance_rate(verifier, *, draws=DRAWS):
+    """Not below the overlap of the laws, and not above it either: both are errors."""
+    passed, _ = first_position_rate(verifier, draws)
+    low, high = binomial_interval(passed, draws)
+    rate, _ = overlap()
+    assert low <= rate <= high, f"accepted {passed} of {draws}, sum(min(target, draft)) = {rate:.4f}"
+
+
+def test_acceptance_is_the_overlap_of_the_laws_from_both_sides():
+    check_acceptance_rate(RejectionVerifier(RejectionConfig()))
+
+
+def test_block_verification_accepts_at_least_the_expectation_of_the_token_rule():
+    draws = DRAWS
+    _, mean = first_position_rate(RejectionVerifier(RejectionConfig(block=True)), draws)
+    _, by_token = overlap()
+    assert mean >= by_token - 4.5 * 1.0 / np.sqrt(draws)  # the deviation of a number in 0..2 is at most 1
+
+
+def test_coupled_drafts_are_accepted_as_often_as_the_formula_says():
+    """Drafting with the noise that decides: Pr[match] = sum_t 1 / sum_s max(p_s / p_t, q_s / q_t), arXiv 2408.07978."""
+    target, draft = target_and_draft()
+    p, q = target.law([1]), draft.law([1])
+    expected = sum(1 / sum(max(p[s] / p[t], q[s] / q[t]) for s in range(3)) for t in range(3) if p[t] and q[t])
+    ids, matches = np.arange(3), 0
+    for seed in range(DRAWS):
+        noise = gumbel(seed, 1, ids, Purpose.TOKEN)
+        matches += int(np.argmax(np.log(p) + noise) == np.argmax(np.log(q) + noise))
+    low, high = binomial_interval(matches, DRAWS)
+    assert low <= expected <= high
+
+
+def test_a_large_vocabulary_keeps_its_tail():
+    """V = 248 320, Zipf: sums in float32 lose the tail, and with it the law of the rare tokens."""
+    vocab, draws = 248_320, 1_500
+    weights = 1.0 / np.arange(1, vocab + 1)
+    law = weights / weights.sum()
+    logits = TableLogits(np.log(weights).astype(np.float32)[None])
+    verifier, counts = StrictVerifier(), np.zeros(101, np.int64)
+    for seed in range(draws):
+        context = Context([1], Sampling(temperature=1.0, seed=seed), generated_from=1)
+        token = verifier.verify(Draft(), logits, context).next_token
+        counts[min(token, 100)] += 1
+    fit = goodness_of_fit(counts, np.append(law[:100], law[100:].sum()))
+    assert fit.passes(P_VALUE), str(fit)
+
+
+def test_changing_the_seed_changes_the_tokens():
+    target, draft = target_and_draft()
+    scenario = attrs.evolve(SCENARIOS["sampled"], draws=50)
+    tallies = [tally_joint(StrictVerifier(), target, draft, scenario, 50, seed) for seed in (1, 2)]
+    assert (tallies[0] != tallies[1]).any()
