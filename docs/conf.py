@@ -17,14 +17,12 @@ version = release = specdec.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "specdec_reference"]
 exclude_patterns = ["_build"]
+smartquotes = False  # `--json` in a docstring must not become a dash
 html_theme = "furo"
 html_title = f"specdec {release}"
 
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-suppress_warnings = [
-    "myst.xref_missing",  # links out of docs/ to files of the repository; tests/test_docs.py checks that they exist
-]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

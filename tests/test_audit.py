@@ -1,4 +1,4 @@
-"""The audit: finds nothing where nothing is, every tolerated token where some are, and a backend that breaks its word."""
+"""The audit finds nothing where nothing is, every tolerated token, and a backend that breaks its word."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ def lm(load: Callable[..., Any]) -> Any:
     return variant(load("qwen3_5", "bfloat16"), "mtp")
 
 
-def test_a_strict_run_of_the_embedded_model_has_no_divergence_over_2000_tokens(load: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_strict_run_of_the_embedded_model_has_no_divergence(count: int, load: Callable[..., Any]) -> None:
     lm = variant(load("demo", "bfloat16"), "mtp")
-    run = lm.generate(CODE, max_new_tokens=2000, ignore_eos=True)
+    run = lm.generate(CODE, max_new_tokens=count, ignore_eos=True)
     assert any(run.stats.accepted)
     report = audit(lm, run.prompt, run.tokens, generation=run.generation)
-    assert (report.tokens, report.divergences, report.first, report.rate) == (2000, (), None, 0.0)
+    assert (report.tokens, report.divergences, report.first, report.rate) == (count, (), None, 0.0)
     assert report.control == Control(
-        rows=4, compared=2000, equal_rows=2000, argmax_disagreements=0, largest_difference=0.0
+        rows=4, compared=count, equal_rows=count, argmax_disagreements=0, largest_difference=0.0
     )
     assert not report.broken_promise
-    assert sum(count for _, _, count, _ in report.histogram()) == 2000
+    assert sum(count for _, _, count, _ in report.histogram()) == count
 
 
 @given(
@@ -83,9 +84,25 @@ def test_a_lossy_runs_own_count_is_the_audits(
     assert report.largest_gap == run.deviation.largest_gap
     assert not report.broken_promise
     if verifier == "margin":
-        assert bool(report.divergences) == (value > 0)
+        assert report.divergences or value < 1.0
+        assert not report.divergences or value > 0.0
         assert report.largest_gap <= value
         assert all(found.top_two <= found.gap for found in report.divergences)
+
+
+@pytest.mark.xfail(strict=False, reason="engine.run_cycle counts the deviations of tokens that it cuts off")
+def test_a_lossy_run_that_ends_inside_a_block_counts_only_what_it_kept(load: Callable[..., Any]) -> None:
+    lm = variant(load("demo", "bfloat16"), "mtp", 6)
+    from specdec.plugins import registry
+
+    spec = registry().verifier("margin")
+    lm.verifier = registry().make_verifier(spec, spec.config(margin=1.5))
+    full = lm.generate(CODE, max_new_tokens=60, ignore_eos=True)
+    for offset in range(40):
+        stop = lm.tokenizer.decode(full.tokens[offset : offset + 2])
+        run = lm.generate(CODE, max_new_tokens=60, ignore_eos=True, stop=stop)
+        report = audit(lm, run.prompt, run.tokens, rows=1)
+        assert (len(report.divergences), report.largest_gap) == (run.deviation.count, run.deviation.largest_gap)
 
 
 @given(where=st.integers(0, 29), other=st.integers(0, 276))

@@ -29,6 +29,7 @@ from typing import Any
 import attrs
 import click
 import pytest
+import structlog
 from click.testing import CliRunner
 
 from specdec import errors, hookspecs
@@ -74,16 +75,17 @@ def runs(page: pathlib.Path) -> bool:
 
 
 @pytest.fixture
-def own_registry() -> Iterator[None]:
-    """What a snippet registers is gone afterwards."""
+def own_process() -> Iterator[None]:
+    """What a snippet registers, and the logging that a command sets up, is gone afterwards."""
     former = use_registry(Registry())
     try:
         yield
     finally:
         use_registry(former)
+        structlog.reset_defaults()
 
 
-@pytest.mark.usefixtures("own_registry")
+@pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -120,7 +122,7 @@ def _load_toml(body: str) -> None:
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.name.startswith("first_"))
 
 
-@pytest.mark.usefixtures("own_registry")
+@pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -233,7 +235,7 @@ def test_the_reference_of_the_python_api_has_every_public_name():
     import specdec
 
     text = (REFERENCE / "api.md").read_text(encoding="utf-8")
-    listed = {name.removeprefix("specdec.") for name in re.findall(r"auto(?:class|function):: (\S+)", text)}
+    listed = {name.rpartition(".")[2] for name in re.findall(r"auto(?:class|function):: (\S+)", text)}
     covered = listed | {"SpecdecError", "hookimpl", "__version__"}  # in the errors' module; a marker; a string
     assert set(specdec.__all__) - covered == set()
 
@@ -268,3 +270,13 @@ def test_the_documentation_names_commands_that_exist():
     for page in PAGES:
         named = re.findall(r"`specdec (\w+)", page.read_text(encoding="utf-8"))
         assert set(named) <= {*main.commands, "COMMAND"}, page.name
+
+
+def test_the_readme_shows_the_output_of_a_real_run():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = page.partition("generate`: begin -->")[2].partition("<!-- output")[0]
+    report = CliRunner().invoke(main, ["generate", "--max-new-tokens", "8"])
+    structlog.reset_defaults()
+    labels = re.findall(r"^([a-z]+)  ", report.stderr, re.MULTILINE)
+    assert len(labels) > 5
+    assert [label for label in labels if f"\n{label}  " not in shown] == [], "run docs/_ext/readme_output.py"

@@ -133,7 +133,13 @@ def test_logprobs_are_those_of_the_row_that_decided_the_token(
     family: str, load: Callable[..., Any], temperature: float, top: int, depth: int, bias: bool
 ) -> None:
     base = load(family)
-    settings = {"temperature": temperature, "logprobs": top, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "logprobs": top,
+        "ignore_eos": True,
+        "max_new_tokens": 20,
+        "seed": 5,
+    }
     if bias:
         settings |= {"logit_bias": {44: 6.0}, "repetition_penalty": 1.2}
     plain = variant(base).generate(PROMPT, **settings)

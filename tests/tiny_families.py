@@ -22,9 +22,7 @@ def _experts(draw: _Draw, hidden: int, inner: int, count: int, layout: str) -> T
     each = [_under(f"experts.{e}.", {}) | _mlp(draw, hidden, inner) for e in range(count)]
     if layout == "apart":
         return {f"mlp.experts.{e}.{name[4:]}": tensor for e, mlp in enumerate(each) for name, tensor in mlp.items()}
-    gate, up, down = (
-        torch.stack([mlp[f"mlp.{name}_proj.weight"] for mlp in each]) for name in ("gate", "up", "down")
-    )
+    gate, up, down = (torch.stack([mlp[f"mlp.{name}_proj.weight"] for mlp in each]) for name in ("gate", "up", "down"))
     return {"mlp.experts.gate_up_proj": torch.cat([gate, up], dim=1), "mlp.experts.down_proj": down}
 
 
@@ -164,15 +162,15 @@ def write_qwen3_next(folder: pathlib.Path, **settings: Any) -> pathlib.Path:
     return write_qwen3_5_moe(folder, **settings)
 
 
-def _plain_attention(
-    draw: _Draw, hidden: int, heads: int, kv: int, dim: int, *, bias: bool, normed: bool
-) -> Tensors:
+def _plain_attention(draw: _Draw, hidden: int, heads: int, kv: int, dim: int, *, bias: bool, normed: bool) -> Tensors:
     """Plain norms of q and k, or none; biases of q, k and v, or none."""
     tensors = _attention(draw, hidden, heads, kv, dim, gated=False)
     if not normed:
         tensors = {name: tensor for name, tensor in tensors.items() if "_norm." not in name}
     if bias:
-        tensors |= {f"self_attn.{name}_proj.bias": draw.normal((heads if name == "q" else kv) * dim) for name in "qkv"}
+        tensors |= {
+            f"self_attn.{name}_proj.bias": draw.normal((heads if name == "q" else kv) * dim, std=0.3) for name in "qkv"
+        }
     return tensors
 
 
@@ -316,7 +314,9 @@ def write_extra_layer_family(
             layer |= _latent_attention(draw, hidden, heads, sizes)
         else:
             layer |= _plain_attention(draw, hidden, heads, kv_heads, head_dim, bias=bias, normed=normed)
-        return layer | (_mlp(draw, hidden, intermediate) if layout is None else _deepseek_moe(draw, hidden, moe, layout))
+        return layer | (
+            _mlp(draw, hidden, intermediate) if layout is None else _deepseek_moe(draw, hidden, moe, layout)
+        )
 
     tensors: Tensors = {"model.embed_tokens.weight": draw.matrix(vocab, hidden, logit_spread)}
     tensors |= _under("model.", _norms(draw, hidden, "norm", mean=1.2))
@@ -463,4 +463,4 @@ tiny.WRITERS |= {
     "glm4_moe": write_glm4_moe,
     "deepseek_v3": write_deepseek_v3,
 }
-FAMILIES = ["qwen3_5_moe", "qwen3_next"]
+FAMILIES = list(SHAPES)

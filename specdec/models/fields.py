@@ -80,18 +80,18 @@ class Fields:
         kind = self.rope_kind()
         if kind in ("default", "mrope"):
             return Rope.of(theta, rotary_dims), 1.0
+        if kind not in ("yarn", "llama3"):
+            raise CheckpointError(
+                f"config.json: rope type {kind!r} is not supported; read are 'default', 'yarn' and 'llama3'"
+            )
         factor, original = inner.real("factor"), inner.whole("original_max_position_embeddings")
         if kind == "llama3":
             low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
             if not low < high:
                 raise CheckpointError(
-                    f"config.json: 'low_freq_factor' is below 'high_freq_factor', got {low} and {high}"
+                    f"config.json: 'low_freq_factor' takes less than 'high_freq_factor' ({high}), got {low}"
                 )
             return Rope.llama3(theta, rotary_dims, factor=factor, original=original, low=low, high=high), 1.0
-        if kind != "yarn":
-            raise CheckpointError(
-                f"config.json: rope type {kind!r} is not supported; read are 'default', 'yarn' and 'llama3'"
-            )
         rope = Rope.yarn(
             theta, rotary_dims, factor=factor, original=original, beta_fast=inner.real("beta_fast", 32.0),
             beta_slow=inner.real("beta_slow", 1.0), truncate=inner.flag("truncate", True),

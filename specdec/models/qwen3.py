@@ -77,18 +77,26 @@ def build_mlp(ops: Ops, weights: Weights, prefix: str) -> GatedMlp:
 
 
 def attention_tensors(
-    prefix: str, hidden: int, heads: int, kv_heads: int, head_dim: int, *, gated: bool = False
-) -> dict[str, TensorSpec]:
-    """The projections and head norms of an attention layer; a gated one has a doubled query projection."""
+    prefix: str, hidden: int, heads: int, kv_heads: int, head_dim: int, *, gated: bool = False, normed: bool = True,
+    biased: bool = False,
+) -> dict[str, TensorSpec]:  # fmt: skip
+    """The projections of an attention layer, with its head norms and the biases of q, k and v where it has them.
+
+    A gated layer has a doubled query projection.
+    """
     prefix += "self_attn."
-    return {
+    expected = {
         f"{prefix}q_proj.weight": TensorSpec(((2 if gated else 1) * heads * head_dim, hidden)),
         f"{prefix}k_proj.weight": TensorSpec((kv_heads * head_dim, hidden)),
         f"{prefix}v_proj.weight": TensorSpec((kv_heads * head_dim, hidden)),
         f"{prefix}o_proj.weight": TensorSpec((hidden, heads * head_dim)),
-        f"{prefix}q_norm.weight": TensorSpec((head_dim,)),
-        f"{prefix}k_norm.weight": TensorSpec((head_dim,)),
     }
+    if normed:
+        expected |= {f"{prefix}{name}_norm.weight": TensorSpec((head_dim,)) for name in "qk"}
+    if biased:
+        for name in "qkv":
+            expected[f"{prefix}{name}_proj.bias"] = TensorSpec(expected[f"{prefix}{name}_proj.weight"].shape[:1])
+    return expected
 
 
 def tensors(config: Qwen3Config) -> dict[str, TensorSpec]:

@@ -37,13 +37,13 @@ SHAPE = {
     "glm4_moe": "no-bias-groups",
     "deepseek_v3": "all-sparse-mixed",
 }
-GENERATED = 16
-# at most 16 rows before the last: how a session cuts longer prompts is its own affair, and shows in the reference's bits
+GENERATED = 10
+# short enough for one pass of up to 16 rows: how a session cuts long prompts shows in the torch reference's bits
 prompts = st.one_of(
-    st.sampled_from([(7,), (9, 8, 9, 8, 9, 8, 9), tuple(range(40, 57))]),
-    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=17).map(tuple),
+    st.sampled_from([(7,), (9, 8, 9, 8, 9, 8, 9)]),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14).map(tuple),
 )
-FEW = max(1, settings().max_examples // 4)  # the mechanism is the same in every family; the layers are what differs
+FEW = max(1, settings().max_examples // 6)  # the mechanism is the same in every family; the layers are what differs
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -51,21 +51,22 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module")
+def dtype(kernels: str) -> str:
+    """Each kind of kernels in one dtype: the other pairs differ in nothing that a family sees."""
+    return {"torch": "float32", "native": "bfloat16"}[kernels]
 
 
 @pytest.fixture(scope="module")
 def plain(make_target: Callable[..., Any]) -> Callable[..., tuple[Any, list[int]]]:
-    """``plain(family, kernels, dtype, prompt)``: the target, and the prompt with 32 tokens of plain decoding."""
+    """``plain(family, kernels, dtype, prompt)``: the target, and the prompt with 20 tokens of plain decoding."""
     known: dict[Any, list[int]] = {}
 
     def get(family: str, kernels: str, dtype: str, prompt: Sequence[int]) -> tuple[Any, list[int]]:
         target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **SHAPES[family][SHAPE[family]])
         key = (family, kernels, dtype, *prompt)
         if key not in known:
-            known[key] = [*prompt, *tiny.plain_run(target, prompt, 32)]
+            known[key] = [*prompt, *tiny.plain_run(target, prompt, 20)]
         return target, known[key]
 
     return get
@@ -109,11 +110,11 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
 def test_every_accept_count_leaves_the_state_of_a_plain_run(
     family: str, kernels: str, dtype: str, plain: Callable[..., tuple[Any, list[int]]]
 ) -> None:
-    """0 to 8 of 8, the bits right after the commit and the logits of the pass after it."""
-    prompt, depth = (3, 1, 4, 1, 5), 8
+    """None, some and all of 6, the bits right after the commit and the logits of the pass after it."""
+    prompt, depth = (3, 1, 4, 1, 5), 6
     target, truth = plain(family, kernels, dtype, prompt)
     at = len(prompt)
-    for accepted in range(depth + 1):
+    for accepted in (0, 1, 4, depth):
         state = tiny.held(target, prompt)
         drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + depth]]
         target.decode(state, [truth[at - 1], *drafted])

@@ -242,7 +242,7 @@ def test_drafts_equal_the_oracle(
     oracle = ORACLES[family](checkpoint(family, dtype="float32", **SHAPES[family][name]))
     target = make_target(family, kernels=kernels, **SHAPES[family][name])
     for length in (1, 2, 19, 40):
-        run = Run(target)
+        run = Run(target, capacity=64)
         run.prefill(prompt_of(length), sizes=[7])
         check(run, oracle, 3)
         run.verify([5, 6, 7], length % 3, 11)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ gradients flow into the trunk (through h, the embedding and the output matrix), 
 *head*: trunk frozen; the MTP head learns the trunk's distribution at three chained positions, on training text and on
 text that the trunk itself continued from training openings, half greedy and half sampled at temperature 0.8.
 
-Loss in nats per token. Held out: {eval_windows} windows of 512 tokens drawn in the training proportions, true tokens as
-the only target.
+{note}Loss in nats per token. Held out: {eval_windows} windows of 512 tokens drawn in the training proportions, with
+true tokens as the only target.
 
 | | main | MTP position 0 | MTP position 1 |
 |---|---|---|---|
@@ -112,7 +113,7 @@ def loss_row(title: str, record: dict[str, float], prefix: str) -> str:
     return f"| {title} | {' | '.join(cells)} |"
 
 
-def write_card(export_dir: Path, work_dir: Path, acceptance: Path) -> None:
+def write_card(export_dir: Path, work_dir: Path, acceptance: Path, note: str) -> None:
     """README.md of the export, from its weights, the run's metrics, the token cache and the acceptance tables."""
     records = read_metrics(work_dir / "metrics.jsonl")
     finals = {record["phase"]: record for record in records if record.get("final")}
@@ -150,6 +151,7 @@ def write_card(export_dir: Path, work_dir: Path, acceptance: Path) -> None:
         phase_rows="\n".join(phase_rows),
         cores=os.cpu_count(),
         eval_windows=next(iter(finals.values())).get("eval_windows", 64),
+        note=textwrap.fill(note, 120) + "\n\n" if note else "",
         loss_rows="\n".join(loss_rows),
         prompts=measured["settings"]["prompts"],
         new_tokens=measured["settings"]["new_tokens"],
@@ -167,8 +169,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_EXPORT)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK)
     parser.add_argument("--acceptance", type=Path, help="tables by acceptance.py; default: acceptance.md in --work")
+    parser.add_argument("--note", default="", help="what this run's reader has to know about its training")
     arguments = parser.parse_args()
-    write_card(arguments.model, arguments.work, arguments.acceptance or arguments.work / "acceptance.md")
+    tables = arguments.acceptance or arguments.work / "acceptance.md"
+    write_card(arguments.model, arguments.work, tables, arguments.note)
 
 
 if __name__ == "__main__":

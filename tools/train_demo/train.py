@@ -138,6 +138,10 @@ class GeneratedText:
         self._width = config.sequence_length + config.depth + 2
         self._pool = np.zeros((0, self._width), dtype=np.int64)
 
+    @property
+    def is_empty(self) -> bool:  # also after a resume: the pool is not part of the checkpoint
+        return len(self._pool) == 0
+
     def refill(self, batch: int, rng: np.random.Generator) -> None:
         """Half of the batch greedy, half sampled at temperature 0.8. Openings have 16 to 96 tokens."""
         opening = int(rng.integers(16, 97))
@@ -210,8 +214,8 @@ def train(run: Run, export_dir: Path | None, save_every_s: float, export_every_s
         task = progress.add_task(config.phase, total=config.budget_s, completed=run.consumed_s, shown="")
         while run.consumed_s < config.budget_s:
             started = time.perf_counter()
-            if generated is not None and run.step % 40 == 0:
-                generated.refill(96, run.rng)
+            if generated is not None and (run.step % 60 == 0 or generated.is_empty):
+                generated.refill(64, run.rng)
             if generated is not None and run.step % 5 >= 2:  # three steps in five
                 batch = generated.draw(config.batch_size, run.rng)
             else:

@@ -1,0 +1,30 @@
+"""Put the output of a real ``specdec generate`` into README.md. Run ``python docs/_ext/readme_output.py``."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+BEGIN, END = "<!-- output of `specdec generate`: begin -->\n", "<!-- output of `specdec generate`: end -->\n"
+
+
+def output() -> str:
+    """What a terminal shows, from the generated text on."""
+    command = [sys.executable, "-m", "specdec", "generate"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = done.stderr.partition("\nspeed ")[2]
+    lines = f"{done.stdout.rstrip()}\n\nspeed {report.rstrip()}".splitlines()
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def main() -> None:
+    """Replace what stands between the two marks."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    README.write_text(f"{before}{BEGIN}```text\n{output()}```\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

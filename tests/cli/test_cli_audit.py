@@ -1,0 +1,150 @@
+"""``specdec audit``, with the embedded model: what it says, what it reads, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import specdec
+from specdec.plugins import BUILT_INS, Registry
+
+MARGIN = ("-s", "verifier.name=margin", "-s", "verifier.margin=1.0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    """The embedded model, loaded once per configuration."""
+    load, known = specdec.load, {}
+
+    def cached(model=None, *, config=None, **others):
+        key = repr(config.to_dict())
+        if key not in known:
+            known[key] = load(model, config=config, **others)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(specdec), "load", cached)
+        yield
+
+
+@pytest.fixture
+def audit(invoke):
+    return lambda *args, **kwargs: invoke("audit", *args, registry=Registry(BUILT_INS, entry_points=()), **kwargs)
+
+
+def test_an_exact_run_has_no_divergence_and_exit_status_0(audit):
+    done = audit("-n", "30", "--ignore-eos")
+    assert done.exit_code == 0, done.stderr
+    assert "continuing a sample" in done.stderr
+    text = " ".join(done.stdout.split())
+    for part in (
+        "30 tokens after a prompt of 17, against argmax",
+        "guarantee exact, with bitwise parity",
+        "divergences none",
+        "run's own no deviations counted",
+        "plain decoding by 4 rows: 30 of 30 rows bit-equal",
+        "top-two gap (nats) positions divergences",
+        "10 and more",
+    ):
+        assert part in text
+
+
+def test_json_is_one_object_on_stdout_and_nothing_else(audit):
+    done = audit("-p", "def f(", "-n", "20", "--ignore-eos", "-t", "0.8", "--seed", "3", "--rows", "1", "--json")
+    assert done.exit_code == 0
+    told = json.loads(done.stdout)
+    assert (told["tokens"], told["temperature"], told["guarantee"], told["parity"]) == (20, 0.8, "exact", "bitwise")
+    assert told["divergence"] == {"count": 0, "rate": 0.0, "first": None, "largest_gap": 0.0, "positions": []}
+    assert sum(entry["positions"] for entry in told["gap_histogram"]) == 20
+    assert (told["control"], told["broken_promise"], told["png"]) == (None, False, None)
+    assert done.stderr == ""
+
+
+def test_a_lossy_run_lists_what_it_tolerated(audit):
+    done = audit("-n", "80", "--ignore-eos", *MARGIN)
+    assert done.exit_code == 0
+    text = " ".join(done.stdout.split())
+    assert "guarantee bounded" in text
+    assert "position token plain decoding gap top-two gap" in text
+    told = json.loads(audit("-n", "80", "--ignore-eos", *MARGIN, "--json").stdout)
+    found, counted = told["divergence"], told["run_deviation"]
+    assert found["count"] == counted["count"] > 0
+    assert found["largest_gap"] == counted["largest_gap"] <= 1.0
+    assert f"divergences {found['count']}," in text
+    assert f"run's own {counted['count']} deviation" in text
+
+
+def test_a_recorded_run_brings_its_prompt_and_settings(audit, invoke, tmp_path):
+    made = invoke(
+        "generate", "-p", "x = ", "-n", "25", "-t", "0.9", "--seed", "7", "--ignore-eos", "--json",
+        registry=Registry(BUILT_INS, entry_points=()),
+    )  # fmt: skip
+    file = tmp_path / "run.json"
+    file.write_text(made.stdout)
+    done = audit("--run", file, "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["tokens"], told["temperature"], told["divergence"]["count"]) == (25, 0.9, 0)
+
+    run = json.loads(made.stdout)
+    run["tokens"][10] = run["tokens"][10] + 1
+    file.write_text(json.dumps(run))
+    done = audit("--run", file)
+    assert done.exit_code == 1  # promised to be exact, and is not
+    assert "this is a bug" in done.stderr
+    assert "first position 10" in " ".join(done.stdout.split())
+    run["fingerprint"] = "of something else"
+    file.write_text(json.dumps(run))
+    done = audit("--run", file)
+    assert done.exit_code == 2
+    assert "another model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--run", "x", "--prompt", "y"], "--prompt: with --run, prompt and generation settings are the file's"),
+        (["--run", "x", "-n", "5"], "--tokens: with --run"),
+        (["--run", "x", "-s", "generation.seed=1"], "-s generation.seed=1: with --run"),
+        (["--run", "missing.json"], "the run file cannot be read: No such file"),
+        (["-p", "a", "--prompt-tokens", "1"], "one prompt too many"),
+        (["--chat", "--prompt-tokens", "1"], "--chat takes text"),
+        (["-n", "0"], "0 is not in the range"),
+        (["--rows", "0"], "0 is not in the range"),
+        (["-p", ""], "the prompt is empty"),
+        (["-s", "verifier.name=stict"], "Did you mean 'strict'?"),
+    ],
+)
+def test_wrong_input_is_refused(args, message, audit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = audit(*args)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_the_picture(audit, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = audit("-n", "10", "--png", tmp_path / "a.png")
+    assert done.exit_code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert f"plot: {tmp_path / 'a.png'}" in done.stdout.replace("\n", "")
+
+
+def test_a_missing_matplotlib_is_told_before_anything_runs(audit, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(vars(specdec), "load", None)
+    done = audit("--png", tmp_path / "a.png")
+    assert done.exit_code == 2
+    assert "specdec-framework[plot]" in done.stderr
+
+
+def test_a_fresh_process(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json"],
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["divergence"]["count"] == 0

@@ -1,0 +1,398 @@
+"""Conversations: what a turn may reuse, how it ends, what survives; and ``specdec chat`` over them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import specdec
+from specdec.chat import Conversation
+from specdec.cli.chat import ANSWER_TOKENS, Chat
+from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.plugins import BUILT_INS, Registry
+from specdec.text import ChatTemplate
+
+STRIPPING = """\
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' and not loop.last -%}{{- m.content.split('</think>')[-1] | trim -}}
+{%- else -%}{{- m.content -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
+"""
+"""As Qwen's: what old answers thought is left out, and a new one begins with a thought."""
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return specdec.load("demo")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once(demo):
+    """``specdec.load`` gives the embedded model with the configuration asked for."""
+    load = specdec.load
+
+    def cached(model=None, *, config=None, **others):
+        if config is None or config.target != demo.config.target or config.drafter != demo.config.drafter:
+            return load(model, config=config, **others)
+        lm = copy.copy(demo)
+        lm.config = config
+        return lm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(specdec), "load", cached)
+        yield
+
+
+def plain(demo, prompt, count):
+    """What a new session says after ``prompt``."""
+    return demo.generate(list(prompt), max_new_tokens=count).tokens
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_runs_only_what_is_new(demo):
+    talk = Conversation(demo)
+    first = talk.ask("Hello", max_new_tokens=40).result
+    assert first.stats.prefilled == len(first.prompt) - 1
+    for text in ("What is a list?", "And a set?"):
+        held = talk.tokens
+        result = talk.ask(text, max_new_tokens=40).result
+        assert talk.kept == len(held)  # the whole conversation so far, tokens as the model wrote them
+        assert result.prompt[: len(held)] == list(held)
+        assert result.stats.prefilled == len(result.prompt) - len(held)
+        assert result.tokens == plain(demo, result.prompt, 40)
+        rendered = demo.tokenizer.apply_chat_template(talk.messages[:-1])
+        assert demo.tokenizer.decode(result.prompt, skip_special=False) == rendered
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 3
+    assert talk.turns == 3
+
+
+def test_a_template_that_renders_old_turns_anew_keeps_the_common_prefix(demo, monkeypatch):
+    """Thinking is stripped from the old answer: all before that answer stays, and little runs twice."""
+    monkeypatch.setattr(demo.tokenizer, "_chat_templates", {"default": ChatTemplate(STRIPPING, pathlib.Path("t"))})
+    talk = Conversation(demo, system="You are a parrot that repeats what people say, twice.")
+    first = talk.ask("Tell me about lists, sets, and dictionaries.", max_new_tokens=20).result
+    second = talk.ask("Go on.", max_new_tokens=20).result
+    assert second.prompt[: len(first.prompt)] != first.prompt
+    shared = talk.kept
+    assert len(first.prompt) - 8 < shared < len(first.prompt)
+    assert second.prompt[:shared] == first.prompt[:shared]
+    assert second.stats.prefilled <= len(second.prompt) - shared + 8
+    assert second.tokens == plain(demo, second.prompt, 20)
+    assert second.prompt == demo.tokenizer.encode(
+        demo.tokenizer.apply_chat_template(talk.messages[:-1]), add_special=False
+    )
+    talk.rewind(1)  # to a turn that has been rendered anew since
+    third = talk.ask("Go on.", max_new_tokens=20).result
+    assert (third.prompt, third.tokens) == (second.prompt, second.tokens)
+
+
+def test_rewind_forgets_and_goes_another_way(demo):
+    talk = Conversation(demo, system="Be brief.")
+    asked = [talk.ask(text, max_new_tokens=15).result for text in ("One", "Two", "Three")]
+    assert talk.turns == 3
+    talk.rewind(2)
+    assert [message["content"] for message in talk.messages[:2]] == ["Be brief.", "One"]
+    assert talk.turns == 1
+    assert len(talk.tokens) == len(asked[0].prompt) + len(asked[0].tokens)
+    again = talk.ask("Two", max_new_tokens=15).result
+    assert (again.prompt, again.tokens) == (asked[1].prompt, asked[1].tokens)
+    for turns in (0, -1, 3):
+        with pytest.raises(StateError, match="rewind takes 1 to 2"):
+            talk.rewind(turns)
+    talk.rewind(2)
+    assert (talk.tokens, talk.turns, len(talk.messages)) == ((), 0, 1)
+    with pytest.raises(StateError, match="there is no turn yet"):
+        talk.rewind()
+    assert talk.ask("One", max_new_tokens=15).result.tokens == asked[0].tokens
+
+
+@pytest.mark.parametrize("template", [{}, {"enable_thinking": False}])
+def test_save_and_load_go_on_as_if_it_had_never_stopped(template, demo, tmp_path):
+    talk = Conversation(demo, system="Be brief.", template=template)
+    talk.ask("One", max_new_tokens=15).drain()
+    talk.save(tmp_path / "c")
+    other = Conversation(demo)
+    other.load(tmp_path / "c")
+    assert (other.messages, other.tokens, other.stats) == (talk.messages, talk.tokens, talk.stats)
+    ours, theirs = (one.ask("Two", max_new_tokens=15).result for one in (other, talk))
+    assert (ours.prompt, ours.tokens) == (theirs.prompt, theirs.tokens)
+    assert other.stats == talk.stats
+    if not template:
+        assert ours.stats.prefilled == theirs.stats.prefilled == len(ours.prompt) - other.kept
+    thought = "<think>\n\n</think>" in demo.tokenizer.decode(ours.prompt, skip_special=False)
+    assert thought == bool(template)
+
+
+def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
+    talk = Conversation(demo)
+    talk.ask("One", max_new_tokens=5).drain()
+    before = talk.messages, talk.tokens
+    session = demo.session()
+    session.feed("Hello")
+    for extra in (
+        {},
+        {"conversation": 7},
+        {"conversation": {"messages": [{}], "ends": [], "template": {}}},
+        {"conversation": {"messages": [{"role": "user", "content": "x"}], "ends": [], "template": {}}},
+        {"conversation": {"messages": [], "ends": [99], "template": {}}},
+    ):
+        session.extra = extra
+        session.save(tmp_path / "s")
+        with pytest.raises(SessionFileError, match="conversation"):
+            talk.load(tmp_path / "s")
+        assert (talk.messages, talk.tokens) == before
+    talk.ask("Two", max_new_tokens=5).drain()
+
+
+def test_a_stopped_answer_is_kept(demo):
+    talk = Conversation(demo)
+    answer = talk.ask("Hello", ignore_eos=True, max_new_tokens=500)
+    said = next(answer)
+    with pytest.raises(StateError, match="still being generated"):
+        talk.ask("And?")
+    answer.stop()
+    following = talk.ask("And?", max_new_tokens=10).result  # ends the stopped one first
+    assert answer.result.finish_reason == "interrupted"
+    assert answer.result.text.startswith(said)
+    assert talk.messages[1]["content"].endswith(answer.result.text[-5:])
+    assert following.prompt[: answer.result.prompt_tokens] == answer.result.prompt
+    assert following.tokens == plain(demo, following.prompt, 10)
+
+
+def test_an_answer_stopped_before_its_first_token_never_was(demo):
+    talk = Conversation(demo)
+    talk.ask("One", max_new_tokens=10).drain()
+    before = talk.messages, talk.tokens
+    answer = talk.ask("Two")
+    answer.stop()
+    assert answer.result.tokens == []
+    assert (talk.messages, talk.tokens) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_exception_in_a_pass_leaves_a_conversation_that_goes_on(error, demo, monkeypatch):
+    """The second Ctrl-C keeps what was said; a bug's exception forgets the turn."""
+    talk = Conversation(demo)
+    talk.ask("One", max_new_tokens=10).drain()
+    before = talk.messages
+    decode, passes = type(demo.target).decode, []
+
+    def failing(self, state, tokens):
+        passes.append(1)
+        if len(passes) == 8:
+            raise error
+        return decode(self, state, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(demo.target), "decode", failing)
+        answer, said = talk.ask("Two", ignore_eos=True, max_new_tokens=50), []
+
+        def listen():
+            for piece in answer:
+                said.append(piece)
+
+        with pytest.raises(error):
+            listen()
+    if error is KeyboardInterrupt:
+        assert talk.messages[-1]["content"] == "".join(said)
+        assert said
+    else:
+        assert talk.messages == before
+    result = talk.ask("Three", max_new_tokens=10).result
+    assert result.tokens == plain(demo, result.prompt, 10)
+
+
+def test_a_refused_message_changes_nothing(demo):
+    talk = Conversation(demo)
+    talk.ask("One", max_new_tokens=10).drain()
+    before = talk.messages, talk.tokens
+    for text, settings, reason in (
+        (" \n", {}, "message is empty"),
+        ("word " * 9000, {}, "too long"),
+        ("x", {"banned": (10**9,)}, "banned"),
+        ("x", {"sed": 1}, "Did you mean 'seed'"),
+        ("a \ud800 b", {}, "lone surrogate"),
+    ):
+        with pytest.raises(PromptError, match=reason):
+            talk.ask(text, **settings)
+        assert (talk.messages, talk.tokens) == before
+    result = talk.ask("Two", max_new_tokens=10).result
+    assert result.tokens == plain(demo, result.prompt, 10)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat(invoke):
+    def chat(stdin, *args):
+        return invoke("chat", *args, stdin=stdin, registry=Registry(BUILT_INS, entry_points=()))
+
+    return chat
+
+
+def test_answers_go_to_stdout_and_everything_else_to_stderr(chat, demo):
+    done = chat("Hello\nWhat is a list?\n", "-n", "12")
+    assert done.exit_code == 0, done.stderr
+    talk = Conversation(demo)
+    answers = [talk.ask(text, max_new_tokens=12).result.text for text in ("Hello", "What is a list?")]
+    assert done.stdout == "".join(f"{answer}\n" for answer in answers)
+    told = " ".join(done.stderr.split())
+    for part in (
+        "model demo: qwen3_5, bfloat16 on",
+        "drafter mtp, depth policy fixed (depth 2)",
+        "verifier strict, guarantee exact",
+        "parity bitwise",
+        "/help lists the commands",
+    ):
+        assert part in told
+
+
+def test_commands(chat, tmp_path):
+    file = tmp_path / "with space.session"
+    done = chat(
+        f"One\nTwo\n/stats\n/save {file}\n/rewind\n/rewind 1\n/rewind\n/load {file}\n/help\n/quit\nnever\n", "-n", "8"
+    )
+    assert done.exit_code == 0
+    told = " ".join(done.stderr.split())
+    for part in (
+        "turns 2, ",
+        "ran through the model",
+        "speculation active, drafter mtp",
+        "position offered reached accepted conditional cumulative",
+        "saved 2 turns",
+        "1 turn left 0 turns left",
+        "StateError: rewind takes nothing: there is no turn yet",
+        "loaded 2 turns > Two",
+        "/rewind [N] forget the last N turns",
+    ):
+        assert part in told, part
+    assert len(json.dumps(done.stdout)) > 10
+    resumed = chat("Three\n", "--load", str(file), "-n", "8")
+    assert resumed.exit_code == 0
+    assert chat("One\nTwo\nThree\n", "-n", "8").stdout.endswith(resumed.stdout)
+
+
+def test_errors_do_not_end_the_conversation(chat, tmp_path):
+    (tmp_path / "junk").write_text("junk")
+    lines = [
+        "/save", "/save /no/such/folder/file", "/load", "/load missing", f"/load {tmp_path / 'junk'}", "/rewind two",
+        "/rewind 3", "/rewnd", "/", "word " * 9000, "", "   ", "Hello",
+    ]  # fmt: skip
+    done = chat("\n".join(lines), "-n", "5")  # and no line end at the end
+    assert done.exit_code == 0
+    assert done.stdout.strip()
+    told = " ".join(done.stderr.split())
+    for part in (
+        "/save takes a file name",
+        "the session could not be written: No such file or directory",
+        "/load takes a file name",
+        "no such session file",
+        "no complete session file",
+        "/rewind takes a number of turns, got 'two'",
+        "there is no turn yet",
+        "there is no command /rewnd. Did you mean rewind?",
+        "the prompt is too long",
+        "(cut after 5 tokens; -n sets the limit)",
+    ):
+        assert part in told, part
+    assert "Traceback" not in done.stderr
+
+
+def test_long_messages_and_slashes(chat, demo):
+    done = chat("def f(x):\\\n    return x\n//help me\n", "-n", "6")
+    talk = Conversation(demo)
+    texts = ("def f(x):\n    return x", "/help me")
+    assert done.stdout == "".join(f"{talk.ask(text, max_new_tokens=6).result.text}\n" for text in texts)
+
+
+def test_an_answer_is_longer_than_a_continuation_unless_somebody_says_so(chat, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Chat, "run", lambda self: seen.append(self._config.generation.max_new_tokens))
+    config = tmp_path / "run.toml"
+    config.write_text("[generation]\nmax_new_tokens = 128\n")
+    for args in ([], [config], ["-n", "7"], ["-s", "generation.max_new_tokens=128"]):
+        assert chat("", *args).exit_code == 0
+    assert seen == [ANSWER_TOKENS, 128, 7, 128]
+
+
+def test_system_message_and_template_variables(chat, demo):
+    done = chat("Hi\n", "-n", "6", "--system", "Be brief.", "--template", "enable_thinking=false")
+    talk = Conversation(demo, system="Be brief.", template={"enable_thinking": False})
+    assert done.stdout == talk.ask("Hi", max_new_tokens=6).result.text + "\n"
+
+
+def test_a_model_without_a_template_is_an_error(chat, demo, monkeypatch):
+    monkeypatch.setattr(demo.tokenizer, "_chat_templates", {})
+    done = chat("Hello\n")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("PromptError: this checkpoint has no chat template")
+    assert done.stdout == ""
+
+
+def test_wrong_options(chat):
+    for args, part in (
+        (["--load", "missing"], "no such session file"),
+        (["-s", "drafter.name=mpt"], "Did you mean 'mtp'?"),
+        (["--template", "x"], "an override is key.path=value"),
+        (["-t", "-1"], "key generation.temperature takes 0.0 to 100.0"),
+    ):
+        done = chat("Hello\n", *args)
+        assert done.exit_code == 2, args
+        assert part in " ".join(done.stderr.split())
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
+    """The signal that a terminal sends, in the middle of the first answer."""
+    from specdec.chat import Answer
+
+    pieces, following = [], Answer.__next__
+
+    def counted(self):
+        pieces.append(1)
+        if len(pieces) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return following(self)
+
+    monkeypatch.setattr(Answer, "__next__", counted)
+    done = chat("Hello\nAnd?\n/stats\n", "-n", "300", "-s", "generation.ignore_eos=true")
+    assert done.exit_code == 0
+    assert done.stderr.count("(stopped; the answer so far is kept)") == 1
+    assert "(cut after 300 tokens" in done.stderr
+    assert "turns        2" in done.stderr
+
+
+def test_a_real_process_with_pipes():
+    """Answers come while the input is still open; a stray byte ends nothing; the end of the input does."""
+    env = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "specdec", "chat", "-n", "20"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
+    ) as process:  # fmt: skip
+        process.stdin.write(b"Hello \xff\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + 120
+        first = b""
+        while not first.strip() and time.monotonic() < deadline:
+            first += os.read(process.stdout.fileno(), 4096)
+        assert first.strip()
+        process.stdin.write(b"/stats\n")
+        process.stdin.close()
+        process.stdin = None
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert b"turns" in errors
+    assert b"Traceback" not in errors

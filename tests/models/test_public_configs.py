@@ -1,0 +1,376 @@
+"""The ``config.json`` of released models, written from their published values, and the parameters they imply.
+
+Nothing is downloaded: ``tensors(config)`` alone must give the published counts. They catch a tensor too many or too
+few, and a size read from the wrong key, at the real scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import pytest
+
+from specdec.checkpoints import text_config
+from specdec.errors import CheckpointError
+from specdec.plugins import registry
+
+
+def qwen3_5(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    value_heads: int,
+    *,
+    tied: bool,
+    vocab: int = 248320,
+    **mlp: int,
+) -> dict[str, Any]:
+    """The vision-language layout in which the family is released; the vision tower is left out."""
+    moe = "num_experts" in mlp
+    text = {
+        "model_type": "qwen3_5_moe_text" if moe else "qwen3_5_text",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": vocab,
+        **mlp,
+    }
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration" if moe else "Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5_moe" if moe else "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": tied,
+        "vision_config": {"depth": 12, "hidden_size": 768},
+    }
+
+
+def moe(inner: int, experts: int, top_k: int) -> dict[str, int]:
+    return {
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": inner,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+    }
+
+
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+GLM_4_5_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+LLAMA_3_1_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+QWEN2_5_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+
+# name: config, billions of parameters without MTP as published (three decimals), millions of the MTP head
+PUBLISHED: dict[str, tuple[dict[str, Any], float, float | None]] = {
+    "Qwen3.5-0.8B": (qwen3_5(24, 1024, 8, 2, 16, tied=True, intermediate_size=3584), 0.752, 20.5),
+    "Qwen3.5-2B": (qwen3_5(24, 2048, 8, 2, 16, tied=True, intermediate_size=6144), 1.882, 60.8),
+    "Qwen3.5-4B": (qwen3_5(32, 2560, 16, 4, 32, tied=True, intermediate_size=9216), 4.206, 120.6),
+    "Qwen3.5-9B": (qwen3_5(32, 4096, 16, 4, 32, tied=False, intermediate_size=12288), 8.954, 243.3),
+    "Qwen3.6-27B": (qwen3_5(64, 5120, 24, 4, 48, tied=False, intermediate_size=17408), 26.896, 424.7),
+    "Qwen3.6-35B-A3B": (qwen3_5(40, 2048, 16, 2, 32, tied=False, **moe(512, 256, 8)), 34.661, 844.6),
+    "Qwen3.5-122B-A10B": (qwen3_5(48, 3072, 32, 2, 64, tied=False, **moe(1024, 256, 8)), 122.112, 2523.7),
+    "Qwen3.5-397B-A17B": (qwen3_5(60, 4096, 32, 2, 64, tied=False, **moe(1024, 512, 10)), 396.346, 6595.6),
+    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79.674, 1650.5),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671.026, None),  # "671B"
+    "GLM-4.5-Air": (GLM_4_5_AIR, 106.852, None),  # "106B"
+    "Llama-3.1-8B": (LLAMA_3_1_8B, 8.030, None),
+    "Qwen2.5-7B": (QWEN2_5_7B, 7.616, None),  # "7.61B"
+}
+EITHER = re.compile(r"mlp\.experts\.\d+\.")  # the same parameters as the fused tensors
+
+
+@functools.cache
+def family(name: str) -> tuple[Any, dict[str, Any]]:
+    config = text_config(PUBLISHED[name][0])
+    spec = registry().model(config["model_type"])
+    parsed = spec.parse(config)
+    return parsed, spec.tensors(parsed)
+
+
+def parameters(tensors: dict[str, Any], *, mtp: bool) -> int:
+    """Parameters of one expert layout; a copy of embedding or head that a head may bring is not counted."""
+    copies = ("mtp.lm_head.weight", ".shared_head.head.weight")
+    return sum(
+        math.prod(spec.shape)
+        for name, spec in tensors.items()
+        if (spec.group == "mtp") == mtp
+        and not EITHER.search(name)
+        and not name.endswith(copies)
+        and not (mtp and name.endswith("embed_tokens.weight"))
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    _, billions, mtp_millions = PUBLISHED[name]
+    parsed, tensors = family(name)
+    assert round(parameters(tensors, mtp=False) / 1e9, 3) == billions
+    if mtp_millions is not None:
+        assert round(parameters(tensors, mtp=True) / 1e6, 1) == mtp_millions
+        assert parsed.mtp_layers == 1
+
+
+@pytest.mark.parametrize("name", ["Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B", "GLM-4.5-Air", "DeepSeek-V3"])
+def test_both_expert_layouts_hold_the_same_parameters(name: str) -> None:
+    _, tensors = family(name)
+    apart = sum(math.prod(spec.shape) for key, spec in tensors.items() if EITHER.search(key))
+    fused = sum(
+        math.prod(spec.shape) for key, spec in tensors.items() if re.search(r"experts\.(gate_up|down)_proj$", key)
+    )
+    assert apart == fused > 0
+    assert all(spec.optional for key, spec in tensors.items() if ".experts." in key)
+
+
+def test_state_sizes_are_the_published_ones() -> None:
+    """Bytes per token (the MTP layer's included) and per sequence, in bfloat16."""
+    wanted = {
+        "Qwen3.5-0.8B": (12288 + 2048, 18 * 2**20 + 18 * 36864),
+        "Qwen3.6-35B-A3B": (20480 + 2048, 60 * 2**20 + 30 * 49152),
+        "Qwen3-Next-80B-A3B": (24576 + 2048, 72 * 2**20 + 36 * 49152),
+        "Qwen3.5-397B-A17B": (30720 + 2048, 180 * 2**20 + 45 * 73728),
+        "DeepSeek-V3": (62 * 1152, 0),
+        "GLM-4.5-Air": (47 * 2 * 8 * 128 * 2, 0),
+    }
+    assert {name: family(name)[0].state_bytes(2) for name in wanted} == wanted
+
+
+def test_deepseek_v3_has_the_published_yarn() -> None:
+    """factor 40 over 4096: the first dimensions keep their frequency, the last are stretched, mscale^2 = 1.87385."""
+    latent = family("DeepSeek-V3")[0].latent
+    plain = [10000 ** (-2 * j / 64) for j in range(32)]
+    low, high = 10, 23  # floor and ceiling of the dimensions that turn 32 times and once in 4096 tokens
+    for j, (ours, theirs) in enumerate(zip(latent.rope.inv_freq, plain, strict=True)):
+        stretched = min(max((j - low) / (high - low), 0), 1)
+        assert ours == pytest.approx(theirs / 40 * stretched + theirs * (1 - stretched), rel=1e-12)
+    assert latent.scale * 192**0.5 == pytest.approx(1.87385, abs=1e-5)
+    assert family("DeepSeek-V3")[0].max_positions == 163840
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("Qwen3-Next-80B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("Qwen3-Next-80B-A3B", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("Qwen3-Next-80B-A3B", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("Qwen3-Next-80B-A3B", {"num_experts_per_tok": 600}, "num_experts_per_tok"),
+        ("Qwen3-Next-80B-A3B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method"),
+        ("DeepSeek-V3", {"attention_bias": True}, "attention_bias"),
+        ("DeepSeek-V3", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers"),
+        ("DeepSeek-V3", {"n_group": 7}, "n_group"),
+        ("DeepSeek-V3", {"topk_group": 9}, "topk_group"),
+        ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank"),
+        ("DeepSeek-V3", {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}}, "mscale"),
+        ("GLM-4.5-Air", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0,
+                                         "original_max_position_embeddings": 4096}}, "longrope"),
+        ("GLM-4.5-Air", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                         "original_max_position_embeddings": 4096}}, "attention_factor"),
+        ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
+        ("Llama-3.1-8B", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
+        ("Llama-3.1-8B", {"rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)  # fmt: skip
+def test_a_variant_that_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
+    config = text_config(PUBLISHED[name][0]) | changes
+    with pytest.raises(CheckpointError, match=named):
+        registry().model(config["model_type"]).parse(config)

@@ -1,0 +1,578 @@
+"""The wrong variants that implementations of speculative decoding really had, each killed by a named test.
+
+Every mutant replaces a piece of production code; its killer must pass without it and fail with it, by an assertion and not by
+a crash. A mutant that survives is reported here, not waived.
+
+Left out: block verification with draft noise that repeats in every cycle (its bias, .018 on average, is below what sampling
+shows; ``test_noise_differs_by_seed_position_purpose_and_cycle`` pins the key instead), and the variants of candidate trees,
+which this project does not have.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import specdec.drafters.mtp as mtp
+from specdec import sampling
+from specdec.backends.cpu import arrays, caches
+from specdec.backends.cpu.reference import ReferenceOps
+from specdec.contract import EMPTY_DRAFT, Draft, Logits, Sampling
+from specdec.drafters.ngram import NgramDrafter
+from specdec.sampling import Purpose, Rows
+from specdec.testing import OpsSubject, Subject, TableModel, iter_checks
+from specdec.testing.models import Memory
+from specdec.testing.registry import as_subject, run_check
+from specdec.verifiers import margin, rejection, strict
+from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
+from tests.verifiers import test_exact_law as exact
+from tests.verifiers import test_sampler_law as sampled
+from tests.verifiers import test_strict_sampling as path
+
+Apply = Callable[[pytest.MonkeyPatch], None]
+
+
+@attrs.frozen
+class Mutant:
+    """A wrong variant and the test that finds it."""
+
+    name: str
+    killer: Callable[[], None]
+    apply: Apply
+
+
+def killed_by(killer: Callable[[], None]) -> Callable[[Apply], Apply]:
+    """Put a mutant into the table."""
+
+    def register(apply: Apply) -> Apply:
+        MUTANTS.append(Mutant(apply.__name__, killer, apply))
+        return apply
+
+    return register
+
+
+MUTANTS: list[Mutant] = []
+
+# --- the killers -------------------------------------------------------------------------------------------------------
+
+
+def token_rule_is_exact() -> None:
+    """tests/verifiers/test_exact_law.py::test_token_rule_emits_the_target_exactly"""
+    exact.check_sampled(exact.chain, sizes=[(3, 2)], seeds=range(3))
+
+
+def block_rule_is_exact() -> None:
+    """tests/verifiers/test_exact_law.py::test_block_rule_emits_the_target_exactly"""
+    exact.check_sampled(exact.block, sizes=[(3, 2)], seeds=range(3))
+
+
+def block_rule_gains() -> None:
+    """tests/verifiers/test_exact_law.py::test_block_verification_accepts_at_least_as_much"""
+    exact.check_block_accepts_more(seeds=range(8))
+
+
+def acceptance_is_the_overlap() -> None:
+    """tests/verifiers/test_exact_law.py::test_acceptance_is_the_overlap_of_the_laws"""
+    exact.check_acceptance(seeds=range(3))
+
+
+def sampler_has_the_joint_law() -> None:
+    """tests/verifiers/test_sampler_law.py::test_the_joint_law_is_the_targets[rejection-sampled]"""
+    verifier = RejectionVerifier(RejectionConfig())
+    sampled.check_joint_law(verifier, sampled.SCENARIOS["sampled"], draws=3_000)
+
+
+def path_is_independent() -> None:
+    """tests/verifiers/test_strict_sampling.py::test_drafter_depth_and_cycle_boundaries_cannot_change_the_output"""
+    for memory in Memory:
+        settings = Sampling(temperature=1.0, presence_penalty=1.0, seed=3)
+        path.check_independence([1, 2], [3, 1, 0, 5], settings, memory, [0, 0, 1])
+
+
+def rows_have_their_history() -> None:
+    """tests/verifiers/test_strict_sampling.py::test_a_repeated_draft_token_is_penalised_in_the_next_row"""
+    path.test_a_repeated_draft_token_is_penalised_in_the_next_row()
+
+
+def grammar_masks_the_target() -> None:
+    """tests/verifiers/test_strict_sampling.py::test_the_mask_of_a_grammar_moves_with_the_row"""
+    path.test_the_mask_of_a_grammar_moves_with_the_row()
+
+
+def minimum_length_counts_rows() -> None:
+    """tests/verifiers/test_strict_sampling.py::test_minimum_length_ends_inside_a_block"""
+    path.test_minimum_length_ends_inside_a_block()
+
+
+def ties_go_by_id() -> None:
+    """tests/verifiers/test_strict_sampling.py::test_ties_go_by_ascending_id"""
+    path.check_ties_by_id()
+
+
+def device_ties_go_by_id() -> None:
+    """CpuLogits, ties: the lowest id is the best."""
+    logits = arrays.CpuLogits(torch.tensor([[1.0, 2.0, 2.0, 0.0]]))
+    assert logits.argmax() == [1]
+    assert logits.topk(2)[0] == [[1, 2]]
+
+
+def clause(id_: str, given: Any) -> Callable[[], None]:
+    """The check of a clause on a built-in plugin."""
+
+    def killer() -> None:
+        check = next(one for one in iter_checks() if one.id == id_)
+        outcome = run_check(check, as_subject(check.subject, given()))
+        if outcome.failure is not None:
+            raise outcome.failure
+
+    killer.__doc__ = f"specdec.testing, clause {id_}"
+    return killer
+
+
+def _mtp() -> Any:
+    return mtp.specdec_drafters()[0]
+
+
+def _ngram() -> Any:
+    from specdec.drafters.ngram import specdec_drafters
+
+    return specdec_drafters()[0]
+
+
+def _ops() -> Any:
+    return OpsSubject(make=lambda: ReferenceOps(torch.float32))
+
+
+# --- the ratio rule ----------------------------------------------------------------------------------------------------
+
+
+@killed_by(token_rule_is_exact)
+def residual_is_the_target(patch):
+    patch.setattr(rejection, "residual", lambda target, draft: target)
+
+
+@killed_by(block_rule_is_exact)
+def block_residual_is_the_target(patch):
+    right = rejection.accept_block
+
+    def wrong(target_law, draft_laws, tokens, accepts):
+        accepted, _ = right(target_law, draft_laws, tokens, accepts)
+        return accepted, target_law(accepted)
+
+    patch.setattr(rejection, "accept_block", wrong)
+
+
+@killed_by(token_rule_is_exact)
+def residual_is_the_target_without_the_token(patch):
+    def wrong(target_law, draft_laws, tokens, accepts):
+        for row, token in enumerate(tokens):
+            target = target_law(row)
+            if not accepts[row] * draft_laws[row][token] < target[token]:
+                rest = target.copy()
+                rest[token] = 0
+                return row, rest / rest.sum() if rest.sum() > 0 else target
+        return len(tokens), target_law(len(tokens))
+
+    patch.setattr(rejection, "accept_chain", wrong)
+
+
+def _inverse(target_law, draft_laws, tokens, accepts):
+    for row, token in enumerate(tokens):
+        target = target_law(row)
+        if not accepts[row] * target[token] < draft_laws[row][token]:
+            return row, rejection.residual(target, draft_laws[row])
+    return len(tokens), target_law(len(tokens))
+
+
+@killed_by(token_rule_is_exact)
+def ratio_upside_down(patch):
+    patch.setattr(rejection, "accept_chain", _inverse)
+
+
+@killed_by(acceptance_is_the_overlap)
+def more_acceptance_is_no_progress(patch):
+    """Accepting by q/p looks like a better drafter: the acceptance rate must be bounded from above too."""
+    patch.setattr(rejection, "accept_chain", _inverse)
+
+
+@killed_by(token_rule_is_exact)
+def bonus_from_the_row_before(patch):
+    right = rejection.accept_chain
+
+    def wrong(target_law, draft_laws, tokens, accepts):
+        accepted, final = right(target_law, draft_laws, tokens, accepts)
+        return accepted, target_law(accepted - 1) if accepted == len(tokens) and accepted else final
+
+    patch.setattr(rejection, "accept_chain", wrong)
+
+
+@killed_by(token_rule_is_exact)
+def counting_past_the_first_rejection(patch):
+    right = rejection.accept_chain
+
+    def wrong(target_law, draft_laws, tokens, accepts):
+        passed = [
+            row for row, token in enumerate(tokens) if accepts[row] * draft_laws[row][token] < target_law(row)[token]
+        ]
+        if len(passed) == len(tokens):
+            return right(target_law, draft_laws, tokens, [0] * len(tokens))
+        return len(passed), rejection.residual(target_law(len(passed)), draft_laws[len(passed)])
+
+    patch.setattr(rejection, "accept_chain", wrong)
+
+
+@killed_by(token_rule_is_exact)
+def one_uniform_for_all_positions(patch):
+    right = rejection.accept_chain
+    patch.setattr(
+        rejection, "accept_chain", lambda target, draft, tokens, u: right(target, draft, tokens, list(u[:1]) * len(u))
+    )
+
+
+@killed_by(sampler_has_the_joint_law)
+def one_uniform_for_all_positions_in_the_sampler(patch):
+    """The same mistake in the keys of the noise: every single position still looks right."""
+    right = sampling.uniforms
+
+    def wrong(seed, position, purpose, ids, cycle=0):
+        return right(seed, 1 if purpose is Purpose.ACCEPT else position, purpose, ids, cycle)
+
+    patch.setattr(rejection, "uniforms", wrong)
+
+
+@killed_by(sampler_has_the_joint_law)
+def draft_noise_is_acceptance_noise(patch):
+    right = sampling.uniforms
+
+    def wrong(seed, position, purpose, ids, cycle=0):
+        return right(seed, position, Purpose.ACCEPT if purpose is Purpose.DRAFT else purpose, ids, cycle)
+
+    patch.setattr(sampling, "uniforms", wrong)
+
+
+# --- the block rule ----------------------------------------------------------------------------------------------------
+
+
+def _block(*, stop: bool = False, scaled: bool = True, clipped: bool = True, shared: bool = False):
+    def wrong(target_law, draft_laws, tokens, accepts):
+        if shared:
+            accepts = list(accepts[:1]) * len(accepts)
+        kept: Any = 1
+        best, best_law, count = 0, None, len(tokens)
+        for row in range(count + 1):
+            target = target_law(row)
+            if row == count:
+                if row == 0 or accepts[row - 1] <= kept:
+                    return count, target
+                break
+            draft = draft_laws[row]
+            rest = np.maximum(kept * target - draft, 0)
+            spare = rest.sum()
+            passes = row == 0 or kept >= 1 or accepts[row - 1] <= spare / (spare + 1 - kept)
+            if passes:
+                final = rest if scaled else np.maximum(target - draft, 0)
+                best, best_law = row, final / final.sum() if final.sum() > 0 else target
+            elif stop:
+                break
+            ratio = kept * target[tokens[row]] / draft[tokens[row]]
+            kept = min(1, ratio) if clipped else ratio
+        return best, best_law
+
+    return lambda patch: patch.setattr(rejection, "accept_block", wrong)
+
+
+def _block_mutant(name: str, killer: Callable[[], None], **changes: bool) -> None:
+    MUTANTS.append(Mutant(name, killer, _block(**changes)))
+
+
+_block_mutant("block_stops_at_the_first_failure", block_rule_is_exact, stop=True)
+_block_mutant("block_residual_not_scaled", block_rule_is_exact, scaled=False)
+_block_mutant("block_weight_not_clipped", block_rule_is_exact, clipped=False)
+_block_mutant("block_one_uniform_for_all", block_rule_is_exact, shared=True)
+
+
+@killed_by(block_rule_gains)
+def block_is_only_the_token_rule(patch):
+    patch.setattr(rejection, "accept_block", rejection.accept_chain)
+
+
+# --- drafters ----------------------------------------------------------------------------------------------------------
+
+
+@killed_by(clause("D10", _mtp))
+def greedy_draft_with_its_softmax(patch):
+    def wrong(logits: Logits, drafted, context):
+        rows = Rows(logits, drafted, context, first=len(drafted))
+        law = rows.law(len(drafted)).astype(np.float32)
+        return int(law.argmax()), law
+
+    patch.setattr(mtp, "draft_token", wrong)
+
+
+@killed_by(clause("D9", _mtp))
+def pruned_law_not_renormalised(patch):
+    right = sampling.draft_token
+
+    def wrong(logits: Logits, drafted, context):
+        token, law = right(logits, drafted, context)
+        if law is not None:
+            law = np.where(law >= np.sort(law)[-3], law, 0).astype(np.float32)
+        return token, law
+
+    patch.setattr(mtp, "draft_token", wrong)
+
+
+@killed_by(clause("D10", _mtp))
+def drawn_token_dropped_when_improbable(patch):
+    right = mtp.MtpDrafter.propose
+
+    def wrong(self, context, depth):
+        draft = right(self, context, depth)
+        if draft.probs is not None and draft.probs[0][draft.tokens[0]] < 0.2:
+            return EMPTY_DRAFT
+        return draft
+
+    patch.setattr(mtp.MtpDrafter, "propose", wrong)
+
+
+@killed_by(clause("D10", _mtp))
+def draft_trimmed_by_the_drawn_tokens(patch):
+    right = mtp.MtpDrafter.propose
+
+    def wrong(self, context, depth):
+        draft = right(self, context, depth)
+        if draft.probs is None:
+            return draft
+        confidence, kept = 1.0, 0
+        for row, token in enumerate(draft.tokens):
+            confidence *= float(draft.probs[row][token])
+            if confidence < 0.1:
+                break
+            kept += 1
+        return Draft(draft.tokens[:kept], draft.probs[:kept])
+
+    patch.setattr(mtp.MtpDrafter, "propose", wrong)
+
+
+@killed_by(clause("D10", _mtp))
+def better_of_two_draws(patch):
+    right = sampling.draft_token
+
+    def wrong(logits: Logits, drafted, context):
+        token, law = right(logits, drafted, context)
+        if law is None:
+            return token, law
+        u = sampling.uniforms(context.sampling.seed, len(context) + len(drafted), Purpose.DRAFT, np.ones(1, np.int64), 99)
+        other = sampling.draw(law.astype(np.float64), float(u[0]))
+        return (token if law[token] >= law[other] else other), law
+
+    patch.setattr(mtp, "draft_token", wrong)
+
+
+@killed_by(clause("D14", _mtp))
+def draft_noise_is_acceptance_noise_in_the_engine(patch):
+    draft_noise_is_acceptance_noise(patch)
+
+
+@killed_by(clause("D7", _ngram))
+def rewind_ignored(patch):
+    patch.setattr(NgramDrafter, "rewind", lambda self, length: None)
+
+
+@killed_by(clause("D7", _mtp))
+def rewind_adopts_the_state_blindly(patch):
+    """As the MTP drafter once did: true pairs that waited were dropped and the next one came with the wrong position."""
+
+    def wrong(self, length):
+        last = self._state.last_hidden
+        self._waiting = [last] if last is not None and self._state.mtp_length < self._state.length else []
+        self._fed, self._missing = self._state.mtp_length, 0
+
+    patch.setattr(mtp.MtpDrafter, "rewind", wrong)
+
+
+@killed_by(clause("D8", _mtp))
+def settle_forgotten(patch):
+    patch.setattr(mtp.MtpDrafter, "settle", lambda self, context: None)
+
+
+@killed_by(clause("D6", _mtp))
+def rejected_rows_fed_to_the_head(patch):
+    def wrong(self, verdict, output, context):
+        self._waiting.append(output.need_hidden())
+
+    patch.setattr(mtp.MtpDrafter, "observe", wrong)
+
+
+# --- rows and their settings -------------------------------------------------------------------------------------------
+
+
+@killed_by(rows_have_their_history)
+def stale_penalty_history(patch):
+    patch.setattr(Rows, "history", lambda self, row: list(self._context))
+
+
+@killed_by(minimum_length_counts_rows)
+def stale_minimum_length(patch):
+    patch.setattr(Rows, "history", lambda self, row: list(self._context))
+
+
+@killed_by(grammar_masks_the_target)
+def grammar_only_on_the_draft(patch):
+    right = sampling.processed
+
+    def wrong(row, history, context):
+        bare = sampling.Context(list(context), attrs.evolve(context.sampling, processors=()))
+        return right(row, history, bare)
+
+    patch.setattr(sampling, "processed", wrong)
+
+
+@killed_by(path_is_independent)
+def noise_from_a_stateful_generator(patch):
+    """Noise that counts how often it was asked for: the path then depends on how many rows were verified."""
+    right, asked = sampling.gumbel, itertools.count()
+
+    def wrong(seed, position, ids, purpose, cycle=0):
+        return right(seed, next(asked), ids, purpose, cycle)
+
+    patch.setattr(sampling, "gumbel", wrong)
+
+
+@killed_by(path_is_independent)
+def noise_keyed_by_the_cycle(patch):
+    right = Rows.choose
+
+    def wrong(self, row):
+        context = self._context
+        with pytest.MonkeyPatch.context() as inner:
+            keyed = sampling.gumbel
+            inner.setattr(sampling, "gumbel", lambda s, p, ids, purpose, cycle=0: keyed(s, p, ids, purpose, context.cycle))
+            return right(self, row)
+
+    patch.setattr(Rows, "choose", wrong)
+
+
+@killed_by(ties_go_by_id)
+def ties_to_the_highest_id(patch):
+    right = np.lexsort
+
+    class Wrong:
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        @staticmethod
+        def lexsort(keys):
+            return right((-keys[0], *keys[1:]))
+
+    patch.setattr(sampling, "np", Wrong())
+
+
+@killed_by(device_ties_go_by_id)
+def device_ties_to_the_highest_id(patch):
+    def wrong(self):
+        return [len(row) - 1 - int(row[::-1].argmax()) for row in self._rows]
+
+    patch.setattr(arrays.CpuLogits, "argmax", wrong)
+
+
+# --- verifiers ---------------------------------------------------------------------------------------------------------
+
+
+@killed_by(clause("V2", lambda: strict.StrictVerifier()))
+def row_count_not_checked(patch):
+    patch.setattr(strict, "check_rows", lambda draft, logits: None)
+
+
+@killed_by(clause("V7", lambda: margin.MarginVerifier(margin.MarginConfig(margin=0.5))))
+def margin_of_half_the_gap(patch):
+    right = margin.MarginVerifier.__init__
+
+    def wrong(self, config):
+        right(self, config)
+        self._margin = 2 * config.margin
+
+    patch.setattr(margin.MarginVerifier, "__init__", wrong)
+
+
+# --- state -------------------------------------------------------------------------------------------------------------
+
+
+@killed_by(clause("O13", _ops))
+def state_slot_before_the_last_accepted(patch):
+    right = caches.CpuDeltaCache.commit
+
+    def wrong(self, rows):
+        if rows > 1 and self.replay is not None and self.raw is not None:
+            replay = self.replay
+            self.replay = lambda a: replay(a - 1)
+        right(self, rows)
+
+    patch.setattr(caches.CpuDeltaCache, "commit", wrong)
+
+
+@killed_by(clause("O13", _ops))
+def convolution_window_from_flat_neighbours(patch):
+    right = caches.CpuDeltaCache.commit
+
+    def wrong(self, rows):
+        raw = self.raw
+        right(self, rows)
+        if rows and raw is not None:
+            self.window = raw[-(self.shape.kernel - 1) :].clone()
+
+    patch.setattr(caches.CpuDeltaCache, "commit", wrong)
+
+
+@killed_by(clause("O13", _ops))
+def rejected_keys_kept(patch):
+    right = caches.CpuKVCache.commit
+    patch.setattr(caches.CpuKVCache, "commit", lambda self, rows: right(self, rows + (rows == 2)))
+
+
+@killed_by(clause("O14", _ops))
+def truncate_that_says_it_did(patch):
+    patch.setattr(caches.CpuDeltaCache, "truncate", lambda self, length: True)
+
+
+@killed_by(clause("F11", lambda: TableModel.random(5, tilt=0.5)))
+def rejected_rows_leave_a_trace(patch):
+    right = TableModel.commit
+
+    def wrong(self, state, rows):
+        points = state.provisional
+        right(self, state, rows)
+        if points is not None and len(points) > 8:
+            state.point = attrs.evolve(state.point, accumulator=points[-1].accumulator)
+
+    patch.setattr(TableModel, "commit", wrong)
+
+
+# --- the gate ----------------------------------------------------------------------------------------------------------
+
+_passed: set[Callable[[], None]] = set()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_mutant_is_killed_by_its_named_test(mutant, monkeypatch):
+    if mutant.killer not in _passed:
+        mutant.killer()  # without the mutant it passes
+        _passed.add(mutant.killer)
+    mutant.apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        mutant.killer()
+
+
+def test_the_killers_are_real_tests():
+    """Each killer names the test or the clause that it stands for."""
+    clauses = {one.id for one in iter_checks()}
+    for mutant in MUTANTS:
+        said = (mutant.killer.__doc__ or "").split()
+        assert said[0].startswith("tests/") or said[0] == "CpuLogits," or said[-1] in clauses, mutant.name
+    assert {one.subject for one in iter_checks()} == set(Subject)

@@ -1,0 +1,201 @@
+"""Wrong drafters. ``Honest`` is the right one that they derive from: stateless, with a law of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DraftNoise, NoConfig
+from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from specdec.sampling import Purpose, draw, uniforms
+
+VOCAB = 3  # ids that every test model has
+
+
+def _law(last: int) -> np.ndarray:
+    law = np.array([[5, 2, 1], [1, 4, 3], [2, 2, 4]], np.float32)[last % VOCAB]
+    return law / law.sum()
+
+
+class Honest(Drafter):
+    """Drafts from a table of the last token; draws with the noise it is told to, and hands its law over."""
+
+    purpose = Purpose.DRAFT
+
+    def __init__(self, env=None) -> None:
+        self.env = env
+
+    def token(self, context: Context, position: int, law: np.ndarray) -> int:
+        u = uniforms(context.sampling.seed, position, self.purpose, np.zeros(1, np.int64), context.cycle)[0]
+        return draw(law.astype(np.float64), float(u))
+
+    def size(self, context: Context) -> int:
+        return self.env.target.info.vocab_size if self.env is not None else VOCAB
+
+    def wide(self, law: np.ndarray, context: Context) -> np.ndarray:
+        return np.concatenate([law, np.zeros(self.size(context) - VOCAB, np.float32)])
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        independent = context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0
+        last, tokens, laws = context[-1], [], []
+        for row in range(depth):
+            law = _law(last)
+            last = self.token(context, len(context) + row, law) if independent else int(law.argmax())
+            tokens.append(last)
+            laws.append(self.wide(law, context))
+        return Draft(tuple(tokens), np.stack(laws) if independent and tokens else None)
+
+
+class ListOfTokens(Honest):
+    def propose(self, context, depth):
+        draft = super().propose(context, depth)
+        return Draft(list(draft.tokens), draft.probs)
+
+
+class TooLong(Honest):
+    def propose(self, context, depth):
+        return super().propose(context, depth + 1 if depth else 0)
+
+
+class WritesToTheContext(Honest):
+    def propose(self, context, depth):
+        context.cycle += 1
+        return super().propose(context, depth)
+
+
+class NeedsTwoTokens(Honest):
+    def propose(self, context, depth):
+        context[-2]
+        return super().propose(context, depth)
+
+
+class IgnoresDepthZero(Honest):
+    def propose(self, context, depth):
+        return super().propose(context, max(depth, 1))
+
+
+class MovesTheGlobalGenerator(Honest):
+    def propose(self, context, depth):
+        np.random.random()
+        return super().propose(context, depth)
+
+
+class CountsItsOwnCycles(Honest):
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.seen = 0
+
+    def observe(self, verdict, output, context):
+        self.seen += 1
+
+    def propose(self, context, depth):
+        return super().propose(context, depth) if self.seen % 3 < 2 else EMPTY_DRAFT
+
+
+class NoRewind(NgramDrafter):
+    def __init__(self, env) -> None:
+        super().__init__(NgramConfig(), env)
+
+    def rewind(self, length):
+        pass
+
+
+class NoSettle(MtpDrafter):
+    def __init__(self, env) -> None:
+        super().__init__(NoConfig(), env)
+
+    def settle(self, context):
+        pass
+
+
+class WideLaws(Honest):
+    def propose(self, context, depth):
+        draft = super().propose(context, depth)
+        return Draft(draft.tokens, None if draft.probs is None else draft.probs.astype(np.float64))
+
+
+class NotRenormalised(Honest):
+    """A pruned vocabulary whose law was not scaled back to 1."""
+
+    def propose(self, context, depth):
+        draft = super().propose(context, depth)
+        return Draft(draft.tokens, None if draft.probs is None else draft.probs * np.float32(0.6))
+
+
+class GreedyWithItsSoftmax(Honest):
+    def token(self, context, position, law):
+        return int(law.argmax())
+
+
+class DropsTheUnlikely(Honest):
+    def propose(self, context, depth):
+        draft = super().propose(context, depth)
+        for row, token in enumerate(draft.tokens):
+            if draft.probs is not None and draft.probs[row][token] < 0.3:
+                return Draft(draft.tokens[:row], draft.probs[:row])
+        return draft
+
+
+class UsesHiddenStatesUndeclared(Honest):
+    def observe(self, verdict, output, context):
+        output.hidden[:1]
+
+
+class DecodesForItself(Honest):
+    def propose(self, context, depth):
+        self.env.target.decode(self.env.state, [context[-1]])
+        return super().propose(context, depth)
+
+
+class FailsAtDepthFive(Honest):
+    def propose(self, context, depth):
+        if depth > 4:
+            raise ValueError("five is too many")
+        return super().propose(context, depth)
+
+
+class DrawsWithAcceptanceNoise(Honest):
+    purpose = Purpose.ACCEPT
+
+
+class SharedBetweenSequences(Honest):
+    last = None
+
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.started = False
+
+    def propose(self, context, depth):
+        mine = type(self).last in (None, self) or not self.started
+        self.started = True
+        type(self).last = self
+        return super().propose(context, depth) if mine else EMPTY_DRAFT
+
+
+class Talks(Honest):
+    def propose(self, context, depth):
+        print("drafting")
+        return super().propose(context, depth)
+
+
+BROKEN = {
+    ListOfTokens: {"D1"},
+    TooLong: {"D1", "D13"},
+    WritesToTheContext: {"D2"},
+    NeedsTwoTokens: {"D3"},
+    IgnoresDepthZero: {"D4"},
+    MovesTheGlobalGenerator: {"D5"},
+    CountsItsOwnCycles: {"D6"},
+    NoRewind: {"D7"},
+    NoSettle: {"D8"},
+    WideLaws: {"D9"},
+    NotRenormalised: {"D9"},
+    GreedyWithItsSoftmax: {"D10"},
+    DropsTheUnlikely: {"D10"},
+    UsesHiddenStatesUndeclared: {"D11"},
+    DecodesForItself: {"D12"},
+    FailsAtDepthFive: {"D13"},
+    DrawsWithAcceptanceNoise: {"D14"},
+    SharedBetweenSequences: {"D15"},
+    Talks: {"D16"},
+}

@@ -1,0 +1,154 @@
+"""Wrong operations, derived from the torch reference."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
+from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
+from specdec.backends.cpu.reference import ReferenceOps
+
+
+class PlusInBfloat16(ReferenceOps):
+    def vector(self, tensor, *, plus=0.0):
+        return (tensor.bfloat16() + plus).float()
+
+
+class ForgetsTheResidual(ReferenceOps):
+    def linear(self, x, weight, residual=None):
+        return super().linear(x, weight)
+
+
+class GateAndUpSwapped(ReferenceOps):
+    def swiglu(self, x, gate, up):
+        return super().swiglu(x, up, gate)
+
+
+class LayerNorm(ReferenceOps):
+    def rms_norm(self, x, weight, eps):
+        return super().rms_norm(x - x.mean(-1, keepdim=True), weight, eps)
+
+
+class OnePositionForAllRows(ReferenceOps):
+    def norm_rope(self, x, weight, eps, rope, position):
+        return torch.cat([super(OnePositionForAllRows, self).norm_rope(x[t : t + 1], weight, eps, rope, position) for t in range(len(x))])  # fmt: skip
+
+
+class HeadsInterleaved(ReferenceOps):
+    """Query head h reads KV head h % nkv."""
+
+    def attend(self, q, k, v, cache, *, scale, gate=None):
+        rows, heads, dim = q.shape
+        groups = heads // k.shape[1]
+        turned = q.reshape(rows, groups, k.shape[1], dim).transpose(1, 2).reshape(rows, heads, dim)
+        out = super().attend(turned, k, v, cache, scale=scale).reshape(rows, k.shape[1], groups, dim)
+        out = out.transpose(1, 2).reshape(rows, heads, dim)
+        return (out if gate is None else out * torch.sigmoid(gate.float()).to(self.dtype)).reshape(rows, heads * dim)
+
+
+class ConvolutionReversed(ReferenceOps):
+    def conv_window(self, x, weight, cache):
+        return super().conv_window(x, weight.flip(1), cache)
+
+
+class DecayForgotten(ReferenceOps):
+    def gated_delta(self, u, a, b, a_log, dt_bias, cache, shape):
+        return super().gated_delta(u, a, b, a_log - 50, dt_bias, cache, shape)
+
+
+class GateIsSigmoid(ReferenceOps):
+    def gated_rms_norm(self, x, z, weight, eps):
+        return (self.rms_norm(x, weight, eps).float() * torch.sigmoid(z.float())).to(self.dtype).flatten(1)
+
+
+class LastBlockOfTheVocabularyMissing(ReferenceOps):
+    def head(self, x, weight):
+        logits = self._product(x, weight).float()
+        logits[:, logits.shape[1] // 64 * 64 :] = 0
+        return CpuLogits(logits)
+
+
+class SidesSwapped(ReferenceOps):
+    def concat(self, a, b):
+        return super().concat(b, a)
+
+
+class HiddenFromTheFront(ReferenceOps):
+    def hidden(self, x):
+        return _FrontHidden(x)
+
+
+class _FrontHidden(CpuHidden):
+    def __getitem__(self, rows):
+        return _FrontHidden(self.array[: len(range(*rows.indices(len(self))))])
+
+
+class RowsTogether(ReferenceOps):
+    """Products of several rows take another kernel than products of one: other bits."""
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] == 1:
+            return F.linear(x, weight, bias)
+        half = x.shape[1] // 2
+        return F.linear(x[:, :half], weight[:, :half]) + F.linear(x[:, half:], weight[:, half:], bias)
+
+
+class StateOfAllRows(ReferenceOps):
+    def new_delta(self, shape):
+        return _WholeState(shape, self.dtype)
+
+
+class _WholeState(CpuDeltaCache):
+    def commit(self, rows):
+        if rows and self.raw is not None:
+            self.replay = lambda rows: None
+        super().commit(rows)
+
+
+class SaysItWentBack(ReferenceOps):
+    def new_delta(self, shape):
+        return _SaysSo(shape, self.dtype)
+
+
+class _SaysSo(CpuDeltaCache):
+    def truncate(self, length):
+        super().truncate(length)
+        return True
+
+
+class SavesViews(ReferenceOps):
+    def new_kv(self, capacity, kv_heads, head_dim):
+        return _Views(capacity, kv_heads, head_dim, self.dtype)
+
+
+class _Views(CpuKVCache):
+    def save(self):
+        return {"keys": self.keys[: self.length], "values": self.values[: self.length]}
+
+
+class ResidualInPlace(ReferenceOps):
+    def linear(self, x, weight, residual=None):
+        return super().linear(x, weight) if residual is None else residual.add_(super().linear(x, weight))
+
+
+BROKEN = {
+    PlusInBfloat16: {"O1"},
+    ForgetsTheResidual: {"O2"},
+    GateAndUpSwapped: {"O3"},
+    LayerNorm: {"O4"},
+    OnePositionForAllRows: {"O5"},
+    HeadsInterleaved: {"O6"},
+    ConvolutionReversed: {"O7"},
+    DecayForgotten: {"O8"},
+    GateIsSigmoid: {"O9"},
+    LastBlockOfTheVocabularyMissing: {"O10"},
+    SidesSwapped: {"O11"},
+    HiddenFromTheFront: {"O11"},
+    RowsTogether: {"O12"},
+    StateOfAllRows: {"O13"},
+    SaysItWentBack: {"O14"},
+    SavesViews: {"O14"},
+    ResidualInPlace: {"O15"},
+}

@@ -1,0 +1,190 @@
+"""Wrong targets, derived from ``TableModel``."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from specdec.contract import ForwardOutput
+from specdec.errors import StateError
+from specdec.testing.models import Memory, TableLogits, TableModel
+
+
+def table(kind: type[TableModel], **options) -> TableModel:
+    """A small chain of that class."""
+    return kind.random(5, seed=2, tilt=0.6, **options)
+
+
+class ForgetsInLongPrompts(TableModel):
+    """A prompt chunk of more than 3 tokens loses its first one."""
+
+    def prefill(self, state, tokens):
+        output = super().prefill(state, tokens)
+        if len(tokens) > 3:
+            state.point = attrs.evolve(state.point, accumulator=state.point.accumulator ^ 1)
+        return output
+
+
+class GoesOnFromProvisionalRows(TableModel):
+    """A second decode before commit continues the first one."""
+
+    def decode(self, state, tokens):
+        point = state.point
+        if state.provisional:
+            state.point = state.provisional[0]
+        output = super().decode(state, tokens)
+        state.point = point
+        return output
+
+
+class ClaimsTheRewind(TableModel):
+    def rewind(self, state, length):
+        reached = super().rewind(state, length)
+        state.held = length
+        return length if reached < length else reached
+
+
+class SharesItsSnapshot(TableModel):
+    def snapshot(self, state):
+        self.kept = state
+        return super().snapshot(state)
+
+    def restore(self, snapshot):
+        return self.kept
+
+
+class OtherBitsInWidePasses(TableModel):
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        if len(tokens) < 9:
+            return output
+        return ForwardOutput(TableLogits(output.logits.rows() * np.float32(1 + 2**-22)), output.hidden)
+
+
+class OtherBitsInLongPrompts(TableModel):
+    def prefill(self, state, tokens):
+        output = super().prefill(state, tokens)
+        if len(tokens) > 24:
+            state.point = attrs.evolve(state.point, accumulator=state.point.accumulator ^ 1)
+        return output
+
+
+class IgnoresMisuse(TableModel):
+    def commit(self, state, rows):
+        if state.provisional is not None:
+            super().commit(state, min(rows, len(state.provisional)))
+
+
+class TiesToTheHighestId(TableModel):
+    """Every logit twice."""
+
+    def _row(self, point):
+        row = super()._row(point)
+        row[1::2] = row[: len(row) - 1 : 2]
+        return row
+
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        return ForwardOutput(_HighTies(output.logits.rows()), output.hidden)
+
+
+class _HighTies(TableLogits):
+    def topk(self, k):
+        order = [np.lexsort((-np.arange(len(row)), -row))[:k] for row in self._rows]
+        return [o.tolist() for o in order], [r[o].tolist() for r, o in zip(self._rows, order, strict=True)]
+
+
+class LogitsFromPrefill(TableModel):
+    def prefill(self, state, tokens):
+        output = super().prefill(state, tokens)
+        return ForwardOutput(TableLogits(self._row(state.point)[None]), output.hidden)
+
+
+class LastPlaceUnusable(TableModel):
+    def decode(self, state, tokens):
+        if state.held + len(tokens) >= state.capacity:
+            raise StateError("full")
+        return super().decode(state, tokens)
+
+
+class TraceOfRejectedRows(TableModel):
+    def commit(self, state, rows):
+        points = state.provisional
+        super().commit(state, rows)
+        if points is not None and len(points) > 12 and rows < len(points):
+            state.point = attrs.evolve(state.point, accumulator=points[-1].accumulator)
+
+
+class SharedScratch(TableModel):
+    """Provisional rows belong to the model: two sequences in flight overwrite each other's."""
+
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        self.scratch = state.provisional
+        return output
+
+    def commit(self, state, rows):
+        if state.provisional is not None and len(state.provisional) == len(self.scratch):
+            state.provisional = self.scratch
+        super().commit(state, rows)
+
+
+class HeadlessCrash(TableModel):
+    def decode_mtp(self, state, tokens, hidden, *, provisional=False):
+        return self._mtp(state, tokens, hidden, provisional=provisional).nothing
+
+
+class KeepsProvisionalPairs(TableModel):
+    def decode_mtp(self, state, tokens, hidden, *, provisional=False):
+        if not provisional and len(state.mtp) > state.mtp_true:
+            state.mtp[state.mtp_true - 1] = state.mtp[-1]
+        return super().decode_mtp(state, tokens, hidden, provisional=provisional)
+
+
+class SeesTheFuture(TableModel):
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        rows = output.logits.rows().copy()
+        rows[0, tokens[-1]] += np.float32(0.5) * (len(tokens) == 4)
+        return ForwardOutput(TableLogits(rows), output.hidden)
+
+
+class OneRowOnly(TableModel):
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **{**options, "max_rows": 1})
+
+
+class HiddenStatesOverwritten(TableModel):
+    """Hidden states are views on one buffer that the next pass of the same length writes to."""
+
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        buffers = self.__dict__.setdefault("buffers", {})
+        old = buffers.get(len(tokens))
+        if old is not None:
+            old.points = output.hidden.points
+            return ForwardOutput(output.logits, old)
+        buffers[len(tokens)] = output.hidden
+        return output
+
+
+
+BROKEN = {
+    (ForgetsInLongPrompts, ()): {"F1"},
+    (GoesOnFromProvisionalRows, ()): {"F2"},
+    (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): {"F3"},
+    (SharesItsSnapshot, ()): {"F4"},
+    (OtherBitsInWidePasses, ()): {"F5"},
+    (OtherBitsInLongPrompts, ()): {"F6"},
+    (IgnoresMisuse, ()): {"F7"},
+    (TiesToTheHighestId, ()): {"F8"},
+    (LogitsFromPrefill, ()): {"F9"},
+    (LastPlaceUnusable, ()): {"F10"},
+    (TraceOfRejectedRows, ()): {"F11"},
+    (SharedScratch, ()): {"F12"},
+    (HeadlessCrash, ()): {"F13"},
+    (KeepsProvisionalPairs, (("mtp", True),)): {"F13"},
+    (SeesTheFuture, ()): {"F14"},
+    (OneRowOnly, ()): {"F16"},
+    (HiddenStatesOverwritten, (("mtp", True),)): {"F17"},
+}

@@ -1,0 +1,200 @@
+"""Wrong verifiers."""
+
+from __future__ import annotations
+
+
+import attrs
+import numpy as np
+
+from specdec.contract import Context, Deviation, Guarantee, Verdict, Verifier
+from specdec.sampling import Purpose, Rows, gumbel
+from specdec.verifiers import rejection
+from specdec.verifiers.margin import MarginConfig, MarginVerifier
+from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
+from specdec.verifiers.strict import StrictVerifier, check_rows
+
+
+class Ratio(RejectionVerifier):
+    def __init__(self) -> None:
+        super().__init__(RejectionConfig())
+
+
+class NumpyTokens(Ratio):
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        return attrs.evolve(verdict, next_token=np.int64(verdict.next_token))
+
+
+class TakesAnyRows(StrictVerifier):
+    def verify(self, draft, logits, context):
+        if len(logits) != len(draft.tokens) + 1:
+            return Verdict(0, 0)
+        return super().verify(draft, logits, context)
+
+
+class AcceptsOneAtMost(StrictVerifier):
+    """Exact, and useless for longer drafts."""
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        return Verdict(1, draft.tokens[1]) if verdict.accepted > 1 else verdict
+
+
+class AcceptsTheImpossible(StrictVerifier):
+    """Takes a token of probability 0 in the first row when the row's other tokens tie."""
+
+    guarantee = Guarantee.HEURISTIC
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        if verdict.accepted == 0 and draft.tokens and logits.rows()[0][draft.tokens[0]] == -np.inf:
+            rest = super().verify(type(draft)(), _Row(logits, 1), _after(context, draft.tokens[:1]))
+            return Verdict(1, rest.next_token)
+        return verdict
+
+
+class _Row:
+    """One row of some logits."""
+
+    def __init__(self, logits, row):
+        self._rows = logits.rows()[row : row + 1]
+
+    def __len__(self):
+        return 1
+
+    def rows(self):
+        return self._rows
+
+    def argmax(self):
+        return self._rows.argmax(axis=1).tolist()
+
+    def noisy_argmax(self, row, scale, seed, position):
+        return None
+
+
+def _after(context, tokens):
+    return Context(
+        [*context, *tokens], context.sampling, generated_from=context.generated_from, cycle=context.cycle
+    )
+
+
+class ResamplesFromTheTarget(Ratio):
+    """After a rejection the target's law instead of the residual."""
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        if context.sampling.temperature == 0 or verdict.accepted == len(draft.tokens):
+            return verdict
+        rows = Rows(logits, draft.tokens, context)
+        u = rejection.uniforms(context.sampling.seed, 99, Purpose.RESIDUAL, np.zeros(1, np.int64), context.cycle)[0]
+        return Verdict(verdict.accepted, rejection.draw(rows.law(verdict.accepted), float(u)))
+
+
+class NoiseByCycle(Verifier):
+    """The right law on another path: EXACT is not what it is."""
+
+    guarantee = Guarantee.EXACT
+
+    def verify(self, draft, logits, context):
+        check_rows(draft, logits)
+        rows = Rows(logits, draft.tokens, context)
+        for row in range(len(draft.tokens) + 1):
+            law = rows.law(row)
+            with np.errstate(divide="ignore"):
+                scores = np.log(law) + gumbel(
+                    context.sampling.seed, len(context) + row, np.arange(len(law)), Purpose.TOKEN, context.cycle
+                )
+            token = int(scores.argmax())
+            if row == len(draft.tokens) or token != draft.tokens[row]:
+                return Verdict(row, token)
+        raise AssertionError
+
+
+class StatesTooSmallABound(MarginVerifier):
+    def __init__(self) -> None:
+        super().__init__(MarginConfig(margin=0.6))
+        self.bound = 0.5
+
+
+class StatesNoBound(MarginVerifier):
+    def __init__(self) -> None:
+        super().__init__(MarginConfig(margin=0.6))
+        self.bound = None
+
+
+class Remembers(StrictVerifier):
+    """Exact, but what it accepts depends on how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def verify(self, draft, logits, context):
+        verdict = super().verify(draft, logits, context)
+        self.calls += 1
+        if self.calls % 2 == 0 and verdict.accepted:
+            return Verdict(verdict.accepted - 1, draft.tokens[verdict.accepted - 1])
+        return verdict
+
+
+class GivesUpOnLargeLogits(StrictVerifier):
+    def verify(self, draft, logits, context):
+        if np.max(logits.rows()) > 1000:
+            raise FloatingPointError("overflow")
+        return super().verify(draft, logits, context)
+
+
+class HidesItsDeviation(MarginVerifier):
+    def __init__(self) -> None:
+        super().__init__(MarginConfig(margin=0.6))
+
+    def verify(self, draft, logits, context):
+        return attrs.evolve(super().verify(draft, logits, context), deviation=Deviation())
+
+
+class RaisesValueError(StrictVerifier):
+    """Refuses a setting, with an error that no one expects."""
+
+    def verify(self, draft, logits, context):
+        if context.sampling.top_k == 1:
+            raise ValueError("top_k = 1 is greedy")
+        return super().verify(draft, logits, context)
+
+
+class StaleHistory(Ratio):
+    """Penalties of the committed tokens only, for every row."""
+
+    def verify(self, draft, logits, context):
+        history = Rows.history
+        Rows.history = lambda self, row: list(self._context)
+        try:
+            return super().verify(draft, logits, context)
+        finally:
+            Rows.history = history
+
+
+class GreedyInLongTexts(StrictVerifier):
+    """Exact until a text is longer than single calls ever are."""
+
+    def verify(self, draft, logits, context):
+        if len(context) > 12 and len(draft.tokens) > 0:
+            check_rows(draft, logits)
+            return Verdict(0, int(Rows(logits, draft.tokens, context).processed(0).argmax()))
+        return super().verify(draft, logits, context)
+
+
+BROKEN = {
+    NumpyTokens: {"V1"},
+    TakesAnyRows: {"V2"},
+    AcceptsOneAtMost: {"V3"},
+    AcceptsTheImpossible: {"V4"},
+    ResamplesFromTheTarget: {"V5"},
+    NoiseByCycle: {"V6"},
+    StatesTooSmallABound: {"V7"},
+    StatesNoBound: {"V7"},
+    Remembers: {"V8"},
+    GivesUpOnLargeLogits: {"V9"},
+    HidesItsDeviation: {"V10"},
+    RaisesValueError: {"V11"},
+    StaleHistory: {"V12"},
+    GreedyInLongTexts: {"V13"},
+}
