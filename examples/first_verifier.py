@@ -6,7 +6,6 @@ import attrs
 
 import specdec.plugins
 from specdec import Context, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec, between, hookimpl
-from specdec.contract import Deviation
 from specdec.sampling import Rows
 from specdec.verifiers.strict import check_rows
 
@@ -29,7 +28,7 @@ class TopVerifier(Verifier):
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
         check_rows(draft, logits)  # K draft tokens come with K + 1 rows
         rows = Rows(logits, draft.tokens, context)  # bias, penalties, bans and grammars, each row with its own history
-        deviating, largest = 0, 0.0
+        deviating: list[tuple[int, float]] = []  # lookahead position and gap of what plain decoding would not say
         for position, token in enumerate(draft.tokens):
             chosen = rows.choose(position)  # the token of plain decoding
             if token == chosen:
@@ -37,9 +36,9 @@ class TopVerifier(Verifier):
             values = rows.processed(position)
             rank = 1 + (values > values[token]).sum() + (values[:token] == values[token]).sum()
             if rank > self._k or values[token] == float("-inf"):  # forbidden tokens stay forbidden
-                return Verdict(position, chosen, Deviation(deviating, largest))
-            deviating, largest = deviating + 1, max(largest, float(values.max() - values[token]))
-        return Verdict(len(draft.tokens), rows.choose(len(draft.tokens)), Deviation(deviating, largest))
+                return Verdict(position, chosen, tuple(deviating))
+            deviating.append((position, float(values.max() - values[token])))
+        return Verdict(len(draft.tokens), rows.choose(len(draft.tokens)), tuple(deviating))
 
 
 @hookimpl

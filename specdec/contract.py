@@ -374,11 +374,27 @@ NO_DEVIATION = Deviation()
 
 @attrs.frozen
 class Verdict:
-    """A decision: the first ``accepted`` draft tokens stay, ``next_token`` follows them (the new pending token)."""
+    """A decision: the first ``accepted`` draft tokens stay, ``next_token`` follows them (the new pending token).
+
+    ``deviations`` names the accepted tokens that an exact verifier would not have chosen: lookahead position and gap in
+    nats to the best logit. By position, so that a block which is cut keeps only its own.
+    """
 
     accepted: int
     next_token: int
-    deviation: Deviation = NO_DEVIATION
+    deviations: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def deviation(self) -> Deviation:
+        """The deviations in two numbers."""
+        if not self.deviations:
+            return NO_DEVIATION
+        return Deviation(len(self.deviations), max(gap for _, gap in self.deviations))
+
+    def cut(self, kept: int, last: int) -> Verdict:
+        """The verdict when only the first ``kept`` of its tokens stay: the last of them, ``last``, becomes pending."""
+        inside = tuple(entry for entry in self.deviations if entry[0] < kept)
+        return Verdict(kept - 1, last, inside)
 
 
 class Drafter(abc.ABC):

@@ -74,7 +74,7 @@ def run_cycle(sequence: Sequence, depth: int, cut: Cut, stats: RunStats) -> Cycl
     if kept < len(emitted):
         emitted = emitted[:kept]
         # cut off accepted draft tokens were still decided by the target: the last kept one becomes the pending token
-        final = attrs.evolve(verdict, accepted=kept - 1, next_token=emitted[-1])
+        final = verdict.cut(kept, emitted[-1])
     else:
         final = verdict
     if sequence.context.sampling.logprobs is not None:

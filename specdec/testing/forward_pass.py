@@ -144,7 +144,7 @@ def any_interleaving(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F3")
 def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
-    """``rewind(length)`` returns how far back it went, at most ``length``; what is run again from there is a plain state."""
+    """``rewind(length)`` returns the length reached, at most ``length``; run again from there, the state is a plain one."""
     target = _Target(subject)
 
     def body(parts: list[list[int]], back: int, again: int) -> None:
@@ -173,7 +173,7 @@ def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F4")
 def snapshots(subject: ForwardPassSubject, run: Run) -> None:
-    """``restore(snapshot)`` gives the state of that moment, whatever happened to the original or to other copies since."""
+    """``restore(snapshot)`` gives the state of that moment, whatever happened to the original or to copies since."""
     target = _Target(subject)
 
     def body(prompt: list[int], rest: list[int], other: list[int]) -> None:
@@ -334,7 +334,7 @@ def _check_noise(logits: Any, rows: NDArray[np.float32]) -> None:
 
 @check("F9")
 def outputs(subject: ForwardPassSubject, run: Run) -> None:
-    """A prefill gives hidden states of every token and no logits, a decode both for every row; hidden states cut and join."""
+    """A prefill gives hidden states and no logits, a decode both, one per row; hidden states can be cut and joined."""
     target = _Target(subject)
     state = target.state()
     output = target.model.prefill(state, target.tokens(range(5)))
@@ -416,7 +416,7 @@ def states_apart(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F13")
 def mtp_head(subject: ForwardPassSubject, run: Run) -> None:
-    """Without a head MTP passes are refused; with one, true pairs stay, provisional ones go, and chunking changes nothing."""
+    """Without a head MTP passes are refused; with one, true pairs stay, provisional ones go, chunks change nothing."""
     target = _Target(subject)
     model = target.model
     tokens = target.tokens(range(8))
@@ -477,24 +477,18 @@ def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
         not_applicable("only an MTP head takes hidden states back, and this target has none")
     model, tokens = target.model, target.tokens(range(9))
 
-    def fed(late: bool) -> NDArray[np.float32]:
-        state = target.state()
-        kept = [model.prefill(state, tokens[:3]).need_hidden()]
-        for token in tokens[3:8]:
-            kept.append(model.decode(state, [token, target.token(77)][: target.info.max_rows]).need_hidden()[:1])
-            model.commit(state, 1)
-            if not late:
-                due = sum(map(len, kept)) - 1
-                joined = kept[0].join(kept[1:])
-                model.prefill_mtp(state, tokens[state.mtp_length + 1 : due + 1], joined[state.mtp_length : due])
-        if late:
-            target.push(target.state(), tokens)
-        joined = kept[0].join(kept[1:])
-        first = state.mtp_length
-        output = model.decode_mtp(state, tokens[first + 1 :], joined[first:])
-        return output.need_logits().rows()[0].copy()
-
-    target.equal(fed(late=True), fed(late=False), "hidden states that were held for some passes are not what they were")
+    state = target.state()
+    passes = [(model.prefill(state, tokens[:3]).need_hidden(), 3)]
+    for token in tokens[3:8]:
+        rows = [token, target.token(77)][: target.info.max_rows]
+        passes.append((model.decode(state, rows).need_hidden(), 1))
+        model.commit(state, 1)
+    kept = [hidden[:rows] for hidden, rows in passes]  # cut late: a cut may copy
+    held = model.decode_mtp(state, tokens[1:], kept[0].join(kept[1:])).need_logits().rows()[0].copy()
+    fresh = target.state()
+    seen = model.prefill(fresh, tokens[:8]).need_hidden()
+    at_once = model.decode_mtp(fresh, tokens[1:], seen).need_logits().rows()[0]
+    target.equal(held, at_once, "hidden states that were held for some passes are not what they were")
 
 
 @check("F14")

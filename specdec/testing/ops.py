@@ -87,7 +87,7 @@ def _sigmoid(x: Float64) -> Float64:
 
 @check("O1")
 def parameters_and_embedding(subject: OpsSubject, run: Run) -> None:
-    """``vector`` keeps float32 and adds ``plus`` in it; ``embed`` gives the rows of the table, in order, repeats included."""
+    """``vector`` keeps float32 and adds ``plus`` in it; ``embed`` gives the table's rows in order, repeats included."""
     bench = _Bench(subject, run)
     values = bench.normal(7)
     wanted = (values.astype(np.float32) + np.float32(1.0)).astype(np.float64)
@@ -172,7 +172,7 @@ def head(subject: OpsSubject, run: Run) -> None:
 
 @check("O11")
 def rows_and_sides(subject: OpsSubject, run: Run) -> None:
-    """``concat`` puts two activations side by side; ``hidden`` and ``array`` wrap and unwrap, and slices keep their rows."""
+    """``concat`` puts activations side by side; ``hidden`` and ``array`` wrap and unwrap, and slices keep their rows."""
     bench = _Bench(subject, run)
     a, b = bench.act(bench.normal(5, 7)), bench.act(bench.normal(5, 4))
     bench.close(bench.ops.concat(a, b), np.concatenate([to_host(a), to_host(b)], axis=1), 0.0, "concat")
@@ -392,7 +392,7 @@ def rows_stand_alone(subject: OpsSubject, run: Run) -> None:
 
 def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]], Float64]]:
     """Ops with a cache, as functions of the lengths of the passes."""
-    q = bench.heads(bench.normal(most, HEADS, HEAD_DIM))
+    q, gate = (bench.heads(bench.normal(most, HEADS, HEAD_DIM)) for _ in range(2))
     k, v = (bench.heads(bench.normal(most, KV_HEADS, HEAD_DIM)) for _ in range(2))
     layer = _Delta(bench, most)
 
@@ -400,7 +400,8 @@ def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]],
         cache, out, at = bench.ops.new_kv(most + 3, KV_HEADS, HEAD_DIM), [], 0
         for rows in passes:
             part = slice(at, at + rows)
-            out.append(to_host(bench.ops.attend(q[part], k[part], v[part], cache, scale=HEAD_DIM**-0.5)))
+            mixed = bench.ops.attend(q[part], k[part], v[part], cache, scale=HEAD_DIM**-0.5, gate=gate[part])
+            out.append(to_host(mixed))
             cache.commit(rows)
             at += rows
         return np.concatenate(out)
@@ -429,7 +430,7 @@ def _same_saved(got: dict[str, Float64], wanted: dict[str, Float64], what: str, 
 
 @check("O13")
 def commit_cuts(subject: OpsSubject, run: Run) -> None:
-    """``commit(a)`` after a pass of T rows leaves the bits that a pass of a rows leaves; dropped rows leave no trace, NaN or not."""
+    """``commit(a)`` after a pass of T rows leaves the bits of a pass of a rows; dropped rows, even NaN, leave no trace."""
     bench = _Bench(subject, run)
     rows = min(6, bench.ops.max_rows)
     layer = _Delta(bench, rows + 3)

@@ -306,7 +306,7 @@ def tally_joint(
                 verdict = verifier.verify(made, TableLogits(rows), context)
             except UnsupportedError:
                 return None
-            tokens = [*tokens, *made.tokens[: verdict.accepted], verdict.next_token]
+            tokens = [*tokens, *made.tokens[: verdict.accepted], int(verdict.next_token)]
         while len(tokens) <= JOINT:
             law = law_by_hand(target.logits(tokens).tolist(), tokens, sampling, 1)
             tokens.append(int(rest.choice(LAW_VOCAB, p=law)))
@@ -355,7 +355,7 @@ def same_as_plain(subject: VerifierSubject, run: Run) -> None:
 
 @check("V7")
 def bound_kept(subject: VerifierSubject, run: Run) -> None:
-    """BOUNDED: the verifier states a bound in nats (attribute ``bound``), and no committed token is further from the best."""
+    """BOUNDED: the verifier states a ``bound`` in nats, and no committed token is further from the best than that."""
     stated = subject.make()
     if stated.guarantee is not Guarantee.BOUNDED:
         not_applicable("only BOUNDED has a bound")
@@ -464,12 +464,12 @@ def refuses_cleanly(subject: VerifierSubject, run: Run) -> None:
     def body(case: Case) -> None:
         decide(subject.make(), case)
 
-    run.explore(body, examples=60, case=cases(), )  # fmt: skip
+    run.explore(body, examples=60, case=cases())
 
 
 @check("V12")
 def rows_have_their_own_history(subject: VerifierSubject, run: Run) -> None:
-    """Penalties, bans, minimum length and filters hold for every row with that row's own history, drafted tokens included."""
+    """Penalties, bans, minimum length and filters hold for every row, with its own history: drafted tokens included."""
     guarantee = subject.make().guarantee
 
     def body(case: Case) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from specdec.config import between
-from specdec.contract import Context, Deviation, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec
+from specdec.contract import Context, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec
 from specdec.errors import UnsupportedError
 from specdec.hookspecs import hookimpl
 from specdec.sampling import Rows
@@ -40,7 +40,7 @@ class MarginVerifier(Verifier):
                 try_='temperature = 0, or verifier.name = "strict" or "rejection"',
             )
         rows = Rows(logits, draft.tokens, context)
-        tolerated, largest = 0, 0.0
+        tolerated: list[tuple[int, float]] = []
         for position, token in enumerate(draft.tokens):
             best = rows.argmax(position)
             if token == best:
@@ -48,9 +48,9 @@ class MarginVerifier(Verifier):
             values = rows.processed(position)
             gap = float(values[best] - values[token])
             if self._margin == 0 or not gap <= self._margin:
-                return Verdict(position, best, Deviation(tolerated, largest))
-            tolerated, largest = tolerated + 1, max(largest, gap)
-        return Verdict(len(draft.tokens), rows.argmax(len(draft.tokens)), Deviation(tolerated, largest))
+                return Verdict(position, best, tuple(tolerated))
+            tolerated.append((position, gap))
+        return Verdict(len(draft.tokens), rows.argmax(len(draft.tokens)), tuple(tolerated))
 
 
 @hookimpl

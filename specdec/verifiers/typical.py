@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 
 from specdec.config import between
-from specdec.contract import Context, Deviation, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec
+from specdec.contract import Context, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec
 from specdec.hookspecs import hookimpl
 from specdec.sampling import Rows
 from specdec.verifiers.strict import check_rows
@@ -34,16 +34,16 @@ class TypicalVerifier(Verifier):
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
         check_rows(draft, logits)
         rows = Rows(logits, draft.tokens, context)
-        deviating, largest = 0, 0.0
+        deviating: list[tuple[int, float]] = []
         for position, token in enumerate(draft.tokens):
             chosen = rows.choose(position)
             if token == chosen:
                 continue
             values = rows.processed(position)
             if not self._typical(values, token, context.sampling.temperature or 1.0):
-                return Verdict(position, chosen, Deviation(deviating, largest))
-            deviating, largest = deviating + 1, max(largest, float(values.max() - values[token]))
-        return Verdict(len(draft.tokens), rows.choose(len(draft.tokens)), Deviation(deviating, largest))
+                return Verdict(position, chosen, tuple(deviating))
+            deviating.append((position, float(values.max() - values[token])))
+        return Verdict(len(draft.tokens), rows.choose(len(draft.tokens)), tuple(deviating))
 
     def _typical(self, logits: np.ndarray, token: int, temperature: float) -> bool:
         scaled = (logits - logits.max()) / temperature

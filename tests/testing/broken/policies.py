@@ -5,9 +5,9 @@ from __future__ import annotations
 from specdec.contract import DepthPolicy
 
 
-class Fraction(DepthPolicy):
+class Truth(DepthPolicy):
     def next_depth(self, stats):
-        return 2.0
+        return True
 
 
 class Negative(DepthPolicy):
@@ -66,10 +66,10 @@ class SharesCounters(DepthPolicy):
 
 
 BROKEN = {
-    Fraction: {"P1"},
+    Truth: {"P1"},
     Negative: {"P1"},
-    DividesByCycles: {"P2"},
-    DividesByOffered: {"P3"},
+    DividesByCycles: {"P2", "P1", "P4", "P6"},
+    DividesByOffered: {"P3", "P1", "P5", "P6"},
     GrowsForEver: {"P4"},
     ForgetsInTheStats: {"P5"},
     SharesCounters: {"P6"},
