@@ -248,6 +248,17 @@ def test_a_bad_prompt_or_setting(prompt: Any, settings: dict[str, Any], words: l
     check(caught.value, *words)
 
 
+@pytest.mark.parametrize("prompt", [[1, 277], [-1], [], [1] * 60])
+def test_a_refused_prompt_leaves_the_session_as_it_was(prompt: list[int], lm: Any) -> None:
+    """Refused where it is fed, not when the model runs: by then the bad tokens would be part of the session."""
+    session = lm.session()
+    session.feed([1, 2, 3, 4])
+    with pytest.raises(PromptError):
+        session.feed(prompt)
+    assert session.tokens == (1, 2, 3, 4)
+    assert len(session.generate(max_new_tokens=2, ignore_eos=True).tokens) == 2
+
+
 def test_the_longest_prompt_that_fits_fits(lm: Any) -> None:
     """What the message offers must work, at the very limit, and the generation then says why it ended."""
     result = lm.generate([1] * 63, max_new_tokens=5, ignore_eos=True)

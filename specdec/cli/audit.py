@@ -12,7 +12,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.generate import SAMPLE_PROMPT, _flag_overrides, _interruptible, _prompt
+from specdec.cli.run_options import SAMPLE_PROMPT, flag_overrides, interruptible, prompt_of
 from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
@@ -79,7 +79,7 @@ def audit(
         "generation.seed": seed,
         "generation.ignore_eos": ignore_eos or None,
     }
-    overrides = [*map(Override.parse, settings), *_flag_overrides(flags)]
+    overrides = [*map(Override.parse, settings), *flag_overrides(flags)]
     config = load_config(config_file, overrides)
     prompts = {"--prompt": prompt, "--prompt-file": prompt_file, "--prompt-tokens": prompt_tokens, "--chat": chat}
     given: str | list[int] = []
@@ -89,7 +89,7 @@ def audit(
         if own:
             raise click.UsageError(f"{', '.join(own)}: with --run, prompt and generation settings are the file's.")
     else:
-        given = _prompt(prompt, prompt_file, prompt_tokens, config)
+        given = prompt_of(prompt, prompt_file, prompt_tokens, config)
         if chat and not isinstance(given, str):
             raise click.UsageError("--chat takes text, not --prompt-tokens.")
         if given is SAMPLE_PROMPT:
@@ -136,7 +136,7 @@ def _run_now(lm: LanguageModel, prompt: str | Sequence[int], *, chat: bool) -> R
     from specdec.audit import RecordedRun
 
     stream = lm.stream(prompt, chat=chat)
-    with _interruptible(stream), output.status("generating"):
+    with interruptible(stream), output.status("generating"):
         result = stream.result
     return RecordedRun(
         prompt=result.prompt,

@@ -13,7 +13,8 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.generate import _acceptance, _flag_overrides, _interruptible, _speculation
+from specdec.cli.run_options import flag_overrides, interruptible
+from specdec.cli.run_report import acceptance_table, speculation_line
 from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import PromptError, SpecdecError, did_you_mean
 
@@ -63,7 +64,7 @@ def chat(
         "generation.temperature": temperature,
         "generation.seed": seed,
     }
-    config = _config(config_file, [*map(Override.parse, settings), *_flag_overrides(flags)])
+    config = _config(config_file, [*map(Override.parse, settings), *flag_overrides(flags)])
 
     import specdec
     from specdec.chat import Conversation
@@ -147,7 +148,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         answer = self._conversation.ask(text)
-        with _interruptible(answer):
+        with interruptible(answer):
             try:
                 for piece in answer:
                     click.echo(piece, nl=False)
@@ -208,12 +209,12 @@ class Chat:
                 ("last answer", f"{output.count(len(told['tokens']), 'token')}, {stats['tokens_per_second']:.1f} "
                                 f"tokens/s, ended by {told['finish_reason']!r}"),
                 ("its prompt", f"{told['prompt_tokens']} tokens, of which {stats['prefilled']} ran through the model"),
-                ("speculation", _speculation(stats["speculation"])),
+                ("speculation", speculation_line(stats["speculation"])),
             ]  # fmt: skip
         self._console.print(output.facts(rows))
         if totals.offered:
             self._say("\nacceptance over the conversation, by lookahead position:")
-            self._console.print(_acceptance(attrs.asdict(totals)))
+            self._console.print(acceptance_table(attrs.asdict(totals)))
 
     def _help(self, _: str) -> None:
         rows = [(f"/{name} {takes}".rstrip(), what) for name, (takes, what, _) in self._commands.items()]

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name")
-@click.option("-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="An option of the plugin: -s block=true.")
+@click.option(
+    "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="An option of the plugin: -s block=true."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the cases drawn.")
 @click.option("--effort", type=click.FloatRange(0.01, 1000), default=1.0, help="Factor on the number of cases.")
 @click.option("--only", multiple=True, metavar="ID", help="Run this check only; may be repeated.")

@@ -18,7 +18,8 @@ from specdec.plugins import KINDS, Entry, Failure, Kind, registry
 def plugins(as_json: bool) -> None:
     """List what is registered and what failed.
 
-    Drafters, verifiers, depth policies, logits processors, backends and model families, with the distribution that each came from.
+    Drafters, verifiers, depth policies, logits processors, backends and model families, each with the
+    distribution that it came from.
     """
     found = registry()
     if as_json:

@@ -132,8 +132,9 @@ def test_save_and_load_go_on_as_if_it_had_never_stopped(template, demo, tmp_path
     assert other.stats == talk.stats
     if not template:
         assert ours.stats.prefilled == theirs.stats.prefilled == len(ours.prompt) - other.kept
-    thought = "<think>\n\n</think>" in demo.tokenizer.decode(ours.prompt, skip_special=False)
-    assert thought == bool(template)
+    # how the prompt ends is the template's doing; an empty thought further up may be the model's own
+    ending = demo.tokenizer.decode(ours.prompt, skip_special=False).rstrip()
+    assert ending.endswith("<think>\n\n</think>") == bool(template)
 
 
 def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):

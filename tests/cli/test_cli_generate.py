@@ -8,7 +8,7 @@ import signal
 import pytest
 from cli_fakes import FakeStream
 
-from specdec.cli.generate import SAMPLE_PROMPT
+from specdec.cli.run_options import SAMPLE_PROMPT
 from specdec.config import Choice
 
 
