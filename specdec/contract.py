@@ -189,7 +189,8 @@ class ForwardPass(abc.ABC):
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         """Append a prompt chunk of any length, committed at once; gives hidden states and no logits.
 
-        Any chunking leaves the same state (the same bits where parity is BITWISE).
+        Any chunking leaves the same state: the same bits where parity is BITWISE, for chunks of up to ``info.max_rows``
+        tokens at least. A backend that computes longer chunks with other bits says so in ``info.parity_reason``.
         """
 
     @abc.abstractmethod

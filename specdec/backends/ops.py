@@ -217,7 +217,11 @@ class Ops(Protocol):
         """``x[:, h] @ weights[h].T`` for every head: ``x [T, n, I]`` and a ``stack`` of n ``[O, I]``: ``[T, n, O]``."""
 
     def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
-        """``x @ w.T``, plus ``residual [T, N]`` added in float32 before the one rounding to act."""
+        """``x @ w.T``, plus ``residual [T, N]``: ``[T, N]`` act.
+
+        The sum is meant to be rounded once; a library product that comes rounded to act (the torch reference's) is
+        within the contract.
+        """
 
     def swiglu(self, x: Array, gate: Array, up: Array) -> Array:
         """``silu(x @ gate.T) * (x @ up.T)``: ``[T, I]`` act, both products and the gating in float32."""

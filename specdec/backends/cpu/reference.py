@@ -33,7 +33,10 @@ class ReferenceOps:
         self.dtype = dtype
         self.kernels = kernels
         self.parity = Parity.BITWISE
-        self.parity_reason = f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one"
+        self.parity_reason = (
+            f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one; longer prompt chunks are multiplied in "
+            "bulk, so that another chunking of a prompt may round differently"
+        )
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
