@@ -201,7 +201,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
     if info.parity is Parity.BITWISE:
         broken = probe_rows(target)
         if broken is not None:
-            target.info = attrs.evolve(info, parity=Parity.NUMERIC, parity_reason=broken)
+            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=broken)
             with_notices.append(f"parity downgraded from bitwise to numeric: {broken}")
             log.warning("parity_downgraded", reason=broken)
     if tokenizer.vocab_size > info.vocab_size:

@@ -65,7 +65,7 @@ def describe(
         config=attrs.asdict(family),
         parameters=parameters,
         dtypes=dtypes,
-        mtp=_mtp(family, parameters),
+        mtp=_mtp(family, [name for name, tensor in expected.items() if tensor.group == "mtp" and name in names]),
         tied=family.tied,
         missing=list(found.missing),
         unused=list(found.unused),
@@ -83,8 +83,8 @@ def _part(name: str) -> str:
     return {"embed_tokens": "embedding", "lm_head": "head"}.get(first, "layers")
 
 
-def _mtp(family: Any, parameters: Mapping[str, int]) -> str:
-    if not family.mtp_layers:
+def _mtp(family: Any, present: list[str]) -> str:
+    if not family.mtp_layers or not present:
         return "none"
-    own = "own head" if parameters.get("mtp", 0) > family.vocab_size * family.hidden_size else "shares the main head"
-    return f"{family.mtp_layers} layer, {own}"
+    own = any(name.endswith(("lm_head.weight", "shared_head.head.weight")) for name in present)
+    return f"{family.mtp_layers} layer, {'own head' if own else 'shares the main head'}"

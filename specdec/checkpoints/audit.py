@@ -16,6 +16,7 @@ from specdec.checkpoints.reader import INDEX_FILE, Checkpoint
 from specdec.errors import CheckpointError, nearest
 
 _NAMED = 4  # names in one sentence
+_MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 _COMPARED = 1000  # names that a missing one is compared with
 
 
@@ -246,12 +247,15 @@ class _Findings:
         return f"{original} {list(self._checkpoint.shape(original))}"
 
     def _no_mtp_head(self) -> CheckpointError:
-        layers = text_config(self._checkpoint.config).get("mtp_num_hidden_layers")
-        promise = "" if layers is None else f" (mtp_num_hidden_layers = {layers})"
+        config = text_config(self._checkpoint.config)
+        key = next((key for key in _MTP_KEYS if config.get(key) is not None), None)
+        promise = "" if key is None else f" ({key} = {config[key]})"
+        wanted = next(name for name, spec in self._expected.items() if spec.group == "mtp")
+        prefix = "mtp." if wanted.startswith("mtp.") else ".".join(wanted.split(".")[:2]) + "."
         return CheckpointError(
-            f"config.json promises an MTP head{promise} but there are no mtp.* tensors; conversions often strip them",
+            f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; conversions often strip them",
             file=self._source(),
-            try_="the original checkpoint, or mtp_num_hidden_layers = 0 in config.json and another drafter",
+            try_=f"the original checkpoint, or {key or _MTP_KEYS[0]} = 0 in config.json and another drafter",
         )
 
     def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:

@@ -37,8 +37,8 @@ def check(
 ) -> None:
     """Prove a plugin right, or show the smallest case in which it is wrong.
 
-    NAME is a drafter, verifier, depth policy or backend, or a plugin's distribution. Exit status: 0 when every clause of
-    the contract holds, 1 when one does not, 2 when there is no such plugin.
+    NAME is a drafter, verifier, depth policy or backend, or a plugin's distribution. Exit status: 0 when every clause
+    of the contract holds, 1 when one does not, 2 when there is no such plugin.
     """
     try:
         import hypothesis  # noqa: F401

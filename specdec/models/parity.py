@@ -23,7 +23,7 @@ def probe_rows(lm: CausalLM) -> str | None:
     embedded = ops.embed(model.embed_tokens, tokens)
     layers: dict[str, DecoderLayer] = {}
     for layer in model.layers:
-        layers.setdefault(type(layer.mixer).__name__, layer)
+        layers.setdefault(f"{type(layer.mixer).__name__} with {type(layer.mlp).__name__}", layer)
     if model.mtp is not None:
         layers["the MTP layer"] = model.mtp.layer
     for name, layer in layers.items():

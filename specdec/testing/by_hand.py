@@ -36,7 +36,9 @@ def processed_by_hand(
     return values
 
 
-def law_by_hand(logits: Sequence[float], history: Sequence[int], sampling: Sampling, generated_from: int = 0) -> Float64:
+def law_by_hand(
+    logits: Sequence[float], history: Sequence[int], sampling: Sampling, generated_from: int = 0
+) -> Float64:
     """The law ``[V]`` of the token after ``history``; one-hot at temperature 0. Equals go by ascending id."""
     values = processed_by_hand(logits, history, sampling, generated_from)
     ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))

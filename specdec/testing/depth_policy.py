@@ -75,7 +75,7 @@ def works_from_nothing(subject: DepthPolicySubject, run: Run) -> None:
 
 @check("P3")
 def any_record(subject: DepthPolicySubject, run: Run) -> None:
-    """Records are taken in any order and of any kind: unasked, capped, of zero seconds, with no or fewer tokens offered."""
+    """Records are taken in any order and of any kind: unasked, capped, of zero seconds, with fewer tokens offered."""
 
     def body(steps: list[Call]) -> None:
         policy, stats = subject.make(), Stats()
@@ -95,7 +95,9 @@ def bounded(subject: DepthPolicySubject, run: Run) -> None:
         policy, stats = subject.make(), Stats()
         for number in range(run.count(300)):
             depth = policy.next_depth(stats)
-            expect(depth <= LIMIT, "the depth grows without bound", got=depth, expected=f"{LIMIT} at most", cycle=number)
+            expect(
+                depth <= LIMIT, "the depth grows without bound", got=depth, expected=f"{LIMIT} at most", cycle=number
+            )
             record = _record(10 + number, depth, depth, depth, milliseconds)
             _told(stats, record)
             policy.record(record)

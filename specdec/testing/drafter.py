@@ -267,7 +267,7 @@ def sequences_apart(subject: DrafterSubject, run: Run) -> None:
 
 @check("D9")
 def laws_are_laws(subject: DrafterSubject, run: Run) -> None:
-    """A law is ``[K, V]`` float32, finite, not negative, sums to 1 and gives the drafted token a positive probability."""
+    """A law is ``[K, V]`` float32, finite, not negative, sums to 1, and gives the drafted token more than 0."""
 
     def body(prompt: list[int], depth: int, setting: str, seed: int) -> None:
         sampling, noise = _SETTINGS[setting]
@@ -333,7 +333,7 @@ def _point(token: int) -> Any:
     return law
 
 
-# --- manners -----------------------------------------------------------------------------------------------------------
+# --- manners ---------------------------------------------------------------------------------------------------------
 
 
 @check("D11")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import hypothesis.strategies as st
 import numpy as np
 
@@ -89,10 +88,9 @@ _prompts = st.one_of(strategies.tokens(VOCAB, min_size=1), st.just([1, 2, 3, 1, 
 _depths = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 
 
-
 @check("D13")
 def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
-    """In the engine with the strict verifier, the output is that of plain decoding, for every depth and every sampling."""
+    """In the engine with the strict verifier, the output is that of plain decoding, for every depth and sampling."""
     models = {
         memory: TableModel.random(VOCAB, memory=memory, seed=5, tilt=0.5, mtp=Need.MTP in subject.needs, peak=0.4)
         for memory in Memory
@@ -156,7 +154,13 @@ def in_the_engine(subject: VerifierSubject, run: Run) -> None:
         try:
             expected, _ = run_engine(model, subject.make(), None, prompt, 12, [0], sampling)
             got, _ = run_engine(
-                StrictForwardPass(model), subject.make(), lambda env: ScriptedDrafter(script), prompt, 12, depths, sampling
+                StrictForwardPass(model),
+                subject.make(),
+                lambda env: ScriptedDrafter(script),
+                prompt,
+                12,
+                depths,
+                sampling,
             )
         except UnsupportedError:
             return
@@ -184,11 +188,10 @@ def target_in_the_engine(subject: ForwardPassSubject, run: Run) -> None:
             return (right + 1) % info.vocab_size if wrong and (len(history) + number) % wrong == 0 else right
 
         for wrong in (0, 1, 2, 3):
+
             def make(env: DrafterEnv, wrong: int = wrong) -> Drafter:
                 return ScriptedDrafter(lambda history, number: script(history, number, wrong))
 
             got, _ = run_engine(model, StrictVerifier(), make, prompt, count, [1, 4, 2, 0], sampling, capacity=capacity)
             expect(got == plain, "the output is not that of plain decoding", got=got, expected=plain,
                    every_nth_draft_token_wrong=wrong, temperature=temperature)  # fmt: skip
-
-

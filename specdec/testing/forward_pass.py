@@ -135,7 +135,9 @@ def any_interleaving(subject: ForwardPassSubject, run: Run) -> None:
             target.model.commit(state, kept)
             tokens += drafted[:kept]
         expect(state.length == len(tokens), "the state's length is another", got=state.length, expected=len(tokens))
-        target.same(target.next(state, target.token(3)), [*tokens, target.token(3)], "the state differs from a plain one")
+        target.same(
+            target.next(state, target.token(3)), [*tokens, target.token(3)], "the state differs from a plain one"
+        )
 
     numbers = (st.integers(0, 9), st.integers(1, 6), st.integers(0, 6))
     run.explore(body, examples=25, prompt=_numbers,
@@ -274,7 +276,9 @@ def misuse_refused(subject: ForwardPassSubject, run: Run) -> None:
                          expected=wanted.__name__) from error  # fmt: skip
         else:
             raise Broken(f"{what} was not refused", expected=wanted.__name__)
-        expect(state.length == len(prompt), f"{what} changed the state's length", got=state.length, expected=len(prompt))
+        expect(
+            state.length == len(prompt), f"{what} changed the state's length", got=state.length, expected=len(prompt)
+        )
         target.same(target.next(state, target.token(9)), [*prompt, target.token(9)], f"{what} changed the state")
     state = target.state(12)
     target.model.prefill(state, target.tokens(range(10)))
@@ -341,9 +345,13 @@ def outputs(subject: ForwardPassSubject, run: Run) -> None:
     expect(output.logits is None, "prefill gives no logits", got=output.logits)
     decoded = target.model.decode(state, target.tokens([1, 2][: target.info.max_rows]))
     rows = min(2, target.info.max_rows)
-    expect(len(decoded.need_logits()) == rows, "a row of logits per token", got=len(decoded.need_logits()), expected=rows)
+    expect(
+        len(decoded.need_logits()) == rows, "a row of logits per token", got=len(decoded.need_logits()), expected=rows
+    )
     if output.hidden is None:
-        expect(target.info.mtp_layers == 0 and decoded.hidden is None, "hidden states are given by every pass or by none")
+        expect(
+            target.info.mtp_layers == 0 and decoded.hidden is None, "hidden states are given by every pass or by none"
+        )
         return
     hidden, other = output.need_hidden(), decoded.need_hidden()
     expect(len(hidden) == 5, "hidden states of every prompt token", got=len(hidden), expected=5)
@@ -411,7 +419,7 @@ def states_apart(subject: ForwardPassSubject, run: Run) -> None:
         target.same(target.next(state, target.token(3)), [*text, target.token(3)], "another state changed this one")
 
 
-# --- the MTP head --------------------------------------------------------------------------------------------------------
+# --- the MTP head ----------------------------------------------------------------------------------------------------
 
 
 @check("F13")
@@ -435,7 +443,9 @@ def mtp_head(subject: ForwardPassSubject, run: Run) -> None:
         raise Broken("an MTP pass without a head was not refused", expected="UnsupportedError")
     hidden = output.need_hidden()
     whole = _mtp_logits(target, model.decode_mtp(state, tokens[1:], hidden), len(tokens) - 1)
-    expect(state.mtp_length == len(tokens) - 1, "true pairs are counted", got=state.mtp_length, expected=len(tokens) - 1)
+    expect(
+        state.mtp_length == len(tokens) - 1, "true pairs are counted", got=state.mtp_length, expected=len(tokens) - 1
+    )
     expect(state.length == len(tokens) - 1, "an MTP pass moves the target's state", got=state.length)
 
     def chunked(first: int, provisional: int) -> NDArray[np.float32]:
@@ -465,7 +475,9 @@ def mtp_head(subject: ForwardPassSubject, run: Run) -> None:
 def _mtp_logits(target: _Target, output: ForwardOutput, rows: int) -> NDArray[np.float32]:
     logits = output.need_logits().rows()
     expect(logits.shape == (1, target.info.vocab_size), "an MTP pass gives logits of its last row", got=logits.shape)
-    expect(len(output.need_hidden()) == rows, "an MTP pass gives hidden states of every row", got=len(output.need_hidden()))
+    expect(
+        len(output.need_hidden()) == rows, "an MTP pass gives hidden states of every row", got=len(output.need_hidden())
+    )
     return logits[0].copy()
 
 
@@ -515,7 +527,9 @@ def info_sane(subject: ForwardPassSubject, run: Run) -> None:
     model = subject.make()
     info = model.info
     for name in ("vocab_size", "hidden_size", "max_positions"):
-        expect(type(getattr(info, name)) is int and getattr(info, name) > 0, f"{name} is positive", got=getattr(info, name))
+        expect(
+            type(getattr(info, name)) is int and getattr(info, name) > 0, f"{name} is positive", got=getattr(info, name)
+        )
     expect(type(info.max_rows) is int and info.max_rows >= 2, "a pass takes a draft token too", got=info.max_rows)
     expect(type(info.mtp_layers) is int and info.mtp_layers >= 0, "mtp_layers is 0 or more", got=info.mtp_layers)
     expect(isinstance(info.parity, Parity), "parity is declared", got=info.parity)

@@ -58,7 +58,9 @@ def _add(
     label = f"{entry.kind.value} {spec.name}"
     subject = _SUBJECTS.get(entry.kind)
     if subject is None or isinstance(spec, ModelSpec):
-        notes.append(f"{label} was not checked: it needs a checkpoint; parametrize_checks(forward_pass=...) takes a loaded target")
+        notes.append(
+            f"{label} was not checked: it needs a checkpoint; parametrize_checks(forward_pass=...) takes a loaded target"
+        )
         return
     if config is None:
         config = structure_choice(Choice(spec.name, dict(options or {})), spec.config, f"check.{spec.name}")

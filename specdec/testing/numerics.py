@@ -33,7 +33,9 @@ class Fit:
 
     def __str__(self) -> str:
         if self.impossible:
-            return f"{len(self.impossible)} outcome(s) of probability 0 occurred, the first is cell {self.impossible[0]}"
+            return (
+                f"{len(self.impossible)} outcome(s) of probability 0 occurred, the first is cell {self.impossible[0]}"
+            )
         return f"chi-square {self.statistic:.1f} with {self.freedom} degrees of freedom, p = {self.p_value:.1e}"
 
 

@@ -82,7 +82,7 @@ def _sigmoid(x: Float64) -> Float64:
     return 1.0 / (1.0 + np.exp(-x))
 
 
-# --- dense -------------------------------------------------------------------------------------------------------------
+# --- dense -----------------------------------------------------------------------------------------------------------
 
 
 @check("O1")
@@ -134,7 +134,11 @@ def swiglu(subject: OpsSubject, run: Run) -> None:
         gate_error = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(g).T)
         up_error = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(u).T)
         wanted = _silu(gated) * raised
-        bound = 1.1 * gate_error * (np.abs(raised) + up_error) + np.abs(_silu(gated)) * up_error + bench.eps * np.abs(wanted)
+        bound = (
+            1.1 * gate_error * (np.abs(raised) + up_error)
+            + np.abs(_silu(gated)) * up_error
+            + bench.eps * np.abs(wanted)
+        )
         bench.close(bench.ops.swiglu(x, gate, up), wanted, bound, "swiglu", rows=rows)
 
 
@@ -182,7 +186,7 @@ def rows_and_sides(subject: OpsSubject, run: Run) -> None:
     bench.close(bench.ops.array(hidden[-1:].join([hidden[:2]])), to_host(a)[[4, 0, 1]], 0.0, "joined hidden states")
 
 
-# --- attention -----------------------------------------------------------------------------------------------------------
+# --- attention -------------------------------------------------------------------------------------------------------
 
 
 @check("O5")
@@ -226,7 +230,14 @@ def attend(subject: OpsSubject, run: Run) -> None:
     """``attend`` is causal softmax attention over cached and own rows, with grouped heads and the sigmoid gate."""
     bench = _Bench(subject, run)
     scale = HEAD_DIM**-0.5
-    for rows, before, gated in ((1, 0, True), (1, 17, False), (4, 3, True), (16, 5, False), (19, 2, True), (5, 31, True)):
+    for rows, before, gated in (
+        (1, 0, True),
+        (1, 17, False),
+        (4, 3, True),
+        (16, 5, False),
+        (19, 2, True),
+        (5, 31, True),
+    ):
         cache = bench.ops.new_kv(CAPACITY, KV_HEADS, HEAD_DIM)
         fill_with_nan(cache)
         q, gate = (bench.heads(bench.normal(rows, HEADS, HEAD_DIM)) for _ in range(2))
@@ -243,7 +254,7 @@ def attend(subject: OpsSubject, run: Run) -> None:
         bench.close(got, wanted.reshape(rows, -1), bound, "attend", rows=rows, cached=before, gated=gated)
 
 
-# --- the gated delta rule ------------------------------------------------------------------------------------------------
+# --- the gated delta rule --------------------------------------------------------------------------------------------
 
 
 class _Delta:
@@ -344,7 +355,7 @@ def gated_rms_norm(subject: OpsSubject, run: Run) -> None:
         bench.close(got, wanted, bound, "gated_rms_norm", rows=rows)
 
 
-# --- rows, caches, inputs ------------------------------------------------------------------------------------------------
+# --- rows, caches, inputs --------------------------------------------------------------------------------------------
 
 
 def _row_ops(bench: _Bench, count: int) -> dict[str, Callable[[int, int], Any]]:
@@ -379,7 +390,9 @@ def rows_stand_alone(subject: OpsSubject, run: Run) -> None:
             together = to_host(op(0, count))
             for t in range(count):
                 same = np.array_equal(together[t], singly[t])
-                expect(same, f"{name}: row {t} of {count} has other bits than alone", got=together[t], expected=singly[t])
+                expect(
+                    same, f"{name}: row {t} of {count} has other bits than alone", got=together[t], expected=singly[t]
+                )
     for name, run_rows in _cached_ops(bench, most).items():
         singly = run_rows([1] * most)
         for count in (2, 3, 5, most):
@@ -387,7 +400,9 @@ def rows_stand_alone(subject: OpsSubject, run: Run) -> None:
             together = run_rows(passes)
             for t in range(len(together)):
                 same = np.array_equal(together[t], singly[t])
-                expect(same, f"{name}: row {t} has other bits in passes of {count}", got=together[t], expected=singly[t])
+                expect(
+                    same, f"{name}: row {t} has other bits in passes of {count}", got=together[t], expected=singly[t]
+                )
 
 
 def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]], Float64]]:
@@ -425,7 +440,9 @@ def _saved(cache: Any) -> dict[str, Float64]:
 def _same_saved(got: dict[str, Float64], wanted: dict[str, Float64], what: str, **case: object) -> None:
     expect(got.keys() == wanted.keys(), f"{what}: other arrays", got=sorted(got), expected=sorted(wanted), **case)
     for name, array in wanted.items():
-        expect(np.array_equal(got[name], array), f"{what}: {name} has other bits", got=got[name], expected=array, **case)
+        expect(
+            np.array_equal(got[name], array), f"{what}: {name} has other bits", got=got[name], expected=array, **case
+        )
 
 
 @check("O13")
@@ -436,9 +453,17 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
     layer = _Delta(bench, rows + 3)
     q = bench.heads(bench.normal(rows + 3, HEADS, HEAD_DIM))
     k, v = (bench.heads(bench.normal(rows + 3, KV_HEADS, HEAD_DIM)) for _ in range(2))
-    junk, junk_kv = bench.heads(np.full((rows, HEADS, HEAD_DIM), np.nan)), bench.heads(np.full((rows, KV_HEADS, HEAD_DIM), np.nan))
+    junk, junk_kv = (
+        bench.heads(np.full((rows, HEADS, HEAD_DIM), np.nan)),
+        bench.heads(np.full((rows, KV_HEADS, HEAD_DIM), np.nan)),
+    )
     nan = _Delta(bench, rows)
-    nan.x, nan.weight, nan.a_log, nan.dt_bias = bench.act(np.full((rows, SHAPE.channels), np.nan)), layer.weight, layer.a_log, layer.dt_bias
+    nan.x, nan.weight, nan.a_log, nan.dt_bias = (
+        bench.act(np.full((rows, SHAPE.channels), np.nan)),
+        layer.weight,
+        layer.a_log,
+        layer.dt_bias,
+    )
 
     def delta(passes: Sequence[tuple[int, int]], poisoned: bool) -> tuple[dict[str, Float64], Float64]:
         cache, at = bench.ops.new_delta(SHAPE), 0
@@ -524,12 +549,33 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
     bench = _Bench(subject, run)
     ops, rows = bench.ops, 4
     x, z = bench.act(bench.normal(rows, 37)), bench.act(bench.normal(rows, 29))
-    weight, up, vector = bench.matrix(bench.normal(29, 37)), bench.matrix(bench.normal(29, 37)), bench.vector(bench.normal(37))
+    weight, up, vector = (
+        bench.matrix(bench.normal(29, 37)),
+        bench.matrix(bench.normal(29, 37)),
+        bench.vector(bench.normal(37)),
+    )
     q, gate = (bench.heads(bench.normal(rows, HEADS, HEAD_DIM)) for _ in range(2))
     k, v = (bench.heads(bench.normal(rows, KV_HEADS, HEAD_DIM)) for _ in range(2))
     layer = _Delta(bench, rows)
     dim = bench.vector(bench.normal(HEAD_DIM))
-    watched = [x, z, weight, up, vector, q, gate, k, v, dim, layer.x, layer.a, layer.b, layer.weight, layer.a_log, layer.dt_bias]
+    watched = [
+        x,
+        z,
+        weight,
+        up,
+        vector,
+        q,
+        gate,
+        k,
+        v,
+        dim,
+        layer.x,
+        layer.a,
+        layer.b,
+        layer.weight,
+        layer.a_log,
+        layer.dt_bias,
+    ]
     before = [to_host(array).copy() for array in watched]
     ops.project(x, (weight, up))
     ops.linear(x, weight, z)

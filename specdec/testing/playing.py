@@ -257,4 +257,3 @@ def drafts_equal(one: Draft, other: Draft) -> bool:
     if tuple(one.tokens) != tuple(other.tokens) or (one.probs is None) != (other.probs is None):
         return False
     return one.probs is None or other.probs is None or bool(np.array_equal(one.probs, other.probs))
-

@@ -64,7 +64,7 @@ class Subject(enum.Enum):
         return self.value[1]
 
 
-# --- what a check raises -----------------------------------------------------------------------------------------------
+# --- what a check raises ---------------------------------------------------------------------------------------------
 
 
 class Broken(AssertionError):
@@ -94,7 +94,7 @@ class CheckFailure(SpecdecError, AssertionError):
     """A failed check, for people: clause, its sentence, the smallest case, got, expected, how to replay it."""
 
 
-# --- what is under test --------------------------------------------------------------------------------------------------
+# --- what is under test ----------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)
@@ -225,7 +225,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [one for one in found if one.kind in kinds and one.default is inspect.Parameter.empty]
 
 
-# --- checks --------------------------------------------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -244,7 +244,7 @@ _MODULES = ("drafter", "verifier", "forward_pass", "depth_policy", "ops", "end_t
 _checks: dict[str, Check] = {}
 
 
-def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Callable[[T], T]:  # noqa: A002
+def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Callable[[T], T]:
     """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence."""
     subject = next((one for one in Subject if one.letter == id[:1]), None)
     if subject is None or not id[1:].isdigit() or kind not in ("contract", "advice"):
@@ -270,7 +270,7 @@ def iter_checks(subject: Subject | None = None) -> Iterator[Check]:
             yield one
 
 
-# --- running -------------------------------------------------------------------------------------------------------------
+# --- running ---------------------------------------------------------------------------------------------------------
 
 
 class Run:
@@ -644,7 +644,9 @@ def parametrize_checks(
 
         return run
 
-    items = [pytest.param(item(one, given), id=one.id) for subject, given in chosen.items() for one in iter_checks(subject)]
+    items = [
+        pytest.param(item(one, given), id=one.id) for subject, given in chosen.items() for one in iter_checks(subject)
+    ]
     mark: Any = pytest.mark.parametrize("check", items)
 
     def decorate(test: T) -> T:

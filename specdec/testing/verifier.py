@@ -125,7 +125,9 @@ def well_formed(subject: VerifierSubject, run: Run) -> None:
         expect(type(verdict.accepted) is int, "accepted is a plain int", got=type(verdict.accepted).__name__)
         expect(type(verdict.next_token) is int, "next_token is a plain int", got=type(verdict.next_token).__name__)
         count = len(case.draft.tokens)
-        expect(0 <= verdict.accepted <= count, "accepted is out of range", got=verdict.accepted, expected=f"0 to {count}")
+        expect(
+            0 <= verdict.accepted <= count, "accepted is out of range", got=verdict.accepted, expected=f"0 to {count}"
+        )
         expect(0 <= verdict.next_token < VOCAB, "next_token is outside the vocabulary", got=verdict.next_token)
 
     run.explore(body, examples=60, case=cases())
@@ -189,7 +191,7 @@ def impossible_tokens(subject: VerifierSubject, run: Run) -> None:
     run.explore(body, examples=100, case=cases())
 
 
-# --- the law -----------------------------------------------------------------------------------------------------------
+# --- the law ---------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -383,7 +385,7 @@ def bound_kept(subject: VerifierSubject, run: Run) -> None:
                 drafted=strategies.tokens(VOCAB, max_size=3), history=_histories)  # fmt: skip
 
 
-# --- manners -----------------------------------------------------------------------------------------------------------
+# --- manners ---------------------------------------------------------------------------------------------------------
 
 
 @check("V8")
@@ -400,7 +402,11 @@ def pure(subject: VerifierSubject, run: Run) -> None:
         verdicts.append(decide(subject.make(), case))
         for verdict in verdicts[1:]:
             expect(verdict == verdicts[0], "the same arguments gave another verdict", got=verdict, expected=verdicts[0])
-        logits, context, before = TableLogits(case.rows.copy()), case.context(verifier.draft_noise), global_random_state()
+        logits, context, before = (
+            TableLogits(case.rows.copy()),
+            case.context(verifier.draft_noise),
+            global_random_state(),
+        )
         probs = None if case.draft.probs is None else case.draft.probs.copy()
         try:
             verifier.verify(case.draft, logits, context)
@@ -449,7 +455,9 @@ def deviation_told(subject: VerifierSubject, run: Run) -> None:
             if values.index(max(values)) != token:
                 gaps.append(max(values) - values[token])
         told = verdict.deviation
-        expect(told.count == len(gaps), "deviating tokens are miscounted", got=told, expected=len(gaps), verdict=verdict)
+        expect(
+            told.count == len(gaps), "deviating tokens are miscounted", got=told, expected=len(gaps), verdict=verdict
+        )
         largest = max(gaps, default=0.0)
         close = told.largest_gap == largest or abs(told.largest_gap - largest) <= 1e-4 * (1 + abs(largest))
         expect(close, "the largest gap is another one", got=told.largest_gap, expected=largest, verdict=verdict)

@@ -1,11 +1,11 @@
 """The wrong variants that implementations of speculative decoding really had, each killed by a named test.
 
-Every mutant replaces a piece of production code; its killer must pass without it and fail with it, by an assertion and not by
-a crash. A mutant that survives is reported here, not waived.
+Every mutant replaces a piece of production code; its killer must pass without it and fail with it. A mutant that
+survives is reported here, not waived.
 
-Left out: block verification with draft noise that repeats in every cycle (its bias, .018 on average, is below what sampling
-shows; ``test_noise_differs_by_seed_position_purpose_and_cycle`` pins the key instead), and the variants of candidate trees,
-which this project does not have.
+Left out: block verification with draft noise that repeats in every cycle (its bias, .018 on average, is below what
+sampling shows; ``test_noise_differs_by_seed_position_purpose_and_cycle`` pins the key instead), and the variants of
+candidate trees, which this project does not have.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def killed_by(killer: Callable[[], None]) -> Callable[[Apply], Apply]:
 
 MUTANTS: list[Mutant] = []
 
-# --- the killers -------------------------------------------------------------------------------------------------------
+# --- the killers -----------------------------------------------------------------------------------------------------
 
 
 def token_rule_is_exact() -> None:
@@ -149,7 +149,7 @@ def _ops() -> Any:
     return OpsSubject(make=lambda: ReferenceOps(torch.float32))
 
 
-# --- the ratio rule ----------------------------------------------------------------------------------------------------
+# --- the ratio rule --------------------------------------------------------------------------------------------------
 
 
 @killed_by(token_rule_is_exact)
@@ -256,7 +256,7 @@ def draft_noise_is_acceptance_noise(patch):
     patch.setattr(sampling, "uniforms", wrong)
 
 
-# --- the block rule ----------------------------------------------------------------------------------------------------
+# --- the block rule --------------------------------------------------------------------------------------------------
 
 
 def _block(*, stop: bool = False, scaled: bool = True, clipped: bool = True, shared: bool = False):
@@ -302,7 +302,7 @@ def block_is_only_the_token_rule(patch):
     patch.setattr(rejection, "accept_block", rejection.accept_chain)
 
 
-# --- drafters ----------------------------------------------------------------------------------------------------------
+# --- drafters --------------------------------------------------------------------------------------------------------
 
 
 @killed_by(clause("D10", _mtp))
@@ -368,7 +368,9 @@ def better_of_two_draws(patch):
         token, law = right(logits, drafted, context)
         if law is None:
             return token, law
-        u = sampling.uniforms(context.sampling.seed, len(context) + len(drafted), Purpose.DRAFT, np.ones(1, np.int64), 99)
+        u = sampling.uniforms(
+            context.sampling.seed, len(context) + len(drafted), Purpose.DRAFT, np.ones(1, np.int64), 99
+        )
         other = sampling.draw(law.astype(np.float64), float(u[0]))
         return (token if law[token] >= law[other] else other), law
 
@@ -387,7 +389,7 @@ def rewind_ignored(patch):
 
 @killed_by(clause("D7", _mtp))
 def rewind_adopts_the_state_blindly(patch):
-    """As the MTP drafter once did: true pairs that waited were dropped and the next one came with the wrong position."""
+    """As the MTP drafter once did: pairs that waited were dropped, and the next had the wrong position."""
 
     def wrong(self, length):
         last = self._state.last_hidden
@@ -410,7 +412,7 @@ def rejected_rows_fed_to_the_head(patch):
     patch.setattr(mtp.MtpDrafter, "observe", wrong)
 
 
-# --- rows and their settings -------------------------------------------------------------------------------------------
+# --- rows and their settings -----------------------------------------------------------------------------------------
 
 
 @killed_by(rows_have_their_history)
@@ -453,7 +455,9 @@ def noise_keyed_by_the_cycle(patch):
         context = self._context
         with pytest.MonkeyPatch.context() as inner:
             keyed = sampling.gumbel
-            inner.setattr(sampling, "gumbel", lambda s, p, ids, purpose, cycle=0: keyed(s, p, ids, purpose, context.cycle))
+            inner.setattr(
+                sampling, "gumbel", lambda s, p, ids, purpose, cycle=0: keyed(s, p, ids, purpose, context.cycle)
+            )
             return right(self, row)
 
     patch.setattr(Rows, "choose", wrong)
@@ -482,7 +486,7 @@ def device_ties_to_the_highest_id(patch):
     patch.setattr(arrays.CpuLogits, "argmax", wrong)
 
 
-# --- verifiers ---------------------------------------------------------------------------------------------------------
+# --- verifiers -------------------------------------------------------------------------------------------------------
 
 
 @killed_by(clause("V2", lambda: strict.StrictVerifier()))
@@ -501,7 +505,7 @@ def margin_of_half_the_gap(patch):
     patch.setattr(margin.MarginVerifier, "__init__", wrong)
 
 
-# --- state -------------------------------------------------------------------------------------------------------------
+# --- state -----------------------------------------------------------------------------------------------------------
 
 
 @killed_by(clause("O13", _ops))
@@ -554,7 +558,7 @@ def rejected_rows_leave_a_trace(patch):
     patch.setattr(TableModel, "commit", wrong)
 
 
-# --- the gate ----------------------------------------------------------------------------------------------------------
+# --- the gate --------------------------------------------------------------------------------------------------------
 
 _passed: set[Callable[[], None]] = set()
 

@@ -1,7 +1,7 @@
 """Exact laws of verification rules: every branch of the production functions, weighed with fractions.
 
-A uniform number is replaced by an object that answers comparisons both ways and keeps the measure of each answer, so nothing
-is assumed about where a rule's thresholds are. Shared randomness is the same object, and stays correlated.
+A uniform number is replaced by an object that answers comparisons both ways and keeps the measure of each answer, so
+nothing is assumed about where a rule's thresholds are. Shared randomness is the same object, and stays correlated.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def joint_of(target: Laws, vocab: int, length: int) -> dict[tuple[int, ...], Fra
     return joint
 
 
-Rule = Callable[[Callable[[int], np.ndarray], "list[np.ndarray] | None", tuple[int, ...], list[Uniform]], "tuple[int, np.ndarray]"]
+Rule = Callable[
+    [Callable[[int], np.ndarray], "list[np.ndarray] | None", tuple[int, ...], list[Uniform]], "tuple[int, np.ndarray]"
+]
 
 
 def emitted(
@@ -148,7 +150,9 @@ def emitted(
     expected = Fraction(0)
     for probability, drafted, laws in drafts:
 
-        def decide(new: Callable[[], Uniform], drafted: tuple[int, ...] = drafted, laws: list[np.ndarray] | None = laws):  # type: ignore[no-untyped-def]
+        def decide(
+            new: Callable[[], Uniform], drafted: tuple[int, ...] = drafted, laws: list[np.ndarray] | None = laws
+        ):  # type: ignore[no-untyped-def]
             accepts = [new() for _ in drafted]
             return rule(lambda row: array(target(drafted[:row])), laws, drafted, accepts)
 
@@ -157,7 +161,9 @@ def emitted(
             expected += probability * weight * accepted
             for token, chance in enumerate(final):
                 if chance:
-                    _complete(joint, target, (*drafted[:accepted], token), probability * weight * Fraction(chance), length)
+                    _complete(
+                        joint, target, (*drafted[:accepted], token), probability * weight * Fraction(chance), length
+                    )
     return joint, expected
 
 
@@ -197,11 +203,3 @@ def point_drafts(
 def distance(one: dict[tuple[int, ...], Fraction], other: dict[tuple[int, ...], Fraction]) -> Fraction:
     """Total variation."""
     return sum((abs(one[key] - other[key]) for key in one), Fraction(0)) / 2
-
-
-# --- self-test of the method -------------------------------------------------------------------------------------------
-
-
-def shared(rule: Rule) -> Rule:
-    """The rule with one uniform for all positions: a mistake that only the joint law shows."""
-    return lambda target, laws, drafted, accepts: rule(target, laws, drafted, accepts[:1] * len(accepts))

@@ -1,8 +1,8 @@
 """The real sampler with its real noise: joint laws by chi-square, acceptance rates from both sides.
 
-Sizes: 27 joint outcomes need about 4 000 draws to find a total variation of .08 at 1e-4, 25 000 for .04; the profile ``ci``
-draws the latter. Seeds are fixed, so a test cannot fail by luck on one day and pass on another; a first failure is tried
-again with other seeds, which leaves a false alarm of 1e-8 when somebody changes the seeds.
+Sizes: 27 joint outcomes need about 4 000 draws to find a total variation of .08 at 1e-4, 25 000 for .04; the profile
+``ci`` draws the latter. Seeds are fixed, so a test cannot fail by luck on one day and pass on another; a first failure
+is tried again with other seeds, which leaves a false alarm of 1e-8 when somebody changes the seeds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def check_joint_law(verifier, scenario, *, draws=None):
     target, draft = target_and_draft()
     draws = draws or scenario.draws
     wanted = joint_law(
-        lambda later: law_by_hand(target.logits([1, *later]).tolist(), [1, *later], scenario.sampling, 1), JOINT, LAW_VOCAB
+        lambda later: law_by_hand(target.logits([1, *later]).tolist(), [1, *later], scenario.sampling, 1),
+        JOINT,
+        LAW_VOCAB,
     )
     for seed in (1, 2):
         fit = goodness_of_fit(tally_joint(verifier, target, draft, scenario, draws, seed), wanted)
@@ -90,7 +92,9 @@ def overlap():
     """sum(min(target, draft)) at the first position, and the token rule's expected number of accepted tokens."""
     target, draft = target_and_draft()
     first = np.minimum(target.law([1]), draft.law([1]))
-    return first.sum(), sum(w * (1 + np.minimum(target.law([1, t]), draft.law([1, t])).sum()) for t, w in enumerate(first))
+    return first.sum(), sum(
+        w * (1 + np.minimum(target.law([1, t]), draft.law([1, t])).sum()) for t, w in enumerate(first)
+    )
 
 
 def check_acceptance_rate(verifier, *, draws=DRAWS):

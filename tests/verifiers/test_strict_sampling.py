@@ -1,4 +1,4 @@
-"""Exact sampling: the output is a function of target, prompt, settings and seed; rows are decided with their own history."""
+"""Exact sampling: the output depends on target, prompt, settings and seed; rows have their own history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from specdec import sampling as production
 from specdec.contract import Context, Draft, LogitsProcessor, Sampling
 from specdec.sampling import Purpose, Rows, gumbel, philox, survivors, uniforms
 from specdec.testing import strategies
-from specdec.testing.by_hand import law_by_hand
 from specdec.testing.end_to_end import ScriptedDrafter, run_engine
 from specdec.testing.models import Memory, StrictForwardPass, TableLogits, TableModel
 from specdec.testing.numerics import goodness_of_fit
@@ -106,7 +105,7 @@ def test_the_mask_of_a_grammar_moves_with_the_row():
     assert [set(np.flatnonzero(rows.law(row))) for row in range(3)] == [{1, 3}, {0, 2}, {1, 3}]
 
 
-# --- ties ----------------------------------------------------------------------------------------------------------------
+# --- ties ------------------------------------------------------------------------------------------------------------
 
 
 def check_ties_by_id():
@@ -141,7 +140,7 @@ def test_min_p_is_a_share_of_the_best():
     assert survivors(logits, Sampling(temperature=1.0, min_p=1.0))[0].tolist() == [0]
 
 
-# --- noise ---------------------------------------------------------------------------------------------------------------
+# --- noise -----------------------------------------------------------------------------------------------------------
 
 _PHILOX = [  # Random123 1.09, tests/kat_vectors, philox4x32 10
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -188,7 +187,8 @@ def test_gumbel_noise_has_its_distribution():
 def test_the_gumbel_race_has_the_law_of_the_softmax():
     law = np.array([0.5, 0.25, 0.2, 0.05])
     wins = np.bincount(
-        [int(np.argmax(np.log(law) + gumbel(seed, 3, np.arange(4), Purpose.TOKEN))) for seed in range(8_000)], minlength=4
+        [int(np.argmax(np.log(law) + gumbel(seed, 3, np.arange(4), Purpose.TOKEN))) for seed in range(8_000)],
+        minlength=4,
     )
     assert goodness_of_fit(wins, law).passes(1e-4)
 

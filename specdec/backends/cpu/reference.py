@@ -34,8 +34,8 @@ class ReferenceOps:
         self.kernels = kernels
         self.parity = Parity.BITWISE
         self.parity_reason = (
-            f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one; longer prompt chunks are multiplied in "
-            "bulk, so that another chunking of a prompt may round differently"
+            f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one; longer prompt chunks in bulk, so that "
+            "another chunking of a prompt may round differently"
         )
 
     # --- weights and storage ---------------------------------------------------------------------------------------

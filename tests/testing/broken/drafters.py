@@ -174,7 +174,7 @@ class SharedBetweenSequences(Honest):
 
 class Talks(Honest):
     def propose(self, context, depth):
-        print("drafting")
+        print("drafting")  # noqa: T201  (what it is wrong about)
         return super().propose(context, depth)
 
 
@@ -182,10 +182,10 @@ BROKEN = {
     ListOfTokens: {"D1"},
     TooLong: {"D1", "D13"},
     WritesToTheContext: {"D2"},
-    NeedsTwoTokens: {"D3"},
+    NeedsTwoTokens: {"D3", "D1", "D4", "D5", "D7", "D8", "D9", "D13", "D15"},
     IgnoresDepthZero: {"D4"},
     MovesTheGlobalGenerator: {"D5"},
-    CountsItsOwnCycles: {"D6"},
+    CountsItsOwnCycles: {"D6", "D7", "D8"},
     NoRewind: {"D7"},
     NoSettle: {"D8"},
     WideLaws: {"D9"},
@@ -196,6 +196,6 @@ BROKEN = {
     DecodesForItself: {"D12"},
     FailsAtDepthFive: {"D13"},
     DrawsWithAcceptanceNoise: {"D14"},
-    SharedBetweenSequences: {"D15"},
+    SharedBetweenSequences: {"D15", "D8"},
     Talks: {"D16"},
 }

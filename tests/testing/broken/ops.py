@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
 from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
 from specdec.backends.cpu.reference import ReferenceOps
+
+
+def _squashed(x: Tensor) -> Tensor:
+    """Row by row: vectorised and scalar parts of torch's sigmoid differ in bits, which is another clause's business."""
+    return torch.cat([torch.sigmoid(x[t : t + 1].float()) for t in range(len(x))])
 
 
 class PlusInBfloat16(ReferenceOps):
@@ -33,7 +38,8 @@ class LayerNorm(ReferenceOps):
 
 class OnePositionForAllRows(ReferenceOps):
     def norm_rope(self, x, weight, eps, rope, position):
-        return torch.cat([super(OnePositionForAllRows, self).norm_rope(x[t : t + 1], weight, eps, rope, position) for t in range(len(x))])  # fmt: skip
+        turn = super().norm_rope
+        return torch.cat([turn(x[t : t + 1], weight, eps, rope, position) for t in range(len(x))])
 
 
 class HeadsInterleaved(ReferenceOps):
@@ -45,7 +51,7 @@ class HeadsInterleaved(ReferenceOps):
         turned = q.reshape(rows, groups, k.shape[1], dim).transpose(1, 2).reshape(rows, heads, dim)
         out = super().attend(turned, k, v, cache, scale=scale).reshape(rows, k.shape[1], groups, dim)
         out = out.transpose(1, 2).reshape(rows, heads, dim)
-        return (out if gate is None else out * torch.sigmoid(gate.float()).to(self.dtype)).reshape(rows, heads * dim)
+        return (out if gate is None else out * _squashed(gate).to(self.dtype)).reshape(rows, heads * dim)
 
 
 class ConvolutionReversed(ReferenceOps):
@@ -60,7 +66,7 @@ class DecayForgotten(ReferenceOps):
 
 class GateIsSigmoid(ReferenceOps):
     def gated_rms_norm(self, x, z, weight, eps):
-        return (self.rms_norm(x, weight, eps).float() * torch.sigmoid(z.float())).to(self.dtype).flatten(1)
+        return (self.rms_norm(x, weight, eps).float() * _squashed(z)).to(self.dtype).flatten(1)
 
 
 class LastBlockOfTheVocabularyMissing(ReferenceOps):

@@ -168,7 +168,6 @@ class HiddenStatesOverwritten(TableModel):
         return output
 
 
-
 BROKEN = {
     (ForgetsInLongPrompts, ()): {"F1", "F2", "F3", "F4", "F5", "F6", "F7", "F10", "F12"},
     (GoesOnFromProvisionalRows, ()): {"F2", "F7"},

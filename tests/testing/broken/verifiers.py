@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import attrs
 import numpy as np
 
@@ -73,9 +72,7 @@ class _Row:
 
 
 def _after(context, tokens):
-    return Context(
-        [*context, *tokens], context.sampling, generated_from=context.generated_from, cycle=context.cycle
-    )
+    return Context([*context, *tokens], context.sampling, generated_from=context.generated_from, cycle=context.cycle)
 
 
 class ResamplesFromTheTarget(Ratio):
@@ -188,7 +185,7 @@ BROKEN = {
     AcceptsOneAtMost: {"V3"},
     AcceptsTheImpossible: {"V4", "V10", "V12"},
     ResamplesFromTheTarget: {"V5"},
-    NoiseByCycle: {"V6"},
+    NoiseByCycle: {"V6", "V3", "V13"},
     StatesTooSmallABound: {"V7"},
     StatesNoBound: {"V7"},
     Remembers: {"V8"},

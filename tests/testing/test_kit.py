@@ -1,0 +1,359 @@
+"""The kit itself: documents, reports, known failures, pytest items, the numbers that it decides by."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from specdec.contract import DepthPolicySpec
+from specdec.drafters.ngram import specdec_drafters as ngram_specs
+from specdec.drafters.none import specdec_drafters as none_specs
+from specdec.errors import ConfigError, ContractError, UnknownNameError, UnsupportedError
+from specdec.policies.fixed import specdec_depth_policies
+from specdec.testing import (
+    CheckFailure,
+    Memory,
+    Status,
+    StrictForwardPass,
+    Subject,
+    TableModel,
+    check_plugin,
+    goodness_of_fit,
+    iter_checks,
+    parametrize_checks,
+)
+from specdec.testing.numerics import binomial_interval, chi_square_tail
+from specdec.testing.registry import Broken, Check, Run, as_subject, expect, run_check
+from tests.testing.broken import drafters, policies
+
+CONTRACT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "contract"
+
+
+# --- the written contract --------------------------------------------------------------------------------------------
+
+
+def clauses(subject: Subject) -> dict[str, tuple[str, str]]:
+    """Id -> sentence and reason, as the document has them."""
+    text = (CONTRACT / f"{subject.document}.md").read_text(encoding="utf-8")
+    found = re.findall(r"^## ([A-Z]\d+)(?: \(advice\))?\n\n(.+?)\n\n\*Why:\* (.+?)(?=\n\n|\n*\Z)", text, re.S | re.M)
+    assert len(found) == len(re.findall(r"^## ", text, re.M)), "a clause lacks its sentence or its reason"
+    return {id_: (" ".join(sentence.split()), reason) for id_, sentence, reason in found}
+
+
+@pytest.mark.parametrize("subject", Subject, ids=lambda subject: subject.document)
+def test_every_clause_has_its_check_and_every_check_its_clause(subject):
+    written, checks = clauses(subject), {check.id: check for check in iter_checks(subject)}
+    assert written.keys() == checks.keys()
+    for id_, check in checks.items():
+        assert written[id_][0] == check.sentence.replace("``", "`"), id_
+
+
+def test_clauses_are_numbered_without_gaps():
+    for subject in Subject:
+        numbers = [int(check.id[1:]) for check in iter_checks(subject)]
+        assert numbers == list(range(1, len(numbers) + 1)), subject
+
+
+# --- failures, known failures, versions ------------------------------------------------------------------------------
+
+
+def test_a_failure_says_clause_case_and_replay():
+    outcome = run_check(_check("D1"), as_subject(Subject.DRAFTER, drafters.TooLong))
+    text = str(outcome.failure)
+    assert outcome.status is Status.FAILED
+    for part in (
+        "D1:",
+        "the draft is too long",
+        "smallest case",
+        "got:",
+        "expected:",
+        "replay:",
+        "docs/contract/drafter.md",
+    ):
+        assert part in text
+    assert "depth = 1" in text  # shrunk
+
+
+def test_the_same_seed_finds_the_same_case():
+    texts = [
+        str(run_check(_check("D6"), as_subject(Subject.DRAFTER, drafters.CountsItsOwnCycles), seed=5).failure)
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_known_failure_is_reported_with_its_reason_and_one_that_passes_fails():
+    subject = as_subject(Subject.DRAFTER, drafters.TooLong)
+    assert run_check(_check("D1"), subject, known="issue 12").status is Status.KNOWN
+    outcome = run_check(_check("D2"), subject, known="issue 12")
+    assert outcome.status is Status.FAILED
+    assert "known failure, and it passes" in outcome.detail
+
+
+def test_a_known_failure_that_is_no_check_is_an_error_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"no check 'D77'.*"):
+        check_plugin(none_specs()[0], known_failures={"D77": "typo"})
+    with pytest.raises(ConfigError, match="no such subject"):
+        parametrize_checks(drafter=none_specs()[0], known_failures={"V1": "reason"})
+
+
+def _later(kind: str = "contract") -> Check:
+    def run(subject, run):
+        expect(False, "always")
+
+    return Check("D1", Subject.DRAFTER, kind, "2031.1", "A clause of the future.", run)
+
+
+def test_a_later_contract_reports_and_does_not_fail():
+    subject = as_subject(Subject.DRAFTER, none_specs()[0])
+    assert run_check(_later(), subject, contract="2027.1").status is Status.NEWER
+    assert run_check(_later(), subject, contract="2031.1").status is Status.FAILED
+    assert run_check(_later("advice"), subject, contract="2031.1").status is Status.ADVICE
+
+
+def test_an_exception_of_a_plugin_is_a_failure_with_its_place():
+    class Crashes(drafters.Honest):
+        def propose(self, context, depth):
+            raise ZeroDivisionError("oh")
+
+    text = str(run_check(_check("D3"), as_subject(Subject.DRAFTER, Crashes)).failure)
+    assert "ZeroDivisionError: oh (propose, test_kit.py" in text
+
+
+def test_a_plugin_that_fails_only_sometimes_is_reported_as_such():
+    calls = []
+
+    class Flaky(drafters.Honest):
+        def propose(self, context, depth):
+            calls.append(1)
+            return super().propose(context, depth + (len(calls) == 7))
+
+    assert run_check(_check("D1"), as_subject(Subject.DRAFTER, Flaky)).status is Status.FAILED
+
+
+def test_the_report_raises_with_every_failed_id():
+    report = check_plugin(as_subject(Subject.DRAFTER, drafters.TooLong), only=["D1", "D2", "D13"])
+    assert [outcome.check.id for outcome in report.failures] == ["D1", "D13"]
+    with pytest.raises(CheckFailure, match="fails D1, D13"):
+        report.raise_for_failures()
+    assert json.loads(json.dumps(report.to_dict()))["counts"]["failed"] == 2
+
+
+def test_specs_names_and_objects_are_taken():
+    assert check_plugin(ngram_specs()[0], options={"max_order": 3}, only=["D1"]).ok
+    assert check_plugin("fixed").ok
+    assert check_plugin(specdec_depth_policies()[0]).ok
+    assert check_plugin(
+        DepthPolicySpec(name="own", factory=lambda config: policies.GrowsForEver()), only=["P4"]
+    ).failures
+    with pytest.raises(UnknownNameError, match="Did you mean 'strict'"):
+        check_plugin("strikt")
+    with pytest.raises(UnsupportedError, match="nothing to check"):
+        check_plugin("qwen3_5")
+
+
+@parametrize_checks(drafter=lambda env: drafters.Honest(env), depth_policy=specdec_depth_policies()[0], effort=0.2)
+def test_the_decorator_gives_one_item_per_check(check):
+    check()
+
+
+@parametrize_checks(
+    drafter=lambda env: drafters.ListOfTokens(env), known_failures={"D1": "tokens are a list, see issue 12"}, effort=0.1
+)
+def test_known_failures_are_expected_by_the_decorator(check):
+    check()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def _command(*arguments: str):
+    from specdec.cli.check import check
+
+    return CliRunner().invoke(check, list(arguments))
+
+
+def test_the_command_prints_one_object_and_says_by_its_status_how_it_went():
+    done = _command("ngram", "--json", "--effort", "0.1", "-s", "max_order=3")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["ok"]
+    assert [check["id"] for check in told["checks"]] == [check.id for check in iter_checks(Subject.DRAFTER)]
+
+
+def test_the_command_fails_a_broken_plugin(monkeypatch):
+    from specdec.testing import named
+
+    subjects = ([("broken", Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
+    monkeypatch.setattr(named, "subjects_named", lambda *arguments: subjects)
+    done = _command("broken")
+    assert done.exit_code == 1
+    assert "fails P4" in done.stdout
+    assert "specdec check broken --seed 0 --only P4" in done.stdout
+
+
+def test_an_unknown_name_ends_with_status_two():
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "check", "strikt"], capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Did you mean 'strict'" in done.stderr
+
+
+def test_the_kit_needs_no_pytest():
+    code = "import sys, specdec.testing as t; list(t.iter_checks()); assert 'pytest' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# --- the models ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_model_follows_its_table():
+    table = np.array([[0.1, 0.9], [1.0, 0.0]])
+    model = TableModel(table)
+    assert model.law([0]) == pytest.approx([0.1, 0.9])
+    assert model.law([0, 1]) == pytest.approx([1.0, 0.0])
+    state = model.new_state(8)
+    logits = model.decode(state, [0, 1]).need_logits().rows()
+    assert np.exp(logits) == pytest.approx(np.array([[0.1, 0.9], [1.0, 0.0]]))
+
+
+def test_only_attention_can_be_cut_anywhere():
+    reached = {}
+    for memory in Memory:
+        model = TableModel.random(4, memory=memory)
+        state = model.new_state(32)
+        model.prefill(state, [0, 1, 2])
+        for token in (1, 2, 3):
+            model.decode(state, [token])
+            model.commit(state, 1)
+        reached[memory] = model.rewind(state, 5)
+    assert reached == {Memory.ATTENTION: 5, Memory.CONVOLUTION: 3, Memory.RECURRENT: 3}
+
+
+def _strict(mtp: bool = True):
+    model = StrictForwardPass(TableModel.random(4, mtp=mtp, tilt=0.3))
+    state = model.new_state(12)
+    return model, state, model.prefill(state, [1, 2, 3])
+
+
+def _misuses():
+    def other_hidden(model, state, output):
+        _, _, foreign = _strict()
+        model.prefill_mtp(state, [2], foreign.hidden[:1])
+
+    def stale_logits(model, state, output):
+        logits = model.decode(state, [1]).need_logits()
+        model.decode(state, [2])
+        logits.argmax()
+
+    def rejected_hidden(model, state, output):
+        hidden = model.decode(state, [1, 2]).need_hidden()
+        model.commit(state, 1)
+        model.prefill_mtp(state, [2, 3, 1], output.hidden)
+        model.prefill_mtp(state, [2, 2], hidden)
+
+    def chained_as_true(model, state, output):
+        step = model.decode_mtp(state, [2], output.hidden[:1])
+        model.decode_mtp(state, [3], step.need_hidden())
+
+    return {
+        "commit without a decode": lambda m, s, o: m.commit(s, 1),
+        "commit of too many rows": lambda m, s, o: (m.decode(s, [1]), m.commit(s, 2)),
+        "prefill before commit": lambda m, s, o: (m.decode(s, [1]), m.prefill(s, [2])),
+        "rewind before commit": lambda m, s, o: (m.decode(s, [1]), m.rewind(s, 1)),
+        "snapshot before commit": lambda m, s, o: (m.decode(s, [1]), m.snapshot(s)),
+        "too many rows": lambda m, s, o: m.decode(s, [1] * 17),
+        "a numpy token": lambda m, s, o: m.decode(s, [np.int64(1)]),
+        "a bool token": lambda m, s, o: m.decode(s, [True]),
+        "a token outside the vocabulary": lambda m, s, o: m.decode(s, [4]),
+        "no tokens": lambda m, s, o: m.prefill(s, []),
+        "over the capacity": lambda m, s, o: m.prefill(s, [1] * 10),
+        "a state of another model": lambda m, s, o: m.decode(_strict()[1], [1]),
+        "hidden states of another model": other_hidden,
+        "hidden states by index": lambda m, s, o: o.hidden[0],
+        "a gap in the pairs": lambda m, s, o: m.prefill_mtp(s, [3], o.hidden[1:2]),
+        "a pair with another token": lambda m, s, o: m.prefill_mtp(s, [3], o.hidden[:1]),
+        "the hidden state of a rejected row": rejected_hidden,
+        "a chained hidden state as a true one": chained_as_true,
+        "a true hidden state as a chained one": lambda m, s, o: m.decode_mtp(s, [2], o.hidden[:1], provisional=True),
+        "stale logits": stale_logits,
+        "rewind forwards": lambda m, s, o: m.rewind(s, 4),
+    }
+
+
+@pytest.mark.parametrize("misuse", _misuses(), ids=str)
+def test_the_strict_wrapper_refuses(misuse):
+    model, state, output = _strict()
+    with pytest.raises(ContractError):
+        _misuses()[misuse](model, state, output)
+
+
+def test_the_strict_wrapper_allows_what_is_promised():
+    model, state, output = _strict()
+    model.prefill_mtp(state, [2, 3], output.hidden[:2])
+    step = model.decode_mtp(state, [1], output.hidden[2:])
+    model.decode_mtp(state, [2], step.need_hidden()[-1:], provisional=True)
+    logits = model.decode(state, [1, 2]).need_logits()
+    model.commit(state, 1)
+    assert len(logits.argmax()) == 2  # commit is no pass
+    copy = model.restore(model.snapshot(state))
+    assert copy.length == 4
+    assert model.rewind(copy, 2) == 2
+    assert (
+        check_plugin(model).ok is False
+    )  # it raises its own errors for misuse, so F7 fails: it is a wrapper for callers
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statistic", "freedom", "tail"),
+    [(3.841, 1, 0.05), (18.307, 10, 0.05), (23.209, 10, 0.01), (124.342, 100, 0.05), (1.0, 2, 0.60653), (0.0, 5, 1.0)],
+)
+def test_the_chi_square_tail_has_the_values_of_the_tables(statistic, freedom, tail):
+    assert chi_square_tail(statistic, freedom) == pytest.approx(tail, rel=2e-3)
+
+
+def test_goodness_of_fit_has_the_false_alarms_it_states():
+    rng, law = np.random.default_rng(1), np.array([0.4, 0.3, 0.2, 0.0996, 0.0004])
+    values = [goodness_of_fit(rng.multinomial(2_000, law), law).p_value for _ in range(600)]
+    assert 0.02 < np.mean(np.array(values) < 0.05) < 0.09
+
+
+def test_an_impossible_outcome_fails_at_once():
+    fit = goodness_of_fit([10, 10, 1], [0.5, 0.5, 0.0])
+    assert fit.impossible == (2,)
+    assert not fit.passes(1e-9)
+
+
+def test_wilson_intervals_cover():
+    assert binomial_interval(0, 0) == (0.0, 1.0)
+    low, high = binomial_interval(50, 100, z=1.96)
+    assert (low, high) == (pytest.approx(0.4038, abs=1e-3), pytest.approx(0.5962, abs=1e-3))
+
+
+def test_explore_shrinks_and_keeps_the_global_generators():
+    before = repr(np.random.get_state())
+    import hypothesis.strategies as st
+
+    def body(numbers):
+        expect(sum(numbers) < 100, "too large", got=sum(numbers))
+
+    with pytest.raises(Broken) as caught:
+        Run(3).explore(body, examples=200, numbers=st.lists(st.integers(0, 60)))
+    assert sum(caught.value.case["numbers"]) == 100
+    assert repr(np.random.get_state()) == before
+
+
+def _check(id_: str) -> Check:
+    return next(check for check in iter_checks() if check.id == id_)
