@@ -26,7 +26,8 @@ def compare(prompts: dict[str, list[int]], tokens: int, repeats: int, depth: int
         rates: dict[str, list[float]] = {"plain": [], "speculative": []}
         for _ in range(repeats):
             results = {}
-            for arm, lm in (("plain", plain), ("speculative", speculative), ("speculative", speculative), ("plain", plain)):
+            arms = (("plain", plain), ("speculative", speculative))
+            for arm, lm in (*arms, *reversed(arms)):
                 results[arm] = lm.generate(prompt, max_new_tokens=tokens, ignore_eos=True)
                 rates[arm].append(results[arm].stats.tokens_per_second)
             if results["plain"].tokens != results["speculative"].tokens:

@@ -32,9 +32,10 @@ ROWS = (1, 2, 4, 8, 16)
 
 def write_checkpoint(folder: Path) -> None:
     """Random BF16 weights of the published shape, with a byte-level tokenizer of the same vocabulary size or less."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     from specdec.checkpoints import text_config
     from specdec.models.qwen3_5 import Qwen35Config, tensors
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))

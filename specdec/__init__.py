@@ -56,8 +56,9 @@ _HOME = {
     "specdec.config": ("RunConfig", "between", "load_config", "one_of"),
     "specdec.contract": (
         "BackendSpec", "Context", "CycleRecord", "DepthPolicy", "DepthPolicySpec", "Draft", "Drafter", "DrafterEnv",
-        "DrafterSpec", "ForwardOutput", "ForwardPass", "Guarantee", "Logits", "LogitsProcessor", "ModelInfo", "ModelSpec", "Need",
-        "Parity", "ProcessorEnv", "ProcessorSpec", "Sampling", "Stats", "Verdict", "Verifier", "VerifierSpec",
+        "DrafterSpec", "ForwardOutput", "ForwardPass", "Guarantee", "Logits", "LogitsProcessor", "ModelInfo",
+        "ModelSpec", "Need", "Parity", "ProcessorEnv", "ProcessorSpec", "Sampling", "Stats", "Verdict", "Verifier",
+        "VerifierSpec",
     ),
     "specdec.errors": ("SpecdecError",),
     "specdec.hookspecs": ("hookimpl",),

@@ -253,7 +253,8 @@ class _Findings:
         wanted = next(name for name, spec in self._expected.items() if spec.group == "mtp")
         prefix = "mtp." if wanted.startswith("mtp.") else ".".join(wanted.split(".")[:2]) + "."
         return CheckpointError(
-            f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; conversions often strip them",
+            f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; "
+            "conversions often strip them",
             file=self._source(),
             try_=f"the original checkpoint, or {key or _MTP_KEYS[0]} = 0 in config.json and another drafter",
         )

@@ -29,7 +29,7 @@ class AdaptiveConfig:
     window: int = attrs.field(default=48, validator=between(4, 4096))  # cycles that acceptance remembers
     min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # below it the depth stays
     patience: int = attrs.field(default=8, validator=between(1, 1024))  # cycles at 0 before speculation counts as off
-    first_probe: int = attrs.field(default=64, validator=between(1, 65536))  # tokens until the first probe, then doubled
+    first_probe: int = attrs.field(default=64, validator=between(1, 65536))  # tokens until a probe, doubled each time
     last_probe: int = attrs.field(default=1024, validator=between(1, 65536))  # tokens between probes at most
 
 
