@@ -7,7 +7,8 @@
         check()
 
 The same without pytest: ``specdec check NAME`` or ``check_plugin("NAME").raise_for_failures()``. Clauses and their
-reasons stand in ``docs/contract``. Needs hypothesis (``pip install specdec-framework[testing]``); no weights, no network.
+reasons stand in ``docs/contract``. Needs hypothesis (``pip install specdec-framework[testing]``), no weights and no
+network.
 """
 
 from __future__ import annotations

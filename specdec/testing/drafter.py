@@ -258,7 +258,8 @@ def sequences_apart(subject: DrafterSubject, run: Run) -> None:
             expect(drafts_equal(got, wanted), "another sequence changed a draft", got=got, expected=wanted)
 
     run.explore(
-        body, examples=20, prompt=_prompts, other_prompt=_prompts, steps=calls(max_size=4, cycle=_cycle), setting=_settings
+        body, examples=20, prompt=_prompts, other_prompt=_prompts, steps=calls(max_size=4, cycle=_cycle),
+        setting=_settings,
     )  # fmt: skip
 
 

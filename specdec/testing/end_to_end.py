@@ -131,7 +131,7 @@ def law_of_the_target(subject: DrafterSubject, run: Run) -> None:
                                                      Sampling(temperature=1.0)), JOINT, LAW_VOCAB)  # fmt: skip
         fit = goodness_of_fit(tally, wanted)
         expect(
-            fit.passes(LAW_P_VALUE), f"with the verifier 'rejection' the output does not follow the target's law: {fit}",
+            fit.passes(LAW_P_VALUE), f"with the verifier 'rejection' the output is not of the target's law: {fit}",
             got=tally, expected=np.round(wanted * draws, 1), block=block, draws=draws,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import ForwardOutput, ForwardPass, Parity, State
+from specdec.contract import ForwardOutput, Parity, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.testing.registry import Broken, ForwardPassSubject, Run, check, expect, not_applicable
 from specdec.testing.strategies import Call, calls
@@ -81,7 +81,7 @@ class _Target:
 
     def next(self, state: State, token: int) -> NDArray[np.float32]:
         """Logits after one more token, which is not kept."""
-        logits = self.model.decode(state, [token]).need_logits().rows()[0].copy()
+        logits: NDArray[np.float32] = self.model.decode(state, [token]).need_logits().rows()[0].copy()
         self.model.commit(state, 0)
         return logits
 
@@ -146,7 +146,7 @@ def any_interleaving(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F3")
 def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
-    """``rewind(length)`` returns the length reached, at most ``length``; run again from there, the state is a plain one."""
+    """``rewind(length)`` returns the length reached, at most ``length``; run again from there, the state is plain."""
     target = _Target(subject)
 
     def body(parts: list[list[int]], back: int, again: int) -> None:
@@ -293,7 +293,7 @@ def misuse_refused(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F8")
 def logits_views(subject: ForwardPassSubject, run: Run) -> None:
-    """``argmax``, ``topk`` and ``gather`` say what ``rows`` says, ``[T, V]`` float32; equal logits go by ascending id."""
+    """``argmax``, ``topk`` and ``gather`` say what ``rows`` says, ``[T, V]`` float32; equals go by ascending id."""
     target = _Target(subject)
     state = target.state()
     target.model.prefill(state, target.tokens(range(3)))
@@ -312,7 +312,11 @@ def logits_views(subject: ForwardPassSubject, run: Run) -> None:
         for row in range(count):
             order = np.lexsort((np.arange(vocab), -rows[row]))[:k].tolist()
             expect(list(ids[row]) == order, f"topk({k}) of row {row}", got=list(ids[row]), expected=order)
-            expect(np.array_equal(np.float32(values[row]), rows[row][order]), f"values of topk({k})", got=values[row])
+            expect(
+                np.array_equal(np.asarray(values[row], np.float32), rows[row][order]),
+                f"values of topk({k})",
+                got=values[row],
+            )
     picked = [best[0], *drafted[: count - 1]]
     wanted = [float(rows[row, token]) for row, token in enumerate(picked)]
     expect(list(logits.gather(picked)) == wanted, "gather", got=logits.gather(picked), expected=wanted)
@@ -478,7 +482,8 @@ def _mtp_logits(target: _Target, output: ForwardOutput, rows: int) -> NDArray[np
     expect(
         len(output.need_hidden()) == rows, "an MTP pass gives hidden states of every row", got=len(output.need_hidden())
     )
-    return logits[0].copy()
+    last: NDArray[np.float32] = logits[0].copy()
+    return last
 
 
 @check("F17")
@@ -533,4 +538,4 @@ def info_sane(subject: ForwardPassSubject, run: Run) -> None:
     expect(type(info.max_rows) is int and info.max_rows >= 2, "a pass takes a draft token too", got=info.max_rows)
     expect(type(info.mtp_layers) is int and info.mtp_layers >= 0, "mtp_layers is 0 or more", got=info.mtp_layers)
     expect(isinstance(info.parity, Parity), "parity is declared", got=info.parity)
-    expect(isinstance(model, ForwardPass) and model.info == info, "info changes", got=model.info, expected=info)
+    expect(model.info == info, "info changes", got=model.info, expected=info)

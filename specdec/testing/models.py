@@ -1,8 +1,8 @@
 """Targets without weights: a Markov chain whose law is known, and a wrapper that accepts only what is promised.
 
-``TableModel`` needs numpy alone. Its state comes in three kinds, because rollback is where they differ: attention keeps an
-entry per token and can be cut anywhere, a convolution window and a recurrent accumulator can only go back to points that
-they kept.
+``TableModel`` needs numpy alone. Its state comes in three kinds, because rollback is where they differ: attention keeps
+an entry per token and can be cut anywhere, a convolution window and a recurrent accumulator can only go back to points
+that they kept.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class TableState(State):
 
 
 class TableModel(ForwardPass):
-    """A Markov chain over a small vocabulary: ``logits = log(table[last n tokens])``, optionally tilted by all the past.
+    """A Markov chain over a small vocabulary: ``logits = log(table[last n tokens])``, tilted by all the past or not.
 
     Args:
         table: ``[V, ..., V]`` with n + 1 axes: the law of the next token, by the last n tokens, oldest first. Zeros are
@@ -241,7 +241,8 @@ class TableModel(ForwardPass):
         """The law ``[V]`` of the token after ``history`` at temperature 1."""
         logits = self.logits(history).astype(np.float64)
         weights: Float64 = np.exp(logits - logits.max())
-        return weights / weights.sum()
+        law: Float64 = weights / weights.sum()
+        return law
 
     def _step(self, point: _Point, token: int) -> _Point:
         return _Point((*point.tail[1:], token), _fold(point.accumulator, token))
@@ -463,7 +464,8 @@ class StrictHidden(Hidden):
         return len(self.rows_of)
 
     def __getitem__(self, rows: slice) -> StrictHidden:
-        if not isinstance(rows, slice) or rows.step not in (None, 1):
+        rows_: object = rows  # what callers really hand over
+        if not isinstance(rows_, slice) or rows_.step not in (None, 1):
             raise ContractError(f"hidden states are cut by slices of step 1, got {rows!r}")
         return StrictHidden(self.inner[rows], self.owner, self.rows_of[rows], chained=self.chained)
 

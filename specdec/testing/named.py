@@ -59,7 +59,7 @@ def _add(
     subject = _SUBJECTS.get(entry.kind)
     if subject is None or isinstance(spec, ModelSpec):
         notes.append(
-            f"{label} was not checked: it needs a checkpoint; parametrize_checks(forward_pass=...) takes a loaded target"
+            f"{label} needs a checkpoint, so it was not checked; parametrize_checks(forward_pass=...) takes a target"
         )
         return
     if config is None:

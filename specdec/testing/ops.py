@@ -1,7 +1,7 @@
 """Checks of a backend's operations against their float64 definitions in ``specdec.backends.ops``: clauses O1 to O14.
 
-Sizes are odd on purpose: no multiple of a vector, a tile or a block. Inputs are rounded to the activation dtype first and
-read back, so that only the operation's own error counts.
+Sizes are odd on purpose: no multiple of a vector, a tile or a block. Inputs are rounded to the activation dtype first
+and read back, so that only the operation's own error counts.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def products(subject: OpsSubject, run: Run) -> None:
             case = {"rows": rows, "length": length, "features": features}
             one, two = bench.ops.project(x, (weight, wide))
             bench.close(one, wanted, bound, "project", **case)
-            bench.close(two, host @ to_host(wide).T, dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(to_host(wide)).T),
-                        "the second weight of project", **case)  # fmt: skip
+            second = to_host(wide)
+            second_bound = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(second).T)
+            bench.close(two, host @ second.T, second_bound, "the second weight of project", **case)
             bench.close(bench.ops.linear(x, weight), wanted, bound, "linear", **case)
             residual = bench.act(bench.normal(rows, features))
             more = dot_tolerance(bench.dtype, length, magnitude + np.abs(to_host(residual)), 2)
@@ -143,7 +144,8 @@ def swiglu(subject: OpsSubject, run: Run) -> None:
 
 
 def _normed(x: Float64, weight: Float64) -> Float64:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+    normed: Float64 = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+    return normed
 
 
 @check("O4")
@@ -176,7 +178,7 @@ def head(subject: OpsSubject, run: Run) -> None:
 
 @check("O11")
 def rows_and_sides(subject: OpsSubject, run: Run) -> None:
-    """``concat`` puts activations side by side; ``hidden`` and ``array`` wrap and unwrap, and slices keep their rows."""
+    """``concat`` puts activations side by side; ``hidden`` and ``array`` wrap and unwrap; slices keep their rows."""
     bench = _Bench(subject, run)
     a, b = bench.act(bench.normal(5, 7)), bench.act(bench.normal(5, 4))
     bench.close(bench.ops.concat(a, b), np.concatenate([to_host(a), to_host(b)], axis=1), 0.0, "concat")
@@ -279,7 +281,8 @@ class _Delta:
     def convolved(self) -> Float64:
         taps, x, weight = SHAPE.kernel, to_host(self.x), to_host(self.weight)
         padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
-        return _silu(sum(padded[j : j + self.rows] * weight[:, j] for j in range(taps)))
+        summed: Float64 = np.sum([padded[j : j + self.rows] * weight[:, j] for j in range(taps)], axis=0)
+        return _silu(summed)
 
     def ruled(self, u: Float64) -> Float64:
         """The delta rule over the given convolved rows ``[T, C]``: ``[T, Hv, Dv]``."""
@@ -394,15 +397,13 @@ def rows_stand_alone(subject: OpsSubject, run: Run) -> None:
                     same, f"{name}: row {t} of {count} has other bits than alone", got=together[t], expected=singly[t]
                 )
     for name, run_rows in _cached_ops(bench, most).items():
-        singly = run_rows([1] * most)
+        alone = run_rows([1] * most)
         for count in (2, 3, 5, most):
             passes = [count] * (most // count)
             together = run_rows(passes)
             for t in range(len(together)):
-                same = np.array_equal(together[t], singly[t])
-                expect(
-                    same, f"{name}: row {t} has other bits in passes of {count}", got=together[t], expected=singly[t]
-                )
+                same = np.array_equal(together[t], alone[t])
+                expect(same, f"{name}: row {t} has other bits in passes of {count}", got=together[t], expected=alone[t])
 
 
 def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]], Float64]]:
@@ -447,7 +448,7 @@ def _same_saved(got: dict[str, Float64], wanted: dict[str, Float64], what: str, 
 
 @check("O13")
 def commit_cuts(subject: OpsSubject, run: Run) -> None:
-    """``commit(a)`` after a pass of T rows leaves the bits of a pass of a rows; dropped rows, even NaN, leave no trace."""
+    """``commit(a)`` after a pass of T rows leaves the bits of a pass of a rows; dropped rows, even NaN, no trace."""
     bench = _Bench(subject, run)
     rows = min(6, bench.ops.max_rows)
     layer = _Delta(bench, rows + 3)

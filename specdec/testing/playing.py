@@ -111,8 +111,8 @@ class Seen:
 class Played:
     """One sequence: its tokens, its state, its drafter.
 
-    ``sealed``: hidden states and the MTP head only as declared, the state out of reach. Off, a drafter that breaks those
-    clauses still plays, so that each check finds its own clause only.
+    ``sealed``: hidden states and the MTP head only as declared, the state out of reach. Off, a drafter that breaks
+    those clauses still plays, so that each check finds its own clause only.
     """
 
     subject: DrafterSubject
@@ -246,7 +246,8 @@ def usable(draft: Draft, depth: int, vocab: int) -> Draft:
     """The draft as the engine verifies it: at most ``depth`` tokens, cut before an id outside the vocabulary."""
     kept = 0
     for token in draft.tokens[:depth]:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+        id_: object = token  # what drafters really give
+        if isinstance(id_, bool) or not isinstance(id_, int | np.integer) or not 0 <= id_ < vocab:
             break
         kept += 1
     return Draft(tuple(int(t) for t in draft.tokens[:kept]), None if draft.probs is None else draft.probs[:kept])

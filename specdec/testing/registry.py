@@ -1,8 +1,8 @@
 """Checks, the clauses they prove, and what is under test.
 
 A check has the id of the clause in ``docs/contract`` that it proves, and its docstring's first line is that clause's
-sentence. It raises ``Broken`` when it finds a case that breaks the clause, ``NotApplicable`` when the clause says nothing
-about this plugin; the runner turns the former into a ``CheckFailure`` that a plugin's author can act on.
+sentence. It raises ``Broken`` when it finds a case that breaks the clause, ``NotApplicable`` when the clause says
+nothing about this plugin; the runner turns the former into a ``CheckFailure`` that a plugin's author can act on.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Subject(enum.Enum):
 
     @property
     def document(self) -> str:
-        """The name of its document in ``docs/contract``, and of the keyword that hands one to ``parametrize_checks``."""
+        """The name of its document in ``docs/contract``, and of its keyword in ``parametrize_checks``."""
         return self.value[1]
 
 

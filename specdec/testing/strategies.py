@@ -6,6 +6,7 @@ Needs hypothesis: ``pip install specdec-framework[testing]``.
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -102,5 +103,5 @@ class Call:
 
 def calls(max_size: int = 10, **kinds: tuple[Any, ...]) -> st.SearchStrategy[list[Call]]:
     """Sequences of calls: ``calls(commit=(st.integers(0, 4),), rewind=())`` draws names with their numbers."""
-    each = [st.tuples(*numbers).map(lambda drawn, name=name: Call(name, drawn)) for name, numbers in kinds.items()]
+    each = [st.tuples(*numbers).map(partial(Call, name)) for name, numbers in kinds.items()]
     return st.lists(st.one_of(each), min_size=1, max_size=max_size)

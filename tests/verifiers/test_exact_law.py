@@ -52,7 +52,7 @@ def check_points(rule, *, sizes=SIZES, seeds=SEEDS):
     for vocab, depth in sizes:
         for seed in seeds:
             target, draft = random_laws(vocab, seed), random_laws(vocab, seed + 100)
-            best = point_drafts(lambda prefix, draft=draft, ids=range(vocab): max(ids, key=draft(prefix).__getitem__), depth)
+            best = point_drafts(lambda prefix, draft=draft: draft(prefix).index(max(draft(prefix))), depth)
             got, _ = emitted(rule, target, best, vocab, JOINT)
             assert distance(got, joint_of(target, vocab, JOINT)) == 0, f"vocabulary {vocab}, K {depth}, seed {seed}"
 

@@ -15,10 +15,9 @@ import pytest
 
 from specdec.contract import Context, Draft, DraftNoise, Sampling
 from specdec.sampling import Purpose, gumbel, uniforms
-from specdec.testing.by_hand import law_by_hand
 from specdec.testing.models import TableLogits
 from specdec.testing.numerics import binomial_interval, goodness_of_fit
-from specdec.testing.verifier import JOINT, LAW_VOCAB, _Scenario, joint_law, tally_joint, target_and_draft
+from specdec.testing.verifier import JOINT, _Scenario, tally_joint, target_and_draft, target_joint
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 
@@ -45,11 +44,7 @@ def check_joint_law(verifier, scenario, *, draws=None):
     """The joint law of three emitted tokens is the target's."""
     target, draft = target_and_draft()
     draws = draws or scenario.draws
-    wanted = joint_law(
-        lambda later: law_by_hand(target.logits([1, *later]).tolist(), [1, *later], scenario.sampling, 1),
-        JOINT,
-        LAW_VOCAB,
-    )
+    wanted = target_joint(target, scenario.sampling)
     for seed in (1, 2):
         fit = goodness_of_fit(tally_joint(verifier, target, draft, scenario, draws, seed), wanted)
         if fit.passes(P_VALUE):

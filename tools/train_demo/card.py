@@ -78,7 +78,7 @@ gradients flow into the trunk (through h, the embedding and the output matrix), 
 text that the trunk itself continued from training openings, half greedy and half sampled at temperature 0.8.
 
 {note}Loss in nats per token. Held out: {eval_windows} windows of 512 tokens drawn in the training proportions, with
-true tokens as the only target.
+true tokens as the only target (position 1: a quarter of the windows).
 
 | | main | MTP position 0 | MTP position 1 |
 |---|---|---|---|
