@@ -18,6 +18,7 @@ from specdec.hookspecs import hookimpl
 from specdec.policies.fixed import MAX_DEPTH
 
 REMEMBERED = 9  # cycles of one depth whose median is its cost: a neighbour's load moves a mean, hardly a median
+CLOCK_STEP = 1e-9  # seconds; a coarse clock may read 0, and no cycle is free
 TRIALS = 2  # cycles of each trial depth at the start
 
 
@@ -74,7 +75,7 @@ class AdaptivePolicy(DepthPolicy):
         return self._depth
 
     def record(self, cycle: CycleRecord) -> None:
-        seconds = cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
+        seconds = max(cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds, CLOCK_STEP)
         self._times.setdefault(cycle.offered, deque(maxlen=REMEMBERED)).append(seconds)
         if self._probing:
             self._finish_probe(cycle)

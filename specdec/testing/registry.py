@@ -276,9 +276,10 @@ def iter_checks(subject: Subject | None = None) -> Iterator[Check]:
 class Run:
     """What a check runs with: a seed, how long to look, and how to look for a smallest case."""
 
-    def __init__(self, seed: int = 0, effort: float = 1.0) -> None:
+    def __init__(self, seed: int = 0, effort: float = 1.0, *, shrink: bool = True) -> None:
         self.seed = seed
         self.effort = effort
+        self.shrink = shrink
 
     def count(self, usual: int) -> int:
         """How often to repeat what is repeated ``usual`` times."""
@@ -301,7 +302,7 @@ class Run:
             max_examples=self.count(examples),
             database=None,
             deadline=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=(Phase.generate, Phase.shrink) if self.shrink else (Phase.generate,),
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
             print_blob=False,
@@ -398,12 +399,18 @@ def run_check(
     contract: str = CONTRACT,
     known: str | None = None,
     replay: str = "",
+    shrink: bool = True,
 ) -> Outcome:
-    """Run one check. ``known``: the reason why a failure is expected; then it is a pass that fails."""
+    """Run one check.
+
+    Args:
+        known: the reason why a failure is expected; then it is a pass that fails.
+        shrink: look for the smallest case of a failure; without, any case will do.
+    """
     started = perf_counter()
     error: BaseException | None = None
     try:
-        check.run(given, Run(seed, effort))
+        check.run(given, Run(seed, effort, shrink=shrink))
     except NotApplicable as reason:
         return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, str(reason))
     except Exception as raised:  # noqa: BLE001  (whatever a third party's plugin raises is its failure)
