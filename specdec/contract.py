@@ -437,6 +437,8 @@ class Verifier(abc.ABC):
     """Decides how much of a draft survives. Stateless and pure: randomness and history are arguments."""
 
     guarantee: ClassVar[Guarantee]
+    bound: float | None = None
+    """What a BOUNDED verifier promises per token: the largest gap, in nats, to the best logit."""
     draft_noise: ClassVar[DraftNoise] = DraftNoise.COUPLED
 
     @abc.abstractmethod

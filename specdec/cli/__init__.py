@@ -5,6 +5,8 @@ The only part of specdec that prints and that configures logging. Output goes to
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from specdec._version import __version__
@@ -15,6 +17,10 @@ from specdec.cli.check import check
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.plugins import plugins
+
+# Read by OpenMP when torch is first imported. Idle threads spin for some milliseconds by default, which takes the cores
+# from the threads that work as soon as anything else runs on the machine; this is some ten microseconds.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 @click.group(cls=output.Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -50,6 +50,7 @@ def check(
 
     how: dict[str, Any] = {"seed": seed, "effort": effort, "only": only or None, "contract": contract or CONTRACT}
     options = _options(overrides)
+    how["replay"] = " ".join(["specdec check", name, *(f"-s {text}" for text in overrides), f"--seed {seed}"])
     with output.status(f"checking {name}"):
         report = check_plugin(name, options=options, **how)
     if as_json:

@@ -1,9 +1,11 @@
-"""The pytest plugin of the kit: a header that says what runs, ``--specdec-contract`` and ``--specdec-seed``.
+"""The pytest plugin of the kit: a line that says what runs, ``--specdec-contract`` and ``--specdec-seed``.
 
 Registered by the entry point ``specdec`` in the group ``pytest11``; the checks do not need it.
 """
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -28,8 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     contract, seed = config.getoption("--specdec-contract"), config.getoption("--specdec-seed")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """One line: contract, seed, and which backends this machine runs."""
+def pytest_report_collectionfinish() -> str | list[str]:
+    """One line: contract, seed, and which backends this machine runs. None in a run that does not use the kit."""
+    if "specdec.testing.registry" not in sys.modules:  # installed is not used: other people's runs stay as they are
+        return []
     from specdec.plugins import Kind, registry
     from specdec.testing.registry import CONTRACT
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from tools.train_demo.data import HELD_OUT_SHARE, HELD_OUT_SHARE_OF_ARTICLES, MIXTURE
 from tools.train_demo.export import load_model
@@ -34,12 +35,12 @@ pipeline_tag: text-generation
 ---
 # specdec demonstration model
 
-A {parameters:.2f} million parameter language model of the Qwen3.5 text architecture **with its MTP head** (one gated
-attention layer that drafts the token after next, and the tokens after that when it is fed its own output). It exists
+A language model of {parameters:.2f} million parameters in the Qwen3.5 text architecture **with its MTP head** (one
+gated attention layer that drafts the token after next, and those after that when fed its own output). It exists
 so that speculative decoding with a recurrent target can be tried and tested on any machine, without a download.
 
-**It writes locally plausible text, not sense.** It knows no facts, its sums and its code are mostly wrong, and it must
-not be used for anything but exercising software.
+**It writes locally plausible text, not sense.** Nothing in its answers can be relied on: no fact, no
+sum, no code. It is for exercising software and for nothing else.
 
 ## Shape
 
@@ -84,6 +85,8 @@ true tokens as the only target (position 1: a quarter of the windows).
 |---|---|---|---|
 {loss_rows}
 
+The head phase aims at the trunk's distribution, not at the true tokens, so its last row need not fall.
+
 ![loss](loss.png)
 
 ## Acceptance
@@ -95,7 +98,10 @@ pass*: tokens gained per pass of the trunk, drafting {depth} each time.
 
 {acceptance}
 The second table runs the same weights with one mistake at a time (means of the four classes, cumulative). Chaining
-begins after position 0, so a mistake in the chained hidden cannot show there.
+begins after position 0, so a mistake in the chained hidden cannot show there. Reading a hidden before its norm loses
+only the norm's gain per channel. Those gains spread by {norm_spread:.0%} (`norm`) and {mtp_norm_spread:.0%}
+(`mtp.norm`) of their mean, so how much the two mistakes show depends on this spread; where the table shows no
+difference, a test has to compare logits.
 
 ## Reproduce
 
@@ -111,6 +117,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def loss_row(title: str, record: dict[str, float], prefix: str) -> str:
     cells = (f"{record[prefix + k]:.3f}" if prefix + k in record else "" for k in ("main", "mtp0", "mtp1"))
     return f"| {title} | {' | '.join(cells)} |"
+
+
+def gain_spread(weight: Tensor) -> float:
+    """Standard deviation over mean of an offset norm's gains."""
+    gain = 1 + weight.detach()
+    return float(gain.std() / gain.mean())
 
 
 def write_card(export_dir: Path, work_dir: Path, acceptance: Path, note: str) -> None:
@@ -156,6 +168,8 @@ def write_card(export_dir: Path, work_dir: Path, acceptance: Path, note: str) ->
         prompts=measured["settings"]["prompts"],
         new_tokens=measured["settings"]["new_tokens"],
         depth=measured["settings"]["depth"],
+        norm_spread=gain_spread(model.model.norm.weight),
+        mtp_norm_spread=gain_spread(model.mtp.norm.weight),
         acceptance=acceptance.read_text(encoding="utf-8"),
     )
     (export_dir / "README.md").write_text(card, encoding="utf-8")

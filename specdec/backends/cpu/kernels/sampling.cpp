@@ -17,25 +17,35 @@ struct Key {
     uint32_t low, high;
 };
 
-// W counters at once, in plain loops that the compiler turns into vectors: words[4 * i + j] is word j of counter i.
-INLINE void philox(uint32_t block, uint32_t position, uint32_t purpose, Key key, uint32_t* words) {
-    uint32_t c0[W], c1[W], c2[W], c3[W];
+// The halves of 32 x 32 bit products, lane by lane.
+INLINE void multiply(vu a, uint32_t b, vu& high, vu& low) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+    const __m512i factor = _mm512_set1_epi32((int)b);
+    const __m512i even = _mm512_mul_epu32((__m512i)a, factor);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
+    high = (vu)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+    low = (vu)_mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+#else
     for (int i = 0; i < W; ++i) {
-        c0[i] = block + i;
-        c1[i] = position;
-        c2[i] = purpose;
-        c3[i] = 0;
+        const uint64_t product = (uint64_t)a[i] * b;
+        high[i] = (uint32_t)(product >> 32);
+        low[i] = (uint32_t)product;
     }
+#endif
+}
+
+// W counters at once: words[4 * i + j] is word j of counter i.
+INLINE void philox(uint32_t block, uint32_t position, uint32_t purpose, Key key, uint32_t* words) {
+    vu c0 = vu{} + block, c1 = vu{} + position, c2 = vu{} + purpose, c3 = {};
+    for (int i = 0; i < W; ++i) c0[i] += i;
     for (int round = 0; round < 10; ++round) {
-        for (int i = 0; i < W; ++i) {
-            const uint64_t left = (uint64_t)c0[i] * 0xD2511F53u, right = (uint64_t)c2[i] * 0xCD9E8D57u;
-            const uint32_t n0 = (uint32_t)(right >> 32) ^ c1[i] ^ key.low;
-            const uint32_t n2 = (uint32_t)(left >> 32) ^ c3[i] ^ key.high;
-            c0[i] = n0;
-            c1[i] = (uint32_t)right;
-            c2[i] = n2;
-            c3[i] = (uint32_t)left;
-        }
+        vu left_high, left_low, right_high, right_low;
+        multiply(c0, 0xD2511F53u, left_high, left_low);
+        multiply(c2, 0xCD9E8D57u, right_high, right_low);
+        c0 = right_high ^ c1 ^ key.low;
+        c2 = left_high ^ c3 ^ key.high;
+        c1 = right_low;
+        c3 = left_low;
         key.low += 0x9E3779B9u;
         key.high += 0xBB67AE85u;
     }
@@ -74,6 +84,22 @@ INLINE vf gumbel(vu words) {
     return -logarithm(spent);
 }
 
+// Never below the noise of the same words: -log1p(-w) >= w >= 2^e with e the binary exponent of w. The slack covers the
+// rounding of either side.
+INLINE vf gumbel_bound(vu words) {
+    const vf w = (__builtin_convertvector(words, vf) + 0.5f) * 2.3283064365386963e-10f;
+    const vi exponent = ((vi)w >> 23) - 127;
+    return fma(__builtin_convertvector(exponent, vf), splat(-0.69314718f), splat(0.01f));
+}
+
+INLINE bool any(vi mask) {
+    uint64_t parts[sizeof(vi) / 8];
+    std::memcpy(parts, &mask, sizeof mask);
+    uint64_t all = 0;
+    for (uint64_t part : parts) all |= part;
+    return all != 0;
+}
+
 int64_t noisy_argmax(const float* logits, int64_t n, float scale, Key key, uint32_t position, uint32_t purpose) {
     vf best = splat(-INFINITY);
     vi where = {}, wrong = {};
@@ -86,8 +112,11 @@ int64_t noisy_argmax(const float* logits, int64_t n, float scale, Key key, uint3
             const int64_t at = id + j * W;
             const int some = (int)(n - at < W ? n - at : W);
             const vf logit = some == W ? load(logits + at) : load(logits + at, some);
+            const vu drawn = load_as<vu>(words + j * W);
             wrong |= logit != logit;
-            vf score = fma(logit, splat(scale), gumbel(load_as<vu>(words + j * W)));
+            // most tokens cannot win whatever their exact noise is: their logarithms are never taken
+            if (!any(fma(logit, splat(scale), gumbel_bound(drawn)) >= best)) continue;
+            vf score = fma(logit, splat(scale), gumbel(drawn));
             if (some < W) score = select(lane < some, score, splat(-INFINITY));
             const vi better = score > best;
             best = select(better, score, best);
