@@ -18,10 +18,10 @@ from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import DecoderLayer, Mixer, MtpHead
+from specdec.models.dense import build_mlp, mlp_tensors
 from specdec.models.fields import Fields
 from specdec.models.mla import LatentShape, build_latent, latent_tensors
 from specdec.models.moe import MoeShape, build_moe, moe_tensors
-from specdec.models.qwen3 import build_mlp, mlp_tensors
 
 _MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
 

@@ -18,9 +18,9 @@ from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import Attention
 from specdec.models.deepseek_v3 import ExtraLayerConfig, build_frame, frame_tensors
+from specdec.models.dense import attention_tensors
 from specdec.models.fields import Fields
 from specdec.models.llama import projections
-from specdec.models.qwen3 import attention_tensors
 
 
 @attrs.frozen(kw_only=True)

@@ -10,14 +10,14 @@ from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, Ops, Rope
+from specdec.backends.ops import Ops, Rope
 from specdec.checkpoints import TensorSpec, Weights
 from specdec.contract import ModelSpec
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
-from specdec.models.decoder import Attention, DecoderLayer
+from specdec.models.decoder import Attention
+from specdec.models.dense import attention_tensors, build_dense, mlp_tensors
 from specdec.models.fields import Fields
-from specdec.models.qwen3 import attention_tensors, build_mlp, mlp_tensors
 
 
 @attrs.frozen(kw_only=True)
@@ -99,32 +99,14 @@ def tensors(config: LlamaConfig) -> dict[str, TensorSpec]:
 def build(config: LlamaConfig, weights: Weights, ops: Ops) -> DecoderModel:
     """The model over ``ops``; weights are taken tensor by tensor."""
 
-    def vector(name: str) -> Array:
-        return ops.vector(weights[name])
-
-    def layer(prefix: str) -> DecoderLayer:
-        attention = Attention(
+    def attention(prefix: str) -> Attention:
+        return Attention(
             ops=ops, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, eps=config.eps,
             rope=config.rope, gated=False, q_norm=None, k_norm=None, scale=config.scale,
             **projections(ops, weights, prefix, biased=config.biased),
         )  # fmt: skip
-        return DecoderLayer(
-            ops=ops, eps=config.eps, mixer=attention, mlp=build_mlp(ops, weights, prefix),
-            input_norm=vector(f"{prefix}input_layernorm.weight"),
-            post_norm=vector(f"{prefix}post_attention_layernorm.weight"),
-        )  # fmt: skip
 
-    embed = ops.weight(weights["embed_tokens.weight"])
-    return DecoderModel(
-        ops=ops,
-        eps=config.eps,
-        embed_tokens=embed,
-        layers=tuple(layer(f"layers.{i}.") for i in range(config.layers)),
-        norm=vector("norm.weight"),
-        lm_head=embed if config.tied else ops.weight(weights["lm_head.weight"]),
-        mtp=None,
-        mtp_lm_head=None,
-    )
+    return build_dense(config, weights, ops, attention)
 
 
 def projections(ops: Ops, weights: Weights, prefix: str, *, biased: bool) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import Attention, DecoderLayer, GatedDeltaNet, Mixer, Mlp, MtpHead
+from specdec.models.dense import attention_tensors, build_mlp, mlp_tensors
 from specdec.models.fields import Fields
-from specdec.models.qwen3 import attention_tensors, build_mlp, mlp_tensors
 
 FULL_ATTENTION_INTERVAL = 4
 
