@@ -77,5 +77,5 @@ def kernels(request: pytest.FixtureRequest) -> str:
     from tests import tiny
 
     if request.param not in tiny.kernels_available():
-        pytest.skip("the native kernels do not compile on this machine (specdec doctor says why)")
+        pytest.skip("the native kernels do not compile on this machine")
     return str(request.param)

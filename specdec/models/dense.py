@@ -53,11 +53,38 @@ class DenseConfig(Protocol):
     """What the frame needs of a family's config."""
 
     @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
     def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
     @property
     def eps(self) -> float: ...
     @property
     def tied(self) -> bool: ...
+
+
+def dense_tensors(config: DenseConfig, *, normed: bool = True, biased: bool = False) -> dict[str, TensorSpec]:
+    """Every tensor of a plain dense decoder, by canonical name; ``normed`` and ``biased`` are about q, k and v."""
+    c, hidden = config, config.hidden_size
+    expected = {"embed_tokens.weight": TensorSpec((c.vocab_size, hidden)), "norm.weight": TensorSpec((hidden,))}
+    if not c.tied:
+        expected["lm_head.weight"] = TensorSpec((c.vocab_size, hidden))
+    for i in range(c.layers):
+        prefix = f"layers.{i}."
+        expected[f"{prefix}input_layernorm.weight"] = TensorSpec((hidden,))
+        expected[f"{prefix}post_attention_layernorm.weight"] = TensorSpec((hidden,))
+        expected |= attention_tensors(prefix, hidden, c.heads, c.kv_heads, c.head_dim, normed=normed, biased=biased)
+        expected |= mlp_tensors(prefix, hidden, c.intermediate_size)
+    return expected
 
 
 def build_dense(config: DenseConfig, weights: Weights, ops: Ops, attention: Callable[[str], Attention]) -> DecoderModel:

@@ -16,7 +16,7 @@ from specdec.contract import ModelSpec
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
 from specdec.models.decoder import Attention
-from specdec.models.dense import attention_tensors, build_dense, mlp_tensors
+from specdec.models.dense import build_dense, dense_tensors
 from specdec.models.fields import Fields
 
 
@@ -83,17 +83,7 @@ class LlamaConfig:
 
 def tensors(config: LlamaConfig) -> dict[str, TensorSpec]:
     """Every tensor that the checkpoint must have, by canonical name."""
-    c, hidden = config, config.hidden_size
-    expected = {"embed_tokens.weight": TensorSpec((c.vocab_size, hidden)), "norm.weight": TensorSpec((hidden,))}
-    if not c.tied:
-        expected["lm_head.weight"] = TensorSpec((c.vocab_size, hidden))
-    for i in range(c.layers):
-        prefix = f"layers.{i}."
-        expected[f"{prefix}input_layernorm.weight"] = TensorSpec((hidden,))
-        expected[f"{prefix}post_attention_layernorm.weight"] = TensorSpec((hidden,))
-        expected |= attention_tensors(prefix, hidden, c.heads, c.kv_heads, c.head_dim, normed=False, biased=c.biased)
-        expected |= mlp_tensors(prefix, hidden, c.intermediate_size)
-    return expected
+    return dense_tensors(config, normed=False, biased=config.biased)
 
 
 def build(config: LlamaConfig, weights: Weights, ops: Ops) -> DecoderModel:
