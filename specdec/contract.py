@@ -94,6 +94,15 @@ class Logits(abc.ABC):
     def gather(self, tokens: Sequence[int]) -> list[float]:
         """The logit of ``tokens[t]`` in row t, for the first ``len(tokens)`` rows."""
 
+    def logsumexp(self) -> list[float]:
+        """``log(sum_v exp(logits[t, v]))`` of every row: with the best logit, the probability of the best token."""
+        import numpy as np
+
+        rows = self.rows().astype(np.float64)
+        best = rows.max(axis=1, keepdims=True)
+        sums: list[float] = (best[:, 0] + np.log(np.exp(rows - best).sum(axis=1))).tolist()
+        return sums
+
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
         """``argmax_v(scale * logits[row, v] + G(seed, position, v))`` on the device, where the backend can.
 
@@ -120,6 +129,19 @@ class Hidden(abc.ABC):
     @abc.abstractmethod
     def join(self, others: Sequence[Hidden]) -> Hidden:
         """These rows followed by those of ``others``."""
+
+
+class DraftHead(abc.ABC):
+    """An output head cut to a draft vocabulary: opaque, but for the ids. Made by ``ForwardPass.draft_head``."""
+
+    @property
+    @abc.abstractmethod
+    def tokens(self) -> Sequence[int]:
+        """The token ids that can be drafted, ascending."""
+
+    @abc.abstractmethod
+    def extended(self, tokens: Sequence[int]) -> DraftHead:
+        """A head with these ids too; the rows that it has already are shared, not copied."""
 
 
 @attrs.frozen
@@ -214,14 +236,27 @@ class ForwardPass(abc.ABC):
         """
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
-    ) -> ForwardOutput:
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        head: DraftHead | None = None,
+    ) -> ForwardOutput:  # fmt: skip
         """One MTP pass over pairs; logits of the **last** row only, hidden states (after ``mtp.norm``) of all rows.
 
         ``provisional=False``: the pairs are true ones; they replace provisional entries and stay.
         ``provisional=True``: a chained step; the entries go with the next true pair.
+        ``head``: compute the logits of its ids only. They are still addressed by token id; every other id has -inf.
+        A caller passes only heads that ``draft_head`` of this object made, so a pass without them may leave it out.
         """
         raise no_mtp_head(self.info)
+
+    def draft_head(self, tokens: Sequence[int]) -> DraftHead:
+        """The head that ``decode_mtp`` drafts with, cut to ``tokens``: its rows, gathered once into their own memory.
+
+        Source: Zhao et al. 2025, "FR-Spec", arXiv:2502.14856, section 3.
+        Raises: UnsupportedError where a pass offers none; PromptError for ids outside the vocabulary.
+        """
+        raise UnsupportedError(
+            f"this {self.info.family} target offers no pruned draft head", try_="the drafter without a draft vocabulary"
+        )
 
     @abc.abstractmethod
     def rewind(self, state: State, length: int) -> int:
@@ -240,6 +275,14 @@ class ForwardPass(abc.ABC):
     @abc.abstractmethod
     def restore(self, snapshot: Snapshot) -> State:
         """A new state equal, bit for bit, to the one that ``snapshot`` was taken from."""
+
+
+@attrs.frozen
+class DrafterSnapshot:
+    """Saved state of a drafter: named arrays, and plain metadata that tells what they belong to."""
+
+    arrays: Mapping[str, Any]
+    meta: Mapping[str, int | str] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -432,6 +475,17 @@ class Drafter(abc.ABC):
         A drafter built later over the restored state, after seeing the same tokens, must propose the same drafts.
         """
 
+    def snapshot(self) -> DrafterSnapshot | None:
+        """A copy of state of the drafter's own that is costly to build again, after ``settle``; None where there is none.
+
+        It comes back as ``DrafterEnv.saved`` when a session is forked or loaded. A drafter must also work without it.
+        """
+        return None
+
+    def report(self) -> Mapping[str, Any]:
+        """What a result should tell about this drafter (``stats.draft``): plain JSON data, counted since it was built."""
+        return {}
+
 
 class Verifier(abc.ABC):
     """Decides how much of a draft survives. Stateless and pure: randomness and history are arguments."""
@@ -520,22 +574,48 @@ class NoConfig:
 
 @attrs.frozen(kw_only=True)
 class DrafterEnv:
-    """What a drafter is built with: the target, this sequence's state, and what ``prepare`` returned."""
+    """What a drafter is built with: the target, this sequence's state, and what ``prepare`` returned.
+
+    ``saved`` is what ``Drafter.snapshot`` of a drafter of the same name gave, when a session was forked or loaded.
+    """
 
     target: ForwardPass
     state: State
     shared: Any = None
+    saved: DrafterSnapshot | None = None
+
+
+@attrs.frozen(kw_only=True)
+class PrepareEnv:
+    """What ``prepare`` of a drafter or a depth policy may use, once per pipeline.
+
+    Attributes:
+        target: the loaded target.
+        tokenizer: its tokenizer (``specdec.text.Tokenizer``); None where a target comes without one.
+        load: loads a second model, ``TargetConfig -> (ForwardPass, tokenizer)``; its notices join the target's.
+        costs: measures what a pass and a draft cost here, ``() -> specdec.costs.CostTable``; only for a depth policy.
+        notices: sentences that the user should read; append to it.
+    """
+
+    target: ForwardPass
+    tokenizer: Any = None
+    load: Callable[[Any], tuple[ForwardPass, Any]] | None = None
+    costs: Callable[[], Any] | None = None
+    notices: list[str] = attrs.field(factory=list)
 
 
 @attrs.frozen(kw_only=True)
 class DrafterSpec:
-    """``factory(config, env)`` makes one drafter per sequence; ``prepare(config, target)`` runs once per pipeline."""
+    """``factory(config, env)`` makes one drafter per sequence; ``prepare(config, env)`` runs once per pipeline.
+
+    ``prepare`` gets a ``PrepareEnv``; what it returns is every drafter's ``env.shared``.
+    """
 
     name: str
     factory: Callable[[Any, DrafterEnv], Drafter]
     config: type = NoConfig
     needs: frozenset[Need] = frozenset()
-    prepare: Callable[[Any, ForwardPass], Any] | None = None
+    prepare: Callable[[Any, PrepareEnv], Any] | None = None
     help: str = ""
 
 
@@ -571,11 +651,15 @@ class ProcessorEnv:
 
 @attrs.frozen(kw_only=True)
 class DepthPolicySpec:
-    """``factory(config)`` makes one policy per sequence."""
+    """``factory(config)`` makes one policy per generation, or ``factory(config, shared)`` where there is a ``prepare``.
+
+    ``prepare(config, env)`` runs once per pipeline, when the drafter is ready.
+    """
 
     name: str
-    factory: Callable[[Any], DepthPolicy]
+    factory: Callable[..., DepthPolicy]
     config: type = NoConfig
+    prepare: Callable[[Any, PrepareEnv], Any] | None = None
     help: str = ""
 
 

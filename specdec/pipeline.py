@@ -10,7 +10,7 @@ import structlog
 
 from specdec.backends import Backend
 from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, fingerprint, locate, text_config
-from specdec.config import Choice, RunConfig, structure_choice
+from specdec.config import Choice, RunConfig, TargetConfig, structure_choice
 from specdec.contract import (
     DepthPolicySpec,
     DrafterSpec,
@@ -19,8 +19,10 @@ from specdec.contract import (
     ModelSpec,
     Need,
     Parity,
+    PrepareEnv,
     Verifier,
 )
+from specdec.costs import measure_costs
 from specdec.errors import CheckpointError, PluginError, PromptError, SpecdecError, UnsupportedError
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
@@ -54,6 +56,7 @@ class LanguageModel:
         verifier: Verifier,
         depth_spec: DepthPolicySpec,
         depth_config: Any,
+        depth_shared: Any = None,
         notices: Sequence[str],
     ) -> None:
         self.config = config
@@ -65,6 +68,7 @@ class LanguageModel:
         self.verifier = verifier
         self.depth_spec = depth_spec
         self.depth_config = depth_config
+        self.depth_shared = depth_shared
         self.notices = list(notices)
 
     @property
@@ -137,9 +141,17 @@ def build(config: RunConfig) -> LanguageModel:
     drafter_spec = named_drafter or registry().drafter("mtp" if info.mtp_layers else "ngram", asked_by="drafter = auto")
     _check_needs(drafter_spec, info)
     drafter_config: Any = structure_choice(config.drafter, drafter_spec.config, "drafter")
+    notices = list(loaded.notices)
+
+    def load_second(asked: TargetConfig) -> tuple[ForwardPass, Tokenizer]:
+        second = load_target(attrs.evolve(config, target=asked))
+        notices.extend(f"{asked.model}: {notice}" for notice in second.notices)
+        return second.target, second.tokenizer
+
+    env = PrepareEnv(target=loaded.target, tokenizer=loaded.tokenizer, load=load_second, notices=notices)
     prepare, shared = drafter_spec.prepare, None
     if prepare is not None:
-        shared = _constructed("drafter", drafter_spec.name, lambda: prepare(drafter_config, loaded.target))
+        shared = _constructed("drafter", drafter_spec.name, lambda: prepare(drafter_config, env))
     lm = LanguageModel(
         config=config,
         target=loaded.target,
@@ -150,10 +162,14 @@ def build(config: RunConfig) -> LanguageModel:
         verifier=verifier,
         depth_spec=depth_spec,
         depth_config=depth_config,
-        notices=loaded.notices,
+        notices=notices,
     )
     lm.session()  # a drafter or policy that cannot start should say so now
-    registry().make_depth_policy(depth_spec, depth_config)
+    prepare = depth_spec.prepare
+    if prepare is not None:
+        priced = attrs.evolve(env, costs=lambda: measure_costs(lm), notices=lm.notices)
+        lm.depth_shared = _constructed("depth policy", depth_spec.name, lambda: prepare(depth_config, priced))
+    registry().make_depth_policy(depth_spec, depth_config, lm.depth_shared)
     return lm
 
 

@@ -333,9 +333,10 @@ class Registry:
         made: Verifier = self._make(Kind.VERIFIER, spec, Verifier, lambda: spec.factory(config))
         return made
 
-    def make_depth_policy(self, spec: DepthPolicySpec, config: Any) -> DepthPolicy:
-        """A depth policy for one sequence; errors as for ``make_drafter``."""
-        made: DepthPolicy = self._make(Kind.DEPTH_POLICY, spec, DepthPolicy, lambda: spec.factory(config))
+    def make_depth_policy(self, spec: DepthPolicySpec, config: Any, shared: Any = None) -> DepthPolicy:
+        """A depth policy for one generation; errors as for ``make_drafter``. ``shared`` is what ``prepare`` returned."""
+        arguments = (config,) if spec.prepare is None else (config, shared)
+        made: DepthPolicy = self._make(Kind.DEPTH_POLICY, spec, DepthPolicy, lambda: spec.factory(*arguments))
         return made
 
     def make_processor(self, spec: ProcessorSpec, config: Any, env: ProcessorEnv) -> LogitsProcessor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from specdec import engine
-from specdec.contract import Context, DrafterEnv, Snapshot, State, Stats
+from specdec.contract import Context, DrafterEnv, DrafterSnapshot, Snapshot, State, Stats
 from specdec.errors import PromptError, SessionFileError, StateError
 from specdec.generation import make_sampling, override_generation
 from specdec.plugins import notify_cycle, registry
@@ -49,10 +49,10 @@ class Session:
         self.stats = Stats()
         self.extra: dict[str, Any] = {}
 
-    def _new_sequence(self, state: State | None = None) -> engine.Sequence:
+    def _new_sequence(self, state: State | None = None, saved: DrafterSnapshot | None = None) -> engine.Sequence:
         lm = self._lm
         state = state if state is not None else lm.target.new_state(lm.capacity)
-        env = DrafterEnv(target=lm.target, state=state, shared=lm.drafter_shared)
+        env = DrafterEnv(target=lm.target, state=state, shared=lm.drafter_shared, saved=saved)
         return engine.Sequence(
             target=lm.target,
             state=state,
@@ -132,7 +132,7 @@ class Session:
         self._must_be_idle()
         other = Session(self._lm)
         state = self._lm.target.restore(attrs.evolve(self._snapshot(), capacity=self._lm.capacity))
-        other._adopt(list(self._tokens), state, self._sequence.context.cycle)
+        other._adopt(list(self._tokens), state, self._sequence.context.cycle, self._drafter_snapshot())
         other.stats = copy.deepcopy(self.stats)
         other.extra = copy.deepcopy(self.extra)
         return other
@@ -149,6 +149,8 @@ class Session:
             cycle=self._sequence.context.cycle,
             stats=self.stats,
             snapshot=snapshot,
+            drafter=self._lm.drafter_spec.name,
+            drafter_snapshot=self._drafter_snapshot(),
             extra=self.extra,
         )
         write_session(Path(path), saved, self._lm.info)
@@ -167,7 +169,8 @@ class Session:
             raise SessionFileError(
                 f"the saved state does not fit this model: {type(error).__name__}: {error}", file=path
             ) from error
-        self._adopt(list(saved.tokens), state, saved.cycle)
+        ours = saved.drafter == self._lm.drafter_spec.name  # another one builds its own state again
+        self._adopt(list(saved.tokens), state, saved.cycle, saved.drafter_snapshot if ours else None)
         self.stats, self.extra = saved.stats, saved.extra
 
     def _snapshot(self) -> Snapshot:
@@ -177,18 +180,25 @@ class Session:
             self._guarded("settle", lambda: sequence.drafter.settle(sequence.context))
         return sequence.target.snapshot(sequence.state)
 
+    def _drafter_snapshot(self) -> DrafterSnapshot | None:
+        """The drafter's own state, after ``_snapshot`` has settled it."""
+        kept: list[DrafterSnapshot | None] = []
+        if self._sequence.speculating:
+            self._guarded("snapshot", lambda: kept.append(self._sequence.drafter.snapshot()))
+        return kept[0] if kept else None
+
     def _guarded(self, moment: str, call: Callable[[], None]) -> None:
         """Run a drafter's method between generations; the next one tells the reason of a failure."""
         stats = RunStats()
         engine.guarded(self._sequence, stats, moment, call)
         self._failure = self._failure or stats.inactive_reason
 
-    def _adopt(self, tokens: list[int], state: State, cycle: int) -> None:
+    def _adopt(self, tokens: list[int], state: State, cycle: int, saved: DrafterSnapshot | None = None) -> None:
         """Take over a restored state and the tokens it belongs to; a new drafter starts from that state."""
         previous = self._tokens
         self._tokens = tokens
         try:
-            sequence = self._new_sequence(state)
+            sequence = self._new_sequence(state, saved)
         except BaseException:
             self._tokens = previous
             raise
@@ -240,12 +250,17 @@ class Session:
             self._sequence.context.cycle = cycle
             self._failure = ""
 
-    def _prefill(self, stats: RunStats, stream: Stream) -> None:
-        """Run every token but the last through the target and the drafter."""
+    @property
+    def sequence(self) -> engine.Sequence:
+        """What the engine works on: for tools that run single cycles themselves."""
+        return self._sequence
+
+    def prefill(self, stats: RunStats, stopping: Callable[[], bool] = lambda: False) -> None:
+        """Run every token but the last through the target and the drafter, unless ``stopping()`` says to end early."""
         sequence, tokens = self._sequence, self._tokens
         started = perf_counter()
         end = len(tokens) - 1
-        while sequence.state.length < end and not stream.stopping:
+        while sequence.state.length < end and not stopping():
             at = sequence.state.length
             chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
             if at + len(chunk) == end and len(chunk) > 2 * PREFILL_TAIL:
@@ -325,8 +340,8 @@ class Stream:
         sequence.context.sampling = self._sampling
         sequence.context.generated_from = self._prompt_tokens
         sequence.logprobs = []
-        policy = registry().make_depth_policy(lm.depth_spec, lm.depth_config)
-        session._prefill(stats, self)
+        policy = registry().make_depth_policy(lm.depth_spec, lm.depth_config, lm.depth_shared)
+        session.prefill(stats, lambda: self.stopping)
         asked = 0
         while self._reason is None:
             produced = len(session._tokens) - self._prompt_tokens
@@ -378,7 +393,10 @@ class Stream:
 
     def _finish(self, deepest: int, reason: str) -> Result:
         lm, stats = self._lm, self._stats
-        if not self._session._sequence.speculating:
+        sequence = self._session._sequence
+        if sequence.speculating:
+            engine.guarded(sequence, stats, "report", lambda: stats.draft.update(sequence.drafter.report()))
+        if not sequence.speculating:
             self._session._failure = stats.inactive_reason
         if not stats.offered and not stats.inactive_reason and stats.cycles:
             if lm.drafter_spec.name == "none":

@@ -18,7 +18,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from specdec.contract import ModelInfo, Snapshot, Stats
+from specdec.contract import DrafterSnapshot, ModelInfo, Snapshot, Stats
 from specdec.errors import SessionFileError
 
 FORMAT = 1
@@ -34,6 +34,8 @@ class SavedSession:
     cycle: int
     stats: Stats
     snapshot: Snapshot
+    drafter: str = ""  # the name of the drafter that ``drafter_snapshot`` belongs to
+    drafter_snapshot: DrafterSnapshot | None = None
     extra: dict[str, Any] = attrs.field(factory=dict)  # ``Session.extra``
 
 
@@ -50,7 +52,12 @@ def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
         "arrays": sorted(saved.snapshot.arrays),
         "extra": saved.extra,
     }
+    own = saved.drafter_snapshot
+    if own is not None:
+        described["drafter"] = {"name": saved.drafter, "meta": dict(own.meta), "arrays": sorted(own.arrays)}
     tensors = {f"state.{name}": torch.as_tensor(array) for name, array in saved.snapshot.arrays.items()}
+    if own is not None:
+        tensors |= {f"drafter.{name}": torch.as_tensor(array) for name, array in own.arrays.items()}
     tensors[_TOKENS] = torch.tensor(saved.tokens, dtype=torch.int64)
     temporary = ""
     try:
@@ -120,11 +127,18 @@ def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     tokens = tensors[_TOKENS]
     if tokens.dtype != torch.int64 or tokens.dim() != 1:
         raise ValueError(f"the tokens are {tokens.dtype} of {tokens.dim()} dimensions")
+    drafter, own = "", None
+    if (held := described.get("drafter")) is not None:
+        drafter = str(held["name"])
+        meta = {name: value if isinstance(value, str) else int(value) for name, value in held["meta"].items()}
+        own = DrafterSnapshot({name: tensors[f"drafter.{name}"] for name in held["arrays"]}, meta)
     return SavedSession(
         tokens=tuple(tokens.tolist()),
         cycle=int(described["cycle"]),
         stats=stats,
         snapshot=snapshot,
+        drafter=drafter,
+        drafter_snapshot=own,
         extra=dict(described.get("extra", {})),
     )
 

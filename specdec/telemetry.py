@@ -29,6 +29,7 @@ class RunStats(Stats):
     drafter: str = "none"
     inactive_reason: str = ""  # why there was no speculation, where the cause is known
     faults: dict[str, int] = attrs.field(factory=dict)  # what was wrong with drafts, and how often
+    draft: dict[str, Any] = attrs.field(factory=dict)  # ``Drafter.report()`` at the end
 
     def add(self, cycle: CycleRecord, deviation: Deviation) -> None:
         """Count one cycle."""
@@ -76,6 +77,7 @@ class RunStats(Stats):
             "depth": {str(depth): count for depth, count in sorted(self.depth.items())},
             "speculation": self.speculation(),
             "faults": dict(self.faults),
+            "draft": dict(self.draft),
         }
 
 

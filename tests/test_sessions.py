@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import specdec
-from specdec.contract import Drafter, DrafterSpec
+from specdec.contract import Drafter, DrafterSpec, PrepareEnv
 from specdec.errors import PromptError, SessionFileError, StateError
 from specdec.plugins import registry
 from specdec.session import PREFILL_TAIL
@@ -39,7 +39,7 @@ def variant(lm: Any, drafter: str = "none", depth: int = 2, verifier: str = "str
     other.drafter_spec = found.drafter(drafter)
     other.drafter_config = other.drafter_spec.config()
     prepare = other.drafter_spec.prepare
-    other.drafter_shared = prepare(other.drafter_config, lm.target) if prepare else None
+    other.drafter_shared = prepare(other.drafter_config, PrepareEnv(target=lm.target)) if prepare else None
     other.depth_spec = found.depth_policy("fixed")
     other.depth_config = other.depth_spec.config(depth=depth)
     spec = found.verifier(verifier)

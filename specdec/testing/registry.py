@@ -28,6 +28,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSpec,
     ForwardPass,
+    PrepareEnv,
     Need,
     NoConfig,
     Verifier,
@@ -149,7 +150,11 @@ def _as_drafter(given: Any, config: Any) -> DrafterSubject:
         return DrafterSubject(
             make=lambda env: spec.factory(options, env),
             needs=spec.needs,
-            prepare=(lambda target: None) if prepare is None else (lambda target: prepare(options, target)),
+            prepare=(
+                (lambda target: None)
+                if prepare is None
+                else (lambda target: prepare(options, PrepareEnv(target=target)))
+            ),
         )
     wants_env = bool(_parameters(given))
     needs = getattr(given, "needs", None)

@@ -13,14 +13,14 @@ from specdec.errors import ConfigError
 from specdec_suffix.automaton import SuffixAutomaton
 
 if TYPE_CHECKING:
-    from specdec import ForwardPass
+    from specdec import PrepareEnv
 
     from specdec_suffix.drafter import SuffixConfig
 
 SEPARATOR = -1  # between documents: no context contains it, so no match and no draft runs across
 
 
-def load_corpus(config: SuffixConfig, target: ForwardPass) -> SuffixAutomaton | None:
+def load_corpus(config: SuffixConfig, env: PrepareEnv) -> SuffixAutomaton | None:
     """The automaton of ``config.corpus``, shared by all sequences and never changed; None without a corpus.
 
     Raises: ConfigError when the file cannot be read or has token ids outside the target's vocabulary.
@@ -37,9 +37,9 @@ def load_corpus(config: SuffixConfig, target: ForwardPass) -> SuffixAutomaton | 
     automaton = SuffixAutomaton(config.min_match, config.max_match, undo=False)
     for document in documents:
         for token in document:
-            if not 0 <= token < target.info.vocab_size:
+            if not 0 <= token < env.target.info.vocab_size:
                 raise ConfigError(
-                    f"the corpus {str(path)!r} has token id {token}, outside 0 to {target.info.vocab_size - 1}",
+                    f"the corpus {str(path)!r} has token id {token}, outside 0 to {env.target.info.vocab_size - 1}",
                     try_="token ids of the target's own tokenizer",
                 )
         automaton.extend(document)
