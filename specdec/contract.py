@@ -476,14 +476,14 @@ class Drafter(abc.ABC):
         """
 
     def snapshot(self) -> DrafterSnapshot | None:
-        """A copy of state of the drafter's own that is costly to build again, after ``settle``; None where there is none.
+        """A copy of the drafter's own state that is costly to build again, after ``settle``; None where there is none.
 
         It comes back as ``DrafterEnv.saved`` when a session is forked or loaded. A drafter must also work without it.
         """
         return None
 
     def report(self) -> Mapping[str, Any]:
-        """What a result should tell about this drafter (``stats.draft``): plain JSON data, counted since it was built."""
+        """What a result should tell about this drafter (``stats.draft``): plain JSON data since it was built."""
         return {}
 
 

@@ -334,7 +334,7 @@ class Registry:
         return made
 
     def make_depth_policy(self, spec: DepthPolicySpec, config: Any, shared: Any = None) -> DepthPolicy:
-        """A depth policy for one generation; errors as for ``make_drafter``. ``shared`` is what ``prepare`` returned."""
+        """A depth policy for one generation; errors as for ``make_drafter``. ``shared`` is what ``prepare`` gave."""
         arguments = (config,) if spec.prepare is None else (config, shared)
         made: DepthPolicy = self._make(Kind.DEPTH_POLICY, spec, DepthPolicy, lambda: spec.factory(*arguments))
         return made

@@ -28,9 +28,9 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSpec,
     ForwardPass,
-    PrepareEnv,
     Need,
     NoConfig,
+    PrepareEnv,
     Verifier,
     VerifierSpec,
 )
