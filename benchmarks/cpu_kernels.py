@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import time
 from collections.abc import Callable
 
@@ -45,7 +46,7 @@ class Case:
     moved: Callable[[int], int]
 
 
-def cases(ops: ReferenceOps) -> list[Case]:
+def cases(ops: NativeOps, plain: bool) -> list[Case]:
     dtype, size = ops.dtype, torch.tensor([], dtype=ops.dtype).element_size()
     inputs: dict[tuple[int, ...], Tensor] = {}
 
@@ -58,6 +59,9 @@ def cases(ops: ReferenceOps) -> list[Case]:
         weight_bytes = sum(features) * k * size
         copies = max(1, -(-ROTATE_BYTES // weight_bytes))
         weights = [[torch.empty(n, k, dtype=dtype).normal_(std=0.05) for n in features] for _ in range(copies)]
+        if not plain:
+            for weight in itertools.chain(*weights):
+                ops.pack(weight)
         return Case(name, lambda n, copy: run(rows(n, k), weights[copy]), copies, lambda n: weight_bytes)
 
     value = DELTA.value_heads * DELTA.value_dim
@@ -154,13 +158,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", default="", help="beginnings of the names of cases, separated by commas")
+    parser.add_argument("--plain", action="store_true", help="read the weights as a checkpoint holds them, unpacked")
     arguments = parser.parse_args()
     kernels = load_kernels()
     if isinstance(kernels, KernelsUnavailable):
         raise SystemExit(f"no native kernels: {kernels.reason}")
     ops = NativeOps(getattr(torch, arguments.dtype), kernels)
     wanted = tuple(arguments.only.split(","))
-    chosen = [case for case in cases(ops) if case.name.startswith(wanted)]
+    chosen = [case for case in cases(ops, arguments.plain) if case.name.startswith(wanted)]
     stream = kernels.function("stream_read", "pii", ctypes.c_double)
     buffer = torch.zeros(STREAM_BYTES // 8, dtype=torch.int64)
     best: dict[tuple[str, int], float] = {}

@@ -7,11 +7,14 @@ from typing import Any
 
 import attrs
 
-from specdec.checkpoints import Checkpoint, audit, locate, text_config
+from specdec.checkpoints import Checkpoint, audit, holds_weights, locate, read_json, text_config
 from specdec.config import Choice, RunConfig
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnknownNameError
 from specdec.pipeline import LanguageModel, build, family_of
-from specdec.report import CheckpointReport, describe
+from specdec.plugins import registry
+from specdec.report import CheckpointReport, describe, describe_config, describe_foreign
+
+TRANSFORMERS_PLUGIN = "specdec-transformers"  # runs models that no family reads
 
 
 def load(
@@ -32,7 +35,8 @@ def load(
         drafter: a name, or a mapping with ``name`` and the plugin's options. The default is the checkpoint's MTP head
             where it has one and "ngram" where not.
         verifier: likewise; the default is "strict".
-        depth: tokens to draft per cycle (policy "fixed"), or a policy like the two above.
+        depth: tokens to draft per cycle (policy "fixed"), or a policy like the two above. The default is "adaptive"
+            where the depth cannot change the output, else "fixed" with 2 tokens and a notice that says why.
         backend: "auto" or a backend's name.
         dtype: "auto", "bfloat16" or "float32".
 
@@ -61,10 +65,36 @@ def _choice(table: str, given: str | Mapping[str, Any]) -> Choice:
 
 
 def inspect_checkpoint(model: str = "demo", *, revision: str | None = None) -> CheckpointReport:
-    """What is in a checkpoint, without running it. Raises: CheckpointError when it is none."""
-    checkpoint = Checkpoint.open(locate(model, revision=revision))
+    """What is in a checkpoint, without running it.
+
+    A folder with ``config.json`` and no weights is described too, from the config alone. A model_type that no family
+    reads gives a report whose ``taken_by`` says what would run it.
+
+    Raises: CheckpointError when it is no checkpoint, or its config is one that its family refuses.
+    """
+    folder = locate(model, revision=revision)
+    if not holds_weights(folder):
+        whole = read_json(folder / "config.json")
+        model_config = text_config(whole)
+        spec = family_of(model_config, folder)
+        family = spec.parse(model_config)
+        return describe_config(str(folder), whole, spec, family, spec.tensors(family))
+    checkpoint = Checkpoint.open(folder)
     model_config = text_config(checkpoint.config)
-    spec = family_of(model_config, checkpoint)
+    try:
+        spec = family_of(model_config, folder)
+    except UnknownNameError:
+        return describe_foreign(checkpoint, _taken_by(checkpoint.config))
     family = spec.parse(model_config)
     expected = spec.tensors(family)
     return describe(checkpoint, spec, family, expected, audit(checkpoint, expected))
+
+
+def _taken_by(config: Mapping[str, Any]) -> str:
+    """Which plugin would run a checkpoint that no family reads."""
+    if config.get("is_encoder_decoder"):
+        return "nothing: it is an encoder-decoder model, and drafts are verified by decoders only"
+    installed = registry().has_distribution(TRANSFORMERS_PLUGIN)
+    return f"the plugin {TRANSFORMERS_PLUGIN}, if transformers has a causal language model for it" + (
+        " (installed)" if installed else f" (pip install {TRANSFORMERS_PLUGIN})"
+    )

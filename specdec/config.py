@@ -111,6 +111,7 @@ class TargetConfig:
     backend: str = attrs.field(default="auto", validator=_filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float32"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
+    decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))  # a folder
     source: str = attrs.field(default="", eq=False, repr=False)
 
 
@@ -143,7 +144,7 @@ class RunConfig:
     target: TargetConfig = attrs.field(factory=TargetConfig)
     drafter: Choice = attrs.field(factory=lambda: Choice("auto"))
     verifier: Choice = attrs.field(factory=lambda: Choice("strict"))
-    depth: Choice = attrs.field(factory=lambda: Choice("fixed", {"depth": 2}))
+    depth: Choice = attrs.field(factory=lambda: Choice("auto"))
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
 
     def to_dict(self) -> dict[str, Any]:
@@ -230,6 +231,8 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
         _put(top, override.path, override.value)
         sources[override.path] = override.source
     merged = _merge(_merge(_plugin_defaults(), data), top)
+    if ("depth", "depth") in sources and ("depth", "name") not in sources:
+        merged["depth"]["name"] = "fixed"  # a depth alone says which policy, as it does in specdec.load(depth=4)
     config: RunConfig = _structure(merged, RunConfig, (), lambda key: _source_of(key, sources))
     return _checked(_with_sources(config, sources))
 
@@ -330,14 +333,16 @@ def _with_sources(config: RunConfig, sources: Mapping[tuple[str, ...], str]) -> 
 
 
 def _checked(config: RunConfig) -> RunConfig:
-    if config.drafter.name == "auto" and config.drafter.options:
-        option = next(iter(config.drafter.options))
-        raise ConfigError(
-            f"drafter.{option} is the option of a drafter, and none is named: drafter.name is 'auto'."
-            f"{did_you_mean(option, ['name'])}",
-            asked_for_by=config.drafter.source or None,
-            **{"try": 'name the drafter it is for, such as drafter.name = "ngram"'},
-        )
+    for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
+        choice: Choice = getattr(config, table)
+        if choice.name == "auto" and choice.options:
+            option = next(iter(choice.options))
+            raise ConfigError(
+                f"{table}.{option} is the option of a {kind}, and none is named: {table}.name is 'auto'."
+                f"{did_you_mean(option, ['name', *(['depth'] if table == 'depth' else [])])}",
+                asked_for_by=choice.source or None,
+                **{"try": f'name the {kind} it is for, such as {table}.name = "{example}"'},
+            )
     return config
 
 

@@ -199,6 +199,8 @@ class ForwardPass(abc.ABC):
     """
 
     info: ModelInfo
+    notices: Sequence[str] = ()
+    """What a user should know about the load of another engine's model, one sentence each; results carry them."""
 
     @abc.abstractmethod
     def new_state(self, capacity: int) -> State:
@@ -593,14 +595,15 @@ class PrepareEnv:
         target: the loaded target.
         tokenizer: its tokenizer (``specdec.text.Tokenizer``); None where a target comes without one.
         load: loads a second model, ``TargetConfig -> (ForwardPass, tokenizer)``; its notices join the target's.
-        costs: measures what a pass and a draft cost here, ``() -> specdec.costs.CostTable``; only for a depth policy.
+        costs: what a pass and a draft cost here, ``(file=None) -> specdec.costs.CostTable``: the table in ``file``, or
+            the kept or newly measured one; only for a depth policy. Raises: UnsupportedError where there is none.
         notices: sentences that the user should read; append to it.
     """
 
     target: ForwardPass
     tokenizer: Any = None
     load: Callable[[Any], tuple[ForwardPass, Any]] | None = None
-    costs: Callable[[], Any] | None = None
+    costs: Callable[..., Any] | None = None
     notices: list[str] = attrs.field(factory=list)
 
 
@@ -653,7 +656,8 @@ class ProcessorEnv:
 class DepthPolicySpec:
     """``factory(config)`` makes one policy per generation, or ``factory(config, shared)`` where there is a ``prepare``.
 
-    ``prepare(config, env)`` runs once per pipeline, when the drafter is ready.
+    ``prepare(config, env)`` runs once per pipeline, when the drafter is ready. What it returns may carry knowledge from
+    one generation to the next; a policy reads it when it is made.
     """
 
     name: str

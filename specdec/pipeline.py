@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 import structlog
+import torch
 
 from specdec.backends import Backend
-from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, fingerprint, locate, text_config
+from specdec.checkpoints import (
+    Checkpoint,
+    TensorSpec,
+    Weights,
+    audit,
+    canonical_names,
+    fingerprint,
+    locate,
+    text_config,
+)
+from specdec.checkpoints.quantised import DecodedCache, formats_of
 from specdec.config import Choice, RunConfig, TargetConfig, structure_choice
 from specdec.contract import (
     DepthPolicySpec,
     DrafterSpec,
     ForwardPass,
+    Guarantee,
     ModelInfo,
     ModelSpec,
     Need,
@@ -22,7 +37,8 @@ from specdec.contract import (
     PrepareEnv,
     Verifier,
 )
-from specdec.costs import measure_costs
+from specdec.cost_file import costs_of
+from specdec.costs import CostTable
 from specdec.errors import CheckpointError, PluginError, PromptError, SpecdecError, UnsupportedError
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
@@ -32,6 +48,8 @@ from specdec.telemetry import Result
 from specdec.text import Tokenizer
 
 log = structlog.get_logger(__name__)
+
+FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
 
 class LanguageModel:
@@ -130,8 +148,7 @@ def build(config: RunConfig) -> LanguageModel:
     verifier_spec = registry().verifier(config.verifier.name, asked_by=_asked_by(config.verifier, "verifier"))
     verifier_config: Any = structure_choice(config.verifier, verifier_spec.config, "verifier")
     verifier = registry().make_verifier(verifier_spec, verifier_config)
-    depth_spec = registry().depth_policy(config.depth.name, asked_by=_asked_by(config.depth, "depth"))
-    depth_config: Any = structure_choice(config.depth, depth_spec.config, "depth")
+    depth_spec, depth_config = _depth_policy(FIXED_DEPTH if config.depth.name == "auto" else config.depth)
     named_drafter = None
     if config.drafter.name != "auto":  # a wrong name should not wait for gigabytes of weights
         named_drafter = registry().drafter(config.drafter.name, asked_by=_asked_by(config.drafter, "drafter"))
@@ -165,12 +182,43 @@ def build(config: RunConfig) -> LanguageModel:
         notices=notices,
     )
     lm.session()  # a drafter or policy that cannot start should say so now
-    prepare = depth_spec.prepare
+    costs = functools.cache(lambda file=None: costs_of(lm, lm.notices, file))
+    if config.depth.name == "auto" and _may_adapt(lm, costs):
+        lm.depth_spec, lm.depth_config = _depth_policy(ADAPTIVE_DEPTH)
+    prepare = lm.depth_spec.prepare
     if prepare is not None:
-        priced = attrs.evolve(env, costs=lambda: measure_costs(lm), notices=lm.notices)
-        lm.depth_shared = _constructed("depth policy", depth_spec.name, lambda: prepare(depth_config, priced))
-    registry().make_depth_policy(depth_spec, depth_config, lm.depth_shared)
+        priced = attrs.evolve(env, costs=costs, notices=lm.notices)
+        lm.depth_shared = _constructed("depth policy", lm.depth_spec.name, lambda: prepare(lm.depth_config, priced))
+    registry().make_depth_policy(lm.depth_spec, lm.depth_config, lm.depth_shared)
     return lm
+
+
+def _depth_policy(choice: Choice) -> tuple[DepthPolicySpec, Any]:
+    spec = registry().depth_policy(choice.name, asked_by=_asked_by(choice, "depth"))
+    return spec, structure_choice(choice, spec.config, "depth")
+
+
+def _may_adapt(lm: LanguageModel, costs: Callable[[], CostTable]) -> bool:
+    """Whether a depth that follows the clock leaves the output alone here, and has costs to start from.
+
+    Where not, the reason is a notice. Without a drafter nothing is said: every result says that there was none.
+    """
+    if lm.drafter_spec.name == "none":
+        return False
+    if lm.verifier.guarantee is not Guarantee.EXACT:
+        reason = f"with the verifier {lm.config.verifier.name!r} the output depends on the depth"
+    elif lm.info.parity is not Parity.BITWISE:
+        reason = f"with {lm.info.parity.value} parity the output may depend on the depth"
+    else:
+        try:
+            costs()
+        except UnsupportedError as error:
+            reason = str(error)
+        else:
+            return True
+    depth = FIXED_DEPTH.options["depth"]
+    lm.notices.append(f'depth.name = "auto" drafts {depth} tokens in every cycle: {reason}')
+    return False
 
 
 def load_target(config: RunConfig) -> LoadedTarget:
@@ -180,21 +228,20 @@ def load_target(config: RunConfig) -> LoadedTarget:
     folder = locate(asked.model, revision=asked.revision)
     tokenizer = Tokenizer.from_folder(folder)
     if foreign is not None:
-        return LoadedTarget(target=foreign, tokenizer=tokenizer, notices=())
+        return LoadedTarget(target=foreign, tokenizer=tokenizer, notices=tuple(foreign.notices))
+    if asked.backend != "auto":  # a wrong name is said before the model_type is: the backend may read it itself
+        registry().backend(asked.backend, asked_by="target.backend")
     with_notices: list[str] = []
     checkpoint = Checkpoint.open(folder)
     model_config = text_config(checkpoint.config)
-    spec = family_of(model_config, checkpoint)
+    spec = family_of(model_config, checkpoint.path)
     family = spec.parse(model_config)
-    names = canonical_names(checkpoint.names)
-    report = audit(checkpoint, spec.tensors(family))
-    report.raise_for_errors()
-    with_notices += report.notices
-
     backend = _backend(asked.backend)
     dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
+    decoded = torch.float32 if dtype == "float32" else torch.bfloat16
+    source = _audited(checkpoint, spec.tensors(family), asked.decoded_cache, decoded, with_notices)
     ops = backend.ops(dtype)
-    model: DecoderModel = spec.build(family, Weights(checkpoint, names), ops)
+    model: DecoderModel = spec.build(family, Weights(source, canonical_names(source.names), dtype=decoded), ops)
     info = ModelInfo(
         family=spec.name,
         vocab_size=family.vocab_size,
@@ -227,24 +274,48 @@ def load_target(config: RunConfig) -> LoadedTarget:
     return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(with_notices))
 
 
-def family_of(model_config: Mapping[str, Any], checkpoint: Checkpoint) -> ModelSpec:
+def _audited(
+    checkpoint: Checkpoint,
+    expected: Mapping[str, TensorSpec],
+    cache_folder: str | None,
+    dtype: torch.dtype,
+    notices: list[str],
+) -> Checkpoint:
+    """What the weights are taken from, audited: the checkpoint, or its decoded form in the cache that was asked for."""
+    cache, cached = None, None
+    if cache_folder is not None:
+        if any(found.quantised for found in formats_of(checkpoint).values()):
+            cache = DecodedCache(cache_folder, checkpoint, dtype)
+            cached, told = cache.find()
+            notices += told
+        else:
+            notices.append("target.decoded_cache is not used: the checkpoint has no quantised weights")
+    report = audit(checkpoint if cached is None else cached, expected)
+    report.raise_for_errors()
+    notices += report.notices
+    if cache is None or cached is not None:
+        return checkpoint if cached is None else cached
+    written = cache.write(report.notices)
+    notices.append(f"weights decoded into the cache {cache.path}")
+    return written
+
+
+def family_of(model_config: Mapping[str, Any], folder: Path) -> ModelSpec:
     """The family that reads this ``model_type``. Raises: CheckpointError when config.json has none."""
     model_type = model_config.get("model_type")
     if not isinstance(model_type, str):
-        raise CheckpointError("config.json has no 'model_type'", file=checkpoint.path / "config.json")
-    return registry().model(model_type, asked_by=str(checkpoint.path / "config.json"))
+        raise CheckpointError("config.json has no 'model_type'", file=folder / "config.json")
+    return registry().model(model_type, asked_by=str(folder / "config.json"))
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that most weights are stored in."""
+    """The dtype that most weights are stored in; quantised ones count as bfloat16, which they stand for."""
     sizes: dict[str, int] = {}
-    for name in checkpoint.names:
-        count = 1
-        for size in checkpoint.shape(name):
-            count *= size
-        dtype = str(checkpoint.dtype(name)).removeprefix("torch.")
-        sizes[dtype] = sizes.get(dtype, 0) + count
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    for found in formats_of(checkpoint).values():
+        if found.error is None:
+            dtype = "bfloat16" if found.quantised else str(checkpoint.dtype(found.tensors[0])).removeprefix("torch.")
+            sizes[dtype] = sizes.get(dtype, 0) + math.prod(found.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
 
 
 def _backend(name: str) -> Backend:

@@ -57,6 +57,8 @@ BUILT_INS = (
     "specdec.drafters.none",
     "specdec.drafters.ngram",
     "specdec.drafters.mtp",
+    "specdec.drafters.draft_model",
+    "specdec.drafters.first_of",
     "specdec.verifiers.strict",
     "specdec.verifiers.rejection",
     "specdec.verifiers.margin",
@@ -103,6 +105,13 @@ KINDS: Mapping[Kind, _KindInfo] = {
     Kind.BACKEND: _KindInfo("specdec_backends", BackendSpec, "target.backend", "backends"),
     Kind.MODEL: _KindInfo("specdec_models", ModelSpec, None, "models"),
 }
+
+
+PUBLISHED: Mapping[tuple[Kind, str | None], tuple[str, str]] = {
+    (Kind.BACKEND, "transformers"): ("specdec-transformers", "the plugin that brings 'transformers'"),
+    (Kind.MODEL, None): ("specdec-transformers", "which runs every causal language model of transformers"),
+}
+"""The plugin of ours to install for a name that nothing brings, and why; None stands for every name of the kind."""
 
 
 @attrs.frozen
@@ -313,13 +322,25 @@ class Registry:
         key = KINDS[kind].key
         match = nearest(name, known) or _suggested(kind, known)
         what = "reads model_type" if kind is Kind.MODEL else "is called"
+        remedy = f'set {key} = "{match}", or install the plugin that brings {name!r}' if key and match else None
         return UnknownNameError(
             f"no {kind.value} {what} {name!r}.{did_you_mean(name, [*known, *sorted(failed)])}",
             asked_for_by=asked_by,
             available=_listed(known),
             not_loaded="; ".join(map(str, broken)) or None,
-            **{"try": f'set {key} = "{match}", or install the plugin that brings {name!r}' if key and match else None},
+            **{"try": self._published(kind, name) or remedy},
         )
+
+    def _published(self, kind: Kind, name: str) -> str | None:
+        """What to install for ``name``, where a plugin that is not installed brings it."""
+        distribution, what = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
+        missing = bool(distribution) and not self.has_distribution(distribution)
+        return f"pip install {distribution}, {what}" if missing else None
+
+    def has_distribution(self, distribution: str) -> bool:
+        """Whether a plugin of this distribution is loaded."""
+        self.load()
+        return any(loaded.origin.distribution == distribution for loaded in self._plugins)
 
     # --- building what specs describe --------------------------------------------------------------------------------
 

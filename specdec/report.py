@@ -3,13 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
-from specdec.checkpoints import Audit, Checkpoint, TensorSpec, canonical_names
+from specdec.checkpoints import Audit, Checkpoint, TensorSpec
+from specdec.checkpoints.quantised import TensorFormat, formats_of
 from specdec.contract import ModelSpec
+
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$")
+_COPY = re.compile(r"(^mtp\.lm_head|\.shared_head\.head|^mtp\..*embed_tokens|^layers\..*embed_tokens)\.weight$")
+_MODULES = (  # in this order: the first that a name contains
+    ("embed_tokens", "embedding"),
+    ("lm_head", "head"),
+    ("shared_head.head", "head"),
+    (".self_attn.", "attention"),
+    (".linear_attn.", "linear attention"),
+    (".mlp.experts.", "experts"),
+    (".mlp.shared_expert", "shared expert"),
+    (".mlp.gate.", "router"),
+    (".mlp.", "MLP"),
+)
+
+
+@attrs.frozen(kw_only=True)
+class ModuleFormat:
+    """Weights of one kind of module that are stored in one format."""
+
+    module: str  # "attention", "experts", "mtp MLP", ...; "vectors" are norms, biases and the like
+    format: str  # "bf16", "fp8-block 128x128", "nvfp4", "int4 g128", ...
+    weights: int
+    parameters: int
+    stored_bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class StepBytes:
+    """Bytes that one pass of one row reads; of a routed block only the experts that a row chooses.
+
+    ``weights``: decoded to ``width`` bytes per parameter, which is how the CPU backend holds them. ``stored``: as the
+    files have them, which a backend reads that keeps weights packed; 0 where the files are not there.
+    """
+
+    width: int
+    weights: int
+    stored: int
+    state: int  # recurrent and convolution state: read, and written once more
+    per_context_token: int  # keys and values, for every token of the context
+    mtp_weights: int  # one draft step of the MTP head, the output head included; 0 without one
 
 
 @attrs.frozen(kw_only=True)
@@ -17,20 +61,24 @@ class CheckpointReport:
     """Facts read from the files; no weight is computed with."""
 
     path: str
-    family: str
+    family: str  # "" where no family reads the checkpoint
     model_type: str
-    config: dict[str, Any]  # the fields that the family reads
-    parameters: dict[str, int]  # by part: "embedding", "layers", "head", "mtp"
-    dtypes: dict[str, int]  # dtype -> parameters stored in it
-    mtp: str
-    tied: bool
-    missing: list[str]
-    unused: list[str]
-    misshaped: list[str]
-    problems: list[str]  # all-zero or non-finite tensors
-    size_bytes: int
-    state_bytes_per_token: int  # bfloat16 keys and values, the MTP head's included
-    fixed_state_bytes: int  # recurrent and convolution state, whatever the length
+    taken_by: str = ""  # for a checkpoint without a family: what would run it
+    config: dict[str, Any] = attrs.field(factory=dict)  # the fields that the family reads
+    weights_present: bool = True  # False: only config.json was there, and every count follows from it
+    parameters: dict[str, int] = attrs.field(factory=dict)  # by part: "embedding", "layers", "head", "mtp"
+    formats: list[ModuleFormat] = attrs.field(factory=list)
+    dtypes: dict[str, int] = attrs.field(factory=dict)  # dtype in the files -> elements stored in it
+    mtp: str = ""
+    tied: bool = False
+    missing: list[str] = attrs.field(factory=list)
+    unused: list[str] = attrs.field(factory=list)
+    misshaped: list[str] = attrs.field(factory=list)
+    problems: list[str] = attrs.field(factory=list)  # all-zero or non-finite tensors, formats that are not read
+    size_bytes: int = 0
+    decode_step: StepBytes | None = None
+    state_bytes_per_token: int = 0  # bfloat16 keys and values, the MTP head's included
+    fixed_state_bytes: int = 0  # recurrent and convolution state, whatever the length
 
     @property
     def total_parameters(self) -> int:
@@ -46,36 +94,145 @@ def describe(
     checkpoint: Checkpoint, spec: ModelSpec, family: Any, expected: Mapping[str, TensorSpec], found: Audit
 ) -> CheckpointReport:
     """Put a checkpoint's facts together."""
-    names = canonical_names(checkpoint.names)
-    parameters: dict[str, int] = {}
-    for name, tensor in expected.items():
-        if tensor.optional and name not in names:
-            continue
-        part = tensor.group if tensor.group != "model" else _part(name)
-        parameters[part] = parameters.get(part, 0) + math.prod(tensor.shape)
-    dtypes: dict[str, int] = {}
-    for original in checkpoint.names:
-        dtype = str(checkpoint.dtype(original)).removeprefix("torch.")
-        dtypes[dtype] = dtypes.get(dtype, 0) + math.prod(checkpoint.shape(original))
-    per_token, fixed = family.state_bytes(2)
-    return CheckpointReport(
-        path=str(checkpoint.path),
-        family=spec.name,
-        model_type=str(checkpoint.config.get("model_type")),
-        config=attrs.asdict(family),
-        parameters=parameters,
-        dtypes=dtypes,
-        mtp=_mtp(family, [name for name, tensor in expected.items() if tensor.group == "mtp" and name in names]),
-        tied=family.tied,
+    formats = formats_of(checkpoint)
+    present = {name: tensor for name, tensor in expected.items() if not tensor.optional or name in formats}
+    refused = {found.error: name for name, found in formats.items() if found.error is not None}
+    return attrs.evolve(
+        describe_config(str(checkpoint.path), checkpoint.config, spec, family, present),
+        weights_present=True,
+        formats=_by_module(formats, present),
+        dtypes=_dtypes(checkpoint),
+        mtp=_mtp(family, [name for name, tensor in present.items() if tensor.group == "mtp" and name in formats]),
         missing=list(found.missing),
         unused=list(found.unused),
         misshaped=[f"{name}: {got}, expected {wanted}" for name, got, wanted in found.misshaped],
         problems=[f"{name}: all zero" for name in found.all_zero]
-        + [f"{name}: not finite" for name in found.non_finite],
+        + [f"{name}: not finite" for name in found.non_finite]
+        + [f"{name}: {error}" for error, name in refused.items()],
         size_bytes=checkpoint.size_bytes,
+        decode_step=_step(family, present, formats),
+    )
+
+
+def describe_config(
+    path: str, config: Mapping[str, Any], spec: ModelSpec, family: Any, expected: Mapping[str, TensorSpec]
+) -> CheckpointReport:
+    """What ``config.json`` alone tells. Of two expert layouts in ``expected`` the fused one is counted."""
+    one = dict(_one_layout(expected))
+    parameters: dict[str, int] = {}
+    for name, tensor in one.items():
+        part = tensor.group if tensor.group != "model" else _part(name)
+        parameters[part] = parameters.get(part, 0) + math.prod(tensor.shape)
+    per_token, fixed = family.state_bytes(2)
+    return CheckpointReport(
+        path=path,
+        family=spec.name,
+        model_type=str(config.get("model_type")),
+        config=attrs.asdict(family),
+        weights_present=False,
+        parameters=parameters,
+        mtp=_mtp(family, [name for name, tensor in one.items() if tensor.group == "mtp"]),
+        tied=family.tied,
+        decode_step=_step(family, one, {}),
         state_bytes_per_token=per_token,
         fixed_state_bytes=fixed,
     )
+
+
+def describe_foreign(checkpoint: Checkpoint, taken_by: str) -> CheckpointReport:
+    """What can be told of a checkpoint that no family reads."""
+    return CheckpointReport(
+        path=str(checkpoint.path),
+        family="",
+        model_type=str(checkpoint.config.get("model_type")),
+        taken_by=taken_by,
+        formats=_by_module(formats_of(checkpoint), {}),
+        dtypes=_dtypes(checkpoint),
+        size_bytes=checkpoint.size_bytes,
+    )
+
+
+def _one_layout(expected: Mapping[str, TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
+    """Without the second layout of each block of experts, and without optional copies of embedding and head."""
+    fused = {name.split(".experts.")[0] for name in expected if _FUSED_EXPERTS.search(name)}
+    for name, tensor in expected.items():
+        if _ONE_EXPERT.search(name) and name.split(".experts.")[0] in fused:
+            continue
+        if tensor.optional and _COPY.search(name):
+            continue
+        yield name, tensor
+
+
+def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
+    dtypes: dict[str, int] = {}
+    for name in checkpoint.names:
+        dtype = checkpoint.stored_dtype(name).lower()
+        dtypes[dtype] = dtypes.get(dtype, 0) + math.prod(checkpoint.shape(name))
+    return dtypes
+
+
+def _by_module(formats: Mapping[str, TensorFormat], expected: Mapping[str, TensorSpec]) -> list[ModuleFormat]:
+    """Weights counted by kind of module and format, in the order of the files."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for name, stored in formats.items():
+        tensor = expected.get(name)
+        mtp = tensor.group == "mtp" if tensor is not None else name.startswith("mtp.")
+        module = ("mtp " if mtp else "") + _module(name, stored.shape)
+        counts = found.setdefault((module, stored.format), [0, 0, 0])
+        counts[0] += 1
+        counts[1] += math.prod(stored.shape)
+        counts[2] += stored.stored_bytes
+    return [
+        ModuleFormat(module=module, format=format, weights=weights, parameters=parameters, stored_bytes=size)
+        for (module, format), (weights, parameters, size) in found.items()
+    ]
+
+
+def _module(name: str, shape: tuple[int, ...]) -> str:
+    if len(shape) < 2:
+        return "vectors"
+    return next((module for part, module in _MODULES if part in name), "other matrices")
+
+
+def _step(family: Any, expected: Mapping[str, TensorSpec], formats: Mapping[str, TensorFormat]) -> StepBytes:
+    """What one row reads: every matrix once, but one row of an untied embedding, and the chosen experts only."""
+    width = 2
+    moe = getattr(family, "moe", None)
+    chosen = moe.routing.top_k / moe.experts if moe is not None else 1.0
+    weights = stored = mtp = 0.0
+    head = 0
+    for name, tensor in expected.items():
+        size = math.prod(tensor.shape)
+        if name == "lm_head.weight" or (family.tied and name == "embed_tokens.weight"):
+            head = size
+        share = chosen if ".mlp.experts." in name else 1.0
+        if "embed_tokens" in name and not (family.tied and tensor.group != "mtp"):
+            share = 1.0 / tensor.shape[0]
+        if tensor.group == "mtp":
+            mtp += share * size
+            continue
+        weights += share * size
+        if name in formats:
+            stored += share * formats[name].stored_bytes
+    own_head = any(_COPY.search(name) and "head" in name for name, t in expected.items() if t.group == "mtp")
+    if mtp and not own_head:
+        mtp += head
+    per_token, fixed = family.state_bytes(width)
+    layers = getattr(family, "mtp_layers", 0)
+    return StepBytes(
+        width=width,
+        weights=round(weights * width),
+        stored=round(stored),
+        state=2 * fixed,
+        per_context_token=per_token if not layers else _without_mtp(family, width),
+        mtp_weights=round(mtp * width),
+    )
+
+
+def _without_mtp(family: Any, width: int) -> int:
+    """Bytes of keys and values per token that the target itself reads."""
+    per_token: int = attrs.evolve(family, mtp_layers=0).state_bytes(width)[0]
+    return per_token
 
 
 def _part(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,10 @@ from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; OpenMP threads that wait for theirs burn them
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# cost tables of tiny models do not belong into the user's cache; the workers of a run share this folder
+_COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")
+os.environ.setdefault("SPECDEC_COSTS", _COSTS.name)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `from tests.tiny import ...`, however pytest was started

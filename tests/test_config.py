@@ -64,7 +64,7 @@ def test_without_a_file_there_are_the_defaults():
     config = load_config()
     assert config == RunConfig()
     assert (config.target.model, config.drafter.name, config.verifier.name) == ("demo", "auto", "strict")
-    assert config.depth == Choice("fixed", {"depth": 2})
+    assert config.depth == Choice("auto")
     assert config.generation == GenerationConfig(max_new_tokens=128, temperature=0.0, seed=0)
 
 
@@ -79,13 +79,23 @@ def test_the_file_wins_over_the_defaults_and_overrides_over_the_file(tmp_path):
     assert config.drafter == Choice("ngram", {"max_order": 6, "min_order": 2})
     assert config.generation.stop == ("a", "b")
     assert type(config.generation.temperature) is float
-    assert config.depth == Choice("fixed", {"depth": 2})
+    assert config.depth == Choice("auto")
+
+
+def test_a_depth_alone_names_the_policy_fixed(tmp_path):
+    """As ``specdec.load(depth=4)`` does. A policy that is named, "auto" too, keeps its own options."""
+    assert load_config(None, ["depth.depth=4"]).depth == Choice("fixed", {"depth": 4})
+    assert load_config(write(tmp_path, "[depth]\ndepth = 3\n")).depth == Choice("fixed", {"depth": 3})
+    assert load_config(write(tmp_path, "[depth]\ndepth = 3\n"), ["depth.name=adaptive"]).depth == Choice("adaptive")
+    assert load_config(write(tmp_path, '[depth]\nname = "adaptive"\n'), ["depth.depth=3"]).depth.name == "adaptive"
+    for overrides in (["depth.max_depth=3"], ["depth.name=auto", "depth.depth=3"]):
+        with pytest.raises(ConfigError, match="is the option of a depth policy, and none is named"):
+            load_config(None, overrides)
 
 
 def test_another_plugin_drops_the_former_ones_options(tmp_path):
     assert load_config(None, ["depth.name=adaptive"]).depth == Choice("adaptive", {})
-    assert load_config(None, ["depth.name=fixed"]).depth == Choice("fixed", {"depth": 2})
-    assert load_config(None, ["depth.depth=4"]).depth == Choice("fixed", {"depth": 4})
+    assert load_config(None, ["depth.name=fixed"]).depth == Choice("fixed", {})
     path = write(tmp_path, '[depth]\nname = "adaptive"\nlow = 1\n')
     assert load_config(path).depth == Choice("adaptive", {"low": 1})
     assert load_config(path, ["depth.name=fixed"]).depth == Choice("fixed", {})

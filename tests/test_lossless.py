@@ -22,12 +22,11 @@ from specdec.contract import (
     DepthPolicy,
     Draft,
     Drafter,
-    NoConfig,
     Parity,
     Stats,
     Verdict,
 )
-from specdec.drafters.mtp import MtpDrafter
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from tests import tiny
 
@@ -145,7 +144,7 @@ def raising(case: Case) -> Drafter:
                 raise ZeroDivisionError("in observe")
             super().observe(verdict, output, context)
 
-    return Raising(NgramConfig() if not case.env.target.info.mtp_layers else NoConfig(), case.env)
+    return Raising(NgramConfig() if not case.env.target.info.mtp_layers else MtpConfig(), case.env)
 
 
 def ngram(case: Case) -> Drafter:
@@ -153,7 +152,7 @@ def ngram(case: Case) -> Drafter:
 
 
 def mtp(case: Case) -> Drafter:
-    return MtpDrafter(NoConfig(), case.env) if case.env.target.info.mtp_layers else ngram(case)
+    return MtpDrafter(MtpConfig(), case.env) if case.env.target.info.mtp_layers else ngram(case)
 
 
 DRAFTERS = [

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.contract import Context, DrafterEnv, NoConfig, Verdict
-from specdec.drafters.mtp import MtpDrafter
+from specdec.contract import Context, DrafterEnv, Verdict
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.errors import StateError
 from tests import tiny
+from tests.comparisons import record
 from tests.models.mtp_oracle import MUTANTS, MtpOracle
 
 LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
@@ -55,7 +56,7 @@ class Run:
         self.tokens: list[int] = []
 
     def _new_drafter(self) -> MtpDrafter:
-        return MtpDrafter(NoConfig(), DrafterEnv(target=self.target, state=self.state))
+        return MtpDrafter(MtpConfig(), DrafterEnv(target=self.target, state=self.state))
 
     def prefill(self, tokens: Sequence[int], sizes: Sequence[int] = ()) -> None:
         """Append a prompt; all but its last token run through the target, in chunks of these sizes, then the rest."""
@@ -130,15 +131,21 @@ def prompt_of(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drafts_after_prefill(
-    shape: str, kernels: str, make_target: Callable[..., Any], oracle: Callable[[str], MtpOracle]
+    shape: str,
+    kernels: str,
+    make_target: Callable[..., Any],
+    oracle: Callable[[str], MtpOracle],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """K = 1..4 and prompts from one token on: pairing, order of the halves, the chain."""
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES[shape])
+    worst = 0.0
     for length in (1, 2, 3, 17, 40):
         for depth in (1, 2, 3, 4):
             run = Run(target)
             run.prefill(prompt_of(length))
-            check(run, oracle(shape), depth)
+            worst = max(worst, check(run, oracle(shape), depth))
+    record(record_property, "qwen3_5", "MTP drafts", "a float64 oracle in numpy", shape, worst)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -229,7 +236,7 @@ def test_a_state_without_mtp_entries_is_refused(make_target: Callable[..., Any])
     tokens = prompt_of(10)
     state = target.new_state(64)
     target.prefill(state, tokens[:-1])
-    drafter = MtpDrafter(NoConfig(), DrafterEnv(target=target, state=state))
+    drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
     with pytest.raises(StateError, match="lacks 8 positions"):
         drafter.propose(Context(tokens), 2)
     drafter.settle(Context(tokens))  # and nothing wrong gets into the cache on other ways

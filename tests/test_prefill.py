@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.contract import Context, DrafterEnv, NoConfig
-from specdec.drafters.mtp import MtpDrafter
+from specdec.contract import Context, DrafterEnv
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.models import causal_lm
 from tests import tiny
 
@@ -31,7 +31,7 @@ chunkings = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 def prefilled(target: Any, tokens: Sequence[int], sizes: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
     """A state that holds all tokens but the last, fed in chunks of these sizes in turn; and the drafts after them."""
     state = target.new_state(128)
-    drafter = MtpDrafter(NoConfig(), DrafterEnv(target=target, state=state))
+    drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
     turn = 0
     while state.length < len(tokens) - 1:
         at = state.length
@@ -92,7 +92,7 @@ def test_the_models_own_chunks_do_not_show(
 def test_a_session_prefills_only_what_is_new(checkpoint: Callable[..., pathlib.Path], make_target: Any) -> None:
     """The second turn of a conversation runs its own tokens and no others, and drafts as a new session would."""
     folder = checkpoint("qwen3_5", dtype="float32", **SHAPE)
-    lm = tiny.make_lm(folder, make_target("qwen3_5", **SHAPE), lambda env: MtpDrafter(NoConfig(), env))
+    lm = tiny.make_lm(folder, make_target("qwen3_5", **SHAPE), lambda env: MtpDrafter(MtpConfig(), env))
     session = lm.session()
     first = session.generate(list(range(10, 30)), max_new_tokens=5, ignore_eos=True)
     assert first.stats.prefilled == 19
@@ -107,14 +107,14 @@ from tests import tiny
 torch.set_num_threads(1)
 folder, kernels, length = sys.argv[1], sys.argv[2], int(sys.argv[3])
 import pathlib
-from specdec.contract import Context, DrafterEnv, NoConfig
-from specdec.drafters.mtp import MtpDrafter
+from specdec.contract import Context, DrafterEnv
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
 target = tiny.make_target(pathlib.Path(folder), kernels=kernels)
 
 def run(length):
     tokens = [(7 * i) % 301 for i in range(length)]
     state = target.new_state(8192)
-    drafter = MtpDrafter(NoConfig(), DrafterEnv(target=target, state=state))
+    drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
     drafter.prefill(Context(tokens), target.prefill(state, tokens))
     return state
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from specdec.contract import Context, DepthPolicy, Draft, Drafter, NoConfig
-from specdec.drafters.mtp import MtpDrafter
+from specdec.contract import Context, DepthPolicy, Draft, Drafter
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.errors import PromptError, ShapeError, StateError
 from tests import tiny
 
@@ -320,7 +320,7 @@ def printable(checkpoint: Callable[..., pathlib.Path], make_target: Callable[...
     def make(kind: str, depth: int = BLOCK - 1) -> tuple[Any, list[int]]:
         drafters: dict[str, Any] = {
             "truth": lambda env: Truth(truth),
-            "mtp": lambda env: MtpDrafter(NoConfig(), env),
+            "mtp": lambda env: MtpDrafter(MtpConfig(), env),
             "none": None,
         }
         return tiny.make_lm(folder, target, drafters[kind], lambda: Depth(0 if kind == "none" else depth)), truth

@@ -390,7 +390,8 @@ def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "f
         dtype=dtype,
         kernels=ops.kernels,
     )
-    return CausalLM(info, spec.build(family, Weights(checkpoint, canonical_names(checkpoint.names)), ops))
+    weights = Weights(checkpoint, canonical_names(checkpoint.names), dtype=getattr(torch, dtype))
+    return CausalLM(info, spec.build(family, weights, ops))
 
 
 def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any = None, **generation: Any) -> Any:

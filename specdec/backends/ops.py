@@ -173,6 +173,14 @@ class DeltaCache(Cache, Rewindable, Protocol):
     """
 
 
+class HeadRows(Protocol):
+    """Rows of an output head for some token ids, as ``head_rows`` gathered them."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids, ascending."""
+
+
 class Ops(Protocol):
     """The operations. Every weight is as ``weight()`` returned it."""
 
@@ -308,6 +316,19 @@ class Ops(Protocol):
 
     def head(self, x: Array, weight: Array) -> Logits:
         """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, left on the device."""
+
+    def head_rows(self, weight: Array, tokens: Sequence[int], base: HeadRows | None = None) -> HeadRows:
+        """The rows of a head for these token ids, gathered into memory of their own.
+
+        With ``base``, rows of the same head: those that it lacks are added behind it, and its own are shared.
+        """
+
+    def pruned_head(self, x: Array, rows: HeadRows) -> Logits:
+        """``head`` for the ids of ``rows`` alone. The logits are addressed by token id; every other id has -inf.
+
+        Everything that ``Logits`` answers has the bits of a full row with -inf in the other places. Its finite values
+        are those of ``head`` up to rounding: other rows of a weight may stand beside each of them.
+        """
 
     # --- rows ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from specdec.checkpoints.audit import Audit, TensorSpec, Weights, audit
 from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.locate import locate
 from specdec.checkpoints.names import Names, canonical_name, canonical_names, is_ignored, text_config
-from specdec.checkpoints.reader import Checkpoint, read_json
+from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
 from specdec.checkpoints.writer import write_checkpoint
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "canonical_name",
     "canonical_names",
     "fingerprint",
+    "holds_weights",
     "is_ignored",
     "locate",
     "read_json",

@@ -11,7 +11,8 @@ import attrs
 import torch
 
 from specdec.checkpoints.locate import listed
-from specdec.checkpoints.names import Names, canonical_names, text_config
+from specdec.checkpoints.names import text_config
+from specdec.checkpoints.quantised import FLOATS, Formats, TensorFormat, check, decode, formats_of, quantisation
 from specdec.checkpoints.reader import INDEX_FILE, Checkpoint
 from specdec.errors import CheckpointError, nearest
 
@@ -37,12 +38,15 @@ class TensorSpec:
 
 @attrs.frozen(kw_only=True)
 class Audit:
-    """What an audit found. Names are canonical; ``unused`` leaves vision and audio towers out (see ``ignored``)."""
+    """What an audit found. Names are canonical; a weight that is stored in several tensors has one.
+
+    ``unused`` leaves out vision and audio towers (see ``ignored``) and scales of activations (see ``notices``).
+    """
 
     missing: list[str]
     unused: list[str]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, got, expected
-    unreadable: list[tuple[str, str]]  # name, stored dtype that is no floating-point weight
+    unreadable: list[tuple[str, str]]  # name, format that is not read, or whose scales are broken
     all_zero: list[str]  # matrices only: a zero vector is an ordinary bias, or a norm stored as an offset from 1
     non_finite: list[str]
     ignored: list[str]  # names in the files
@@ -56,27 +60,43 @@ class Audit:
 
 
 class Weights:
-    """Tensors by canonical name, loaded when they are asked for and not kept.
+    """Weights by canonical name, loaded or decoded when they are asked for and not kept.
 
-    A format that stores a weight in several tensors (``weight_packed``, ``weight_scale``, ...) will be joined to one
-    name here, and its spec in ``audit``; so far every weight is one floating-point tensor.
+    A weight that is stored in several tensors (``weight_packed``, ``weight_scale``, ...) has one name,
+    ``X.weight``, and its parts have none.
+
+    Args:
+        checkpoint: an open one.
+        names: ``canonical_names`` of it; a plain tensor that they lack is not there.
+        dtype: what quantised weights are decoded to: computed in float32, rounded once. bfloat16, which they are meant
+            to replace, unless the model computes in float32. Floating-point tensors stay in their own.
     """
 
-    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, names: Mapping[str, str], *, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self._checkpoint = checkpoint
-        self._names = names
+        self._names = {
+            name: found for name, found in formats_of(checkpoint).items() if name in names or found.tensors[1:]
+        }
+        self._dtype = dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A memory-mapped floating-point tensor. Raises: CheckpointError when there is none of that name."""
-        original = self._names.get(name)
-        if original is None:
+        """A memory-mapped floating-point tensor, or a quantised one decoded into memory of its own.
+
+        Raises: CheckpointError when there is none of that name, or it is in a format that is not read.
+        """
+        found = self._names.get(name)
+        if found is None:
             raise CheckpointError(
                 f"the checkpoint has no tensor {name}", folder=self._checkpoint.path, nearest=nearest(name, self._names)
             )
-        dtype = _unreadable(self._checkpoint, original)
-        if dtype is not None:
-            raise _quantised(self._checkpoint, original, dtype)
-        return self._checkpoint.load(original)
+        if found.coding is not None:
+            return decode(found.coding, self._dtype)
+        error = found.error or _not_floating(self._checkpoint, found.tensors[0])
+        if error is not None:
+            raise error
+        return self._checkpoint.load(found.tensors[0])
 
     def get(self, name: str) -> torch.Tensor | None:
         """A tensor, or None when the checkpoint has none of that name."""
@@ -95,33 +115,42 @@ class Weights:
 def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
     """Compare a checkpoint with what a family expects, and look at every expected value once.
 
+    Of quantised weights every scale is looked at, and every code where one can be NaN; none is kept decoded.
+
     Args:
         checkpoint: an open one.
         expected: canonical name -> spec, from a family's ``tensors``.
     """
-    names = canonical_names(checkpoint.names)
-    missing = [name for name, spec in expected.items() if name not in names and not spec.optional]
-    unused = [name for name in names if name not in expected]
+    formats = formats_of(checkpoint)
+    missing = [name for name, spec in expected.items() if name not in formats and not spec.optional]
+    unused = [name for name in formats if name not in expected]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     unreadable: list[tuple[str, str]] = []
+    refused: list[CheckpointError] = []
     all_zero: list[str] = []
     non_finite: list[str] = []
     for name in expected:
-        if name not in names:
+        if name not in formats:
             continue
-        original, wanted = names[name], expected[name].shape
-        dtype = _unreadable(checkpoint, original)
-        if dtype is not None:
-            unreadable.append((name, dtype))
-        elif not _same_shape(name, checkpoint.shape(original), wanted):
-            misshaped.append((name, checkpoint.shape(original), wanted))
+        found, wanted = formats[name], expected[name].shape
+        error = found.error or (None if found.quantised else _not_floating(checkpoint, found.tensors[0]))
+        if error is not None:
+            unreadable.append((name, found.format))
+            refused.append(error)
+        elif not _same_shape(name, found.shape, wanted):
+            misshaped.append((name, found.shape, wanted))
         else:
-            finite, zero = _values(checkpoint.load(original))
+            try:
+                finite, zero = _values(checkpoint, found)
+            except CheckpointError as broken:
+                unreadable.append((name, found.format))
+                refused.append(broken)
+                continue
             if not finite:
                 non_finite.append(name)
             elif zero and len(wanted) > 1:
                 all_zero.append(name)
-    findings = _Findings(checkpoint, names, expected)
+    findings = _Findings(checkpoint, formats, expected)
     return Audit(
         missing=missing,
         unused=unused,
@@ -129,19 +158,32 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
         unreadable=unreadable,
         all_zero=all_zero,
         non_finite=non_finite,
-        ignored=list(names.ignored),
+        ignored=list(formats.ignored),
         errors=[
-            *findings.unreadable(unreadable),
+            *findings.unreadable(refused),
             *findings.missing(missing, unused),
             *findings.misshaped(misshaped),
             *findings.non_finite(non_finite),
         ],
-        notices=[*checkpoint.notices, *findings.all_zero(all_zero), *_unused_notices(unused)],
+        notices=[
+            *checkpoint.notices,
+            *findings.all_zero(all_zero),
+            *_unused_notices(unused),
+            *_activation_notices(name for name in formats.activation_scales if name not in expected),
+        ],
     )
 
 
-def _values(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Whether all values are finite, and whether all are zero, in one pass over the stored bits.
+def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
+    """Whether all values are finite, and whether all are zero. Raises: CheckpointError for a scale without meaning."""
+    if found.coding is not None:
+        condition = check(found.coding)
+        return condition.finite, condition.zero
+    return _plain_values(checkpoint.load(found.tensors[0]))
+
+
+def _plain_values(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """``_values`` of a floating-point tensor, in one pass over the stored bits.
 
     Minimum and maximum propagate NaN and expose infinities; torch computes them in the stored dtype, vectorised and in
     parallel, without a copy, so this costs what reading the memory costs.
@@ -163,57 +205,46 @@ def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> boo
     return {len(got), len(wanted)} == {2, 3} and {got, wanted} == {(got[0], 1, got[-1]), (got[0], got[-1])}
 
 
-_FLOATS = ("BF16", "F16", "F32", "F64")
-
-
-def _unreadable(checkpoint: Checkpoint, name: str) -> str | None:
-    """The stored dtype of a tensor that is no plain floating-point weight, or None."""
+def _not_floating(checkpoint: Checkpoint, name: str) -> CheckpointError | None:
+    """The refusal of a tensor of integers or the like, None for a floating-point one."""
     stored = checkpoint.stored_dtype(name)
-    return None if stored in _FLOATS else stored
-
-
-def _quantised(checkpoint: Checkpoint, name: str, dtype: str, others: int = 0) -> CheckpointError:
-    also = f" (and {others} more like it)" if others else ""
+    if stored in FLOATS:
+        return None
     return CheckpointError(
-        f"the tensor {name}{also} is stored as {dtype}: quantised formats are not read yet",
+        f"the tensor {name} is stored as {stored}, which is no weight and no known quantised format",
         file=checkpoint.file_of(name),
-        format=_quantisation(checkpoint),
+        config=quantisation(checkpoint.config),
         try_="the checkpoint in bfloat16 that it was made from",
     )
-
-
-def _quantisation(checkpoint: Checkpoint) -> str | None:
-    """What config.json says about quantisation, in a few words."""
-    config = text_config(checkpoint.config)
-    for key in ("quantization_config", "quantization"):
-        if isinstance(given := config.get(key), Mapping):
-            for method in ("quant_method", "quant_algo", "format", "mode", "bits"):
-                if method in given:
-                    return f"{given[method]} (config.json, {key}.{method})"
-            return f"config.json, {key}"
-    return None
 
 
 class _Findings:
     """Turns lists of names into sentences for people."""
 
-    def __init__(self, checkpoint: Checkpoint, names: Names, expected: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, checkpoint: Checkpoint, formats: Formats, expected: Mapping[str, TensorSpec]) -> None:
         self._checkpoint = checkpoint
-        self._names = names
+        self._formats = formats
         self._expected = expected
 
+    def _original(self, name: str) -> str:
+        """The tensor in the files that holds a weight's values or codes."""
+        return self._formats[name].tensors[0]
+
     def _file(self, name: str) -> Path:
-        return self._checkpoint.file_of(self._names[name])
+        return self._checkpoint.file_of(self._original(name))
 
     def _source(self) -> Path:
         """What lists the tensors: the index, or the only file."""
         files = {self._checkpoint.file_of(name) for name in self._checkpoint.names}
         return files.pop() if len(files) == 1 else self._checkpoint.path / INDEX_FILE
 
-    def unreadable(self, found: list[tuple[str, str]]) -> Iterator[CheckpointError]:
-        if found:
-            name, dtype = found[0]
-            yield _quantised(self._checkpoint, self._names[name], dtype, len(found) - 1)
+    def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
+        """The first refusal, with the number of the others."""
+        if refused:
+            first, more = refused[0], len(refused) - 1
+            if more:
+                first.facts["also"] = "1 more weight is refused" if more == 1 else f"{more} more weights are refused"
+            yield first
 
     def missing(self, missing: list[str], unused: list[str]) -> Iterator[CheckpointError]:
         """One error per group; a group that is absent altogether is explained as such."""
@@ -221,7 +252,7 @@ class _Findings:
         for name in missing:
             groups.setdefault(self._expected[name].group, []).append(name)
         for group, names in sorted(groups.items(), key=lambda item: item[0] != "model"):
-            if group == "mtp" and not any(name.startswith("mtp.") for name in self._names):
+            if group == "mtp" and not any(name.startswith("mtp.") for name in self._formats):
                 yield self._no_mtp_head()
                 continue
             first = names[0]
@@ -230,7 +261,7 @@ class _Findings:
                 f"the tensor {first} {list(self._expected[first].shape)} is missing{more}",
                 file=self._source(),
                 nearest=self._nearest(first, unused),
-                quantised=_quantisation(self._checkpoint),
+                quantised=quantisation(self._checkpoint.config),
                 try_="a complete checkpoint whose tensors fit its config.json",
             )
 
@@ -240,11 +271,10 @@ class _Findings:
         last = name.rsplit(".", 2)[-2:]
         alike = [other for other in unused if other.rsplit(".", 2)[-2:] == last]
         match = nearest(name, alike[:_COMPARED]) or nearest(name, unused[:_COMPARED])
-        match = match or nearest(name, list(self._names)[:_COMPARED])
+        match = match or nearest(name, list(self._formats)[:_COMPARED])
         if match is None:
             return None
-        original = self._names[match]
-        return f"{original} {list(self._checkpoint.shape(original))}"
+        return f"{self._original(match)} {list(self._formats[match].shape)}"
 
     def _no_mtp_head(self) -> CheckpointError:
         config = text_config(self._checkpoint.config)
@@ -270,7 +300,7 @@ class _Findings:
         if mlx:
             cure = "the original checkpoint: this is MLX's layout, whose norms are changed too"
         yield CheckpointError(
-            f"the tensor {self._names[name]} has the shape {list(got)}, config.json implies {list(wanted)}{more}",
+            f"the tensor {self._original(name)} has the shape {list(got)}, config.json implies {list(wanted)}{more}",
             file=self._file(name),
             try_=cure,
         )
@@ -279,7 +309,7 @@ class _Findings:
         if found:
             also = f" (and {len(found) - 1} more: {listed(found[1:], _NAMED)})" if len(found) > 1 else ""
             yield CheckpointError(
-                f"the tensor {self._names[found[0]]}{also} holds NaN or infinity",
+                f"the tensor {self._original(found[0])}{also} holds NaN or infinity",
                 file=self._file(found[0]),
                 try_="download the file again; if that does not help, the checkpoint is broken",
             )
@@ -299,6 +329,16 @@ def _unused_notices(unused: Iterable[str]) -> Iterator[str]:
     others = [name for name in unused if not name.startswith("mtp.")]
     if others:
         yield f"{_tensors(others)} not used: {_patterns(others, _NAMED)}"
+
+
+def _activation_notices(names: Iterable[str]) -> Iterator[str]:
+    """One sentence for all scales of activations, keys and values."""
+    names = list(names)
+    if names:
+        yield (
+            f"{_tensors(names)} with scales of activations or of the KV cache not used, on purpose: only weights are "
+            f"decoded: {_patterns(names, _NAMED)}"
+        )
 
 
 def _tensors(names: list[str]) -> str:

@@ -25,6 +25,7 @@ from specdec.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -80,6 +81,7 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self.notices = notices
+        self.derived: dict[str, Any] = {}  # what was computed from the headers, by the name of the function
         self._tensors = tensors
         self._files: dict[Path, Any] = {}
         try:
@@ -115,7 +117,7 @@ class Checkpoint:
         tensor = self._tensors[name]
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
-                f"the tensor {name} is stored as {tensor.dtype}; quantised formats are not read yet",
+                f"the tensor {name} is stored as {tensor.dtype}, which is not read",
                 file=tensor.file,
                 try_="the checkpoint in bfloat16 that it was made from",
             )
@@ -128,6 +130,11 @@ class Checkpoint:
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self._tensors[name].file
+
+    def size_of(self, name: str) -> int:
+        """Bytes of a tensor in its file."""
+        tensor = self._tensors[name]
+        return tensor.stop - tensor.start
 
     @property
     def size_bytes(self) -> int:
@@ -146,6 +153,35 @@ class Checkpoint:
             raise CheckpointError("this checkpoint was closed", file=file, try_="Checkpoint.open again")
         tensor: torch.Tensor = self._files[file].get_tensor(name)
         return tensor
+
+    def rows(self, name: str, start: int, stop: int, *, axes: int = 1) -> torch.Tensor:
+        """Entries ``start`` to ``stop`` (excluded) of a tensor whose first ``axes`` axes count as one.
+
+        Read into memory of their own: unlike ``load`` this maps nothing, so reading a tensor piece by piece takes no
+        more memory than a piece. With no axes the tensor is one entry. Returns: ``[stop - start, *other axes]``.
+        Raises: CheckpointError for a dtype that torch lacks, or a file that ends early.
+        """
+        dtype, tensor = self.dtype(name), self._tensors[name]
+        if tensor.file not in self._files:
+            raise CheckpointError("this checkpoint was closed", file=tensor.file, try_="Checkpoint.open again")
+        entries = math.prod(tensor.shape[:axes])
+        width = (tensor.stop - tensor.start) // entries if entries else 0
+        buffer = torch.empty((stop - start) * width, dtype=torch.uint8)
+        try:
+            with open(tensor.file, "rb", buffering=0) as stream:
+                header = int.from_bytes(stream.read(8), "little")
+                stream.seek(8 + header + tensor.start + start * width)
+                view, got = memoryview(buffer.numpy().data), 0
+                while got < len(view):
+                    count = stream.readinto(view[got:])
+                    if not count:
+                        raise CheckpointError(f"{tensor.file.name} ends inside the tensor {name}", file=tensor.file)
+                    got += count
+        except OSError as error:
+            raise CheckpointError(
+                f"{tensor.file.name} cannot be read: {error.strerror or error}", file=tensor.file
+            ) from error
+        return buffer.view(dtype).view(stop - start, *tensor.shape[axes:])
 
     def close(self) -> None:
         """Let go of the files; tensors that were loaded stay valid."""
@@ -189,9 +225,14 @@ def _read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...
     return read_header(single), notices
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has weights in any format, readable or not; one with a mere ``config.json`` has none."""
+    return any(entry.name.endswith(_WEIGHTS) or entry.name == INDEX_FILE for entry in folder.iterdir())
+
+
 def _no_weights(folder: Path) -> CheckpointError:
     files = sorted(entry.name for entry in folder.iterdir())
-    weights = [name for name in files if name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"))]
+    weights = [name for name in files if name.endswith(_WEIGHTS)]
     shards = [name for name in weights if name.endswith(".safetensors")]
     if "adapter_model.safetensors" in weights:
         cure = "it looks like a LoRA adapter: merge it into its base model and save that"

@@ -11,12 +11,15 @@ import click
 
 from specdec._version import __version__
 from specdec.cli import output
+from specdec.cli.accept import accept
 from specdec.cli.audit import audit
+from specdec.cli.bench import bench
 from specdec.cli.chat import chat
 from specdec.cli.check import check
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.plugins import plugins
+from specdec.cli.vocab import vocab
 
 # Read by OpenMP when torch is first imported. Idle threads spin for some milliseconds by default, which takes the cores
 # from the threads that work as soon as anything else runs on the machine; this is some ten microseconds.
@@ -31,9 +34,12 @@ def main(verbose: int) -> None:
     output.configure(verbose)
 
 
+main.add_command(accept)
 main.add_command(audit)
+main.add_command(bench)
 main.add_command(chat)
 main.add_command(check)
 main.add_command(generate)
 main.add_command(info)
 main.add_command(plugins)
+main.add_command(vocab)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specdec.cli import output
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @click.command()
@@ -16,7 +19,8 @@ from specdec.cli import output
 def info(model: str, as_json: bool) -> None:
     """Show what is in a checkpoint.
 
-    MODEL is a folder, a hub id, or "demo" (the default). Nothing is run.
+    MODEL is a folder, a hub id, or "demo" (the default). Nothing is run. A folder with config.json and no weights is
+    described from the config alone.
     """
     import specdec
 
@@ -26,32 +30,76 @@ def info(model: str, as_json: bool) -> None:
         return
     console = output.console()
     console.print(output.facts(_facts(told)))
+    if told["formats"]:
+        console.print(_formats(told["formats"]))
     for label in ("missing", "misshaped", "unused", "problems"):
-        for name in told.get(label, ()):
+        for name in told[label]:
             console.print(f"{label}: {name}")
 
 
 def _facts(told: Mapping[str, Any]) -> list[tuple[str, str]]:
-    parts, tied = told["parameters"], told["tied"]
-    total = told.get("total_parameters", sum(parts.values()))
     return [
         ("path", told["path"]),
-        ("family", f"{told['family']} (model_type {told['model_type']})"),
+        *(_of_family(told) if told["family"] else _of_no_family(told)),
+    ]
+
+
+def _of_no_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("family", f"none of specdec's reads model_type {told['model_type']!r}"),
+        ("run by", told["taken_by"]),
         ("size", amount(told["size_bytes"])),
-        ("parameters", f"{total:,}: " + ", ".join(f"{part} {number:,}" for part, number in parts.items())),
-        ("dtypes", ", ".join(f"{dtype} {number:,}" for dtype, number in told["dtypes"].items())),
-        ("head", "shares the embedding's weights" if tied else "has its own weights"),
+        ("dtypes", _counts(told["dtypes"])),
+    ]
+
+
+def _of_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    total, here = told["total_parameters"], told["weights_present"]
+    return [
+        ("family", f"{told['family']} (model_type {told['model_type']})"),
+        ("size", amount(told["size_bytes"]) if here else "no weights in this folder; what follows is from config.json"),
+        ("parameters", f"{total:,}: {_counts(told['parameters'])}"),
+        *([("dtypes", _counts(told["dtypes"]))] if here else []),
+        ("head", "shares the embedding's weights" if told["tied"] else "has its own weights"),
         ("MTP", told["mtp"]),
         ("state", f"{amount(told['state_bytes_per_token'])} per token, and {amount(told['fixed_state_bytes'])} fixed"),
-        ("tensors", _audit(told)),
+        ("a decode step", _step(told["decode_step"])),
+        *([("tensors", _audit(told))] if here else []),
         ("config", ", ".join(f"{key}={_shown(value)}" for key, value in told["config"].items())),
     ]
 
 
+def _counts(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {number:,}" for part, number in parts.items())
+
+
+def _step(step: Mapping[str, int]) -> str:
+    reads = [f"reads {amount(step['weights'])} of weights at {step['width']} bytes each"]
+    if step["stored"]:
+        reads[0] += f" ({amount(step['stored'])} as stored)"
+    if step["state"]:
+        reads.append(f"{amount(step['state'])} of recurrent state read and written")
+    reads.append(f"{amount(step['per_context_token'])} per token of context")
+    if step["mtp_weights"]:
+        reads.append(f"an MTP draft step reads {amount(step['mtp_weights'])}")
+    return "; ".join(reads)
+
+
+def _formats(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(
+        "module", "format", "weights", "parameters", "stored", box=None, title="formats", title_justify="left"
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            row["module"], row["format"], f"{row['weights']:,}", f"{row['parameters']:,}", amount(row["stored_bytes"])
+        )
+    return table
+
+
 def _audit(told: Mapping[str, Any]) -> str:
-    found = [
-        f"{len(told[label])} {label}" for label in ("missing", "misshaped", "unused", "problems") if told.get(label)
-    ]
+    found = [f"{len(told[label])} {label}" for label in ("missing", "misshaped", "unused", "problems") if told[label]]
     return ", ".join(found) or "all that the family expects, and no other"
 
 

@@ -9,12 +9,20 @@ Three moments keep it true:
   gives the first draft token of the next cycle;
 * chaining: further draft tokens feed the head's own output in place of h; those entries are provisional and go with
   the next true pair.
+
+Most of a draft step is the output head. With a draft vocabulary (``specdec vocab``) it runs over the ids of that file
+and those of the sequence itself; drafts are then drawn from the law over these ids, and the output stays what it was.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
 import numpy as np
 
+from specdec.config import between
 from specdec.contract import (
     EMPTY_DRAFT,
     Context,
@@ -25,14 +33,29 @@ from specdec.contract import (
     ForwardOutput,
     Hidden,
     Need,
-    NoConfig,
+    PrepareEnv,
     Verdict,
 )
-from specdec.errors import StateError
+from specdec.drafters.draft_vocabulary import DraftVocabulary
+from specdec.drafters.gate import DraftGate
+from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary
+from specdec.errors import ConfigError, StateError
 from specdec.hookspecs import hookimpl
 from specdec.sampling import draft_token
 
-WAITING_ROWS = 8  # true pairs that may wait for the next draft; in a run of depth 0 they are fed without one
+WAITING_ROWS = 8  # true pairs that the pass of a first draft token takes in; more of them are fed before it
+IDLE_CYCLES = 256  # in a run of depth 0 pairs wait so long: a row of a long pass costs a tenth of a pass of its own
+
+
+@attrs.frozen(kw_only=True)
+class MtpConfig:
+    """A cheaper head, and when to stop a draft early; the defaults do neither."""
+
+    vocabulary: str | None = None  # a file of specdec vocab: the ids that drafts are made of
+    max_miss: float = attrs.field(default=0.1, validator=between(0.0, 1.0))  # share of tokens outside; above: full head
+    max_extra: int = attrs.field(default=2048, validator=between(0, 65536))  # ids of a sequence added to the vocabulary
+    min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least probability of the best token
+    min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
 
 
 class MtpDrafter(Drafter):
@@ -40,9 +63,16 @@ class MtpDrafter(Drafter):
 
     needs = frozenset({Need.HIDDEN, Need.MTP})
 
-    def __init__(self, config: NoConfig, env: DrafterEnv) -> None:
+    def __init__(self, config: MtpConfig, env: DrafterEnv) -> None:
         self._target = env.target
         self._state = env.state
+        self._gate = DraftGate(config.min_confidence, config.min_margin)
+        self._choice: HeadChoice | None = None
+        self._dead_ends = 0  # drafts that ended because the rules of sampling left no token of the vocabulary
+        if config.vocabulary is not None:
+            if not isinstance(env.shared, PreparedVocabulary):
+                raise StateError("the drafter 'mtp' has a draft vocabulary, and its prepare was not run")
+            self._choice = HeadChoice(env.shared, max_miss=config.max_miss, max_extra=config.max_extra)
         self._waiting: list[Hidden] = []  # hidden states from position _fed on, not in the head's cache yet
         self._missing = 0  # positions whose hidden states are gone: true pairs that nobody can feed any more
         self._fed = 0  # the head's true pairs as we left them: mtp_length, unless a rewind cut it
@@ -61,24 +91,44 @@ class MtpDrafter(Drafter):
             )
         if depth < 1 or not self._waiting:
             return EMPTY_DRAFT
-        output = self._target.decode_mtp(self._state, *self._take(context, keep=0))
+        if sum(map(len, self._waiting)) > WAITING_ROWS:
+            self._feed(context, keep=1)
+        # a pass that makes no pruned heads need not know the argument
+        head = None if self._choice is None else self._choice.follow(context)
+        options: dict[str, Any] = {} if head is None else {"head": head}
+        output = self._target.decode_mtp(self._state, *self._take(context, keep=0), **options)
         drafted: list[int] = []
         laws = []
         while True:
-            token, law = draft_token(output.need_logits(), drafted, context)
+            logits = output.need_logits()
+            try:
+                if self._gate.stops(logits, context, drafted):
+                    break
+                token, law = draft_token(logits, drafted, context)
+            except ConfigError:  # no token of the head is allowed here
+                if head is None:
+                    raise
+                self._dead_ends += 1  # the target may choose among more ids: this is no fault of the settings
+                break
             drafted.append(token)
             laws.append(law)
             if len(drafted) == depth:
                 break
-            output = self._target.decode_mtp(self._state, [token], output.need_hidden()[-1:], provisional=True)
+            output = self._target.decode_mtp(
+                self._state, [token], output.need_hidden()[-1:], provisional=True, **options
+            )  # fmt: skip
+        if not drafted:
+            return EMPTY_DRAFT
         return Draft(tuple(drafted), None if laws[0] is None else np.stack([law for law in laws if law is not None]))
 
     def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
         self._waiting.append(output.need_hidden()[: verdict.accepted + 1])
-        if sum(map(len, self._waiting)) > WAITING_ROWS:
+        if len(self._waiting) > IDLE_CYCLES:
             self._feed(context, keep=1)
 
     def rewind(self, length: int) -> None:
+        if self._choice is not None:
+            self._choice.forget()
         if self._missing or self._state.mtp_length < self._fed:  # the head's cache was cut before what waits
             self._adopt_state()
         else:
@@ -86,6 +136,11 @@ class MtpDrafter(Drafter):
 
     def settle(self, context: Context) -> None:
         self._feed(context, keep=1)
+
+    def report(self) -> Mapping[str, Any]:
+        if self._choice is None:
+            return self._gate.report()
+        return {**self._choice.report(), "dead_ends": self._dead_ends, **self._gate.report()}
 
     def _adopt_state(self) -> None:
         """Start from what the state holds: at most the last position waits for its pair."""
@@ -113,13 +168,24 @@ class MtpDrafter(Drafter):
         return self._waiting[0].join(self._waiting[1:]) if len(self._waiting) > 1 else self._waiting[0]
 
 
+def prepare(config: MtpConfig, env: PrepareEnv) -> PreparedVocabulary | None:
+    """Read the draft vocabulary and gather its rows, once for all sequences."""
+    if config.vocabulary is None:
+        return None
+    vocabulary = DraftVocabulary.read(config.vocabulary)
+    vocabulary.check(env.target.info, env.tokenizer, config.vocabulary)
+    return PreparedVocabulary.of(env.target.draft_head(vocabulary.tokens), env.target.info.vocab_size)
+
+
 @hookimpl
 def specdec_drafters() -> list[DrafterSpec]:
     return [
         DrafterSpec(
             name="mtp",
             factory=MtpDrafter,
+            config=MtpConfig,
             needs=MtpDrafter.needs,
+            prepare=prepare,
             help="the checkpoint's own multi-token-prediction head",
         )
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, Ops, Rewindable
-from specdec.contract import ForwardOutput, ForwardPass, Hidden, ModelInfo, Snapshot, State, no_mtp_head
-from specdec.errors import PromptError, ShapeError, StateError
+from specdec.backends.ops import Array, Cache, HeadRows, Ops, Rewindable
+from specdec.backends.passes import Pass, passes_of
+from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, ModelInfo, Snapshot, State, no_mtp_head
+from specdec.errors import ContractError, PromptError, ShapeError, StateError
 from specdec.models.decoder import DecoderLayer, MtpHead
 
 PREFILL_ROWS = 512  # rows of a prompt that go through the layers together; bounds the memory of a long prompt
@@ -32,9 +34,13 @@ class DecoderModel:
 class SequenceState(State):
     """The caches of one sequence: one per layer, and the MTP head's own."""
 
-    def __init__(self, capacity: int, caches: list[Cache], mtp: Cache | None) -> None:
+    def __init__(
+        self, capacity: int, caches: list[Cache], mtp: Cache | None, target_pass: Pass, mtp_pass: Pass | None
+    ) -> None:
         self.caches = caches
         self.mtp = mtp
+        self.target_pass = target_pass  # over these caches
+        self.mtp_pass = mtp_pass
         self.mtp_true = 0  # true pairs; chained entries stand behind them until the next true pair
         self.decoded: Hidden | None = None  # hidden states of the last decode, until it is committed
         self.last: Hidden | None = None  # hidden state of the last committed token
@@ -70,16 +76,31 @@ class CausalLM(ForwardPass):
         self.info = info if model.mtp is not None else attrs.evolve(info, mtp_layers=0)
         self.model = model
         self.ops = model.ops
+        caches, mtp = self._new_caches(1)
+        self._target_passes = passes_of(self.ops, self._run_layers, caches)
+        eager_reason = self._target_passes.eager_reason
+        if mtp is not None:
+            self._mtp_passes = passes_of(self.ops, self._run_mtp, [mtp], info.hidden_size)
+            eager_reason = eager_reason or self._mtp_passes.eager_reason
+        if eager_reason:
+            self.info = attrs.evolve(self.info, kernels=f"{self.info.kernels}; passes run eagerly: {eager_reason}")
 
     # --- states ----------------------------------------------------------------------------------------------------
 
     def new_state(self, capacity: int) -> SequenceState:
         if not 1 <= capacity <= self.info.max_positions:
             raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
+        caches, mtp = self._new_caches(capacity)
+        return SequenceState(
+            capacity, caches, mtp, self._target_passes.bind(caches),
+            None if mtp is None else self._mtp_passes.bind([mtp]),
+        )  # fmt: skip
+
+    def _new_caches(self, capacity: int) -> tuple[list[Cache], Cache | None]:
         caches = [layer.mixer.new_cache(capacity) for layer in self.model.layers]
         # chained draft steps stand behind the true pairs, so the head's cache is a little longer
         mtp = self.model.mtp.layer.mixer.new_cache(capacity + self.info.max_rows) if self.model.mtp else None
-        return SequenceState(capacity, caches, mtp)
+        return caches, mtp
 
     def _check_room(self, state: SequenceState, rows: int) -> None:
         if state.length + rows > state.capacity:
@@ -94,15 +115,11 @@ class CausalLM(ForwardPass):
 
     # --- target passes ---------------------------------------------------------------------------------------------
 
-    def _forward(self, state: SequenceState, tokens: Sequence[int]) -> Array:
+    def _run_layers(self, caches: Sequence[Any], tokens: Sequence[int], _: Array | None) -> Array:
         x = self.ops.embed(self.model.embed_tokens, tokens)
-        for layer, cache in zip(self.model.layers, state.caches, strict=True):
+        for layer, cache in zip(self.model.layers, caches, strict=True):
             x = layer(x, cache)
         return self.ops.rms_norm(x, self.model.norm, self.model.eps)
-
-    def _commit(self, state: SequenceState, rows: int) -> None:
-        for cache in state.caches:
-            cache.commit(rows)
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
@@ -112,8 +129,8 @@ class CausalLM(ForwardPass):
         parts: list[Hidden] = []
         for at in range(0, len(tokens), PREFILL_ROWS):
             chunk = tokens[at : at + PREFILL_ROWS]
-            parts.append(self.ops.hidden(self._forward(state, chunk)))
-            self._commit(state, len(chunk))
+            parts.append(self.ops.hidden(state.target_pass.run(chunk)))
+            state.target_pass.commit(len(chunk))
         state.last = parts[-1][-1:]
         self._mark(state)
         return ForwardOutput(None, parts[0].join(parts[1:]) if len(parts) > 1 else parts[0])
@@ -135,7 +152,7 @@ class CausalLM(ForwardPass):
         if len(tokens) > self.info.max_rows:
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         self._check_room(state, len(tokens))
-        x = self._forward(state, tokens)
+        x = state.target_pass.run(tokens)
         state.decoded = self.ops.hidden(x)
         return ForwardOutput(self.ops.head(x, self.model.lm_head), state.decoded)
 
@@ -145,25 +162,30 @@ class CausalLM(ForwardPass):
             raise StateError("commit without a decode before it")
         if not 0 <= rows <= len(state.decoded):
             raise StateError(f"commit takes 0 to {len(state.decoded)} rows of the last decode, got {rows}")
-        self._commit(state, rows)
+        state.target_pass.commit(rows)
         if rows:
             state.last = state.decoded[rows - 1 : rows]
         state.decoded = None
 
     # --- MTP passes ------------------------------------------------------------------------------------------------
 
+    def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
+        head = self.model.mtp
+        assert head is not None
+        table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
+        return head(self.ops.embed(table, tokens), hidden, caches[0])
+
     def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
-        head, cache = self.model.mtp, state.mtp
-        if head is None or cache is None:
+        cache, mtp_pass = state.mtp, state.mtp_pass
+        if cache is None or mtp_pass is None:
             raise no_mtp_head(self.info)
         self._check_tokens(tokens)
         if len(tokens) != len(hidden):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         if not provisional:
             cache.truncate(state.mtp_true)
-        table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
-        x = head(self.ops.embed(table, tokens), self.ops.array(hidden), cache)
-        cache.commit(len(tokens))
+        x = mtp_pass.run(tokens, self.ops.array(hidden))
+        mtp_pass.commit(len(tokens))
         if not provisional:
             state.mtp_true = cache.length
         return x
@@ -176,11 +198,25 @@ class CausalLM(ForwardPass):
             self._forward_mtp(_own(state), tokens[rows], hidden[rows], provisional=False)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
-    ) -> ForwardOutput:
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        head: DraftHead | None = None,
+    ) -> ForwardOutput:  # fmt: skip
+        if head is not None and not (isinstance(head, PrunedHead) and head.target is self):
+            raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
         x = self._forward_mtp(_own(state), tokens, hidden, provisional=provisional)
-        head = self.model.lm_head if self.model.mtp_lm_head is None else self.model.mtp_lm_head
-        return ForwardOutput(self.ops.head(x[-1:], head), self.ops.hidden(x))
+        if head is None:
+            return ForwardOutput(self.ops.head(x[-1:], self._mtp_lm_head), self.ops.hidden(x))
+        return ForwardOutput(self.ops.pruned_head(x[-1:], head.rows), self.ops.hidden(x))
+
+    @property
+    def _mtp_lm_head(self) -> Array:
+        return self.model.lm_head if self.model.mtp_lm_head is None else self.model.mtp_lm_head
+
+    def draft_head(self, tokens: Sequence[int]) -> PrunedHead:
+        if self.model.mtp is None:
+            raise no_mtp_head(self.info)
+        self._check_tokens(tokens)
+        return PrunedHead(self, self.ops.head_rows(self._mtp_lm_head, tokens))
 
     # --- going back ------------------------------------------------------------------------------------------------
 
@@ -229,6 +265,24 @@ class CausalLM(ForwardPass):
         if "last_hidden" in snapshot.arrays:
             state.last = self.ops.hidden(snapshot.arrays["last_hidden"])
         return state
+
+
+class PrunedHead(DraftHead):
+    """Rows of the head that MTP passes draft with."""
+
+    def __init__(self, target: CausalLM, rows: HeadRows) -> None:
+        self.target = target
+        self.rows = rows
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.rows.tokens
+
+    def extended(self, tokens: Sequence[int]) -> PrunedHead:
+        if not tokens:
+            return self
+        self.target._check_tokens(tokens)
+        return PrunedHead(self.target, self.target.ops.head_rows(self.target._mtp_lm_head, tokens, self.rows))
 
 
 def _own(state: State) -> SequenceState:

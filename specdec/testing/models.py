@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 
 from specdec.contract import (
+    DraftHead,
     ForwardOutput,
     ForwardPass,
     Hidden,
@@ -75,6 +76,20 @@ class TableLogits(Logits):
 
     def rows(self) -> Float32:
         return self._rows
+
+
+@attrs.frozen
+class TableHead(DraftHead):
+    """Token ids; a table has nothing to gather."""
+
+    ids: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.ids
+
+    def extended(self, tokens: Sequence[int]) -> TableHead:
+        return TableHead(tuple(sorted({*self.ids, *tokens})))
 
 
 @attrs.frozen
@@ -316,13 +331,26 @@ class TableModel(ForwardPass):
             self._mtp(state, tokens, hidden, provisional=False)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
-    ) -> ForwardOutput:
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        head: DraftHead | None = None,
+    ) -> ForwardOutput:  # fmt: skip
         if self._mtp_logits is None:
             raise no_mtp_head(self.info)
         state, points = self._mtp(state, tokens, hidden, provisional=provisional)
         logits = self._mtp_logits[points[-1].tail] + self.mtp_tilt * self._noise(state.mtp[-1])
+        if head is not None:
+            left_out = np.ones(self.vocab, dtype=bool)
+            left_out[list(head.tokens)] = False
+            logits = np.where(left_out, -np.inf, logits)
         return ForwardOutput(TableLogits(np.asarray(logits[None], np.float32)), TableHidden(self, points))
+
+    def draft_head(self, tokens: Sequence[int]) -> TableHead:
+        if self._mtp_logits is None:
+            raise no_mtp_head(self.info)
+        for token in tokens:
+            if not 0 <= token < self.vocab:
+                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
+        return TableHead(tuple(sorted(set(tokens))))
 
     def _mtp(
         self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
@@ -442,6 +470,9 @@ class StrictLogits(Logits):
             raise ContractError(f"gather takes at most {len(self._inner)} tokens, one per row, got {len(tokens)}")
         return self._alive().gather(tokens)
 
+    def logsumexp(self) -> list[float]:
+        return self._alive().logsumexp()
+
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
         return self._alive().noisy_argmax(row, scale, seed, position)
 
@@ -478,6 +509,22 @@ class StrictHidden(Hidden):
             parts.append(other.inner)
             rows += other.rows_of
         return StrictHidden(self.inner.join(parts), self.owner, rows, chained=self.chained)
+
+
+class StrictHead(DraftHead):
+    """A draft head with its origin."""
+
+    def __init__(self, inner: DraftHead, owner: StrictForwardPass) -> None:
+        self.inner, self.owner = inner, owner
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.inner.tokens
+
+    def extended(self, tokens: Sequence[int]) -> StrictHead:
+        if tokens:
+            self.owner._check_tokens(tokens, "extended")
+        return StrictHead(self.inner.extended(tokens), self.owner)
 
 
 class StrictState(State):
@@ -651,13 +698,24 @@ class StrictForwardPass(ForwardPass):
         self._paired(state, tokens)
         state.chaining = False
 
+    def draft_head(self, tokens: Sequence[int]) -> StrictHead:
+        return StrictHead(self.inner.draft_head(self._check_tokens(tokens, "draft_head")), self)
+
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
-    ) -> ForwardOutput:
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        head: DraftHead | None = None,
+    ) -> ForwardOutput:  # fmt: skip
         if not self.info.mtp_layers:
             raise no_mtp_head(self.info)
         state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=provisional)
-        output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional)
+        if head is None:  # a pass that makes no heads may know nothing of them
+            output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional)
+        elif isinstance(head, StrictHead) and head.owner is self:
+            output = self.inner.decode_mtp(
+                state.inner, tokens, hidden.inner, provisional=provisional, head=head.inner
+            )  # fmt: skip
+        else:
+            raise ContractError("an MTP pass was given a draft head that this object's draft_head did not make")
         if provisional:
             state.mtp_passes += 1
         else:

@@ -13,6 +13,7 @@ from specdec.contract import (
     Draft,
     Drafter,
     DrafterEnv,
+    DraftHead,
     DraftNoise,
     ForwardOutput,
     ForwardPass,
@@ -81,10 +82,17 @@ class DrafterView(ForwardPass):
         self.inner.prefill_mtp(state, tokens, hidden)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False
-    ) -> ForwardOutput:
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        head: DraftHead | None = None,
+    ) -> ForwardOutput:  # fmt: skip
         self._declared()
-        return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional)
+        if head is None:  # a pass that makes no heads may know nothing of them
+            return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional)
+        return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
+
+    def draft_head(self, tokens: Sequence[int]) -> DraftHead:
+        self._declared()
+        return self.inner.draft_head(tokens)
 
     def rewind(self, state: State, length: int) -> int:
         return self.inner.rewind(self._foreign(state, "rewind"), length)

@@ -195,8 +195,21 @@ def _as_depth_policy(given: Any, config: Any) -> DepthPolicySubject:
         return given
     if isinstance(given, DepthPolicySpec):
         spec, options = given, _config(given.config, config)
-        return DepthPolicySubject(make=lambda: spec.factory(options))
+        prepare = spec.prepare
+        if prepare is None:
+            return DepthPolicySubject(make=lambda: spec.factory(options))
+        # a pipeline of its own for each: what one generation learnt is no subject here
+        return DepthPolicySubject(make=lambda: spec.factory(options, prepare(options, _priced_env())))
     return DepthPolicySubject(make=given)
+
+
+def _priced_env() -> PrepareEnv:
+    """What ``prepare`` of a depth policy gets: a small target, and costs that nobody measured."""
+    from specdec.costs import CostTable
+    from specdec.testing.models import TableModel
+
+    table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
+    return PrepareEnv(target=TableModel.random(mtp=True), costs=lambda file=None: table)
 
 
 def _as_ops(given: Any, config: Any) -> OpsSubject:

@@ -134,7 +134,7 @@ def test_a_zero_matrix_is_a_notice_and_a_zero_vector_is_nothing(tmp_path: Path) 
 
 
 def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_path: Path) -> None:
-    extra = {f"model.layers.{i}.self_attn.{p}_proj.k_scale": torch.ones(1) for i in range(40) for p in "qkvo"}
+    extra = {f"model.layers.{i}.self_attn.{p}_proj.lora": torch.ones(1) for i in range(40) for p in "qkvo"}
     extra |= {"mtp.layers.7.extra.weight": torch.ones(1), "odd": torch.ones(1), "even": torch.ones(1)}
     found = audited(tmp_path, stored() | extra)
     found.raise_for_errors()
@@ -142,21 +142,33 @@ def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_p
     mtp, others = found.notices
     assert "mtp.layers.7.extra.weight" in mtp
     assert "162 tensors not used" in others
-    assert "layers.*.self_attn.k_proj.k_scale (40)" in others
+    assert "layers.*.self_attn.k_proj.lora (40)" in others
     assert "and 2 more" in others
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int32])
-def test_quantised_weights_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
-    config = {"quantization_config": {"quant_method": "fp8"}}
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [(torch.float8_e4m3fn, "needs one of weight_scale_inv"), (torch.uint8, "no known format")],
+)
+def test_weights_that_are_no_numbers_by_themselves_are_refused_by_name(
+    tmp_path: Path, dtype: torch.dtype, reason: str
+) -> None:
+    """Codes without scales; ``quantised/`` has the formats that are read."""
     tensors = stored(mtp__fc__weight=torch.ones(4, 8).to(dtype))
-    found = audited(tmp_path, tensors, config)
-    text = refusal(found)
-    for fact in ["mtp.fc.weight", "quantised formats are not read yet", "fp8", "model.safetensors"]:
+    text = refusal(audited(tmp_path, tensors))
+    for fact in ["mtp.fc.weight", reason, "model.safetensors"]:
         assert fact in text
     checkpoint = Checkpoint.open(tmp_path)
-    with pytest.raises(CheckpointError, match="quantised formats are not read yet"):
+    with pytest.raises(CheckpointError, match=reason):
         Weights(checkpoint, canonical_names(checkpoint.names))["mtp.fc.weight"]
+
+
+def test_a_matrix_of_integers_under_another_name_is_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, {"odd.A_log": torch.ones(4).int()}))
+    text = refusal(audit(checkpoint, {"odd.A_log": TensorSpec((4,))}))
+    assert "odd.A_log is stored as I32, which is no weight" in text
+    with pytest.raises(CheckpointError, match="no weight and no known quantised format"):
+        Weights(checkpoint, canonical_names(checkpoint.names))["odd.A_log"]
 
 
 def test_missing_weights_of_a_quantised_checkpoint_say_so(tmp_path: Path) -> None:

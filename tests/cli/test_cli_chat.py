@@ -34,7 +34,7 @@ STRIPPING = """\
 
 @pytest.fixture(scope="module")
 def demo():
-    return specdec.load("demo")
+    return specdec.load("demo", depth=2)  # what an adaptive depth drafts in so few tokens depends on the clock
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,7 +254,7 @@ def test_answers_go_to_stdout_and_everything_else_to_stderr(chat, demo):
     told = " ".join(done.stderr.split())
     for part in (
         "model demo: qwen3_5, bfloat16 on",
-        "drafter mtp, depth policy fixed (depth 2)",
+        "drafter mtp, depth policy fixed",
         "verifier strict, guarantee exact",
         "parity bitwise",
         "/help lists the commands",

@@ -16,6 +16,7 @@ from specdec.cli.info import amount
 from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.plugins import Registry
+from specdec.report import CheckpointReport, ModuleFormat, StepBytes
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 
@@ -109,18 +110,20 @@ def test_an_unknown_command_has_a_nearest_name(invoke):
 
 
 def test_info_shows_the_report(invoke, monkeypatch):
-    told = {
-        "path": "/models/x", "family": "qwen3", "model_type": "qwen3", "config": {"layers": 2}, "mtp": "none",
-        "parameters": {"embedding": 10, "layers": 2000}, "dtypes": {"bfloat16": 2010}, "tied": True,
-        "missing": [], "unused": ["a.[b]"], "misshaped": [], "size_bytes": 4096, "state_bytes_per_token": 512,
-        "fixed_state_bytes": 0,
-    }  # fmt: skip
+    told = CheckpointReport(
+        path="/models/x", family="qwen3", model_type="qwen3", config={"layers": 2}, mtp="none", tied=True,
+        parameters={"embedding": 10, "layers": 2000}, dtypes={"bf16": 2010}, unused=["a.[b]"], size_bytes=4096,
+        state_bytes_per_token=512,
+        formats=[ModuleFormat(module="experts", format="nvfp4", weights=7, parameters=2000, stored_bytes=1125)],
+        decode_step=StepBytes(width=2, weights=2048, stored=1145, state=0, per_context_token=512, mtp_weights=0),
+    ).to_dict()  # fmt: skip
     report = types.SimpleNamespace(to_dict=lambda: told)
     monkeypatch.setitem(vars(specdec), "inspect_checkpoint", lambda model: report)
     done = invoke("info", "x")
     assert done.exit_code == 0
-    for text in ("qwen3 (model_type qwen3)", "4.0 KiB", "2,010: embedding 10, layers 2,000", "unused: a.[b]"):
+    for text in ("qwen3 (model_type qwen3)", "4.0 KiB", "2,010: embedding 10, layers 2,000", "unused: a.[b]", "nvfp4"):
         assert text in done.stdout
+    assert "reads 2.0 KiB of weights at 2 bytes each (1.1 KiB as stored)" in " ".join(done.stdout.split())
     assert json.loads(invoke("info", "x", "--json").stdout) == told
 
 

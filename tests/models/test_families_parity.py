@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.comparisons import record
 from tests.models.test_transformers_parity import FEEDS, FLOAT32_BOUND, TOKENS, all_logits, tokens_for
 from tests.tiny_families import FAMILIES, SHAPES, TRANSFORMERS
 
@@ -64,7 +65,7 @@ def test_logits_equal_transformers(
         assert difference < FLOAT32_BOUND, f"{how}: {difference:.2e}"
         assert (got.argmax(-1) == wanted.argmax(-1)).all(), how
         worst = max(worst, difference)
-    record_property("largest_difference", worst)
+    record(record_property, family, "logits", f"transformers' {TRANSFORMERS[family]}", name, worst)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.comparisons import record
 
+TRANSFORMERS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOKENS = 83  # longer than one chunk of transformers' delta rule (64), and no multiple of anything
 FLOAT32_BOUND = 1e-4
 
@@ -57,7 +59,6 @@ def all_logits(target: Any, tokens: Sequence[int], feed: Sequence[tuple[str, int
 def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., np.ndarray]:
     """``reference(family, name)``: transformers' float32 logits ``[n, V]`` with eager attention, computed once."""
     transformers = pytest.importorskip("transformers")
-    classes = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     done: dict[tuple[str, str], np.ndarray] = {}
 
     def logits(family: str, name: str) -> np.ndarray:
@@ -65,7 +66,7 @@ def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., np.ndarr
             shape = shape_of(family, name)
             # transformers' text class reads the text layout; names do not change a weight
             folder = checkpoint(family, **{key: value for key, value in shape.items() if key not in ("vl", "shards")})
-            model_class = getattr(transformers, classes[family])
+            model_class = getattr(transformers, TRANSFORMERS[family])
             model, info = model_class.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
             )
@@ -99,7 +100,7 @@ def test_logits_equal_transformers(
         assert difference < FLOAT32_BOUND, f"{how}: {difference:.2e}"
         assert (got.argmax(-1) == wanted.argmax(-1)).all(), how
         worst = max(worst, difference)
-    record_property("largest_difference", worst)
+    record(record_property, family, "logits", f"transformers' {TRANSFORMERS[family]}", name, worst)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)

@@ -5,19 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.contract import DrafterEnv
+from specdec.config import Choice
+from specdec.contract import DrafterEnv, ForwardPass, Need, PrepareEnv
+from specdec.drafters.draft_model import DraftModel, DraftModelConfig
+from specdec.drafters.draft_model import specdec_drafters as draft_model_specs
+from specdec.drafters.first_of import Child, FirstOfConfig
+from specdec.drafters.first_of import specdec_drafters as first_of_specs
 from specdec.drafters.mtp import specdec_drafters as mtp_specs
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.plugins import Kind, registry
 from specdec.policies.fixed import specdec_depth_policies
-from specdec.testing import DepthPolicySubject, Memory, OpsSubject, TableModel, parametrize_checks
+from specdec.testing import (
+    DepthPolicySubject,
+    DrafterSubject,
+    Memory,
+    OpsSubject,
+    StrictForwardPass,
+    TableModel,
+    parametrize_checks,
+)
 from specdec.testing.registry import Subject, as_subject, check_subjects
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 from specdec.verifiers.typical import TypicalConfig, TypicalVerifier
 from tests import tiny
+from tests.drafters.two_tokenizers import letters
 
 LESS = 0.3  # how long to look where the full effort is spent elsewhere (tests/verifiers)
 
@@ -34,6 +48,69 @@ def test_ngram(check):
 
 @parametrize_checks(drafter=mtp_specs()[0])
 def test_mtp(check):
+    check()
+
+
+def second(target: ForwardPass, vocab: int = 0) -> StrictForwardPass:
+    """A draft model that is often right about a ``TableModel``, whose state goes back to few points."""
+    size = vocab or target.info.vocab_size
+    return StrictForwardPass(TableModel.random(size, seed=3, tilt=0.5, memory=Memory.RECURRENT, peak=0.4))
+
+
+def draft_model(tokenizers: str = "ids", **options: float) -> DrafterSubject:
+    """``draft_model`` with a toy as the second model; with "text" the vocabularies overlap in part."""
+    spec = draft_model_specs()[0]
+    config = DraftModelConfig(model="toy", tokenizers=tokenizers, **options)
+
+    def prepare(target: ForwardPass) -> DraftModel:
+        if tokenizers == "ids":
+            return DraftModel(model=second(target), name="toy")
+        both = letters("a", "b", "ab"), letters("b", "a", "ba", "aa")
+        return DraftModel(model=second(target, both[1].vocab_size), name="toy", tokenizers=both)
+
+    return DrafterSubject(make=lambda env: spec.factory(config, env), needs=spec.needs, prepare=prepare)
+
+
+@parametrize_checks(drafter=draft_model(), effort=0.6)
+def test_draft_model(check):
+    check()
+
+
+@parametrize_checks(drafter=draft_model(min_confidence=0.3), effort=0.2)
+def test_draft_model_with_a_gate(check):
+    check()
+
+
+@parametrize_checks(drafter=draft_model("text"), effort=0.4)
+def test_draft_model_across_tokenizers(check):
+    check()
+
+
+def first_of(*choices: Choice) -> DrafterSubject:
+    """``first_of`` over registered drafters; a ``draft_model`` among them gets a toy."""
+    spec = first_of_specs()[0]
+    config = FirstOfConfig(drafters=choices)
+    needs = frozenset[Need]().union(*(registry().drafter(choice.name).needs for choice in choices))
+
+    def prepare(target: ForwardPass) -> tuple[Child, ...]:
+        def load(asked):
+            return second(target), letters("a", "b", "c")
+
+        assert spec.prepare is not None
+        return spec.prepare(config, PrepareEnv(target=target, tokenizer=letters("a", "b", "c"), load=load))
+
+    return DrafterSubject(make=lambda env: spec.factory(config, env), needs=needs, prepare=prepare)
+
+
+@parametrize_checks(drafter=first_of(Choice("ngram", {"min_order": 2}), Choice("mtp")), effort=0.4)
+def test_first_of_a_look_up_and_a_head(check):
+    check()
+
+
+@parametrize_checks(
+    drafter=first_of(Choice("draft_model", {"model": "toy", "min_confidence": 0.6}), Choice("ngram")), effort=0.3
+)
+def test_first_of_a_sure_model_and_a_look_up(check):
     check()
 
 
@@ -115,15 +192,15 @@ def test_the_mtp_drafter_over_a_real_head(make_target):
     from specdec.testing.end_to_end import run_engine
 
     target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1])
-    from specdec.contract import NoConfig, Sampling
-    from specdec.drafters.mtp import MtpDrafter
+    from specdec.contract import Sampling
+    from specdec.drafters.mtp import MtpConfig, MtpDrafter
 
     prompt = [5, 9, 2, 7, 5, 9, 2]
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=4)):
         expected, _ = run_engine(target, StrictVerifier(), None, prompt, 24, [0], sampling)
 
         def make(env: DrafterEnv) -> MtpDrafter:
-            return MtpDrafter(NoConfig(), env)
+            return MtpDrafter(MtpConfig(), env)
 
         got, stats = run_engine(
             StrictForwardPass(target), StrictVerifier(), make, prompt, 24, [3, 0, 1, 0, 0, 5], sampling

@@ -42,20 +42,26 @@ class CpuHidden(Hidden):
 class CpuLogits(Logits):
     """``[T, V]`` float32."""
 
-    __slots__ = ("_rows",)
+    __slots__ = ("array",)
 
     def __init__(self, array: Tensor) -> None:
-        self._rows: Float32 = array.numpy()
+        self.array = array
 
     def __len__(self) -> int:
-        return int(self._rows.shape[0])
+        return self.array.shape[0]
+
+    @property
+    def _rows(self) -> Float32:
+        rows: Float32 = self.array.numpy()
+        return rows
 
     def argmax(self) -> list[int]:
-        best: list[int] = self._rows.argmax(axis=1).tolist()  # numpy: first of equals, and a NaN wins
+        rows = self._rows
+        best: list[int] = rows.argmax(axis=1).tolist()  # numpy: first of equals, and a NaN wins
         for row, token in enumerate(best):
-            if not np.isfinite(self._rows[row, token]):
+            if not np.isfinite(rows[row, token]):
                 raise ContractError(
-                    f"the target's logits of row {row} are not finite (token {token}: {self._rows[row, token]})",
+                    f"the target's logits of row {row} are not finite (token {token}: {rows[row, token]})",
                     try_="specdec info MODEL (the weight audit), or dtype = float32",
                 )
         return best
@@ -63,8 +69,9 @@ class CpuLogits(Logits):
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         ids: list[list[int]] = []
         values: list[list[float]] = []
-        k = min(k, self._rows.shape[1])
-        for row in self._rows:
+        rows = self._rows
+        k = min(k, rows.shape[1])
+        for row in rows:
             bound = np.partition(row, -k)[-k]
             candidates = np.flatnonzero(row >= bound)
             order = np.lexsort((candidates, -row[candidates]))[:k]
@@ -73,7 +80,8 @@ class CpuLogits(Logits):
         return ids, values
 
     def gather(self, tokens: Sequence[int]) -> list[float]:
-        return [float(self._rows[row, token]) for row, token in enumerate(tokens)]
+        rows = self._rows
+        return [float(rows[row, token]) for row, token in enumerate(tokens)]
 
     def rows(self) -> Float32:
         return self._rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import structlog
@@ -13,6 +14,7 @@ from specdec.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
+EAGER = "SPECDEC_EAGER"  # set: passes run op by op, for debugging
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -43,7 +45,8 @@ class CpuBackend:
             return ReferenceOps(DTYPES[dtype], kernels=f"torch reference ({kernels.reason})")
         from specdec.backends.cpu.native import NativeOps
 
-        return NativeOps(DTYPES[dtype], kernels)
+        eager = os.environ.get(EAGER, "").strip().lower() not in ("", "0", "false", "no", "off")
+        return NativeOps(DTYPES[dtype], kernels, eager_reason=f"{EAGER} is set" if eager else "")
 
 
 def _bfloat16_unit() -> str | None:

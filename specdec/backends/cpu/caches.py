@@ -34,6 +34,9 @@ class CpuKVCache:
     def commit(self, rows: int) -> None:
         self.length += rows
 
+    advance = commit
+    """After a recorded pass, whose replay leaves only the counting to do."""
+
     def truncate(self, length: int) -> bool:
         self.length = length
         return True
@@ -74,6 +77,8 @@ class CpuLatentCache(CpuKVCache):
 class CpuDeltaCache:
     """Recurrent matrix ``S [Hv, Dk, Dv]`` float32 and the last kc-1 raw convolution rows.
 
+    ``window`` and the memory of the two matrices stay where they are: recorded passes know their addresses.
+
     A pass reads ``state`` and leaves the matrix after all of its T rows in ``after``, so that keeping everything is a
     swap. Keeping only a < T rows runs the first a rows again from ``state`` through ``replay``, which the op set up
     with the inputs of the pass: the same arithmetic in the same order, hence the same bits.
@@ -99,10 +104,15 @@ class CpuDeltaCache:
         taps = self.shape.kernel - 1
         if rows < self.raw.shape[0] - taps:
             self.replay(rows)
-        self.state, self.after = self.after, self.state
-        self.window = self.raw[rows : rows + taps].clone()
+        self.window.copy_(self.raw[rows : rows + taps])
+        self.advance(rows)
+
+    def advance(self, rows: int) -> None:
+        """Count ``rows`` rows that ``after`` and ``window`` hold already."""
         self.raw = self.replay = None
-        self.length += rows
+        if rows:
+            self.state, self.after = self.after, self.state
+            self.length += rows
 
     def mark(self) -> None:
         """Keep a copy of the committed state as a point that ``truncate`` can return to."""
@@ -120,14 +130,14 @@ class CpuDeltaCache:
             return True
         if length == 0:
             self.state.zero_()
-            self.window = torch.zeros_like(self.window)
+            self.window.zero_()
             self._marks = []
         else:
             self._marks = [mark for mark in self._marks if mark[0] <= length]
             if not self._marks or self._marks[-1][0] != length:
                 return False
             self.state.copy_(self._marks[-1][1])
-            self.window = self._marks[-1][2].clone()
+            self.window.copy_(self._marks[-1][2])
         self.length = length
         return True
 
@@ -136,7 +146,7 @@ class CpuDeltaCache:
 
     def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
         self.state.copy_(arrays["state"])
-        self.window = arrays["window"].clone()
+        self.window.copy_(arrays["window"])
         self.length = length
         self.raw = self.replay = None
         self._marks = []

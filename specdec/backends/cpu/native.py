@@ -8,9 +8,10 @@ that would make an address mean something else (dtype, layout, shape) is checked
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,57 +19,102 @@ from torch import Tensor
 from specdec.backends.cpu.arrays import CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
 from specdec.backends.cpu.compiler import Kernels
+from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels, not_finite
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.backends.ops import DeltaShape, Rope
+from specdec.backends.cpu.tape import Kernel, Runner, UnknownTokens, current, record
+from specdec.backends.ops import Cache, DeltaShape, Rope
+from specdec.backends.passes import Body, EagerPasses, Passes
 from specdec.errors import ContractError, ShapeError, UnsupportedError
 from specdec.sampling import Purpose
 
+if TYPE_CHECKING:
+    from specdec.contract import Float32
+
 MAX_TAPS = 8  # kernels/delta.cpp
 MAX_WEIGHTS = 16  # kernels/dense.cpp, project
+FEATURES, WORD = 32, 4  # kernels/panels.h: weight rows of a panel, bytes of a word
 MAX_KNOWN = 8192  # weights whose layout is remembered
 
 _empty = torch.empty
-_threads = torch.get_num_threads
 _Pointers = [ctypes.c_void_p * n for n in range(MAX_WEIGHTS + 1)]
 _Sizes = [ctypes.c_int64 * n for n in range(MAX_WEIGHTS + 1)]
 
 
+def _new(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Memory for an output: fresh, or the recording's where a pass is being recorded."""
+    return _empty(*shape, dtype=dtype) if current.tape is None else current.tape.empty(*shape, dtype=dtype)
+
+
 class NativeLogits(CpuLogits):
-    """Logits that are sampled where they lie, in one pass over the row."""
+    """Logits that are searched and sampled where they lie, in one pass over the row."""
 
-    __slots__ = ("_array", "_choose")
+    __slots__ = ("_best", "_choose", "_search")
 
-    def __init__(self, array: Tensor, choose: ctypes._NamedFuncPointer) -> None:
+    def __init__(self, array: Tensor, best: Kernel, choose: Kernel, search: SearchKernels) -> None:
         super().__init__(array)
-        self._array = array
+        self._best = best
         self._choose = choose
+        self._search = search
+
+    def argmax(self) -> list[int]:
+        rows, size = self.array.shape
+        found = (ctypes.c_int64 * rows)()
+        self._best(self.array.data_ptr(), rows, size, found)
+        best = list(found)
+        if min(best) < 0:  # ~token: not finite
+            return super().argmax()  # which says so
+        return best
 
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int:
-        size = self._array.shape[1]
-        at = self._array.data_ptr() + 4 * size * row
+        size = self.array.shape[1]
+        at = self.array.data_ptr() + 4 * size * row
         token: int = self._choose(at, size, scale, seed, position, int(Purpose.TOKEN))
         if token < 0:
-            raise ContractError(
-                f"the target's logits of row {row} are not finite",
-                try_="specdec info MODEL (the weight audit), or dtype = float32",
-            )
+            raise not_finite(row)
         return token
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        if k > 2:
+            return super().topk(k)
+        ids: list[list[int]] = []
+        values: list[list[float]] = []
+        for at, size in self._addresses():
+            found = self._search.best(at, size)
+            if found is None:  # a NaN
+                return super().topk(k)
+            ids.append(found[0][:k])
+            values.append(found[1][:k])
+        return ids, values
+
+    def logsumexp(self) -> list[float]:
+        return [self._search.logsumexp(at, size) for at, size in self._addresses()]
+
+    def _addresses(self) -> list[tuple[int, int]]:
+        rows, size = self.array.shape
+        at = self.array.data_ptr()
+        return [(at + 4 * size * row, size) for row in range(rows)]
 
 
 class NativeOps(ReferenceOps):
     """Ops in C++. Bits of a row depend on that row and the cached rows only, for any number of rows and threads."""
 
-    def __init__(self, dtype: torch.dtype, kernels: Kernels) -> None:
+    def __init__(self, dtype: torch.dtype, kernels: Kernels, *, eager_reason: str = "") -> None:
+        """``eager_reason`` says why passes are not to be recorded; "" records them."""
         super().__init__(dtype, kernels=kernels.description)
         self.parity_reason = "every output has its own accumulators, filled in an order that only its length sets"
+        self.eager_reason = eager_reason
+        self.timing = False  # count the time inside the kernels of recorded passes
+        self.lock = threading.Lock()  # held by the pass that uses the work memory
+        self._work = torch.empty(0, dtype=torch.uint8)
         self._frequencies: dict[int, tuple[Rope, Tensor, int]] = {}
         self._groups: dict[tuple[tuple[int, int, int], ...], tuple[int, Any, Any, tuple[int, ...], Any]] = {}
-        self._weights: dict[int, tuple[weakref.ref[Tensor], int, int, int, int]] = {}
+        self._weights: dict[int, tuple[weakref.ref[Tensor], int, int, int, int, int]] = {}
+        self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
         name = {torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
 
-        def function(op: str, arguments: str) -> ctypes._NamedFuncPointer:
-            found: ctypes._NamedFuncPointer = kernels.function(f"{op}_{name}", arguments)
-            return found
+        def function(op: str, arguments: str) -> Kernel:
+            return Kernel(kernels, f"{op}_{name}", arguments)
 
         self._project = function("project", "piiiipppppi")
         self._linear = function("linear", "piiipiipipi")
@@ -80,8 +126,90 @@ class NativeOps(ReferenceOps):
         self._attend = function("attend", "piipiipiipppiiiiiiifpi")
         self._conv_window = function("conv_window", "ppiiipippi")
         self._gated_delta = function("gated_delta", "iiiipppppppipi")
-        self._embed = kernels.function("embed_rows", "piiipip", ctypes.c_int64)
-        self._noisy_argmax = kernels.function("noisy_argmax", "pifiii", ctypes.c_int64)
+        self._copy_rows = Kernel(kernels, "copy_rows", "pipiii", threaded=False)
+        self._embed = Kernel(kernels, "embed_rows", "piiipip", result=ctypes.c_int64, threaded=False)
+        self._argmax_rows = Kernel(kernels, "argmax_rows", "piipi")
+        self._is_file = Kernel(kernels, "is_file", "pi", result=ctypes.c_int64, threaded=False)
+        self._pack_panels = Kernel(kernels, "pack_panels", "piiipii")
+        self._noisy_argmax = Kernel(kernels, "noisy_argmax", "pifiii", result=ctypes.c_int64, threaded=False)
+        self._search = SearchKernels(kernels)
+        self._runner = Runner(kernels)
+
+    # --- recorded passes (specdec.backends.passes) -----------------------------------------------------------------
+
+    def record(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+        if self.eager_reason:
+            return EagerPasses(body, self.eager_reason)
+        if type(self) is not NativeOps:  # its ops may do what no recording sees
+            return EagerPasses(body, f"{type(self).__name__} changes the native ops")
+        return record(self, self._runner, body, caches, hidden_size)
+
+    def parameters(self) -> list[Tensor]:
+        """What the kernels may read in every pass: weights, as this object handed them out."""
+        found = (known() for known in list(self._parameters.values()))
+        return [tensor for tensor in found if tensor is not None]
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        key = id(tensor)
+        self._parameters[key] = weakref.ref(tensor, lambda _: self._parameters.pop(key, None))
+        return tensor
+
+    def work(self, size: int) -> int:
+        """Address of the work memory, at least ``size`` bytes; for whoever holds the lock."""
+        if self._work.nbytes < size:
+            self._work = torch.empty(size, dtype=torch.uint8)
+        return self._work.data_ptr()
+
+    def logits(self, array: Tensor) -> NativeLogits:
+        """Wrap ``[T, V]`` float32."""
+        return NativeLogits(array, self._argmax_rows, self._noisy_argmax, self._search)
+
+    def _pruned_logits(self, values: Float32, rows: HeadRows) -> NativePrunedLogits:
+        return NativePrunedLogits(values, rows, self._search)
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def weight(self, tensor: Tensor) -> Tensor:
+        """The weight as a plain tensor. Of a matrix in a memory-mapped file the kernels read a packed copy, and the
+        pages of the file are given back, so that it is resident once (docs/decisions/006-prepacked-weights.md).
+
+        The tensor stays valid: whoever reads it has its pages read again. It must not be written to.
+        """
+        weight = super().weight(tensor)
+        if weight.ndim == 1:
+            return self._own(weight.float())  # biases are added in float32
+        if self._packable(weight) and self._is_file(weight.data_ptr(), weight.nbytes):
+            self.pack(weight, release=True)
+        return self._own(weight)
+
+    def _packable(self, w: Tensor) -> bool:
+        return w.ndim == 2 and w.is_contiguous() and w.shape[1] * w.element_size() % WORD == 0 and w.numel() > 0
+
+    def pack(self, w: Tensor, *, release: bool = False) -> None:
+        """Let the kernels read a packed copy of a weight ``[N, K]`` from now on.
+
+        ``release`` gives the pages of ``w`` back, which must be a file's. Raises: ShapeError for what is no contiguous
+        matrix in act dtype whose rows are whole words.
+        """
+        if w.dtype is not self.dtype or not self._packable(w):
+            raise self._refused("pack", "weight", w, "[N, K], contiguous, rows of whole words,")
+        if self._panels(w) is not None:
+            return
+        rows, length = w.shape
+        row_bytes = length * w.element_size()
+        copy = torch.empty(-(-rows // FEATURES) * FEATURES, length, dtype=self.dtype)
+        self._pack_panels(w.data_ptr(), row_bytes, row_bytes // WORD, rows, copy.data_ptr(), release)
+        key = id(w)
+        self._copies[key] = (weakref.ref(w, lambda _: self._copies.pop(key, None)), self._own(copy))
+        self._weights.pop(key, None)
+
+    def _panels(self, w: Tensor) -> Tensor | None:
+        """The packed copy of a weight, or None."""
+        held = self._copies.get(id(w))
+        return held[1] if held is not None and held[0]() is w else None
+
+    def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
+        return self._own(super().vector(tensor, plus=plus))
 
     # --- what an address must mean ---------------------------------------------------------------------------------
 
@@ -108,10 +236,12 @@ class NativeOps(ReferenceOps):
                 raise self._refused(op, "weight", w, f"[N, {length}]")
             if len(self._weights) >= MAX_KNOWN:  # somebody makes new weights for every pass
                 self._weights.clear()
-            known = self._weights[id(w)] = (weakref.ref(w), at, w.stride(0), w.shape[0], w.shape[1])
-        if known[4] != length:
+            packed = self._panels(w)
+            found = (at, w.stride(0)) if packed is None else (packed.data_ptr(), -w.shape[1])
+            known = self._weights[id(w)] = (weakref.ref(w), at, *found, w.shape[0], w.shape[1])
+        if known[5] != length:
             raise self._refused(op, "weight", w, f"[N, {length}]")
-        return at, known[2], known[3]
+        return known[2:5]
 
     def _heads(self, x: Tensor, op: str, name: str) -> tuple[int, int, int]:
         """Address, row stride and head stride of ``[T, n, D]`` activations."""
@@ -150,12 +280,12 @@ class NativeOps(ReferenceOps):
         if table.ndim != 2 or table.dtype is not self.dtype or table.stride(1) != 1:
             raise self._refused("embed", "table", table, "[V, H]")
         vocabulary, hidden = table.shape
-        out = _empty(rows, hidden, dtype=self.dtype)
+        out = _new(rows, hidden, dtype=self.dtype)
         size = table.element_size()
-        ids = (ctypes.c_int64 * rows)(*tokens)
-        bad = self._embed(
-            table.data_ptr(), table.stride(0) * size, hidden * size, vocabulary, ids, rows, out.data_ptr()
-        )  # fmt: skip
+        packed = self._panels(table)
+        at, stride = (table.data_ptr(), table.stride(0)) if packed is None else (packed.data_ptr(), -hidden)
+        ids = tokens.pointer if isinstance(tokens, UnknownTokens) else (ctypes.c_int64 * rows)(*tokens)
+        bad = self._embed(at, stride * size, hidden * size, vocabulary, ids, rows, out.data_ptr())
         if bad >= 0:
             raise ContractError(f"token {tokens[bad]} of row {bad} is not in the vocabulary (0..{vocabulary - 1})")
         return out
@@ -168,11 +298,11 @@ class NativeOps(ReferenceOps):
             group = self._group(matrices)
         count, addresses, strides, features, sizes = group
         dtype = self.dtype
-        outs = tuple([_empty(rows, n, dtype=dtype) for n in features])
+        outs = tuple([_new(rows, n, dtype=dtype) for n in features])
         wide, bias_addresses = self._biases(biases, features) if biases else (None, None)
         self._project(
             at, stride, rows, length, count, addresses, strides, sizes, bias_addresses,
-            _Pointers[count](*[out.data_ptr() for out in outs]), _threads(),
+            _Pointers[count](*[out.data_ptr() for out in outs]),
         )  # fmt: skip
         del wide  # whose addresses the call has used
         return outs
@@ -191,7 +321,7 @@ class NativeOps(ReferenceOps):
 
     def _biases(self, biases: Sequence[Tensor | None], features: Sequence[int]) -> tuple[list[Tensor | None], Any]:
         """Biases (act dtype or float32, None for none) as float32, and the array of their addresses."""
-        wide = [None if bias is None else bias.float() for bias in biases]
+        wide = [bias.float() if bias is not None and bias.dtype is not torch.float32 else bias for bias in biases]
         addresses = [
             0 if bias is None else self._floats(bias, n, "project", "bias")
             for bias, n in zip(wide, features, strict=True)
@@ -201,14 +331,14 @@ class NativeOps(ReferenceOps):
     def linear(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         at, stride, rows, length = self._rows(x, "linear")
         w, w_stride, features = self._matrix(weight, length, "linear")
-        out = _empty(rows, features, dtype=self.dtype)
+        out = _new(rows, features, dtype=self.dtype)
         added, added_stride = 0, 0
         if residual is not None:
             if residual.shape != out.shape:
                 raise self._refused("linear", "residual", residual, f"[{rows}, {features}]")
             added, added_stride, _, _ = self._rows(residual, "linear")
         self._linear(
-            at, stride, rows, length, w, w_stride, features, added, added_stride, out.data_ptr(), _threads()
+            at, stride, rows, length, w, w_stride, features, added, added_stride, out.data_ptr()
         )  # fmt: skip
         return out
 
@@ -218,16 +348,16 @@ class NativeOps(ReferenceOps):
         u, u_stride, ups = self._matrix(up, length, "swiglu")
         if ups != features:
             raise self._refused("swiglu", "up", up, f"[{features}, {length}]")
-        out = _empty(rows, features, dtype=self.dtype)
-        self._swiglu(at, stride, rows, length, g, g_stride, u, u_stride, features, out.data_ptr(), _threads())
+        out = _new(rows, features, dtype=self.dtype)
+        self._swiglu(at, stride, rows, length, g, g_stride, u, u_stride, features, out.data_ptr())
         return out
 
     def head(self, x: Tensor, weight: Tensor) -> CpuLogits:
         at, stride, rows, length = self._rows(x, "head")
         w, w_stride, features = self._matrix(weight, length, "head")
-        out = _empty(rows, features, dtype=torch.float32)
-        self._head(at, stride, rows, length, w, w_stride, features, out.data_ptr(), _threads())
-        return NativeLogits(out, self._noisy_argmax)
+        out = _new(rows, features, dtype=torch.float32)
+        self._head(at, stride, rows, length, w, w_stride, features, out.data_ptr())
+        return self.logits(out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.ndim != 2:
@@ -235,9 +365,33 @@ class NativeOps(ReferenceOps):
             return self.rms_norm(flat, weight, eps).view(x.shape)
         at, stride, rows, length = self._rows(x, "rms_norm")
         scale = self._floats(weight, length, "rms_norm", "weight")
-        out = _empty(rows, length, dtype=self.dtype)
-        self._rms_norm(at, stride, rows, length, scale, eps, out.data_ptr(), _threads())
+        out = _new(rows, length, dtype=self.dtype)
+        self._rms_norm(at, stride, rows, length, scale, eps, out.data_ptr())
         return out
+
+    def concat(self, a: Tensor, b: Tensor) -> Tensor:
+        left, right = self._dense_rows(a), self._dense_rows(b)
+        if left is None or right is None or a.shape[:-1] != b.shape[:-1]:
+            return super().concat(a, b)
+        size = a.element_size()
+        first, second = a.shape[-1] * size, b.shape[-1] * size
+        out = _new(*a.shape[:-1], a.shape[-1] + b.shape[-1], dtype=self.dtype)
+        at, rows = out.data_ptr(), left[2]
+        self._copy_rows(left[0], left[1] * size, at, first + second, first, rows)
+        self._copy_rows(right[0], right[1] * size, at + first, first + second, second, rows)
+        return out
+
+    def _dense_rows(self, x: Tensor) -> tuple[int, int, int] | None:
+        """Address, row stride and number of the rows along the last axis, where one stride leads through all."""
+        if x.dtype is not self.dtype or x.ndim < 2:
+            return None
+        rows = x.numel() // x.shape[-1]
+        if x.is_contiguous():
+            return x.data_ptr(), x.shape[-1], rows
+        strides = x.stride()
+        if strides[-1] != 1 or any(strides[i] != strides[i + 1] * x.shape[i + 1] for i in range(x.ndim - 2)):
+            return None
+        return x.data_ptr(), strides[-2], rows
 
     # --- attention -------------------------------------------------------------------------------------------------
 
@@ -246,16 +400,16 @@ class NativeOps(ReferenceOps):
         rows, heads, dim = x.shape
         held = self._frequencies.get(id(rope))  # by identity: hashing 32 floats costs more than the kernel
         if held is None or held[0] is not rope:
-            frequencies = torch.tensor(rope.inv_freq, dtype=torch.float32)
+            frequencies = self._own(torch.tensor(rope.inv_freq, dtype=torch.float32))
             held = self._frequencies[id(rope)] = (rope, frequencies, frequencies.data_ptr())
         half = len(rope.inv_freq)
         if 2 * half > dim:
             raise ShapeError(f"norm_rope turns {2 * half} dimensions, the heads have {dim}")
         scale = 0 if weight is None else self._floats(weight, dim, "norm_rope", "weight")
-        out = _empty(rows, heads, dim, dtype=self.dtype)
+        out = _new(rows, heads, dim, dtype=self.dtype)
         self._norm_rope(
             at, row_stride, head_stride, rows, heads, dim, scale, eps, held[2], half, position,
-            out.data_ptr(), _threads(),
+            out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -279,11 +433,11 @@ class NativeOps(ReferenceOps):
             if gate.shape != q.shape:
                 raise self._refused("attend", "gate", gate, str(list(q.shape)))
             gate_view = self._heads(gate, "attend", "gate")
-        out = _empty(rows, heads * dim, dtype=self.dtype)
+        out = _new(rows, heads * dim, dtype=self.dtype)
         self._attend(
             *self._heads(q, "attend", "q"), *self._heads(k, "attend", "k"), *self._heads(v, "attend", "v"),
             keys.data_ptr(), values.data_ptr(), *gate_view, rows, heads, kv_heads, dim, start, scale,
-            out.data_ptr(), _threads(),
+            out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -296,10 +450,10 @@ class NativeOps(ReferenceOps):
             raise UnsupportedError(f"the native convolution has up to {MAX_TAPS} taps, got {taps}")
         window = self._packed(cache.window, (taps - 1, channels), "conv_window", "window")
         scale = self._floats(weight, channels * taps, "conv_window", "weight")
-        raw = _empty(taps - 1 + rows, channels, dtype=self.dtype)
-        out = _empty(rows, channels, dtype=self.dtype)
+        raw = _new(taps - 1 + rows, channels, dtype=self.dtype)
+        out = _new(rows, channels, dtype=self.dtype)
         self._conv_window(
-            window, at, stride, rows, channels, scale, taps, raw.data_ptr(), out.data_ptr(), _threads()
+            window, at, stride, rows, channels, scale, taps, raw.data_ptr(), out.data_ptr()
         )  # fmt: skip
         cache.raw = raw
         return out
@@ -317,16 +471,16 @@ class NativeOps(ReferenceOps):
             self._floats(dt_bias, heads, "gated_delta", "dt_bias"),
         )
         sizes = (shape.key_heads, heads, shape.key_dim, shape.value_dim)
-        out = _empty(rows, heads, shape.value_dim, dtype=self.dtype)
+        out = _new(rows, heads, shape.value_dim, dtype=self.dtype)
         kernel = self._gated_delta
         kernel(
-            *sizes, *inputs, cache.state.data_ptr(), cache.after.data_ptr(), rows, out.data_ptr(), _threads()
+            *sizes, *inputs, cache.state.data_ptr(), cache.after.data_ptr(), rows, out.data_ptr()
         )  # fmt: skip
         keep = (u, a, b, a_log, dt_bias)  # the replay reads them by address
 
         def replay(kept_rows: int) -> None:
             assert keep
-            kernel(*sizes, *inputs, cache.state.data_ptr(), cache.after.data_ptr(), kept_rows, 0, _threads())
+            kernel(*sizes, *inputs, cache.state.data_ptr(), cache.after.data_ptr(), kept_rows, 0)
 
         cache.replay = replay
         return out
@@ -335,9 +489,9 @@ class NativeOps(ReferenceOps):
         if z.shape != x.shape:
             raise self._refused("gated_rms_norm", "z", z, str(list(x.shape)))
         rows, heads, dim = x.shape
-        out = _empty(rows, heads * dim, dtype=self.dtype)
+        out = _new(rows, heads * dim, dtype=self.dtype)
         self._gated_rms_norm(
             *self._heads(x, "gated_rms_norm", "x"), *self._heads(z, "gated_rms_norm", "z"), rows, heads, dim,
-            self._floats(weight, dim, "gated_rms_norm", "weight"), eps, out.data_ptr(), _threads(),
+            self._floats(weight, dim, "gated_rms_norm", "weight"), eps, out.data_ptr(),
         )  # fmt: skip
         return out

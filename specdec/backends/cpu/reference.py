@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
 from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
+from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.ops import DeltaShape, Rope, Routing
 from specdec.contract import Hidden, Parity
 from specdec.errors import ContractError
+
+if TYPE_CHECKING:
+    from specdec.contract import Float32
 
 MAX_ROWS = 16
 _ATTEND_BLOCK = 128  # query rows whose scores are held at once: a long prompt never builds a T x T matrix
@@ -210,6 +216,25 @@ class ReferenceOps:
 
     def head(self, x: Tensor, weight: Tensor) -> CpuLogits:
         return CpuLogits(self._product(x, weight).float())
+
+    def head_rows(self, weight: Tensor, tokens: Sequence[int], base: Any = None) -> HeadRows:
+        # through embed, which knows how this backend keeps a weight
+        if base is None:
+            ids = np.unique(np.array(tokens, dtype=np.int32))
+            return HeadRows((self.embed(weight, ids.tolist()),), ids, weight.shape[0])
+        if not isinstance(base, HeadRows):
+            raise ContractError(f"rows of a head of another backend: {type(base).__name__}")
+        missing = base.missing(tokens)
+        return base.extended(missing, self.embed(weight, missing)) if missing else base
+
+    def pruned_head(self, x: Tensor, rows: Any) -> PrunedLogits:
+        if not isinstance(rows, HeadRows):
+            raise ContractError(f"rows of a head of another backend: {type(rows).__name__}")
+        values = [self.head(x, part).rows() for part in rows.parts]
+        return self._pruned_logits(values[0] if len(values) == 1 else np.concatenate(values, axis=1), rows)
+
+    def _pruned_logits(self, values: Float32, rows: HeadRows) -> PrunedLogits:
+        return PrunedLogits(values, rows)
 
     def hidden(self, x: Tensor) -> CpuHidden:
         return CpuHidden(x)

@@ -1,8 +1,8 @@
 // conv_window and gated_delta of specdec.backends.ops. Reference: ReferenceOps, same names.
 //
 // Bits contract: the recurrence runs token by token; column j of a head's matrix S meets the rows i of S in ascending
-// order, four sums in turn (i mod 4), whatever the columns beside it and the tokens before or behind. A pass reads the
-// committed S, keeps COLUMNS of its columns in L1 over all tokens and writes them once, to a second buffer.
+// order, four sums in turn (i mod 4), whatever the columns beside it and the tokens before or behind. COLUMNS columns
+// are in L1 over all tokens: the first token reads the committed S, the last one writes to a second buffer.
 
 #include "threads.h"
 #include "vectors.h"
@@ -44,40 +44,49 @@ template <class T, int TAPS>
 void convolve(const T* window, const T* x, int64_t x_row, int64_t rows, int64_t channels, const float* weight, int taps,
               T* raw, T* out, int threads) {
     if (TAPS) taps = TAPS;
-    if (rows * channels * 16 < SERIAL_WORK) threads = 1;
+    const int64_t bytes = channels * (4 * taps + (2 * taps + 3 * rows) * (int64_t)sizeof(T));
+    if (std::max(bytes, rows * channels * 16) < SERIAL_WORK) threads = 1;
     for_blocks(threads, (channels + CHANNELS - 1) / CHANNELS, [&](int64_t block) {
         const int64_t from = block * CHANNELS, to = std::min(from + CHANNELS, channels);
         for (int j = 0; j < taps - 1; ++j)
             std::memcpy(raw + j * channels + from, window + j * channels + from, (to - from) * sizeof(T));
         for (int64_t t = 0; t < rows; ++t)
             std::memcpy(raw + (taps - 1 + t) * channels + from, x + t * x_row + from, (to - from) * sizeof(T));
+        constexpr int N = TAPS ? TAPS : MAX_TAPS;
+        alignas(64) vf tap[CHANNELS / W][N];
         for (int64_t c = from; c < to; c += W) {
             const int lanes = (int)std::min<int64_t>(W, to - c);
-            vf tap[TAPS ? TAPS : MAX_TAPS];
             if (TAPS == 4 && lanes == W)
-                four_taps_of(weight + c * 4, tap);
+                four_taps_of(weight + c * 4, tap[(c - from) / W]);
             else
-                taps_of(weight + c * taps, taps, lanes, tap);
-            for (int64_t t = 0; t < rows; ++t) {
+                taps_of(weight + c * taps, taps, lanes, tap[(c - from) / W]);
+        }
+        for (int64_t t = 0; t < rows; ++t)
+            for (int64_t c = from; c < to; c += W) {
+                const int lanes = (int)std::min<int64_t>(W, to - c);
+                const vf* own = tap[(c - from) / W];
                 vf sum{};
                 for (int j = 0; j < taps; ++j) {
                     const T* at = raw + (t + j) * channels + c;
-                    sum = fma(lanes == W ? load(at) : load(at, lanes), tap[j], sum);
+                    sum = fma(lanes == W ? load(at) : load(at, lanes), own[j], sum);
                 }
                 if (lanes == W)
                     store(silu(sum), out + t * channels + c);
                 else
                     store(silu(sum), out + t * channels + c, lanes);
             }
-        }
     });
 }
 
 // --- recurrence ----------------------------------------------------------------------------------------------------
 
-constexpr int VECTORS = 2;
+constexpr int VECTORS = W == 16 ? 4 : 2;  // with four sums of each, as many as there are registers
 constexpr int COLUMNS = VECTORS * W;
 constexpr int64_t TOKENS = 256;  // tokens whose q and k are prepared at once
+
+// Floats of a layer's matrices from which the new ones are written past the caches: by the time they are read, the
+// weights of all layers have gone through.
+constexpr int64_t PAST_CACHES = 128 * 1024;
 
 struct Delta {
     int64_t key_heads, value_heads, key_dim, value_dim;
@@ -100,61 +109,72 @@ template <class T> INLINE void unit(const T* x, int64_t n, float scale, float* o
     for (i = 0; i < n; ++i) out[i] = widen(x[i]) * factor;
 }
 
-// Tokens of one head over COLUMNS columns of its matrix; `s [key_dim, COLUMNS]` stays in L1.
-template <class T>
-INLINE void delta_columns(const Delta& shape, const float* qk, int64_t qk_row, const float* gates, int64_t gates_row,
-                          const T* v, int64_t v_row, int64_t rows, int lanes, float* s, T* out, int64_t out_row) {
-    const int64_t n = shape.key_dim;
-    for (int64_t t = 0; t < rows; ++t) {
-        const float *q = qk + t * qk_row, *k = q + n;
-        const vf decay = splat(gates[t * gates_row]), beta = splat(gates[t * gates_row + 1]);
-        vf sum[4][VECTORS] = {};
-        int64_t i = 0;
-        for (; i + 4 <= n; i += 4)
+// COLUMNS columns of a matrix: a row is `stride` floats behind the one before.
+struct Columns {
+    float* data;
+    int64_t stride;
+    float* at(int64_t row) const { return data + row * stride; }
+};
+
+// One token of one head: `to` <- the columns of S after it, from those before it. The last token asks for the columns
+// that are read next: they are short runs that no prefetcher follows. PAST stores go past the caches.
+template <bool LAST, bool PAST, class T>
+void delta_token(int64_t n, const float* q, const float* k, float decay_, float beta_, const T* v, int lanes,
+                        Columns from, Columns to, Columns next, T* out) {
+    const vf decay = splat(decay_), beta = splat(beta_);
+    vf sum[4][VECTORS] = {};
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4)
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r) {
-                const vf key = splat(k[i + r]);
-                for (int c = 0; c < VECTORS; ++c) sum[r][c] = fma(key, load(s + (i + r) * COLUMNS + c * W), sum[r][c]);
-            }
-        for (; i < n; ++i)
+        for (int r = 0; r < 4; ++r) {
+            const vf key = splat(k[i + r]);
+#pragma GCC unroll 4
+            for (int c = 0; c < VECTORS; ++c) sum[r][c] = fma(key, load(from.at(i + r) + c * W), sum[r][c]);
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < 3; ++r)
+        if (i + r < n)
+#pragma GCC unroll 4
             for (int c = 0; c < VECTORS; ++c)
-                sum[i % 4][c] = fma(splat(k[i]), load(s + i * COLUMNS + c * W), sum[i % 4][c]);
-        vf change[VECTORS], read[4][VECTORS] = {};
-        for (int c = 0; c < VECTORS; ++c) {
-            const int some = std::clamp(lanes - c * W, 0, W);
-            const T* at = v + t * v_row + c * W;
-            const vf value = some == W ? load(at) : some ? load(at, some) : vf{};
-            const vf seen = ((sum[0][c] + sum[1][c]) + (sum[2][c] + sum[3][c])) * decay;
-            change[c] = beta * (value - seen);
-        }
-        i = 0;
-        for (; i + 4 <= n; i += 4)
+                sum[r][c] = fma(splat(k[i + r]), load(from.at(i + r) + c * W), sum[r][c]);
+    vf change[VECTORS], read[4][VECTORS] = {};
 #pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r) {
-                const vf key = splat(k[i + r]), query = splat(q[i + r]);
-                for (int c = 0; c < VECTORS; ++c) {
-                    float* at = s + (i + r) * COLUMNS + c * W;
-                    const vf state = fma(key, change[c], load(at) * decay);
-                    store(state, at);
-                    read[r][c] = fma(query, state, read[r][c]);
-                }
-            }
-        for (; i < n; ++i)
-            for (int c = 0; c < VECTORS; ++c) {
-                float* at = s + i * COLUMNS + c * W;
-                const vf state = fma(splat(k[i]), change[c], load(at) * decay);
-                store(state, at);
-                read[i % 4][c] = fma(splat(q[i]), state, read[i % 4][c]);
-            }
-        if (!out) continue;
+    for (int c = 0; c < VECTORS; ++c) {
+        const int some = std::clamp(lanes - c * W, 0, W);
+        const vf value = some == W ? load(v + c * W) : some ? load(v + c * W, some) : vf{};
+        const vf seen = ((sum[0][c] + sum[1][c]) + (sum[2][c] + sum[3][c])) * decay;
+        change[c] = beta * (value - seen);
+    }
+    const auto update = [&](int64_t i, vf(&read)[VECTORS]) __attribute__((always_inline)) {
+        const vf key = splat(k[i]), query = splat(q[i]);
+#pragma GCC unroll 4
         for (int c = 0; c < VECTORS; ++c) {
-            const int some = std::clamp(lanes - c * W, 0, W);
-            const vf o = (read[0][c] + read[1][c]) + (read[2][c] + read[3][c]);
-            if (some == W)
-                store(o, out + t * out_row + c * W);
-            else if (some)
-                store(o, out + t * out_row + c * W, some);
+            const vf state = fma(key, change[c], load(from.at(i) + c * W) * decay);
+            if (PAST)
+                store_past(state, to.at(i) + c * W);
+            else
+                store(state, to.at(i) + c * W);
+            read[c] = fma(query, state, read[c]);
         }
+        if (LAST)
+            for (int64_t line = 0; line < COLUMNS; line += 16) __builtin_prefetch(next.at(i) + line, 0, 2);
+    };
+    i = 0;
+    for (; i + 4 <= n; i += 4)
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) update(i + r, read[r]);
+#pragma GCC unroll 4
+    for (int r = 0; r < 3; ++r)
+        if (i + r < n) update(i + r, read[r]);
+    if (!out) return;
+#pragma GCC unroll 4
+    for (int c = 0; c < VECTORS; ++c) {
+        const int some = std::clamp(lanes - c * W, 0, W);
+        const vf o = (read[0][c] + read[1][c]) + (read[2][c] + read[3][c]);
+        if (some == W)
+            store(o, out + c * W);
+        else if (some)
+            store(o, out + c * W, some);
     }
 }
 
@@ -194,25 +214,28 @@ void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const f
             float* s = scratch<5>(n * COLUMNS);
             const float* before = from + h * n * m + column;
             float* to = after + h * n * m + column;
-            // Columns are short runs that no prefetcher follows: ask for the next block's while this one is computed,
-            // and for the lines that will be written.
-            const float* next = column + COLUMNS < m ? before + COLUMNS : from + (h + 1) * n * m;
-            if (lanes == COLUMNS)
-                for (int64_t i = 0; i < n; ++i)
-                    for (int c = 0; c < VECTORS; ++c) {
-                        store(load(before + i * m + c * W), s + i * COLUMNS + c * W);
-                        __builtin_prefetch(next + i * m + c * W);
-                        __builtin_prefetch(to + i * m + c * W, 1);
-                    }
-            else
+            const Columns near = {s, COLUMNS}, first_in = {const_cast<float*>(before), m}, last_out = {to, m};
+            const bool whole = lanes == COLUMNS;
+            const bool past = whole && size >= PAST_CACHES && reinterpret_cast<uintptr_t>(to) % 64 == 0 && m % 16 == 0;
+            if (!whole)
                 for (int64_t i = 0; i < n; ++i) {
                     std::memset(s + i * COLUMNS, 0, COLUMNS * sizeof(float));
                     std::memcpy(s + i * COLUMNS, before + i * m, lanes * sizeof(float));
                 }
-            delta_columns(shape, qk + h / ratio * 2 * n, qk_row, gates + 2 * h, gates_row,
-                          u + first * channels + 2 * shape.key_heads * n + h * m + column, channels, tokens, lanes, s,
-                          out ? out + (first * shape.value_heads + h) * m + column : nullptr, shape.value_heads * m);
-            for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * m, s + i * COLUMNS, lanes * sizeof(float));
+            const Columns next = {const_cast<float*>(column + COLUMNS < m ? before + COLUMNS : from + (h + 1) * n * m), m};
+            for (int64_t t = 0; t < tokens; ++t) {
+                const bool last = t + 1 == tokens;
+                const float* q = qk + t * qk_row + h / ratio * 2 * n;
+                const float* gate = gates + t * gates_row + 2 * h;
+                const int64_t row = first + t;
+                (!last ? delta_token<false, false, T> : past ? delta_token<true, true, T> : delta_token<true, false, T>)(
+                    n, q, q + n, gate[0], gate[1], u + row * channels + 2 * shape.key_heads * n + h * m + column, lanes,
+                    whole && t == 0 ? first_in : near, whole && last ? last_out : near, next,
+                    out ? out + (row * shape.value_heads + h) * m + column : nullptr);
+            }
+            if (past) past_stores_done();
+            if (!whole)
+                for (int64_t i = 0; i < n; ++i) std::memcpy(to + i * m, s + i * COLUMNS, lanes * sizeof(float));
         });
     }
 }

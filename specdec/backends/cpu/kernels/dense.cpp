@@ -3,21 +3,27 @@
 // Bits contract: an output is one inner product of `dots.h` and one epilogue of its own; row t of any result is the
 // same for every number of rows and threads.
 //
-// Weights are read where they lie, row-major [N, K]. A block of BLOCK output features meets all activation rows before
-// the next block is touched, a panel of PANEL rows at a time, so that a weight crosses the memory bus once.
+// Weights are row-major [N, K] where they lie (`dots.h`) or packed in panels (`panels.h`); the two sum in different
+// orders, and a weight keeps its layout for life. A block of BLOCK output features meets all activation rows before the
+// next block is touched, CHUNK rows at a time, so that a weight crosses the memory bus once.
 
 #include "dots.h"
+#include "panels.h"
 #include "threads.h"
 
 namespace specdec {
 
-constexpr int64_t PANEL = 48;
+constexpr int64_t CHUNK = 48;
 constexpr int64_t BLOCK = 64;
 
 template <class T> struct Matrix {
     const T* data;
-    int64_t stride;  // elements from one output feature to the next
+    int64_t stride;  // elements from one output feature to the next; -K: packed in panels
     int64_t n;
+
+    bool packed() const { return stride < 0; }
+    // Of a packed matrix the features start at a panel, which holds FEATURES times K elements.
+    const T* from(int64_t feature) const { return data + feature * (packed() ? -stride : stride); }
 };
 
 template <class T> struct Rows {
@@ -32,10 +38,31 @@ template <class T> struct Rows {
 constexpr int64_t NEAR_BYTES = 40 * 1024;
 constexpr int64_t PART_BYTES = 16 * 1024;
 
-// Tile of `rows` x `n` products of one matrix, features `w..w + n`, in `out [PANEL, BLOCK]`.
+// How far behind the packed weights in use others are asked for: 4 KiB do for one core's share of the bandwidth.
+constexpr int64_t PANEL_AHEAD = 4096;
+
+// Weights up to CACHED_BYTES are likely to lie in a cache still.
+constexpr int64_t CACHED_BYTES = 1 << 20;
+
+template <class T>
+void panel_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w, int64_t n, bool cached, float* out) {
+    for (int64_t f = 0; f < n;) {
+        const int64_t panels = cached && rows <= PAIRED_ROWS && f + FEATURES < n ? 2 : 1;
+        for (int64_t m = 0; m < rows;) {
+            const int64_t tile = panel_rows(rows - m);
+            panel_tile_of<T>(tile, panels)(w + f * x.k, x.data + (first_row + m) * x.stride, x.stride, x.k,
+                                           out + m * BLOCK + f, BLOCK, first_row + m == 0 ? PANEL_AHEAD : 0);
+            m += tile;
+        }
+        f += panels * FEATURES;
+    }
+}
+
+// Tile of `rows` x `n` products of one matrix, features `w..w + n`, `cached` or not, in `out [CHUNK, BLOCK]`.
 template <class T>
 void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w, int64_t stride, int64_t n,
-                   float* out) {
+                   bool cached, float* out) {
+    if (stride < 0) return panel_products(x, first_row, rows, w, n, cached, out);
     const T* from = x.data + first_row * x.stride;
     // Prefetch 4 to 8 rows on: fewer do not arrive in time, more fall out of L1 again.
     const auto ahead = [&](int64_t tile) {
@@ -65,7 +92,7 @@ void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w
     }
 }
 
-using Tiles = const float (*)[PANEL * BLOCK];
+using Tiles = const float (*)[CHUNK * BLOCK];
 
 // finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 gives the tiles
 // of two matrices of one shape together.
@@ -76,8 +103,11 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
     const int64_t weights = features * PAIR * x.k;
     const int64_t work = std::max<int64_t>(weights * (int64_t)sizeof(T), weights * x.count / 4);
     if (work < SERIAL_WORK) threads = 1;
-    int64_t size = BLOCK;
-    while (size > 8 && features < 4 * size * threads) size /= 2;
+    const bool cached = weights * (int64_t)sizeof(T) <= CACHED_BYTES;
+    int64_t size = BLOCK, least = 8;
+    for (int i = 0; i < count; ++i)
+        if (w[i].packed()) least = FEATURES;
+    while (size > least && features < 4 * size * threads) size /= 2;
     int64_t blocks = 0;
     for (int i = 0; i < count; i += PAIR) blocks += (w[i].n + size - 1) / size;
     for_blocks(threads, blocks, [&](int64_t block) {
@@ -88,11 +118,12 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
             block -= own;
         }
         const int64_t first = block * size, n = std::min(size, w[i].n - first);
-        alignas(64) float tile[PAIR][PANEL * BLOCK];
-        for (int64_t row = 0; row < x.count; row += PANEL) {
-            const int64_t rows = std::min(PANEL, x.count - row);
+        alignas(64) float tile[PAIR][CHUNK * BLOCK];
+        for (int64_t row = 0; row < x.count; row += CHUNK) {
+            const int64_t rows = std::min(CHUNK, x.count - row);
             for (int j = 0; j < PAIR; ++j)
-                tile_products(x, row, rows, w[i + j].data + first * w[i + j].stride, w[i + j].stride, n, tile[j]);
+                tile_products(x, row, rows, w[i + j].from(first), w[i + j].stride, n, cached,
+                              tile[j]);
             finish(i, row, rows, first, n, tile);
         }
     });

@@ -4,8 +4,8 @@
 // Bits contract: a head (or row) is read by one thread, its squares summed by four vector accumulators in ascending
 // order, whatever stands around it.
 
+#include "panels.h"
 #include "threads.h"
-#include "vectors.h"
 
 namespace specdec {
 
@@ -129,13 +129,21 @@ using namespace specdec;
 NORMS(bf16, bf16)
 NORMS(f32, float)
 
-// Rows of a table by id; returns the place of the first id outside it, or -1.
+// Rows of a table by id; returns the place of the first id outside it, or -1. A table in panels (`panels.h`) has the
+// stride -row_bytes.
 EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
                               const int64_t* tokens, int64_t rows, void* out) {
     for (int64_t t = 0; t < rows; ++t)
         if (tokens[t] < 0 || tokens[t] >= vocabulary) return t;
-    for (int64_t t = 0; t < rows; ++t)
-        std::memcpy((char*)out + t * row_bytes, (const char*)table + tokens[t] * stride_bytes, row_bytes);
+    for (int64_t t = 0; t < rows; ++t) {
+        char* to = (char*)out + t * row_bytes;
+        if (stride_bytes >= 0) {
+            std::memcpy(to, (const char*)table + tokens[t] * stride_bytes, row_bytes);
+            continue;
+        }
+        const char* from = (const char*)table + tokens[t] / FEATURES * FEATURES * row_bytes + tokens[t] % FEATURES * WORD;
+        for (int64_t at = 0; at < row_bytes; at += WORD) std::memcpy(to + at, from + at * FEATURES, WORD);
+    }
     return -1;
 }
 

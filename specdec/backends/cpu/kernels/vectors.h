@@ -70,7 +70,7 @@ INLINE float fma(float a, float b, float c) {
 #endif
 }
 
-INLINE vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 
 INLINE vf maximum(vf a, vf b) { return select(a > b, a, b); }
 
@@ -92,6 +92,23 @@ INLINE vf load(const float* p) { return load_as<vf>(p); }
 INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
 
 INLINE void store(vf a, float* p) { std::memcpy(p, &a, sizeof a); }
+
+// A store that leaves the caches alone, to memory aligned to a vector; `past_stores_done` before others read it.
+INLINE void store_past(vf a, float* p) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+    _mm512_stream_ps(p, (__m512)a);
+#elif defined(__AVX__)
+    _mm256_stream_ps(p, (__m256)a);
+#else
+    store(a, p);
+#endif
+}
+INLINE void past_stores_done() {
+#if defined(__AVX__)
+    _mm_sfence();
+#endif
+}
+
 INLINE void store(vf a, bf16* p) {
     vu u = (vu)a;
     vu r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;

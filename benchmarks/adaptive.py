@@ -1,0 +1,176 @@
+"""Adaptive depth: what a useless head costs under it, and how near it comes to the best fixed depth.
+
+    python -m benchmarks.adaptive [--tokens 400] [--warm 200] [--repeats 5] [--deepest 4] [--json FILE]
+
+``random_head``: the embedded model with its MTP tensors replaced by noise, plain against adaptive. ``demo``: the
+embedded model as it is, adaptive against fixed depths, by prompt class. Arms take turns (A B B A) in one process, every
+generation in a session of its own, and all outputs must be equal. "From the start": a language model that has just been
+loaded with its cost table, so that nothing is known of acceptance. "Warm": after ``--warm`` tokens of generations of
+the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import specdec
+from benchmarks.common import CHAT, PROMPTS, machine, median, save
+from specdec.checkpoints import Checkpoint, locate
+from specdec.checkpoints.writer import write_checkpoint
+from specdec.contract import CycleRecord, Stats
+from specdec.costs import CostTable
+from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def with_random_head(folder: Path, seed: int = 0) -> Path:
+    """A copy of the embedded model whose MTP matrices are noise of the same scale; the norms stay."""
+    checkpoint = Checkpoint.open(locate("demo"))
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in checkpoint.names:
+        tensor = checkpoint.load(name)
+        if name.startswith("mtp.") and tensor.dim() > 1:
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+            tensor = noise.to(tensor.dtype)
+        tensors[name] = tensor
+    write_checkpoint(folder, checkpoint.config, tensors)
+    for name in TOKENIZER:
+        (folder / name).write_bytes((checkpoint.path / name).read_bytes())
+    return folder
+
+
+def fresh(lm: specdec.LanguageModel) -> None:
+    """Forget what earlier generations of this language model learnt."""
+    if isinstance(lm.depth_shared, Learnt):
+        lm.depth_shared.last = None
+
+
+def compare(
+    arms: dict[str, specdec.LanguageModel], prompt: list[int], tokens: int, repeats: int, *, keep: bool
+) -> dict[str, Any]:
+    """Tokens per second of each arm, the median of its generations, and relative to the first arm: the median over
+    turns (A B B A) of the quotient of their seconds, which a slow minute of the machine does not move.
+
+    ``keep``: adaptive arms go on learning.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    relative: dict[str, list[float]] = {name: [] for name in arms}
+    results: dict[str, specdec.Result] = {}
+    for turn in range(repeats):
+        for name in (*arms, *reversed(arms)):
+            if not keep:
+                fresh(arms[name])
+            results[name] = arms[name].generate(prompt, max_new_tokens=tokens, ignore_eos=True)
+            rates[name].append(results[name].stats.tokens_per_second)
+        seconds = {name: sum(1.0 / rate for rate in rates[name][2 * turn :]) for name in arms}
+        for name in arms:
+            relative[name].append(seconds[next(iter(arms))] / seconds[name])
+    if len({tuple(result.tokens) for result in results.values()}) != 1:
+        raise SystemExit("outputs differ")
+    return {
+        name: {
+            "tokens_per_second": median(rates[name]),
+            "of_the_first": median(relative[name]),
+            "depths": {str(depth): count for depth, count in sorted(results[name].stats.depth.items())},
+            "reason": results[name].stats.speculation()["reason"],
+        }
+        for name in arms
+    }
+
+
+def random_head(prompts: dict[str, list[int]], tokens: int, warm: int, repeats: int) -> dict[str, Any]:
+    """Plain decoding against the adaptive depth with a head that is never right."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(with_random_head(Path(folder)))
+        arms = {
+            "plain": specdec.load(path, drafter="none"),
+            "adaptive": specdec.load(path, drafter="mtp", depth="adaptive"),
+        }
+    prompt = prompts["code"]
+    told: dict[str, Any] = {"costs": priced(arms["adaptive"])}
+    for label, keep in (("from_the_start", False), ("warm", True)):
+        if keep:
+            fresh(arms["adaptive"])
+            arms["adaptive"].generate(prompt, max_new_tokens=warm, ignore_eos=True)
+        told[label] = compare(arms, prompt, tokens, repeats, keep=keep)
+    return told
+
+
+def demo(prompts: dict[str, list[int]], tokens: int, warm: int, repeats: int, deepest: int) -> dict[str, Any]:
+    """The adaptive depth against fixed ones, by prompt class."""
+    fixed = {f"fixed {depth}": specdec.load(drafter="mtp", depth=depth) for depth in range(deepest + 1)}
+    lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "max_depth": max(deepest, 1)})
+    told: dict[str, Any] = {"costs": priced(lm), "classes": {}}
+    for name, prompt in prompts.items():
+        fresh(lm)
+        lm.generate(prompt, max_new_tokens=warm, ignore_eos=True)
+        entry = compare({**fixed, "adaptive": lm}, prompt, tokens, repeats, keep=True)
+        rates = {arm: float(entry[arm]["of_the_first"]) for arm in entry}
+        best = max(fixed, key=lambda arm: rates[arm])
+        entry |= {"best": best, "adaptive_of_best": rates["adaptive"] / rates[best]}
+        told["classes"][name] = entry
+    return told
+
+
+def priced(lm: specdec.LanguageModel) -> dict[str, Any]:
+    """The cost table as break-even points: the acceptance at position 0 above which depth 1 pays."""
+    table: CostTable = lm.depth_shared.table
+    plain = table.cycle(0)
+    return {
+        "cycle_of_depth": {str(depth): table.cycle(depth) / plain for depth in range(7)},
+        "plain_cycle_ms": 1e3 * plain,
+        "break_even_acceptance": table.cycle(1) / plain - 1.0,
+    }
+
+
+def bookkeeping(cycles: int = 20000) -> dict[str, float]:
+    """Microseconds that the policy itself takes per cycle, at depth 0 and at its deepest."""
+    told = {}
+    for depth in (0, 6):
+        policy, stats = AdaptivePolicy(AdaptiveConfig()), Stats()
+        record = CycleRecord(
+            position=9, depth=depth, offered=depth, accepted=depth, emitted=(0,) * (depth + 1), draft_seconds=0.0,
+            verify_seconds=0.001, commit_seconds=0.0,
+        )  # fmt: skip
+        started = perf_counter()
+        for _ in range(cycles):
+            policy.next_depth(stats)
+            policy.record(record)
+        told[f"depth {depth}"] = 1e6 * (perf_counter() - started) / cycles
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--warm", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--deepest", type=int, default=4)
+    parser.add_argument("--part", choices=("random_head", "demo", "bookkeeping"), action="append")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    tokenizer = specdec.load(drafter="none").tokenizer
+    prompts = {}
+    for name, text in PROMPTS.items():
+        if name in CHAT:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        prompts[name] = tokenizer.encode(text, add_special=False)
+    parts = {
+        "random_head": lambda: random_head(prompts, options.tokens, options.warm, options.repeats),
+        "demo": lambda: demo(prompts, options.tokens, options.warm, options.repeats, options.deepest),
+        "bookkeeping": bookkeeping,
+    }
+    wanted = options.part or list(parts)
+    save({"machine": machine(), **{name: parts[name]() for name in wanted}}, options.json)
+
+
+if __name__ == "__main__":
+    main()

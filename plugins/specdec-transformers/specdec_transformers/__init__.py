@@ -1,0 +1,30 @@
+"""specdec-transformers: any Hugging Face causal language model as a target of specdec.
+
+Entry point, group ``specdec``: ``transformers = "specdec_transformers"``. Importing this package imports neither torch
+nor transformers: the hook is asked on every load, and transformers is imported for a target that it takes only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specdec import hookimpl
+
+if TYPE_CHECKING:
+    from specdec.config import TargetConfig
+    from specdec.contract import ForwardPass
+
+__all__ = ["specdec_forward_pass"]
+
+
+@hookimpl
+def specdec_forward_pass(target_config: TargetConfig) -> ForwardPass | None:
+    """The target on transformers: when asked for by name, or when no family of specdec reads its model_type."""
+    from specdec_transformers.choice import chosen_folder
+
+    folder = chosen_folder(target_config)
+    if folder is None:
+        return None
+    from specdec_transformers.loading import load
+
+    return load(folder, target_config)

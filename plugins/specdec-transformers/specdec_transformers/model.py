@@ -1,0 +1,197 @@
+"""One pass of a transformers model over a cache, and how its rows are taken back."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from specdec.errors import UnsupportedError
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from specdec_transformers import caches
+
+
+class Rollback(enum.Enum):
+    """How the rows of a pass that are not kept are taken back, cheapest first."""
+
+    CUT = "the rows are cut off its cache"
+    """Attention and convolution windows only."""
+    REPLAY = "a copy of the cache is kept during a pass, and kept rows of a pass that is not kept whole run again"
+    """Recurrent states, and caches of classes that this plugin does not know."""
+    STEP = "it continues a text by one token per pass only, so a pass of several rows is several passes"
+    RECOMPUTE = "it has no cache that can be taken back, so every pass computes the whole text again"
+
+
+@attrs.frozen
+class Pass:
+    """What a pass gives: logits ``[T, V]`` (None where not asked for), hidden states ``[T, H]`` and the new cache."""
+
+    logits: Tensor | None
+    hidden: Tensor | None
+    cache: Any
+
+
+class Model:
+    """A transformers model for causal language modelling, called for one sequence.
+
+    Attributes:
+        network: the PreTrainedModel.
+        rollback: how rows are taken back; the probe (``probe.py``) proves it, or chooses the next one.
+    """
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self.rollback = Rollback.CUT
+        self.vocab_size = 0
+        parameters = inspect.signature(network.forward).parameters
+        self._cache_name = next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
+        self._can_skip = "logits_to_keep" in parameters
+        self._own_cache = not network._supports_default_dynamic_cache()
+        self._hidden: Tensor | None = None
+        self._lock = threading.Lock()  # the hook below writes to this object
+        decoder = network.get_decoder()
+        self._decoder = decoder if decoder is not None and decoder is not network else network.base_model
+        if self._decoder is not network:
+            self._decoder.register_forward_hook(self._keep_hidden)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's weights are."""
+        device: torch.device = self.network.device
+        return device
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether ``forward`` takes a cache at all."""
+        return self._cache_name is not None
+
+    def _keep_hidden(self, module: Any, arguments: Any, output: Any) -> None:
+        # the decoder's output is the hidden state after the final norm, of every row, whatever logits are asked for
+        self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+
+    def new_cache(self) -> Any:
+        """An empty cache, or None where the model makes its own."""
+        if self._own_cache:  # such a model makes its own class of cache when it is given none
+            return None
+        return DynamicCache(config=self.network.config.get_text_config(decoder=True))
+
+    @torch.no_grad()
+    def _call(self, tokens: Sequence[int], logits: bool, **arguments: Any) -> tuple[Any, Tensor | None, Tensor | None]:
+        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
+        if self._can_skip:
+            arguments["logits_to_keep"] = 0 if logits else 1
+        with self._lock:
+            self._hidden = None
+            output = self.network(input_ids=ids, return_dict=True, **arguments)
+            hidden = self._hidden
+            self._hidden = None
+        rows = output.logits[0] if logits else None
+        return output, rows, None if hidden is None else hidden[0]
+
+    def whole(self, tokens: Sequence[int], *, logits: bool = True) -> Pass:
+        """A pass over a whole text, without a cache."""
+        arguments = {} if self._cache_name is None else {"use_cache": False}
+        _, rows, hidden = self._call(tokens, logits, **arguments)
+        return Pass(rows, hidden, None)
+
+    def extend(self, cache: Any, tokens: Sequence[int], *, logits: bool = True) -> Pass:
+        """A pass over ``tokens`` after those that ``cache`` (None: nothing) holds; changes and returns ``cache``.
+
+        Raises: UnsupportedError when the model gives no cache back.
+        """
+        if self._cache_name is None:
+            raise UnsupportedError(f"{type(self.network).__name__} takes no cache")
+        if self.rollback is Rollback.STEP and cache is not None and len(tokens) > 1:
+            steps = [self.extend(cache, [token], logits=logits) for token in tokens]
+            return Pass(
+                _joined([step.logits for step in steps]), _joined([step.hidden for step in steps]), steps[-1].cache
+            )
+        cache = self.new_cache() if cache is None else cache
+        output, rows, hidden = self._call(tokens, logits, use_cache=True, **{self._cache_name: cache})
+        after = getattr(output, self._cache_name, None)
+        after = cache if after is None else after
+        if not isinstance(after, Cache):
+            raise UnsupportedError(f"{type(self.network).__name__} keeps its state as {type(after).__name__}")
+        return Pass(rows, hidden, after)
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None
+
+
+class Text:
+    """What one sequence holds: its cache, or all of its tokens where no cache is used."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.length = 0
+        self.cache: Any = None
+        self.tokens: list[int] = []  # with Rollback.RECOMPUTE only
+        self._pending: tuple[list[int], Any] | None = None  # tokens and cache of a pass that is not committed
+
+    @property
+    def pending(self) -> int | None:
+        """Rows of the pass that waits for ``commit``; None where there is none."""
+        return None if self._pending is None else len(self._pending[0])
+
+    def drop(self) -> None:
+        """Forget the pass that waits for ``commit``."""
+        self._pending = None
+
+    def run(self, tokens: Sequence[int], *, logits: bool, keep: bool) -> Pass:
+        """A pass after the committed tokens, committed at once (``keep``) or waiting for ``commit``.
+
+        The committed cache is not changed, so that a pass that fails half-way leaves it whole.
+        """
+        model, tokens = self.model, list(tokens)
+        self._pending = None
+        if model.rollback is Rollback.RECOMPUTE:
+            whole = model.whole([*self.tokens, *tokens], logits=logits)
+            made = Pass(
+                None if whole.logits is None else whole.logits[-len(tokens) :],
+                None if whole.hidden is None else whole.hidden[-len(tokens) :],
+                None,
+            )
+        else:
+            cache = None if self.cache is None else caches.copied(self.cache)
+            if cache is None and model.rollback is Rollback.CUT:
+                cache = model.new_cache()
+            if cache is not None:
+                caches.record_past(cache, on=not keep and model.rollback is Rollback.CUT)
+            made = model.extend(cache, tokens, logits=logits)
+        if keep:
+            self._advance(tokens, made.cache)
+        else:
+            self._pending = tokens, made.cache
+        return made
+
+    def commit(self, rows: int) -> None:
+        """Keep the first ``rows`` rows of the pass that waits."""
+        assert self._pending is not None
+        (tokens, cache), self._pending = self._pending, None
+        if rows == 0:
+            return
+        kept = tokens[:rows]
+        if self.model.rollback is Rollback.CUT:
+            caches.cut(cache, len(tokens) - rows)
+        elif self.model.rollback is not Rollback.RECOMPUTE and rows < len(tokens):
+            before = None if self.cache is None else caches.copied(self.cache)
+            cache = self.model.extend(before, kept, logits=False).cache
+        self._advance(kept, cache)
+
+    def _advance(self, tokens: list[int], cache: Any) -> None:
+        self.cache = cache
+        self.length += len(tokens)
+        if self.model.rollback is Rollback.RECOMPUTE:
+            self.tokens += tokens
+
+    def nbytes(self) -> int:
+        """Bytes of the committed cache, or of the tokens."""
+        return 8 * len(self.tokens) + (0 if self.cache is None else caches.nbytes(self.cache))

@@ -1,0 +1,125 @@
+// Packing weights in the panels of `panels.h`, and giving the pages that they were read from back to the system.
+// Packing moves words and changes none.
+
+#include "panels.h"
+#include "threads.h"
+
+#ifdef __linux__
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace specdec {
+
+constexpr int64_t AT_ONCE = 16 << 20;  // bytes that are packed before their pages are given back
+
+// One panel: `rows` <= FEATURES rows of `words` words, the others zero.
+void pack_panel(const char* from, int64_t stride, int64_t words, int64_t rows, uint32_t* to) {
+    constexpr int64_t STRETCH = 16;  // words of a row at a time: whole cache lines on both sides
+    for (int64_t i = 0; i < words; i += STRETCH) {
+        const int64_t end = std::min(i + STRETCH, words);
+        for (int64_t f = 0; f < FEATURES; ++f)
+            for (int64_t j = i; j < end; ++j)
+                to[j * FEATURES + f] = f < rows ? load_as<uint32_t>(from + f * stride + j * WORD) : 0;
+    }
+}
+
+#ifdef __linux__
+// The whole pages inside a range; the smaller `unit` of neighbours at its ends stays out.
+struct Pages {
+    uintptr_t begin, end;
+    Pages(const void* at, int64_t bytes, uintptr_t unit)
+        : begin(((uintptr_t)at + unit - 1) / unit * unit), end(((uintptr_t)at + bytes) / unit * unit) {}
+    bool any() const { return begin < end; }
+    size_t bytes() const { return end - begin; }
+};
+inline uintptr_t page_size() { return (uintptr_t)sysconf(_SC_PAGESIZE); }
+#endif
+
+void give_back(const void* at, int64_t bytes) {
+#ifdef __linux__
+    const Pages pages(at, bytes, page_size());
+    if (pages.any()) madvise((void*)pages.begin, pages.bytes(), MADV_DONTNEED);
+#else
+    (void)at, (void)bytes;
+#endif
+}
+
+// Map pages in one go instead of one fault for every few of them.
+void fetch_pages(const void* at, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_POPULATE_READ)
+    const Pages pages(at, bytes, page_size());
+    if (pages.any()) madvise((void*)pages.begin, pages.bytes(), MADV_POPULATE_READ);
+#else
+    (void)at, (void)bytes;
+#endif
+}
+
+void ask_for_huge_pages(void* at, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const Pages pages(at, bytes, 2 << 20);
+    if (pages.any()) madvise((void*)pages.begin, pages.bytes(), MADV_HUGEPAGE);
+#else
+    (void)at, (void)bytes;
+#endif
+}
+
+}  // namespace specdec
+
+using namespace specdec;
+
+// Whether the memory is a mapping of a file, unwritten as far as it is resident: such pages can be given back and come
+// again with the same contents. 0 too where the system does not say.
+// Source: Linux's Documentation/admin-guide/mm/pagemap.rst; bit 63 present, 62 swapped, 61 of a file.
+EXPORT int64_t is_file(const void* at, int64_t bytes) {
+#ifdef __linux__
+    const int64_t page = (int64_t)page_size();
+    const int64_t first = (int64_t)(uintptr_t)at / page, last = ((int64_t)(uintptr_t)at + bytes - 1) / page;
+    if (bytes <= 0) return 0;
+    (void)*(const volatile char*)at;  // at least one page is resident, and says what the mapping is
+    const int file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    bool result = true, seen = false;
+    uint64_t entries[4096];
+    for (int64_t i = first; result && i <= last;) {
+        const size_t wanted = (size_t)std::min<int64_t>(4096, last + 1 - i) * sizeof(uint64_t);
+        const ssize_t got = pread(file, entries, wanted, i * (int64_t)sizeof(uint64_t));
+        if (got < (ssize_t)sizeof(uint64_t)) {
+            result = false;
+            break;
+        }
+        for (int64_t j = 0; j < got / (ssize_t)sizeof(uint64_t); ++j, ++i) {
+            const bool present = entries[j] >> 63 & 1, swapped = entries[j] >> 62 & 1, of_file = entries[j] >> 61 & 1;
+            if (swapped || (present && !of_file)) result = false;
+            seen |= present;
+        }
+    }
+    close(file);
+    return result && seen;
+#else
+    (void)at, (void)bytes;
+    return 0;
+#endif
+}
+
+// Rows of `words` words, `stride` bytes apart, into panels at `to`. `release`: `from` is a file's (see is_file), whose
+// pages are given back as soon as they are packed.
+EXPORT void pack_panels(const void* from, int64_t stride, int64_t words, int64_t rows, void* to, int64_t release,
+                        int64_t threads) {
+    const int64_t panels = (rows + FEATURES - 1) / FEATURES, bytes = FEATURES * words * WORD;
+    ask_for_huge_pages(to, panels * bytes);
+    const int64_t at_once = std::max<int64_t>(threads, AT_ONCE / bytes);
+    for (int64_t begin = 0; begin < panels; begin += at_once) {
+        const int64_t end = std::min(begin + at_once, panels);
+        const char* source = (const char*)from + begin * FEATURES * stride;
+        const int64_t size = (std::min(end * FEATURES, rows) - begin * FEATURES) * stride;
+        if (release) fetch_pages(source, size);
+        for_blocks((int)threads, end - begin, [&](int64_t block) {
+            const int64_t panel = begin + block;
+            pack_panel((const char*)from + panel * FEATURES * stride, stride, words,
+                       std::min(FEATURES, rows - panel * FEATURES), (uint32_t*)to + panel * FEATURES * words);
+        });
+        if (release) give_back(source, size);
+    }
+}

@@ -1,0 +1,143 @@
+// A recorded pass: kernel calls one after the other, without a language in between (specdec/backends/cpu/tape.py).
+//
+// An argument is a number that is the same in every pass, or such a number added to one of the slots that the caller
+// fills before each pass (addresses of caches and outputs, lengths): value + slots[slot], with slots[0] = 0.
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "vectors.h"
+
+namespace specdec {
+
+constexpr int64_t MAX_ARGUMENTS = 24, MAX_TABLES = 4, MAX_ENTRIES = 16;
+constexpr int64_t TABLE = -1;  // as a slot: the argument is the address of an array of arguments
+
+struct Argument {
+    int64_t slot;
+    int64_t value;  // TABLE: 256 * first entry + entries
+};
+
+using Caller = int64_t (*)(void* function, const int64_t* arguments);
+
+struct Step {
+    int64_t caller, function;
+    int64_t first, count;  // of its arguments
+};
+
+// --- calls by signature: p pointer, i int64, f float ------------------------------------------------------------------
+
+template <char C> struct Kind;
+template <> struct Kind<'p'> {
+    using type = const void*;
+    static type of(int64_t bits) { return reinterpret_cast<const void*>(bits); }
+};
+template <> struct Kind<'i'> {
+    using type = int64_t;
+    static type of(int64_t bits) { return bits; }
+};
+template <> struct Kind<'f'> {
+    using type = float;
+    static type of(int64_t bits) {
+        float value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+};
+
+template <class Result, const char* SIGNATURE, class Index> struct Call;
+template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, SIGNATURE, std::index_sequence<I...>> {
+    // -1 for a function without a result
+    static int64_t run(void* function, const int64_t* a) {
+        const auto call = reinterpret_cast<Result (*)(typename Kind<SIGNATURE[I]>::type...)>(function);
+        if constexpr (std::is_void_v<Result>) {
+            call(Kind<SIGNATURE[I]>::of(a[I])...);
+            return -1;
+        } else {
+            return call(Kind<SIGNATURE[I]>::of(a[I])...);
+        }
+    }
+};
+
+#define SIGNATURES(X)                                                                                                  \
+    X(project, void, "piiiipppppi")                                                                                    \
+    X(linear, void, "piiipiipipi")                                                                                      \
+    X(swiglu, void, "piiipipiipi")                                                                                     \
+    X(head, void, "piiipiipi")                                                                                         \
+    X(rms_norm, void, "piiipfpi")                                                                                      \
+    X(norm_rope, void, "piiiiipfpiipi")                                                                                \
+    X(gated_rms_norm, void, "piipiiiiipfpi")                                                                           \
+    X(attend, void, "piipiipiipppiiiiiiifpi")                                                                          \
+    X(conv_window, void, "ppiiipippi")                                                                                 \
+    X(gated_delta, void, "iiiipppppppipi")                                                                             \
+    X(copy_rows, void, "pipiii")                                                                                       \
+    X(keep_window, void, "ppiii")                                                                                      \
+    X(embed_rows, int64_t, "piiipip")
+
+#define NAMED(NAME, RESULT, TEXT)                                                                                      \
+    static constexpr char NAME##_signature[] = TEXT;                                                                   \
+    static_assert(sizeof(TEXT) - 1 <= MAX_ARGUMENTS, TEXT);
+SIGNATURES(NAMED)
+
+Caller caller_of(const char* signature, bool has_result) {
+#define MATCH(NAME, RESULT, TEXT)                                                                                      \
+    if (has_result != std::is_void_v<RESULT> && !std::strcmp(signature, TEXT))                                         \
+        return Call<RESULT, NAME##_signature, std::make_index_sequence<sizeof(TEXT) - 1>>::run;
+    SIGNATURES(MATCH)
+    return nullptr;
+}
+
+INLINE int64_t nanoseconds() {
+    return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+// Runs the steps in order. A step that returns a number >= 0 has failed: the run ends and gives its index; -1 otherwise.
+// `spent` may be null; otherwise the time of step i is added to spent[i], in nanoseconds.
+int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots, int64_t* spent) {
+    int64_t values[MAX_ARGUMENTS], room[MAX_TABLES][MAX_ENTRIES];
+    const auto value = [&](const Argument& a) { return slots[a.slot] + a.value; };
+    for (int64_t s = 0; s < count; ++s) {
+        const Step& step = steps[s];
+        int64_t tables = 0;
+        for (int64_t i = 0; i < step.count; ++i) {
+            const Argument& a = arguments[step.first + i];
+            if (a.slot != TABLE) {
+                values[i] = value(a);
+                continue;
+            }
+            const Argument* entries = arguments + a.value / 256;
+            for (int64_t j = 0; j < a.value % 256; ++j) room[tables][j] = value(entries[j]);
+            values[i] = reinterpret_cast<int64_t>(room[tables++]);
+        }
+        const int64_t before = spent ? nanoseconds() : 0;
+        const int64_t result = reinterpret_cast<Caller>(step.caller)(reinterpret_cast<void*>(step.function), values);
+        if (spent) spent[s] += nanoseconds() - before;
+        if (result >= 0) return s;
+    }
+    return -1;
+}
+
+}  // namespace specdec
+
+EXPORT void* tape_caller(const char* signature, int64_t has_result) {
+    return reinterpret_cast<void*>(specdec::caller_of(signature, has_result != 0));
+}
+
+EXPORT int64_t tape_run(const void* steps, int64_t count, const void* arguments, const void* slots, void* spent) {
+    return specdec::run((const specdec::Step*)steps, count, (const specdec::Argument*)arguments, (const int64_t*)slots,
+                        (int64_t*)spent);
+}
+
+// Rows of `bytes` bytes from one stride to another.
+EXPORT void copy_rows(const void* from, int64_t from_stride, void* to, int64_t to_stride, int64_t bytes, int64_t rows) {
+    for (int64_t t = 0; t < rows; ++t)
+        std::memcpy((char*)to + t * to_stride, (const char*)from + t * from_stride, bytes);
+}
+
+// The convolution window after `kept` rows of a pass: `window` <- the `rows` rows of `raw` from row `kept` on.
+EXPORT void keep_window(const void* raw, void* window, int64_t kept, int64_t row_bytes, int64_t rows) {
+    std::memcpy(window, (const char*)raw + kept * row_bytes, rows * row_bytes);
+}

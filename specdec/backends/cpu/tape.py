@@ -1,0 +1,553 @@
+"""Passes of the native kernels, recorded once per number of rows and replayed with one call.
+
+While a pass is recorded, the family's code and the ops run as always, but kernels are written down instead of called,
+and outputs are memory that nobody fills. Every argument is then either the same in all passes (a stride, the address of
+a weight) or stands in a *slot* that is filled before each replay: lengths, threads, addresses of the sequence's caches,
+of the results, and of two blocks of memory. *Work* holds what only the pass reads; it belongs to the ops, so passes of
+one model take turns. *Kept* holds what a commit reads too; it belongs to the sequence.
+
+Nothing is guessed. An address must lie in memory whose meaning is known: an output of this recording, a weight, a cache
+or an argument of the pass. A length is an ``Unknown`` that refuses to be calculated with. A torch function that does
+more than look at a tensor is refused. Whatever is refused raises ``NotRecordable``, and such passes run op by op.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import structlog
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
+from specdec.backends.passes import Body, EagerPass, EagerPasses, Passes
+from specdec.errors import ContractError, ShapeError
+
+if TYPE_CHECKING:
+    from specdec.backends.cpu.compiler import Kernels
+    from specdec.backends.cpu.native import NativeOps
+    from specdec.backends.ops import Array, Cache
+
+log = structlog.get_logger(__name__)
+
+ALIGNMENT = 64  # bytes
+TRIED_ROWS = (1, 2)  # recorded when a model is loaded, so that what cannot be recorded is known by then
+_TABLE = -1  # kernels/tape.cpp
+_ENTRIES = 256  # likewise: first entry and number of entries of a table share one integer
+
+# Slots: fixed ones, then four for every cache.
+ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
+_FIRST_CACHE = 8
+_PER_CACHE = 4  # length and up to three addresses
+
+# What a recorded pass may ask torch: questions about a tensor, and other views of it. A view that turns out to be a
+# copy has an address that no one knows, and is refused when a kernel reads it.
+_HARMLESS = frozenset(
+    "__get__ __getitem__ __len__ chunk data_ptr dim element_size empty expand flatten is_contiguous narrow ndimension "
+    "numel permute reshape select size split squeeze storage_offset stride t tensor transpose unbind unflatten "
+    "unsqueeze untyped_storage view".split()
+)
+
+
+class NotRecordable(Exception):
+    """A pass does something that a replay could not repeat; the message says what."""
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise NotRecordable("a cache's length is calculated with outside the kernels")
+
+
+class Unknown:
+    """An integer that only the replay knows, and where it will stand."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+    __int__ = __index__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __mod__ = __rmod__ = _refuse
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __divmod__ = __pow__ = _refuse
+
+
+class UnknownTokens(Sequence[int]):
+    """The token ids of a pass: their number is known, and where they will lie."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.pointer = Unknown(TOKENS)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotRecordable("token ids are read outside embed")
+
+    def __iter__(self) -> Iterator[int]:
+        raise NotRecordable("token ids are read outside embed")
+
+
+class _Current(threading.local):
+    tape: Tape | None = None
+
+
+current = _Current()
+"""The recording that this thread is in."""
+
+
+class Kernel:
+    """A C function; ``signature`` has a letter for each argument (see ``Kernels.function``).
+
+    Called as it is, with the number of threads behind the given arguments where it takes one. While this thread records
+    a pass, a call is written down instead.
+    """
+
+    __slots__ = ("address", "function", "has_result", "name", "signature", "threaded")
+
+    def __init__(
+        self, kernels: Kernels, name: str, signature: str, *, result: Any = None, threaded: bool = True
+    ) -> None:
+        self.name = name
+        self.signature = signature
+        self.has_result = result is not None
+        self.threaded = threaded
+        self.function = kernels.function(name, signature, result)
+        self.address = ctypes.cast(self.function, ctypes.c_void_p).value or 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        if current.tape is not None:
+            return current.tape.call(self, arguments)
+        if self.threaded:
+            return self.function(*arguments, torch.get_num_threads())
+        return self.function(*arguments)
+
+
+class Runner:
+    """The C side of replays."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._caller = kernels.function("tape_caller", "pi", ctypes.c_void_p)
+        self.run = kernels.function("tape_run", "pippp", ctypes.c_int64)
+        self.keep_window = Kernel(kernels, "keep_window", "ppiii", threaded=False)
+
+    def caller(self, kernel: Kernel) -> int:
+        """The C function that calls kernels of this signature."""
+        text = kernel.signature.encode()
+        found: int | None = self._caller(text, kernel.has_result)
+        if found is None:
+            raise NotRecordable(f"kernels/tape.cpp has no signature {kernel.signature!r} ({kernel.name})")
+        return found
+
+
+# --- what stands for the caches while a pass is recorded --------------------------------------------------------------
+
+
+class _KeptLength:
+    def __init__(self, slot: int) -> None:
+        self.length = Unknown(slot)
+
+
+class _RecordedKV(_KeptLength):
+    def __init__(self, cache: Any, slot: int) -> None:
+        super().__init__(slot)
+        self.keys, self.values = cache.keys, cache.values
+
+    def reserve(self, rows: int) -> tuple[Unknown, Unknown]:
+        return self.length, self.length  # the end is nobody's business; the replay checks that there is room
+
+
+class _RecordedDelta(_KeptLength):
+    def __init__(self, cache: Any, slot: int) -> None:
+        super().__init__(slot)
+        self.shape = cache.shape
+        self.state, self.after, self.window = cache.state, cache.after, cache.window
+        self.raw: Tensor | None = None
+        self.replay: Any = None
+
+
+@attrs.frozen
+class _Step:
+    kernel: Kernel
+    arguments: tuple[Any, ...]
+
+
+@attrs.define
+class _Buffer:
+    """An output of the recording. Its tensor is only there to have addresses of its own."""
+
+    tensor: Tensor
+    slot: int = WORK
+    offset: int = 0
+    first: int = -1  # step that writes it
+    last: int = -1  # last step that reads it
+
+
+class Tape(TorchFunctionMode):
+    """One recording in the making: a context in which torch is watched and kernels are written down."""
+
+    def __init__(self, ops: NativeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
+        super().__init__()
+        self._ops = ops
+        self._runner = runner
+        self.steps: list[_Step] = []
+        self._alive: list[Any] = []  # what addresses in the recording point to
+        self._buffers: list[_Buffer] = []
+        self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
+        self.caches = [self._stand_in(cache, _FIRST_CACHE + _PER_CACHE * i) for i, cache in enumerate(caches)]
+        self.hidden = None
+        if hidden_size:
+            self.hidden = self.empty(rows, hidden_size, dtype=ops.dtype)
+            self._buffers[-1].slot = HIDDEN
+
+    def _stand_in(self, cache: Cache, slot: int) -> Any:
+        if type(cache) not in (CpuKVCache, CpuLatentCache, CpuDeltaCache):  # a subclass may do what no replay does
+            raise NotRecordable(f"a cache of type {type(cache).__name__} cannot be recorded")
+        for at, tensor in enumerate(_memory(cache), start=slot + 1):
+            self._known.setdefault(tensor.data_ptr(), (tensor.data_ptr() + tensor.nbytes, at, tensor))
+        return (_RecordedDelta if isinstance(cache, CpuDeltaCache) else _RecordedKV)(cache, slot)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name not in _HARMLESS:
+            raise NotRecordable(f"torch's {name} cannot be recorded")
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Tape:
+        current.tape = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        current.tape = None
+
+    # --- recording -------------------------------------------------------------------------------------------------
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory for an output."""
+        tensor = torch.empty(*shape, dtype=dtype)
+        self._buffers.append(_Buffer(tensor))
+        return tensor
+
+    def call(self, kernel: Kernel, arguments: tuple[Any, ...]) -> int | None:
+        """Write a call down; gives what a successful one gives."""
+        if kernel.threaded:
+            arguments = (*arguments, Unknown(THREADS))
+        self._alive.append(arguments)
+        self.steps.append(_Step(kernel, arguments))
+        return -1 if kernel.has_result else None
+
+    def finish(self, out: Tensor) -> Recording:
+        """The recording, given what the pass returned."""
+        passed, self.steps = self.steps, []
+        for cache in self.caches:
+            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
+                if cache.replay is None:
+                    raise NotRecordable("a convolution without the delta rule behind it")
+                cache.replay(Unknown(ROWS))
+        replayed, self.steps = self.steps, []
+        for cache in self.caches:
+            if isinstance(cache, _RecordedDelta) and cache.raw is not None:
+                taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
+                self._runner.keep_window(
+                    cache.raw.data_ptr(), cache.window.data_ptr(), Unknown(ROWS), row_bytes, taps
+                )  # fmt: skip
+        windows, self.steps = self.steps, []
+
+        self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
+        self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
+        for weight in self._ops.parameters():
+            storage = weight.untyped_storage()
+            self._known[storage.data_ptr()] = (storage.data_ptr() + storage.nbytes(), ZERO, weight)
+        self._known_starts = sorted(self._known)
+        self._result(out)
+        kept = self._lay_out(passed, [*replayed, *windows])
+        return Recording(
+            run=self._compiled(passed),
+            replay=self._compiled(replayed),
+            windows=self._compiled(windows),
+            out_shape=tuple(out.shape),
+            work_bytes=max([b.offset + b.tensor.nbytes for b in self._buffers if b.slot == WORK], default=0),
+            kept_bytes=kept,
+            alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
+        )
+
+    def _result(self, tensor: Tensor) -> None:
+        buffer = self._buffer_at(tensor.data_ptr())
+        if buffer is None or buffer.slot != WORK or buffer.tensor.shape != tensor.shape or not tensor.is_contiguous():
+            raise NotRecordable("a pass returns something else than a whole output of an op")
+        buffer.slot = OUT
+
+    # --- from addresses to slots -----------------------------------------------------------------------------------
+
+    def _buffer_at(self, address: int) -> _Buffer | None:
+        i = bisect.bisect_right(self._starts, address) - 1
+        inside = i >= 0 and address < self._starts[i] + max(self._buffers[i].tensor.nbytes, 1)
+        return self._buffers[i] if inside else None
+
+    def _addresses(self, step: _Step) -> Iterator[int]:
+        for kind, argument in zip(step.kernel.signature, step.arguments, strict=True):
+            if kind == "p" and isinstance(argument, int):
+                yield argument
+            elif _is_pointers(argument):
+                yield from (address or 0 for address in argument)
+
+    def _lay_out(self, passed: Sequence[_Step], committed: Sequence[_Step]) -> int:
+        """Give every buffer its place; buffers that are never in use together share memory. Returns the kept bytes."""
+        kept = 0
+        for step in committed:
+            for address in self._addresses(step):
+                buffer = self._buffer_at(address)
+                if buffer is None or buffer.slot == KEPT:
+                    continue
+                if buffer.slot != WORK:
+                    raise NotRecordable("a commit reads what the pass returned")
+                buffer.slot, buffer.offset = KEPT, kept
+                kept += _aligned(buffer.tensor.nbytes)
+        for i, step in enumerate(passed):
+            for address in self._addresses(step):
+                buffer = self._buffer_at(address)
+                if buffer is not None:
+                    buffer.first = i if buffer.first < 0 else buffer.first
+                    buffer.last = i
+        used = [buffer for buffer in self._buffers if buffer.slot == WORK and buffer.first >= 0]
+        placed: list[_Buffer] = []
+        for buffer in sorted(used, key=lambda buffer: buffer.first):
+            placed = [other for other in placed if other.last >= buffer.first]
+            for other in sorted(placed, key=lambda other: other.offset):  # the first gap that is wide enough
+                if buffer.offset + buffer.tensor.nbytes <= other.offset:
+                    break
+                buffer.offset = max(buffer.offset, other.offset + _aligned(other.tensor.nbytes))
+            placed.append(buffer)
+        return kept
+
+    def _pointer(self, address: int, kernel: Kernel) -> tuple[int, int]:
+        """Slot and offset of an address."""
+        if address == 0:
+            return ZERO, 0
+        buffer = self._buffer_at(address)
+        if buffer is not None:
+            return buffer.slot, buffer.offset + address - buffer.tensor.data_ptr()
+        i = bisect.bisect_right(self._known_starts, address) - 1
+        if i >= 0:
+            start = self._known_starts[i]
+            end, slot, _ = self._known[start]
+            if address < end:
+                return (ZERO, address) if slot == ZERO else (slot, address - start)
+        raise NotRecordable(f"{kernel.name} reads memory that is neither an output of an op, nor a weight, nor a cache")
+
+    def _compiled(self, steps: Sequence[_Step]) -> Program:
+        flat: list[int] = []  # caller, function, first argument, arguments
+        arguments: list[tuple[int, int]] = []
+        for step in steps:
+            kernel = step.kernel
+            values: list[tuple[int, int]] = []
+            tables: list[tuple[int, list[tuple[int, int]]]] = []
+            for kind, argument in zip(kernel.signature, step.arguments, strict=True):
+                if isinstance(argument, Unknown):
+                    values.append((argument.slot, 0))
+                elif kind == "f":
+                    values.append((ZERO, struct.unpack("<i", struct.pack("<f", argument))[0]))
+                elif kind == "i":
+                    values.append((ZERO, int(argument)))
+                elif argument is None or isinstance(argument, int):
+                    values.append(self._pointer(argument or 0, kernel))
+                elif _is_pointers(argument):
+                    tables.append((len(values), [self._pointer(address or 0, kernel) for address in argument]))
+                    values.append((ZERO, 0))
+                else:  # an array of sizes or strides, the same in every pass
+                    values.append((ZERO, ctypes.addressof(argument)))
+            first = len(arguments)
+            behind = first + len(values)
+            for at, entries in tables:
+                values[at] = (_TABLE, _ENTRIES * behind + len(entries))
+                behind += len(entries)
+            arguments += values
+            for _, entries in tables:
+                arguments += entries
+            flat += [self._runner.caller(kernel), kernel.address, first, len(kernel.signature)]
+        return Program(
+            names=[step.kernel.name for step in steps],
+            steps=(ctypes.c_int64 * len(flat))(*flat),
+            arguments=(ctypes.c_int64 * (2 * len(arguments)))(*[number for pair in arguments for number in pair]),
+            spent=(ctypes.c_int64 * len(steps))(),
+        )
+
+
+def _memory(cache: Any) -> tuple[Tensor, ...]:
+    """What of a cache the kernels read and write, in the order of its slots."""
+    if isinstance(cache, CpuDeltaCache):
+        return cache.state, cache.after, cache.window
+    return cache.keys, cache.values
+
+
+def _is_pointers(argument: Any) -> bool:
+    return isinstance(argument, ctypes.Array) and argument._type_ is ctypes.c_void_p
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@attrs.frozen(eq=False)
+class Program:
+    """Steps as kernels/tape.cpp runs them."""
+
+    names: list[str]  # kernel of each step
+    steps: Any
+    arguments: Any
+    spent: Any  # nanoseconds in each step, counted while ``NativeOps.timing`` is on
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Recording:
+    """A pass of one number of rows."""
+
+    run: Program
+    replay: Program  # brings recurrent states to fewer rows
+    windows: Program  # brings convolution windows to the kept rows
+    out_shape: tuple[int, ...]
+    work_bytes: int
+    kept_bytes: int
+    alive: Any  # what the addresses in the programs belong to
+
+
+class RecordedPasses:
+    """Passes of one body, a recording for every number of rows that was asked for."""
+
+    eager_reason = ""
+
+    def __init__(self, ops: NativeOps, runner: Runner, body: Body, hidden_size: int) -> None:
+        self.ops = ops
+        self.runner = runner
+        self.body = body
+        self.hidden_size = hidden_size
+        self.recordings: dict[int, Recording | None] = {}  # by rows; None: they run eagerly
+
+    def bind(self, caches: Sequence[Cache]) -> RecordedPass:
+        return RecordedPass(self, caches)
+
+    def recorded(self, rows: int, caches: Sequence[Cache]) -> Recording:
+        """Record a pass of ``rows`` rows. Raises: NotRecordable with what stands in the way."""
+        tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
+        try:
+            with tape:
+                return tape.finish(self.body(tape.caches, UnknownTokens(rows), tape.hidden))
+        except NotRecordable:
+            raise
+        except Exception as error:  # a family may use more of a cache than its stand-in has; a bug comes up again
+            raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
+
+    def add(self, rows: int, caches: Sequence[Cache]) -> Recording | None:
+        """The recording of that many rows, or None (and a warning) where such passes cannot be recorded."""
+        try:
+            self.recordings[rows] = self.recorded(rows, caches)
+        except NotRecordable as refusal:  # though passes of other lengths could
+            log.warning("passes_run_eagerly", rows=rows, reason=str(refusal))
+            self.recordings[rows] = None
+        return self.recordings[rows]
+
+
+class RecordedPass:
+    """Recorded passes over the caches of one sequence: the slots that they fill."""
+
+    def __init__(self, passes: RecordedPasses, caches: Sequence[Cache]) -> None:
+        self._passes = passes
+        self._ops = passes.ops
+        self._caches: Sequence[Any] = caches
+        self._eager = EagerPass(passes.body, caches)
+        self._slots = (ctypes.c_int64 * (_FIRST_CACHE + _PER_CACHE * len(caches)))()
+        self._moving: list[tuple[int, Any, bool]] = []  # first slot, cache, whether its addresses change
+        for i, cache in enumerate(self._caches):
+            slot = _FIRST_CACHE + _PER_CACHE * i
+            recurrent = isinstance(cache, CpuDeltaCache)
+            self._moving.append((slot, cache, recurrent))
+            for at, tensor in enumerate(_memory(cache), start=slot + 1):
+                self._slots[at] = tensor.data_ptr()
+        self._kept: Tensor | None = None
+        self._last: Recording | None = None  # of the last run; None after an eager one
+
+    def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
+        rows, passes, ops = len(tokens), self._passes, self._ops
+        recording = passes.recordings.get(rows)
+        if recording is None and rows <= ops.max_rows and rows not in passes.recordings:
+            with ops.lock:
+                recording = passes.add(rows, self._caches)
+        if recording is None:
+            self._last = None
+            return self._eager.run(tokens, hidden)
+        slots = self._slots
+        for slot, cache, recurrent in self._moving:
+            slots[slot] = cache.length
+            if recurrent:
+                slots[slot + 1] = cache.state.data_ptr()
+                slots[slot + 2] = cache.after.data_ptr()
+            else:
+                cache.reserve(rows)
+        if passes.hidden_size:
+            hidden = self._checked(hidden, rows)
+            slots[HIDDEN] = hidden.data_ptr()
+        if recording.kept_bytes:
+            if self._kept is None or self._kept.nbytes < recording.kept_bytes:
+                self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8)
+            slots[KEPT] = self._kept.data_ptr()
+        ids = (ctypes.c_int64 * rows)(*tokens)
+        out = torch.empty(recording.out_shape, dtype=ops.dtype)
+        slots[TOKENS] = ctypes.addressof(ids)
+        slots[OUT] = out.data_ptr()
+        slots[THREADS] = torch.get_num_threads()
+        with ops.lock:
+            slots[WORK] = ops.work(recording.work_bytes)
+            failed = self._play(recording.run)
+        if failed >= 0:
+            raise ContractError(f"step {failed} of a recorded pass failed: a token id outside the vocabulary")
+        self._last = recording
+        return out
+
+    def commit(self, rows: int) -> None:
+        recording = self._last
+        if recording is None:
+            self._eager.commit(rows)
+            return
+        self._last = None
+        if rows and recording.windows.names:
+            self._slots[ROWS] = rows
+            self._slots[THREADS] = torch.get_num_threads()
+            if rows < recording.out_shape[0]:
+                self._play(recording.replay)
+            self._play(recording.windows)
+        for cache in self._caches:
+            cache.advance(rows)
+
+    def _checked(self, hidden: Array | None, rows: int) -> Tensor:
+        size, dtype = self._passes.hidden_size, self._ops.dtype
+        if hidden is None or hidden.shape != (rows, size) or hidden.dtype is not dtype:
+            got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
+            raise ShapeError("a pass got hidden states that do not fit", got=got, takes=f"{[rows, size]} {dtype}")
+        checked: Tensor = hidden.contiguous()  # rows of a pass are
+        return checked
+
+    def _play(self, program: Program) -> int:
+        spent = program.spent if self._ops.timing else None
+        failed: int = self._passes.runner.run(
+            program.steps, len(program.names), program.arguments, self._slots, spent
+        )  # fmt: skip
+        return failed
+
+
+def record(ops: NativeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+    """Recorded passes, or eager ones with the reason why these cannot be recorded."""
+    passes = RecordedPasses(ops, runner, body, hidden_size)
+    try:
+        for rows in TRIED_ROWS:
+            passes.recordings[rows] = passes.recorded(rows, caches)
+    except NotRecordable as refusal:
+        return EagerPasses(body, str(refusal))
+    return passes

@@ -1,0 +1,85 @@
+"""How a pass is launched: op by op, or as a backend has recorded it.
+
+A family's code runs once per pass and mostly does the same thing each time: the same ops over the same weights, with
+other tokens, caches and lengths. A backend whose launches cost something (function calls, CUDA launches) may run that
+code once per number of rows, keep what it launched, and launch it again as one piece. That is the backend's own affair;
+this file is the joint. Ops that offer nothing run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from specdec.backends.ops import Array, Cache, Ops
+
+Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
+"""``body(caches, tokens, hidden)``: a pass over T tokens, and hidden states ``[T, H]`` where it takes some.
+
+It gives an array ``[T, H]`` and appends provisional rows to the caches. What it launches may depend on T alone.
+"""
+
+
+class Pass(Protocol):
+    """One kind of pass over the caches of one sequence."""
+
+    def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
+        """What the body gives for these tokens; it stays valid whatever runs later."""
+
+    def commit(self, rows: int) -> None:
+        """Keep the first ``rows`` rows of the last run in all caches; 0 keeps nothing."""
+
+
+class Passes(Protocol):
+    """One kind of pass, for any sequence."""
+
+    eager_reason: str  # why the passes run op by op; "" where they are recorded
+
+    def bind(self, caches: Sequence[Cache]) -> Pass:
+        """The pass over these caches."""
+
+
+@runtime_checkable
+class RecordsPasses(Protocol):
+    """Ops that can run a pass from a recording, with the bits of the ops one by one."""
+
+    def record(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+        """Passes of ``body``, recorded once per number of rows.
+
+        ``caches`` are of the kinds that the body takes, empty and not used afterwards. ``hidden_size`` is H of the
+        hidden states that it takes, 0 for none. A body that cannot be recorded runs eagerly, with the reason in
+        ``eager_reason``.
+        """
+
+
+class EagerPass:
+    """The ops of a body one by one."""
+
+    def __init__(self, body: Body, caches: Sequence[Cache]) -> None:
+        self._body = body
+        self._caches = caches
+
+    def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
+        return self._body(self._caches, tokens, hidden)
+
+    def commit(self, rows: int) -> None:
+        for cache in self._caches:
+            cache.commit(rows)
+
+
+class EagerPasses:
+    """Passes that are not recorded."""
+
+    def __init__(self, body: Body, eager_reason: str = "") -> None:
+        self.eager_reason = eager_reason
+        self._body = body
+
+    def bind(self, caches: Sequence[Cache]) -> EagerPass:
+        return EagerPass(self._body, caches)
+
+
+def passes_of(ops: Ops, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
+    """Recorded passes where the ops offer them, else eager ones. Arguments as in ``RecordsPasses.record``."""
+    if isinstance(ops, RecordsPasses):
+        return ops.record(body, caches, hidden_size)
+    return EagerPasses(body)

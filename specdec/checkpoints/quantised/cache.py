@@ -1,0 +1,167 @@
+"""The decoded cache: a quantised checkpoint decoded once into a folder, and memory-mapped from there afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from specdec.checkpoints.fingerprint import fingerprint
+from specdec.checkpoints.quantised.formats import TensorFormat, formats_of
+from specdec.checkpoints.quantised.parts import FLOATS
+from specdec.checkpoints.reader import DTYPES, SINGLE_FILE, Checkpoint, read_json
+from specdec.errors import CheckpointError
+
+MARKER = "decoded.json"
+_VERSION = 1  # of the files and of the decoders; a cache of another one is rebuilt
+_PIECE = 2**21  # values of a plain tensor copied at a time
+_QUANTISATION = ("quantization_config", "quantization")
+
+
+class DecodedCache:
+    """One quantised checkpoint's place in a cache folder.
+
+    The place is named after the checkpoint's folder and the dtype. It holds an ordinary checkpoint with the canonical
+    names, and a marker with a fingerprint of the source: config, names, shapes, sampled values (see ``fingerprint``),
+    and the size and time of change of every file.
+
+    Args:
+        folder: the cache; made when it is written to.
+        source: the open quantised checkpoint.
+        dtype: of the decoded weights.
+    """
+
+    def __init__(self, folder: Path | str, source: Checkpoint, dtype: torch.dtype) -> None:
+        self.folder = Path(folder).expanduser()
+        self._source = source
+        self._dtype = dtype
+        path = source.path.resolve()
+        digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
+        self.path = self.folder / f"{path.name}-{digest}-{str(dtype).removeprefix('torch.')}"
+
+    def find(self) -> tuple[Checkpoint | None, list[str]]:
+        """The cached checkpoint, or None when it has to be written; and what a user should know about that."""
+        if not self.path.exists():
+            return None, []
+        try:
+            marker = read_json(self.path / MARKER)
+            if marker.get("source") == self._stamp():
+                return Checkpoint.open(self.path), [*marker["notices"], f"weights taken from the cache {self.path}"]
+            reason = "the checkpoint has changed since it was written"
+        except (CheckpointError, KeyError, TypeError) as error:
+            reason = error.message if isinstance(error, CheckpointError) else f"{MARKER} is not as it was written"
+        return None, [f"the cache {self.path} is stale and is written anew: {reason}"]
+
+    def write(self, notices: Sequence[str] = ()) -> Checkpoint:
+        """Decode every weight into the cache, a few megabytes at a time, and open it. All of it appears, or nothing.
+
+        ``notices`` are kept for later loads. Raises: CheckpointError when the folder cannot be written or is too small.
+        """
+        needed, partial = self._size(), None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:
+                raise CheckpointError(
+                    f"the decoded cache takes {needed:,} bytes, and {self.folder} has {free:,} left", try_=_ELSEWHERE
+                )
+            partial = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.folder))
+            os.chmod(partial, 0o755)  # as any other folder; mkdtemp's is the owner's alone
+            with open(partial / SINGLE_FILE, "wb") as stream:
+                self._write(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            _write_json(partial / "config.json", _plain_config(self._source.config))
+            _write_json(partial / "generation_config.json", self._source.generation_config)
+            _write_json(partial / MARKER, {"source": self._stamp(), "notices": list(notices)})
+            self._publish(partial)
+        except OSError as error:
+            raise CheckpointError(
+                f"the decoded cache cannot be written: {error.strerror or error}",
+                folder=self.folder,
+                needs=f"{needed:,} bytes",
+                try_=_ELSEWHERE,
+            ) from error
+        finally:
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+        return Checkpoint.open(self.path)
+
+    def _publish(self, partial: Path) -> None:
+        """Put the finished folder into its place; a stale one, or another process's, is moved away first."""
+        aside = partial.with_name(partial.name + "-old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, aside)
+        try:
+            os.rename(partial, self.path)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _weights(self) -> Iterator[tuple[str, TensorFormat, torch.dtype]]:
+        """Every weight that can be read, with the dtype that it gets."""
+        for name, found in formats_of(self._source).items():
+            if found.coding is not None:
+                yield name, found, self._dtype
+            elif found.error is None and self._source.stored_dtype(found.tensors[0]) in FLOATS:
+                yield name, found, self._source.dtype(found.tensors[0])
+
+    def _size(self) -> int:
+        return sum(math.prod(found.shape) * dtype.itemsize for _, found, dtype in self._weights())
+
+    def _write(self, stream: BinaryIO) -> None:
+        """A safetensors file. Source of the format: https://huggingface.co/docs/safetensors, section "Format"."""
+        spelt = {dtype: name for name, dtype in DTYPES.items()}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, found, dtype in self._weights():
+            end = at + math.prod(found.shape) * dtype.itemsize
+            header[name] = {"dtype": spelt[dtype], "shape": list(found.shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that the values are aligned
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _, found, dtype in self._weights():
+            for values in self._pieces(found):
+                stream.write(values.to(dtype).contiguous().view(torch.uint8).numpy().data)
+
+    def _pieces(self, found: TensorFormat) -> Iterator[torch.Tensor]:
+        """The values of a weight in order, some at a time."""
+        if found.coding is not None:
+            for _, _, values in found.coding.values():
+                yield values.flatten()
+            return
+        count, axes = math.prod(found.shape), len(found.shape)
+        for start in range(0, count, _PIECE):
+            yield self._source.rows(found.tensors[0], start, min(start + _PIECE, count), axes=axes).flatten()
+
+    def _stamp(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{_VERSION} {fingerprint(self._source)} {self._dtype}".encode())
+        for file in sorted({self._source.file_of(name) for name in self._source.names}):
+            state = file.stat()
+            digest.update(f"{file.name} {state.st_size} {state.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+
+_ELSEWHERE = "another target.decoded_cache, or none"
+
+
+def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says about quantisation."""
+    plain = {key: value for key, value in config.items() if key not in _QUANTISATION}
+    if isinstance(plain.get("text_config"), dict):
+        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _QUANTISATION}
+    return plain
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,99 @@
+"""Four-bit floating point: NVFP4 and MXFP4, two e2m1 codes in a byte, the even column in the low nibble.
+
+* NVFP4, a scale in e4m3 per 16 columns and one in float32 per tensor. ModelOpt: ``X.weight``, ``X.weight_scale``,
+  ``X.weight_scale_2``, ``W = e2m1 * (scale * scale_2)``. compressed-tensors: ``X.weight_packed``, ``X.weight_scale``,
+  ``X.weight_global_scale``, which is the reciprocal: ``W = e2m1 * (scale / global_scale)``.
+* MXFP4, a power of two per 32 columns and nothing else. ``X.weight`` or ``X.weight_packed`` with ``X.scale`` or
+  ``X.weight_scale``; ``X_blocks [..., N, K/32, 16]`` with ``X_scales [..., N, K/32]``.
+
+Source of e2m1 and of MXFP4: OCP Microscaling Formats v1.0, sections 5.3.3 and 5.2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import attrs
+import torch
+
+from specdec.checkpoints.quantised.coding import Coding, look_up
+from specdec.checkpoints.quantised.hints import Hints
+from specdec.checkpoints.quantised.parts import Parts, only
+from specdec.checkpoints.quantised.scales import EXPONENTS, blocks, check_dtype, load_scales, misfit, tiled, whole
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float32)  # by nibble; -0 is kept
+# By byte: the values of its low and of its high nibble.
+_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Fp4Coding(Coding):
+    """Pairs of e2m1 codes times one combined scale."""
+
+    largest: ClassVar[float] = 6.0
+    stacked: bool  # codes are [..., N, K/32, 16]
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        axes = len(self.shape) - 1
+        raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=axes)
+        return look_up(_PAIRS, raw.view(torch.uint8).flatten()).view(stop - start, -1)
+
+    def scales(self) -> torch.Tensor:
+        scales = load_scales(self.parts, "scale").reshape(self.grid.shape)  # the other is one, or one per matrix
+        if "scale_2" in self.parts.roles:
+            return scales * load_scales(self.parts, "scale_2").reshape(-1, 1, 1)
+        if "global_scale" in self.parts.roles:
+            return scales / load_scales(self.parts, "global_scale", zero=False).reshape(-1, 1, 1)
+        return scales
+
+
+class Fp4:
+    """The format: bytes with an e4m3 or an E8M0 scale."""
+
+    name = "fp4"
+
+    def looks_like(self, parts: Parts) -> bool:
+        if parts.dtype == "I8":  # bytes all the same where an exponent per 32 columns stands beside them
+            return parts.dtype_of("scale") in EXPONENTS
+        named = parts.codes.endswith(("_packed", "_blocks"))
+        return parts.dtype == "U8" and (named or not {"scale", "scale_2", "global_scale"}.isdisjoint(parts.roles))
+
+    def coding(self, parts: Parts, hints: Hints) -> Coding:
+        stacked = parts.codes.endswith("_blocks")
+        if len(parts.shape) < (3 if stacked else 2):
+            raise parts.error(f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of FP4 pairs")
+        *lead, last = parts.shape
+        shape = (*lead[:-1], lead[-1] * 2 * last) if stacked else (*lead, 2 * last)
+        check_dtype(parts, "scale", ("F8_E4M3", *EXPONENTS))
+        exponents = parts.dtype_of("scale") in EXPONENTS
+        if exponents:
+            only(parts, "scale")
+        else:
+            _one_global(parts)
+        group = 32 if exponents else 16
+        grid = tiled(shape, parts.shape_of("scale"), 1, group)
+        if grid is None:
+            wanted = [*shape[:-2], *blocks(shape, 1, group)]
+            raise misfit(parts, "scale", f"{wanted} for {group} columns of {list(shape)} per scale")
+        return Fp4Coding(parts=parts, label="mxfp4" if exponents else "nvfp4", shape=shape, grid=grid, stacked=stacked)
+
+
+def _one_global(parts: Parts) -> None:
+    """NVFP4's scale per tensor: exactly one of the two names, of one value (or one per matrix of a stack)."""
+    only(parts, "scale", "scale_2", "global_scale")
+    if {"scale_2", "global_scale"} <= set(parts.roles):
+        raise parts.error(
+            f"the tensor {parts.codes} has both {parts.roles['scale_2']} and {parts.roles['global_scale']}, "
+            "which mean reciprocal things"
+        )
+    role = "global_scale" if "global_scale" in parts.roles or parts.codes.endswith("_packed") else "scale_2"
+    check_dtype(parts, role, ("F32", "BF16", "F16"))
+    lead = parts.shape[:-2]
+    found = whole((*lead, 2, 2), parts.shape_of(role))  # any matrix: only scales per tensor and per matrix are sought
+    if found is None or found.shape[1:] != (1, 1):
+        raise misfit(parts, role, f"one value{f', or {math.prod(lead)}' if lead else ''}")
+
+
+FORMAT = Fp4()

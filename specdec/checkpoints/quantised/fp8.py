@@ -1,0 +1,117 @@
+"""FP8 weights: e4m3 with a scale per tensor, per row or per block, under the names of several tools.
+
+* ``X.weight`` + ``X.weight_scale_inv [ceil(N/b0), ceil(K/b1)]`` (DeepSeek-V3, Qwen, GLM): multiplied, in spite of the
+  name; with an E8M0 ``X.scale`` in DeepSeek-V4.
+* ``X.weight`` + ``X.weight_scale``: one, ``[N]``, ``[N, 1]`` or blocks (ModelOpt, compressed-tensors); E8M0 bytes per
+  32 columns are MXFP8.
+
+Source of e4m3fn: Micikevicius et al. 2022, arXiv:2209.05433, table 1 (bias 7, largest 448, NaN is S.1111.111).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+
+from specdec.checkpoints.quantised.coding import Coding, look_up
+from specdec.checkpoints.quantised.hints import Hints
+from specdec.checkpoints.quantised.parts import Parts, only
+from specdec.checkpoints.quantised.scales import (
+    EXPONENTS,
+    Grid,
+    blocks,
+    check_dtype,
+    label,
+    load_scales,
+    misfit,
+    tiled,
+    whole,
+)
+
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).view(256, 1)  # by byte
+_USUAL = (128, 128)
+_GROUPS = (128, 64, 32, 16)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Fp8Coding(Coding):
+    """e4m3 codes times one scale."""
+
+    largest: ClassVar[float] = 448.0
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        return look_up(_E4M3, self._raw(start, stop).view(torch.uint8).flatten()).view(stop - start, -1)
+
+    def scales(self) -> torch.Tensor:
+        return load_scales(self.parts, "scale").reshape(self.grid.shape)
+
+    def has_nan(self) -> bool:
+        # 0x7F is the largest int8, 0xFF the largest uint8: two reductions without a copy
+        for start, stop in self.slabs():
+            raw = self._raw(start, stop)
+            if raw.numel() and (raw.view(torch.int8).max() == 0x7F or raw.view(torch.uint8).max() == 0xFF):
+                return True
+        return False
+
+    def _raw(self, start: int, stop: int) -> torch.Tensor:
+        return self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
+
+
+class Fp8:
+    """The format: e4m3 codes."""
+
+    name = "fp8"
+
+    def looks_like(self, parts: Parts) -> bool:
+        return parts.dtype == "F8_E4M3" and len(parts.shape) > 0 and not parts.codes.endswith(("_packed", "_blocks"))
+
+    def coding(self, parts: Parts, hints: Hints) -> Coding:
+        only(parts, "scale")
+        check_dtype(parts, "scale")
+        grid = _grid(parts, hints)
+        return Fp8Coding(parts=parts, label=_label(parts, grid), shape=parts.shape, grid=grid)
+
+
+def _grid(parts: Parts, hints: Hints) -> Grid:
+    shape, given = parts.shape, parts.shape_of("scale")
+    exponents = parts.dtype_of("scale") in EXPONENTS
+    for size in hints.blocks:
+        found = tiled(shape, given, *size)
+        if found is not None:
+            return found
+    blockwise = parts.original("scale").endswith("scale_inv")  # the name that only block scales have
+    if not (blockwise and hints.blocks):
+        found = whole(shape, given)
+        if found is not None:
+            return found
+    if exponents:
+        found = tiled(shape, given, 1, 32)
+        if found is not None:
+            return found
+    if not hints.blocks:
+        for rows, columns in (_USUAL, *((1, group) for group in _GROUPS)):
+            found = tiled(shape, given, rows, columns)
+            if found is not None:
+                return found
+    raise misfit(parts, "scale", _wanted(parts, hints))
+
+
+def _wanted(parts: Parts, hints: Hints) -> str:
+    size = hints.blocks[0] if hints.blocks else _USUAL
+    source = " (config.json)" if hints.blocks else ""
+    count = [*parts.shape[:-2], *blocks(parts.shape, *size)]
+    return f"{count} for blocks of {size[0]}x{size[1]}{source}"
+
+
+def _label(parts: Parts, grid: Grid) -> str:
+    size = label(grid, parts.shape)
+    if size == "g32" and parts.dtype_of("scale") in EXPONENTS:
+        return "mxfp8"
+    if "x" in size:
+        return f"fp8-block {size}"
+    return f"fp8 {size}"
+
+
+FORMAT = Fp8()

@@ -1,0 +1,208 @@
+"""Integer weights, as compressed-tensors writes them: ``W = (q - zero_point) * scale``.
+
+* ``pack-quantized``: ``X.weight_packed`` int32 ``[N, ceil(K * bits / 32)]``, lowest bits first, each value stored plus
+  ``2^(bits-1)``; ``X.weight_shape`` says K. Zero points are packed the same way along the rows.
+* ``int-quantized`` and ``naive-quantized``: ``X.weight`` int8 as it is; zero points likewise.
+
+``X.weight_scale`` is one, ``[N]``, ``[N, 1]``, ``[N, K/g]``, or per block. ``X.weight_g_idx [K]`` names the group of
+every column, where they are not consecutive.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+
+from specdec.checkpoints.quantised.coding import Coding, look_up
+from specdec.checkpoints.quantised.hints import Hints
+from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
+from specdec.checkpoints.quantised.scales import (
+    Grid,
+    blocks,
+    check_dtype,
+    label,
+    load_scales,
+    matrices,
+    misfit,
+    read,
+    tiled,
+    whole,
+)
+
+_INDEX = ("I32", "I64")
+_BITS = (2, 4, 8)  # those that fill a word without crossing into the next
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class IntCoding(Coding):
+    """Signed integers, offsets and scales."""
+
+    largest: ClassVar[float] = 511.0  # |q - zero point|: two 8-bit numbers, the latter perhaps unsigned
+    bits: int  # 0: one int8 a value
+    packed_offsets: bool
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
+        if not self.bits:
+            return raw.to(torch.float32).view(stop - start, -1)
+        return unpack(raw.view(stop - start, -1), self.bits)[:, : self.shape[-1]]
+
+    def scales(self) -> torch.Tensor:
+        return load_scales(self.parts, "scale").reshape(self.grid.shape)
+
+    def offsets(self) -> torch.Tensor | None:
+        if "zero_point" not in self.parts.roles:
+            return None
+        stored = read(self.parts.checkpoint, self.parts.original("zero_point"))
+        if self.packed_offsets:
+            rows = self.shape[-2]
+            turned = stored.transpose(-1, -2).contiguous()
+            stored = unpack(turned, self.bits)[..., :rows].transpose(-1, -2)
+        offsets: torch.Tensor = stored.to(torch.float32).reshape(self.grid.shape)
+        return offsets
+
+    def order(self) -> torch.Tensor | None:
+        if "g_idx" not in self.parts.roles:
+            return None
+        index = read(self.parts.checkpoint, self.parts.original("g_idx")).to(torch.int64)
+        if bool((index == -1).all()):  # what compressed-tensors writes for "in order"
+            return None
+        groups = self.grid.shape[2]
+        if bool(((index < 0) | (index >= groups)).any()):
+            raise self.parts.error(f"the tensor {self.parts.roles['g_idx']} names groups outside 0 to {groups - 1}")
+        return index
+
+
+def _table(bits: int) -> torch.Tensor:
+    """By byte: the values in it, float32 ``[256, 8 / bits]``, lowest bits first, ``2^(bits-1)`` subtracted."""
+    octets, shifts = torch.arange(256).unsqueeze(1), torch.arange(0, 8, bits)
+    values: torch.Tensor = (octets >> shifts & (2**bits - 1)) - 2 ** (bits - 1)
+    return values.to(torch.float32)
+
+
+_TABLES = {bits: _table(bits) for bits in _BITS}
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 ``[..., W]`` as float32 ``[..., W * 32 / bits]``."""
+    octets = words.reshape(-1).view(torch.uint8)  # little-endian, as safetensors is
+    return look_up(_TABLES[bits], octets).view(*words.shape[:-1], words.shape[-1] * 32 // bits)
+
+
+class Packed:
+    """The format: int32 words."""
+
+    name = "packed int"
+
+    def looks_like(self, parts: Parts) -> bool:
+        return parts.dtype == "I32" and parts.codes.endswith("_packed")
+
+    def coding(self, parts: Parts, hints: Hints) -> Coding:
+        only(parts, "scale", "shape", "zero_point", "g_idx")
+        shape = _stated_shape(parts)
+        bits = _bits(parts, shape[-1], hints)
+        return _coding(parts, hints, shape, bits)
+
+
+class PlainInt:
+    """The format: one int8 a value."""
+
+    name = "int8"
+
+    def looks_like(self, parts: Parts) -> bool:
+        return parts.dtype == "I8" and parts.dtype_of("scale") in (*FLOATS, None) and len(parts.shape) > 0
+
+    def coding(self, parts: Parts, hints: Hints) -> Coding:
+        only(parts, "scale", "zero_point", "g_idx")
+        return _coding(parts, hints, parts.shape, 0)
+
+
+def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int) -> Coding:
+    check_dtype(parts, "scale", FLOATS)
+    grid = _grid(parts, hints, shape)
+    size = label(grid, shape)
+    if "g_idx" in parts.roles and (parts.shape_of("g_idx") != shape[-1:] or parts.dtype_of("g_idx") not in _INDEX):
+        raise misfit(parts, "g_idx", f"int32 [{shape[-1]}], a group for every column")
+    return IntCoding(
+        parts=parts,
+        label=f"int{bits or 8}{'-block' if 'x' in size else ''} {size}",
+        shape=shape,
+        grid=grid,
+        bits=bits,
+        packed_offsets=_packed_offsets(parts, shape, grid, bits),
+    )
+
+
+def _stated_shape(parts: Parts) -> tuple[int, ...]:
+    """``weight_shape``, checked against the packed tensor."""
+    name = parts.original("shape")
+    if parts.dtype_of("shape") not in ("I64", "I32") or parts.shape_of("shape") != (len(parts.shape),):
+        raise misfit(parts, "shape", f"{len(parts.shape)} integers")
+    shape = tuple(int(size) for size in read(parts.checkpoint, name))
+    if shape[:-1] != parts.shape[:-1] or shape[-1] < 1:
+        raise parts.error(
+            f"{name} says {list(shape)}, which does not fit {parts.codes} ({parts.dtype} {list(parts.shape)})"
+        )
+    return shape
+
+
+def _bits(parts: Parts, columns: int, hints: Hints) -> int:
+    """Bits per value: what the widths imply; the config where more than one number does."""
+    words = parts.shape[-1]
+    fitting = [bits for bits in _BITS if -(-columns * bits // 32) == words]
+    told = [bits for bits in fitting if bits in hints.bits]
+    if len(told) == 1 and len(fitting) > 1:
+        return told[0]
+    if len(fitting) != 1 or (hints.bits and not told):
+        config = f"; config.json has num_bits {' or '.join(map(str, hints.bits))}" if hints.bits else ""
+        implied = f"{' or '.join(map(str, fitting))} bits" if fitting else f"none of {', '.join(map(str, _BITS))} bits"
+        raise parts.error(
+            f"the tensor {parts.codes} has {words} words for {columns} columns: {implied} a value{config}"
+        )
+    return fitting[0]
+
+
+def _grid(parts: Parts, hints: Hints, shape: tuple[int, ...]) -> Grid:
+    given = parts.shape_of("scale")
+    for size in hints.groups:
+        found = tiled(shape, given, 1, size)
+        if found is not None:
+            return found
+    if hints.channels or not hints.groups:
+        found = whole(shape, given)
+        if found is not None:
+            return found
+    for rows, columns in hints.blocks:
+        found = tiled(shape, given, rows, columns)
+        if found is not None:
+            return found
+    _, rows, columns = matrices(shape)
+    if not hints.groups and len(given) == len(shape) and given[:-1] == shape[:-1] and given[-1]:
+        found = tiled(shape, given, 1, columns // given[-1]) if columns % given[-1] == 0 else None
+        if found is not None:
+            return found
+    if hints.groups:
+        wanted = [*shape[:-2], *blocks(shape, 1, hints.groups[0])]
+        raise misfit(parts, "scale", f"{wanted} for groups of {hints.groups[0]} columns of {list(shape)} (config.json)")
+    raise misfit(parts, "scale", f"1, {rows}, or {rows} times a number of groups that divides {columns}")
+
+
+def _packed_offsets(parts: Parts, shape: tuple[int, ...], grid: Grid, bits: int) -> bool:
+    """Whether zero points are packed; refused where they fit the scales neither packed nor plain."""
+    if "zero_point" not in parts.roles:
+        return False
+    given, scale = parts.shape_of("zero_point"), parts.shape_of("scale")
+    words = -(-shape[-2] * bits // 32) if len(shape) > 1 else 0
+    if bits and parts.dtype_of("zero_point") == "I32" and given == (*shape[:-2], words, grid.shape[2]):
+        if grid.shape[1] != shape[-2]:
+            raise misfit(parts, "zero_point", "no zero points along the rows: the scales have none either")
+        return True
+    if parts.dtype_of("zero_point") in ("I8", "U8", "I32", "I64", *FLOATS) and given == scale:
+        return False
+    raise misfit(parts, "zero_point", f"{list(scale)}, as {parts.original('scale')} has" if not bits else
+                 f"int32 {[*shape[:-2], words, grid.shape[2]]}, packed along the rows")  # fmt: skip
+
+
+PACKED, PLAIN = Packed(), PlainInt()

@@ -1,0 +1,186 @@
+"""Parts: which tensors of a file belong together as one weight, told by their names and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from specdec.checkpoints.reader import Checkpoint
+from specdec.errors import CheckpointError
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+_FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks of matrices, stored without ".weight"
+
+# Role -> how a sibling is called, behind "X." for modules and behind "X_" for stacks that are parameters themselves.
+_ROLES: Mapping[str, tuple[str, ...]] = {
+    "scale": ("weight_scale_inv", "weight_scale", "scale"),
+    "scale_2": ("weight_scale_2",),
+    "global_scale": ("weight_global_scale",),
+    "shape": ("weight_shape",),
+    "zero_point": ("weight_zero_point",),
+    "g_idx": ("weight_g_idx",),
+}
+_BARE_ROLES: Mapping[str, tuple[str, ...]] = {
+    "scale": ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale", "_scales"),
+    "scale_2": ("_scale_2", "_weight_scale_2"),
+    "global_scale": ("_global_scale", "_weight_global_scale"),
+    "shape": ("_shape", "_weight_shape"),
+    "zero_point": ("_zero_point", "_weight_zero_point"),
+    "g_idx": ("_g_idx", "_weight_g_idx"),
+}
+_BARE_CODES = ("_packed", "_weight_packed", "_blocks")
+# Scales of activations and of the KV cache: decoded weights have no use for them.
+_ACTIVATION_SCALES = frozenset(
+    f"{what}_{kind}"
+    for what in ("input", "output", "activation", "q", "k", "v", "kv", "prob")
+    for kind in ("scale", "global_scale", "zero_point")
+)
+
+
+def is_activation_scale(name: str) -> bool:
+    """Whether a tensor scales activations, keys or values, not weights."""
+    last = name.rpartition(".")[2]
+    return last in _ACTIVATION_SCALES or last.endswith(
+        ("_proj_input_scale", "_proj_input_global_scale", "_proj_activation_scale")
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Parts:
+    """The tensors that make up one weight.
+
+    Attributes:
+        name: canonical name of the decoded weight.
+        codes: name in the files of the tensor that holds the values or codes.
+        roles: role ("scale", "scale_2", "zero_point", ...) -> name in the files.
+    """
+
+    checkpoint: Checkpoint
+    name: str
+    codes: str
+    roles: Mapping[str, str]
+
+    @property
+    def dtype(self) -> str:
+        """The codes' dtype as safetensors spells it."""
+        return self.checkpoint.stored_dtype(self.codes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The codes' shape."""
+        return self.checkpoint.shape(self.codes)
+
+    def dtype_of(self, role: str) -> str | None:
+        """The dtype of a sibling, None where there is none."""
+        return self.checkpoint.stored_dtype(self.roles[role]) if role in self.roles else None
+
+    def shape_of(self, role: str) -> tuple[int, ...]:
+        """The shape of a sibling. Raises: CheckpointError when there is none."""
+        return self.checkpoint.shape(self.original(role))
+
+    def original(self, role: str) -> str:
+        """The name of a sibling in the files. Raises: CheckpointError when there is none."""
+        if role not in self.roles:
+            wanted = _ROLES[role]
+            raise self.error(
+                f"the tensor {self.codes} ({self.dtype} {list(self.shape)}) needs "
+                f"{'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)} beside it, and the files have none"
+            )
+        return self.roles[role]
+
+    def error(self, message: str, **facts: object) -> CheckpointError:
+        """A refusal of this weight."""
+        facts.setdefault("try_", "the checkpoint in bfloat16 that it was made from")
+        return CheckpointError(message, file=self.checkpoint.file_of(self.codes), **facts)
+
+
+@attrs.frozen
+class Found:
+    """What ``parts_of`` tells apart.
+
+    Attributes:
+        weights: decoded name -> parts of every weight that is no plain floating-point tensor.
+        plain: canonical name -> name in the files, of all other tensors.
+        activation_scales: canonical names.
+        errors: decoded name -> why its parts contradict each other.
+    """
+
+    weights: dict[str, Parts]
+    plain: dict[str, str]
+    activation_scales: list[str]
+    errors: dict[str, CheckpointError]
+
+
+def parts_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Found:
+    """Put the tensors of a checkpoint together by weight; ``names`` maps canonical names to those in the files."""
+    weights: dict[str, Parts] = {}
+    errors: dict[str, CheckpointError] = {}
+    taken: set[str] = set()
+    for name, original in names.items():
+        if checkpoint.stored_dtype(original) in FLOATS:
+            continue
+        stem = _stem(name, names)
+        if stem is None:
+            continue
+        decoded, roles, twice = _siblings(stem, names)
+        parts = Parts(
+            checkpoint=checkpoint, name=decoded, codes=original, roles={role: names[n] for role, n in roles.items()}
+        )
+        if decoded in weights or (decoded in names and decoded != name):
+            also = weights[decoded].codes if decoded in weights else names[decoded]
+            errors[decoded] = parts.error(f"the tensors {also} and {original} mean the same weight ({decoded})")
+        elif twice is not None:
+            errors[decoded] = parts.error(
+                f"the tensor {original} has two scales: {names[twice[0]]} and {names[twice[1]]}"
+            )
+        weights[decoded] = parts
+        taken.add(name)
+        taken.update(roles.values())
+    rest = {name: original for name, original in names.items() if name not in taken and name not in weights}
+    activations = [name for name in rest if is_activation_scale(name)]
+    for name in activations:
+        del rest[name]
+    return Found(weights, rest, activations, errors)
+
+
+def _stem(name: str, names: Mapping[str, str]) -> str | None:
+    """The module (``X`` of ``X.weight_packed``) or the parameter (``X`` of ``X_blocks``) that codes belong to."""
+    module, _, last = name.rpartition(".")
+    if last in ("weight", "weight_packed"):
+        return module
+    if name.endswith(_FUSED):
+        return name
+    for suffix in _BARE_CODES:
+        if last.endswith(suffix):
+            stem = name.removesuffix(suffix)
+            if any(stem + scale in names for scale in _BARE_ROLES["scale"]):
+                return stem
+    return None
+
+
+def _siblings(stem: str, names: Mapping[str, str]) -> tuple[str, dict[str, str], tuple[str, str] | None]:
+    """Name of the decoded weight, role -> canonical name, and two names of one role where there are two."""
+    fused = stem.endswith(_FUSED)
+    dotted = not fused and any(f"{stem}.{last}" in names for last in ("weight", "weight_packed"))
+    roles: dict[str, str] = {}
+    twice: tuple[str, str] | None = None
+    for role, words in _ROLES.items():
+        candidates = [f"{stem}.{word}" for word in words]
+        if not dotted:
+            candidates += [stem + suffix for suffix in _BARE_ROLES[role]]
+        found = [candidate for candidate in candidates if candidate in names]
+        if found:
+            roles[role] = found[0]
+        if len(found) > 1:
+            twice = (found[0], found[1])
+    return (f"{stem}.weight" if dotted else stem), roles, twice
+
+
+def only(parts: Parts, *roles: str) -> None:
+    """Refuse siblings that mean nothing in a format. Raises: CheckpointError naming one."""
+    for role, name in parts.roles.items():
+        if role not in roles:
+            raise parts.error(
+                f"the tensor {name} stands beside {parts.codes} ({parts.dtype}), where it has no known meaning"
+            )

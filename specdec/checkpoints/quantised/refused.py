@@ -1,0 +1,91 @@
+"""Formats that are known and not read: each weight is refused with the name of its tensor and of the method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from specdec.checkpoints.quantised.hints import Hints, quantisation
+from specdec.checkpoints.quantised.parts import FLOATS, Parts
+from specdec.checkpoints.reader import Checkpoint
+from specdec.errors import CheckpointError
+
+_ORIGINAL = "the checkpoint in bfloat16 that it was made from, or one in FP8, NVFP4, MXFP4 or compressed-tensors"
+# Last word of the tensor that holds the codes -> siblings that go with it, and the method.
+_CODES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "qweight": (("qzeros", "scales", "g_idx"), "gptq or awq"),
+    "W_q": (("scale", "zero", "meta"), "hqq"),
+    "codes": (("codebooks", "scales"), "aqlm"),
+}
+
+
+@attrs.frozen
+class Refusal:
+    """One weight in a method that is not read."""
+
+    method: str
+    tensors: tuple[str, ...]  # names in the files, codes first
+    error: CheckpointError
+
+
+def refusals(checkpoint: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, Refusal], dict[str, str]]:
+    """Decoded name -> refusal, and the names (canonical -> in the files) that belong to none."""
+    declared = quantisation(checkpoint.config)
+    found: dict[str, tuple[str, list[str]]] = {}  # decoded name -> method, canonical names
+    for name, original in names.items():
+        module, _, last = name.rpartition(".")
+        if last in _CODES and (last != "codes" or f"{module}.codebooks" in names):
+            siblings, method = _CODES[last]
+            for known in ("gptq", "awq"):
+                if last == "qweight" and declared is not None and declared.startswith(known):
+                    method = known
+            found[f"{module}.weight"] = method, [name, *(f"{module}.{word}" for word in siblings)]
+        elif last == "weight" and checkpoint.stored_dtype(original) not in FLOATS:
+            if f"{module}.scales" in names:
+                method = "mlx affine" if f"{module}.biases" in names else "mlx"
+                found[name] = method, [name, f"{module}.scales", f"{module}.biases"]
+            elif f"{module}.SCB" in names:
+                found[name] = "bitsandbytes", [name, f"{module}.SCB", f"{module}.weight_format"]
+        elif ".weight." in name:
+            weight = name.partition(".weight.")[0] + ".weight"
+            rest = name.removeprefix(weight + ".")
+            if rest.startswith(("absmax", "quant_map", "nested_", "quant_state")):
+                found.setdefault(weight, ("bitsandbytes", [weight]))[1].append(name)
+            elif rest in ("_data", "_scale", "_shift"):
+                found.setdefault(weight, ("quanto", []))[1].append(name)
+    refused: dict[str, Refusal] = {}
+    left = dict(names)
+    for name, (method, parts) in found.items():
+        tensors = tuple(left.pop(part) for part in parts if part in left)
+        if tensors:
+            refused[name] = Refusal(method, tensors, _refusal(checkpoint, tensors[0], method, declared))
+    return refused, left
+
+
+def _refusal(checkpoint: Checkpoint, name: str, method: str, declared: str | None) -> CheckpointError:
+    if method.startswith("mlx"):
+        return CheckpointError(
+            f"the tensor {name} is quantised by MLX ({method}), which this backend does not decode",
+            file=checkpoint.file_of(name),
+            config=declared,
+            try_=_ORIGINAL,
+        )
+    return CheckpointError(
+        f"the tensor {name} is quantised with {method}, which is not read",
+        file=checkpoint.file_of(name),
+        config=declared,
+        try_=_ORIGINAL,
+    )
+
+
+def unknown(parts: Parts, hints: Hints) -> CheckpointError:
+    """The refusal of a weight whose tensors look like no format."""
+    siblings = ", ".join(parts.roles.values())
+    beside = f" with {siblings} beside it" if siblings else " with no scale beside it"
+    return CheckpointError(
+        f"the tensor {parts.codes} is stored as {parts.dtype} {list(parts.shape)}{beside}: no known format",
+        file=parts.checkpoint.file_of(parts.codes),
+        config=hints.method,
+        try_=_ORIGINAL,
+    )

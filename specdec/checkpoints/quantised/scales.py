@@ -1,0 +1,130 @@
+"""Scales: which rows and columns of a weight each belongs to, and what their values may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from specdec.checkpoints.quantised.parts import FLOATS, Parts
+from specdec.checkpoints.reader import Checkpoint
+from specdec.errors import CheckpointError
+
+EXPONENTS = ("U8", "F8_E8M0")  # one byte e that stands for 2 ** (e - 127)
+# OCP Microscaling Formats v1.0, section 5.4.1: 255 is NaN; 0 is 2^-127, a float32 subnormal.
+E8M0 = torch.tensor([math.ldexp(1.0, e - 127) for e in range(255)] + [math.nan], dtype=torch.float32)
+
+
+@attrs.frozen
+class Grid:
+    """How scales lie over the matrices of a weight.
+
+    Attributes:
+        rows: rows that share a scale.
+        columns: columns that share a scale; the last block of either may be cut off by the weight's edge.
+        shape: of the scales, ``[M, A, B]`` for M matrices of A x B blocks; M is 1 where all matrices share them.
+    """
+
+    rows: int
+    columns: int
+    shape: tuple[int, int, int]
+
+
+def matrices(shape: Sequence[int]) -> tuple[int, int, int]:
+    """``[..., N, K]`` as ``(M, N, K)``: a vector is one row, a stack of matrices has M of them."""
+    padded = (1, 1, *shape)
+    return math.prod(shape[:-2]), padded[-2], padded[-1]
+
+
+def blocks(shape: Sequence[int], rows: int, columns: int) -> tuple[int, int]:
+    """Blocks of that size along the last two axes."""
+    _, n, k = matrices(shape)
+    return -(-n // rows), -(-k // columns)
+
+
+def whole(shape: Sequence[int], given: tuple[int, ...]) -> Grid | None:
+    """The grid of scales per tensor, per matrix of a stack, or per row; None where ``given`` is none of these."""
+    m, n, k = matrices(shape)
+    lead = tuple(shape[:-2])
+    if math.prod(given) == 1 and len(given) <= max(2, len(shape)):
+        return Grid(n, k, (1, 1, 1))
+    if lead and given in (lead, (*lead, 1), (*lead, 1, 1)):
+        return Grid(n, k, (m, 1, 1))
+    if len(shape) > 1 and given in ((*lead, n), (*lead, n, 1)):
+        return Grid(1, k, (m, n, 1))
+    return None
+
+
+def tiled(shape: Sequence[int], given: tuple[int, ...], rows: int, columns: int) -> Grid | None:
+    """The grid of one scale per block of that size; None where ``given`` is another shape."""
+    m, _, _ = matrices(shape)
+    count = blocks(shape, rows, columns)
+    return Grid(rows, columns, (m, *count)) if given == (*shape[:-2], *count) else None
+
+
+def label(grid: Grid, shape: Sequence[int]) -> str:
+    """For people: "per tensor", "per channel", "g128", "128x128"."""
+    _, n, k = matrices(shape)
+    if grid.shape[1:] == (1, 1) and (grid.rows, grid.columns) == (n, k):
+        return "per tensor"
+    if grid.rows > 1:
+        return f"{grid.rows}x{grid.columns}"
+    return "per channel" if grid.columns == k else f"g{grid.columns}"
+
+
+def load_scales(parts: Parts, role: str, *, zero: bool = True) -> torch.Tensor:
+    """The values of a scale tensor in float32, in the shape of the file, checked.
+
+    Args:
+        parts: of the weight.
+        role: "scale", "scale_2" or "global_scale".
+        zero: a scale of 0 is sound (it makes a block of zeros).
+
+    Raises: CheckpointError naming the tensor for NaN, infinity, a negative value, or 0 where it is divided by.
+    """
+    name = parts.original(role)
+    dtype = parts.checkpoint.stored_dtype(name)
+    stored = read(parts.checkpoint, name)
+    if dtype in EXPONENTS:
+        scales = E8M0[stored.view(torch.uint8).int().flatten()].view(stored.shape)
+        if bool(scales.isnan().any()):
+            raise parts.error(f"the scale {name} holds the E8M0 code 255, which is NaN", try_=_AGAIN)
+        return scales
+    scales = stored.to(torch.float32)
+    finite, negative = bool(torch.isfinite(scales).all()), bool((scales < 0).any())
+    if not finite or negative:
+        what = "NaN or infinity" if not finite else "a negative value, and scales are magnitudes"
+        raise parts.error(f"the scale {name} holds {what}", try_=_AGAIN)
+    if not zero and bool((scales == 0).any()):
+        raise parts.error(f"the scale {name} is 0, and the weight {parts.codes} is divided by it", try_=_AGAIN)
+    return scales
+
+
+_AGAIN = "download the file again; if that does not help, the checkpoint is broken"
+
+
+def check_dtype(parts: Parts, role: str, allowed: Sequence[str] = (*FLOATS, *EXPONENTS)) -> None:
+    """Refuse a scale of a dtype that means nothing here. Raises: CheckpointError."""
+    name = parts.original(role)
+    dtype = parts.checkpoint.stored_dtype(name)
+    if dtype not in allowed:
+        raise parts.error(
+            f"the scale {name} is stored as {dtype}; with {parts.codes} ({parts.dtype}) it takes {' or '.join(allowed)}"
+        )
+
+
+def misfit(parts: Parts, role: str, wanted: str) -> CheckpointError:
+    """The refusal of a scale (or zero point) of another shape than the weight's shape implies."""
+    name = parts.original(role)
+    return parts.error(
+        f"the tensor {name} has the shape {list(parts.checkpoint.shape(name))}; "
+        f"{parts.codes} ({parts.dtype} {list(parts.shape)}) takes {wanted}",
+        try_="config.json and weights of one and the same checkpoint",
+    )
+
+
+def read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """A whole small tensor, read and not mapped."""
+    return checkpoint.rows(name, 0, 1, axes=0)[0]

@@ -1,0 +1,195 @@
+"""Several drafters in a row: the first one with an opinion drafts.
+
+A look-up that demands a long match goes first, a model behind it: where the text repeats itself the look-up's drafts
+are long and free, elsewhere the model drafts.
+
+Which drafter drafts must depend on the prefix alone, or ratio tests are no longer exact: a stop or a choice may use
+nothing that depends on the token whose verification it affects. The length of a match, a confidence before the draw and
+the room in a state are features of the prefix. A drafter that looks at its sampled tokens and then keeps silent is not
+fit for this one, nor for any ratio test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from specdec.config import Choice, FieldError, structure_choice
+from specdec.contract import (
+    EMPTY_DRAFT,
+    Context,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DrafterSnapshot,
+    DrafterSpec,
+    ForwardOutput,
+    Need,
+    PrepareEnv,
+    Verdict,
+)
+from specdec.errors import SpecdecError, UnsupportedError
+from specdec.hookspecs import hookimpl
+from specdec.plugins import registry
+
+_TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
+_PATH = "drafter.drafters[{}]"
+
+
+def _some(owner: object, field: attrs.Attribute[Any], value: tuple[Choice, ...]) -> None:
+    if not value:
+        raise FieldError(owner, field.name, "one drafter or more", list(value), try_=_TRY)
+
+
+@attrs.frozen(kw_only=True)
+class FirstOfConfig:
+    """The drafters in the order in which they are asked."""
+
+    drafters: tuple[Choice, ...] = attrs.field(converter=tuple, validator=_some)  # [[drafter.drafters]] tables
+
+
+@attrs.frozen
+class Child:
+    """One of the drafters, ready to be built for a sequence. ``label`` is its name, numbered where it comes twice."""
+
+    label: str
+    spec: DrafterSpec
+    config: Any
+    shared: Any
+
+
+@attrs.define
+class _Count:
+    """What a result tells about one of the drafters."""
+
+    drafts: int = 0
+    offered: int = 0  # tokens that were verified
+    accepted: int = 0  # of them, tokens that stayed
+
+
+class FirstOfDrafter(Drafter):
+    """Asks its drafters in their order. All of them see every prefill, outcome and rewind, whoever drafted."""
+
+    def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
+        children: tuple[Child, ...] = env.shared
+        self._children: list[tuple[str, Drafter]] = []
+        for child in children:
+            own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
+            self._children.append((child.label, registry().make_drafter(child.spec, child.config, own)))
+        self._counts = {label: _Count() for label, _ in self._children}
+        self._drafting = ""  # who made the draft that is being verified
+
+    def prefill(self, context: Context, output: ForwardOutput) -> None:
+        for _, child in self._children:
+            child.prefill(context, output)
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        for label, child in self._children:
+            draft = child.propose(context, depth)
+            if draft.tokens:
+                self._drafting = label
+                return draft
+        return EMPTY_DRAFT
+
+    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
+        if self._drafting:
+            count = self._counts[self._drafting]
+            count.drafts += 1
+            count.offered += len(output.need_hidden()) - 1  # what the engine left of the draft
+            count.accepted += verdict.accepted
+            self._drafting = ""
+        for _, child in self._children:
+            child.observe(verdict, output, context)
+
+    def rewind(self, length: int) -> None:
+        for _, child in self._children:
+            child.rewind(length)
+
+    def settle(self, context: Context) -> None:
+        for _, child in self._children:
+            child.settle(context)
+
+    def snapshot(self) -> DrafterSnapshot | None:
+        arrays: dict[str, Any] = {}
+        meta: dict[str, int | str] = {}
+        for label, child in self._children:
+            own = child.snapshot()
+            if own is not None:
+                meta |= {f"{label}/{name}": value for name, value in own.meta.items()} | {label: "saved"}
+                arrays |= {f"{label}/{name}": array for name, array in own.arrays.items()}
+        return DrafterSnapshot(arrays, meta) if meta else None
+
+    def report(self) -> Mapping[str, Any]:
+        told = {label: {**attrs.asdict(self._counts[label]), **child.report()} for label, child in self._children}
+        return {"drafters": told}
+
+
+def _part(saved: DrafterSnapshot | None, label: str) -> DrafterSnapshot | None:
+    """What one of the drafters saved, where there was one of this label."""
+    if saved is None or label not in saved.meta:
+        return None
+    prefix = f"{label}/"
+    return DrafterSnapshot(
+        {name.removeprefix(prefix): array for name, array in saved.arrays.items() if name.startswith(prefix)},
+        {name.removeprefix(prefix): value for name, value in saved.meta.items() if name.startswith(prefix)},
+    )
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
+    """Look up, check and prepare every drafter.
+
+    Raises: the error of the first one that cannot be used, with its place in the list.
+    """
+    chosen = []
+    for index, choice in enumerate(config.drafters):  # all names and options first: a model may take long to load
+        path = _PATH.format(index)
+        spec = registry().drafter(choice.name, asked_by=f"{path}.name")
+        own: Any = structure_choice(choice, spec.config, path)
+        if Need.MTP in spec.needs and not env.target.info.mtp_layers:
+            raise UnsupportedError(
+                f"the drafter {spec.name!r} needs an MTP head, and this {env.target.info.family} checkpoint has none",
+                asked_for_by=path,
+                try_=f"the list without {spec.name!r}, or a checkpoint that kept its mtp.* tensors",
+            )
+        chosen.append((spec, own))
+    made: list[Child] = []
+    for index, (spec, own) in enumerate(chosen):
+        number = sum(child.spec.name == spec.name for child in made) + 1
+        with _placed(index):
+            shared = None if spec.prepare is None else spec.prepare(own, env)
+        made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared))
+    return tuple(made)
+
+
+@contextmanager
+def _placed(index: int) -> Iterator[None]:
+    """An error that names a key of ``drafter`` names the key of the list's table instead."""
+    path = _PATH.format(index)
+    try:
+        yield
+    except SpecdecError as error:
+        facts, label = error.facts, "asked for by"
+        asked = facts.get(label, "")
+        facts[label] = path + asked.removeprefix("drafter") if asked.startswith("drafter.") else path
+        if "try" in facts:
+            facts["try"] = facts["try"].replace("drafter.", f"{path}.")
+        raise
+
+
+@hookimpl
+def specdec_drafters() -> list[DrafterSpec]:
+    return [
+        DrafterSpec(
+            name="first_of",
+            factory=FirstOfDrafter,
+            config=FirstOfConfig,
+            prepare=_prepare,
+            help="several drafters in a row: the first one with an opinion drafts",
+        )
+    ]

@@ -1,0 +1,79 @@
+"""Stop drafting where the drafter itself is not sure: shared by every drafter that runs a model.
+
+A gate decides **before** a token is drawn, from what is known then: the logits of the step. This is what keeps
+ratio tests exact. Let Q be the law that the token x would be drawn from. Stopping on max Q is a function of the prefix,
+so it only chooses the depth; stopping on Q(x) looks at the draw, and dropping x after it changes the law of the output
+(a stop decision may use nothing that depends on the token whose verification it takes away). A point mass is verified
+as what it is, so with greedy and coupled drafts any rule would be safe.
+
+A stop ends the draft before the token in question. At position 0 the draft is empty and the cycle is plain decoding;
+the drafter's step has been paid for all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from specdec.contract import Context, DraftNoise, Logits
+from specdec.sampling import Rows
+
+
+class DraftGate:
+    """Stops a draft below a confidence or below a margin; 0 switches either off. One object per sequence: it counts.
+
+    Confidence: the largest probability of the law that the next token would be drawn from, so after temperature and
+    filters where drafts are drawn independently. At temperature 0 and for coupled drafts it is that of the plain
+    softmax: there the draft is a point mass, and the softmax tells how sure the drafter is of it.
+
+    Margin: the best raw logit less the second best, in nats; infinite where only one token can be drafted.
+
+    Attributes:
+        steps: decisions taken.
+        stopped: how many of them ended a draft.
+    """
+
+    __slots__ = ("min_confidence", "min_margin", "steps", "stopped")
+
+    def __init__(self, min_confidence: float = 0.0, min_margin: float = 0.0) -> None:
+        self.min_confidence = min_confidence
+        self.min_margin = min_margin
+        self.steps = 0
+        self.stopped = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it can stop anything at all."""
+        return self.min_confidence > 0 or self.min_margin > 0
+
+    def stops(self, logits: Logits, context: Context, drafted: Sequence[int] = ()) -> bool:
+        """Whether the draft ends before the token that the one row of ``logits`` would give.
+
+        Args:
+            logits: one row, the drafter's own.
+            context: the committed tokens and how they are chosen.
+            drafted: the tokens drafted so far; penalties and processors of an independent draft look at them.
+        """
+        if not self.enabled:
+            return False
+        self.steps += 1
+        stop = self._unsure(logits, context, drafted)
+        self.stopped += stop
+        return stop
+
+    def _unsure(self, logits: Logits, context: Context, drafted: Sequence[int]) -> bool:
+        values = logits.topk(2)[1][0]
+        if self.min_margin > 0 and len(values) > 1 and values[0] - values[1] < self.min_margin:
+            return True
+        if self.min_confidence <= 0:
+            return False
+        if context.sampling.temperature > 0 and context.draft_noise is DraftNoise.INDEPENDENT:
+            row = len(drafted)
+            confidence = float(Rows(logits, drafted, context, first=row).law(row).max())
+        else:
+            confidence = math.exp(values[0] - logits.logsumexp()[0])
+        return confidence < self.min_confidence
+
+    def report(self) -> dict[str, int]:
+        """For ``Drafter.report``: decisions and stops so far; nothing from a gate that is switched off."""
+        return {"gate_steps": self.steps, "gate_stops": self.stopped} if self.enabled else {}

@@ -1,0 +1,190 @@
+"""Between two tokenizers by way of text: committed tokens to the draft model's, and its text back to target tokens.
+
+Source: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
+Vocabularies", arXiv:2502.05202, section 3 (string-level exact match). Drafts are point masses: nothing here can change
+an output, only how often a draft is right.
+
+Two rules keep a drafter's state a function of the committed tokens, whatever the chunks they came in:
+
+* text is cut into *segments* before a space that follows a visible character, and each segment is tokenised alone.
+  Tokenizers cut there themselves, and a segment that was followed by another never changes again. Only the last one,
+  the look-behind window, is tokenised anew with every token;
+* a character whose bytes are not complete is no text yet, in either direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from specdec.text import IncrementalDecoder, Tokenizer
+
+LONGEST_SEGMENT = 64  # characters; text without spaces is cut here
+WINDOW = 8  # committed tokens at most that are tokenised again together with a draft's text
+_SAID = 512  # characters of the last text that are kept; a window is far shorter
+_BROKEN = "\ufffd"  # what incomplete bytes decode to
+_WORD_STARTS = ("▁", "Ġ", "Ċ", "ĉ", "č", " ", "\n", "\t", "\r")  # spaces of SentencePiece, of byte-level BPE, and plain
+
+
+def differences(target: Tokenizer, draft: Tokenizer) -> list[tuple[int, str | None, str | None]]:
+    """Token ids that do not stand for the same string, ascending: ``(id, target's, draft's)``; None: no such id."""
+    ours, theirs = _pieces(target), _pieces(draft)
+    if ours == theirs:
+        return []
+    ids = sorted(ours.keys() | theirs.keys())
+    return [(i, ours.get(i), theirs.get(i)) for i in ids if ours.get(i) != theirs.get(i)]
+
+
+def _pieces(tokenizer: Tokenizer) -> dict[int, str]:
+    return {i: piece for piece, i in tokenizer.core.get_vocab(with_added_tokens=True).items()}
+
+
+class Transcript:
+    """Committed target tokens, as the draft model's tokens.
+
+    Special tokens have no text. One that the draft model has as a special token of the same string becomes that one;
+    all others are left out.
+
+    Attributes:
+        ids: the draft model's tokens of everything read.
+        closed: how many of ``ids`` no later text can change.
+        said: the text since the last special token; of a long one its end.
+    """
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer, former: Sequence[int] | None = None) -> None:
+        """``former``: tokens that a saved state was built from; the first ``follow`` tells how many are still right."""
+        self._target, self._draft = target, draft
+        self._specials = {i: draft.core.token_to_id(target.piece(i) or "") for i in target.special_ids}
+        self._opening = _opening(draft)
+        self._space = _added_space(draft)
+        self._former = None if former is None else list(former)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.ids = list(self._opening)
+        self.closed = len(self.ids)
+        self.said = ""
+        self._segment = ""  # the last one, still open
+        self._fresh = True  # no text yet: what a tokenizer puts before a text is right here
+        self._read = 0  # target tokens
+        self._decoder = IncrementalDecoder(self._target)
+
+    @property
+    def known(self) -> list[int]:
+        """What the next ``follow`` compares with: ``ids``, or those before a restart."""
+        return self.ids if self._former is None else self._former
+
+    def restart(self) -> None:
+        """Forget what was read: the next ``follow`` reads its context from the beginning."""
+        if self._former is None:
+            self._former = self.ids
+        self._clear()
+
+    def follow(self, context: Sequence[int]) -> int:
+        """Read what ``context`` has beyond what was read; returns how many leading ``ids`` are what they were."""
+        first = self.closed if self._former is None else 0
+        before = self.ids[first:] if self._former is None else self._former
+        self._former = None
+        for token in context[self._read :]:  # one by one: the result must not depend on how they were grouped
+            self._take(token)
+        self._read = len(context)
+        self.ids[self.closed :] = self._encoded(self._segment)
+        return first + common_prefix(before, self.ids[first:])
+
+    def _take(self, token: int) -> None:
+        if token not in self._target.special_ids:
+            self._add(self._decoder.push([token]))
+            return
+        self._add(self._decoder.flush())
+        self._close(len(self._segment))
+        self.said = ""
+        same = self._specials[token]
+        if same is not None and same in self._draft.special_ids and self.ids != [same]:  # a bos token stands there
+            self.ids.append(same)
+            self.closed += 1
+
+    def _add(self, text: str) -> None:
+        self.said = (self.said + text)[-_SAID:]
+        at = max(len(self._segment), 1)
+        self._segment += text
+        while at < len(self._segment):
+            if at >= LONGEST_SEGMENT or (self._segment[at] == " " and not self._segment[at - 1].isspace()):
+                self._close(at)
+                at = 0
+            at += 1
+
+    def _close(self, end: int) -> None:
+        """Tokenise the first ``end`` characters of the open segment for good."""
+        if end:
+            self.ids[self.closed :] = self._encoded(self._segment[:end])
+            self._segment = self._segment[end:]
+            self._fresh = False
+        else:
+            del self.ids[self.closed :]
+        self.closed = len(self.ids)
+
+    def _encoded(self, text: str) -> list[int]:
+        if self._space is not None and not self._fresh and text.startswith(" "):
+            text = text[1:]  # the tokenizer puts its own one there
+            if not text:
+                return [self._space]
+        return self._draft.encode(text, add_special=False) if text else []
+
+    def spelt(self, drafted: Sequence[int]) -> str:
+        """The text that draft model tokens add behind ``ids``, up to the last complete character."""
+        tail = [i for i in self.ids[-WINDOW:] if i not in self._draft.special_ids]
+        before, after = self._draft.decode(tail), self._draft.decode([*tail, *drafted])
+        return after[len(before) :].rstrip(_BROKEN) if after.startswith(before) else ""
+
+
+def continuation(target: Tokenizer, context: Sequence[int], said: str, text: str, vocab_size: int) -> list[int] | None:
+    """``text`` as target tokens behind ``context``; special tokens and what follows them are left out.
+
+    The last word of ``context`` is tokenised again together with the text. When that does not begin with the committed
+    tokens themselves (the text would have merged with them), there is no continuation: None.
+
+    Args:
+        said: the end of the text of ``context``, ``Transcript.said``.
+        vocab_size: ids from here on are left out, with what follows them.
+    """
+    window = _last_word(target, context[-WINDOW:])
+    before = target.decode(window)
+    if not said.endswith(before) or (window and not before):  # bytes that are not complete, ids without text
+        return None
+    ids = target.encode(before + text, add_special=False) if before + text else []
+    if ids[: len(window)] != window:
+        return None
+    ids = ids[len(window) :]
+    end = next((at for at, i in enumerate(ids) if i in target.special_ids or i >= vocab_size), len(ids))
+    return ids[:end]
+
+
+def _last_word(target: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """The shortest end of ``tokens`` that a word begins with: nothing before it can merge with what follows."""
+    for at in range(len(tokens) - 1, -1, -1):
+        if tokens[at] in target.special_ids:
+            return list(tokens[at + 1 :])
+        if (target.piece(tokens[at]) or "").startswith(_WORD_STARTS):
+            return list(tokens[at:])
+    return list(tokens)
+
+
+def common_prefix(one: Iterable[int], other: Iterable[int]) -> int:
+    """How many leading tokens two sequences share."""
+    shared = 0
+    for ours, theirs in zip(one, other, strict=False):
+        if ours != theirs:
+            break
+        shared += 1
+    return shared
+
+
+def _opening(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before a text: often a bos token."""
+    return [i for i in tokenizer.encode("") if i == tokenizer.bos_id][:1]
+
+
+def _added_space(tokenizer: Tokenizer) -> int | None:
+    """The space that a text without one gets put before it, as SentencePiece does; None where none is."""
+    ids = tokenizer.encode("a", add_special=False)
+    first = (tokenizer.piece(ids[0]) or "")[:1] if ids else ""
+    return tokenizer.core.token_to_id(first) if first in ("▁", "Ġ") else None

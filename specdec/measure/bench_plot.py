@@ -1,0 +1,101 @@
+"""The picture of a comparison: speed-up by class, where a cycle's time goes, and speed by length of the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdec.audit import require_matplotlib
+from specdec.measure.plots import COLOURS, save_figure
+
+if TYPE_CHECKING:
+    from specdec.measure.bench import BenchReport
+
+GREY = "#5f6368"
+
+
+def plot_bench(report: BenchReport, path: str | Path) -> None:
+    """Draw a comparison that has at least one prompt into a PNG file.
+
+    Raises: UnsupportedError without matplotlib, or when the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    panels = 3 if report.frontiers else 2
+    figure = Figure(figsize=(5.2 * panels, 4.6), layout="constrained")
+    axes = figure.subplots(1, panels)
+    warned = "SYNTHETIC ACCEPTANCE, A TIMING AND NOT A RESULT: " if report.synthetic is not None else ""
+    partial = ", interrupted" if report.partial else ""
+    figure.suptitle(
+        f"{warned}{report.drafter}, depth {report.depth_policy}, verifier {report.verifier}, on "
+        f"{report.environment.model or 'this model'} ({report.environment.dtype}){partial}"
+    )
+    _speedups(axes[0], report)
+    _cycle(axes[1], report)
+    if report.frontiers:
+        _contexts(axes[2], report)
+    for one in axes:
+        one.set_axisbelow(True)
+        for side in ("top", "right"):
+            one.spines[side].set_visible(False)
+    save_figure(figure, path)
+
+
+def _speedups(axes: Any, report: BenchReport) -> None:
+    groups = [*report.classes, *([report.overall] if report.overall and len(report.classes) > 1 else [])]
+    for place, group in enumerate(groups):
+        low, high = group.interval or (group.speedup, group.speedup)
+        axes.barh(
+            place, group.speedup, xerr=[[max(0.0, group.speedup - low)], [max(0.0, high - group.speedup)]],
+            color=COLOURS[0] if group is not report.overall else GREY, height=0.6, ecolor="#202124", capsize=3,
+        )  # fmt: skip
+        axes.annotate(
+            f"{group.speedup:.2f}x", (0.03, place), color="white", va="center", ha="left", fontsize=10, weight="bold"
+        )
+    axes.set_yticks(range(len(groups)), [f"{group.name}\n({group.prompts} prompts)" for group in groups])
+    axes.invert_yaxis()
+    axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
+    axes.set(xlabel="speculative over plain tokens per second", title="Speed-up by class\n(dashed: plain decoding)")
+    axes.grid(axis="x", color="#e3e5e8", linewidth=0.8)
+
+
+def _cycle(axes: Any, report: BenchReport) -> None:
+    plain = next(timing for timing in report.timings if timing.what == "plain step")
+    columns = {
+        "plain\nstep": {"verification": plain.median_ms},
+        "cycle,\npredicted": {term.name: term.predicted_ms for term in report.terms},
+        "cycle,\nmeasured": {term.name: term.measured_ms for term in report.terms},
+    }
+    if report.overall is not None:
+        tokens = report.overall.tokens_per_cycle
+        columns[f"measured,\nper token\n(of {tokens:.2f})"] = {
+            term.name: term.measured_ms / tokens for term in report.terms
+        }
+    bottoms = [0.0] * len(columns)
+    for number, name in enumerate(("verification", "drafting", "bookkeeping")):
+        heights = [parts.get(name, 0.0) for parts in columns.values()]
+        axes.bar(range(len(columns)), heights, bottom=bottoms, label=name, color=COLOURS[number], width=0.62)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for place, top in enumerate(bottoms):
+        axes.annotate(f"{top:.2f}", (place, top), ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(columns)), list(columns))
+    axes.set(ylabel="milliseconds", title="Where a cycle's time goes\n(means over the speculative runs)")
+    axes.set_ylim(top=1.22 * max(bottoms))
+    axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=9, columnspacing=1.0, handlelength=1.2)
+    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
+
+
+def _contexts(axes: Any, report: BenchReport) -> None:
+    lengths = [one.context for one in report.frontiers]
+    for number, (name, values) in enumerate(
+        (
+            ("plain", [one.plain for one in report.frontiers]),
+            ("speculative", [one.speculative for one in report.frontiers]),
+        )
+    ):
+        axes.plot(lengths, values, marker="os"[number], color=(GREY, COLOURS[0])[number], label=name, linewidth=1.6)
+    axes.set(xlabel="tokens of context", ylabel="tokens per second", title="Generation\nby length of the context")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)

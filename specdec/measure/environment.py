@@ -1,0 +1,143 @@
+"""Where and with what a figure was measured: one record for every command that measures."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from specdec._version import __version__
+
+if TYPE_CHECKING:
+    from specdec.contract import ModelInfo
+
+LIBRARIES = ("torch", "numpy", "tokenizers")
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@attrs.frozen(kw_only=True)
+class Environment:
+    """Machine, versions and model. What cannot be found out is None."""
+
+    command: str  # as it was called
+    started: str  # UTC, ISO 8601
+    specdec: str  # version
+    commit: str | None  # of the specdec checkout, "+" where tracked files differ; None when it is installed
+    python: str
+    libraries: dict[str, str]  # versions
+    system: str
+    processor: str
+    cores: int  # that this process may use
+    memory_bytes: int | None
+    threads: int  # torch's, also those of the native kernels
+    load_1min: float | None  # processes that wanted a core, before the measurement
+    model: str
+    family: str
+    fingerprint: str
+    backend: str
+    device: str
+    dtype: str
+    kernels: str
+    parity: str
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs had more than half of a core when this record was made."""
+        return self.load_1min is not None and self.load_1min > 0.5
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return attrs.asdict(self)
+
+
+def current_environment(info: ModelInfo, model: str = "") -> Environment:
+    """The record of this moment, for a loaded target."""
+    import torch
+
+    return Environment(
+        command=" ".join(["specdec" if Path(sys.argv[0]).stem in ("specdec", "__main__") else sys.argv[0],
+                          *sys.argv[1:]]),
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        specdec=__version__,
+        commit=commit(_PACKAGE.parent),
+        python=platform.python_version(),
+        libraries={name: _version(name) for name in LIBRARIES},
+        system=platform.platform(terse=True),
+        processor=_processor(),
+        cores=_cores(),
+        memory_bytes=_memory(),
+        threads=torch.get_num_threads(),
+        load_1min=_load(),
+        model=model,
+        family=info.family,
+        fingerprint=info.fingerprint,
+        backend=info.backend,
+        device=info.device,
+        dtype=info.dtype,
+        kernels=info.kernels,
+        parity=info.parity.value,
+    )  # fmt: skip
+
+
+def commit(folder: Path) -> str | None:
+    """The short commit of the checkout whose root is ``folder``, with "+" behind it where tracked files differ.
+
+    None where ``folder`` is not the root of one: an installed package may lie inside somebody else's repository.
+    """
+    if not (folder / ".git").exists():
+        return None
+    try:
+        head = _git(folder, "rev-parse", "--short", "HEAD")
+        return head + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):  # no git, no commit yet, or a checkout of another user
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+    )
+    return done.stdout.strip()
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return None

@@ -1,0 +1,152 @@
+"""Prompts to measure with: our own, in four classes, and a loader for the user's file.
+
+The classes differ in how predictable their continuations are, which is what acceptance depends on: ``factual`` and
+``code`` are texts to go on with, ``verbose-thinking`` and ``instruction`` are a user's messages, put into the
+checkpoint's chat template where it has one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from specdec.errors import PromptError, did_you_mean
+
+if TYPE_CHECKING:
+    from specdec.text import Tokenizer
+
+FOLDER = Path(__file__).with_name("prompts")
+CLASSES = ("factual", "verbose-thinking", "code", "instruction")
+CHAT_CLASSES = ("verbose-thinking", "instruction")
+PLAIN_CLASS = "prompts"  # of a file that is plain text
+KEYS = ("class", "prompt", "chat")
+EXAMPLE = '{"class": "mail", "prompt": "Dear all,"}'
+
+PromptSet = Mapping[str, Sequence["Prompt"]]  # class -> prompts, in the order to measure them
+
+
+@attrs.frozen(kw_only=True)
+class Prompt:
+    """A text to continue, or a message to answer."""
+
+    kind: str  # its class
+    text: str
+    chat: bool = False  # a user's message, for the chat template where there is one
+    source: str = attrs.field(default="", eq=False)  # "prompts.jsonl, line 3"
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids; of the class ``verbose-thinking`` with the template's ``enable_thinking`` switched on.
+
+        Raises: PromptError that names the prompt's file and line.
+        """
+        try:
+            if not (self.chat and tokenizer.has_chat_template):
+                ids = tokenizer.encode(self.text)
+            else:
+                variables = {"enable_thinking": True} if self.kind == "verbose-thinking" else {}
+                text = tokenizer.apply_chat_template([{"role": "user", "content": self.text}], **variables)
+                ids = tokenizer.encode(text, add_special=False)
+        except PromptError as error:
+            raise PromptError(error.message, prompt=self.name, **error.facts) from error
+        if not ids:
+            raise PromptError("the tokenizer makes no token of a prompt", prompt=self.name)
+        return ids
+
+    @property
+    def name(self) -> str:
+        """What messages call it: file and line, or how it begins."""
+        return self.source or repr(self.text[:40])
+
+
+def own_prompts() -> dict[str, list[Prompt]]:
+    """The prompts that come with specdec, by class."""
+    found: dict[str, list[Prompt]] = {}
+    for name in CLASSES:
+        found |= load_prompts(FOLDER / f"{name}.jsonl")
+    return found
+
+
+def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
+    """Read a user's file: JSON lines with ``class`` and ``prompt`` (and ``chat``), or plain text, a prompt per line.
+
+    A file is JSON lines when its name ends in ``.jsonl`` or its first line is a JSON object. Empty lines are skipped.
+    ``chat`` says whether the prompt is a message for the chat template; the default is true for the classes
+    ``verbose-thinking`` and ``instruction``. Plain prompts all belong to the class ``prompts``.
+
+    Raises: PromptError that names the file, and the line where one is wrong.
+    """
+    file = Path(path)
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise PromptError(f"the prompt file cannot be read: {error.strerror or error}", file=file) from error
+    except UnicodeDecodeError as error:
+        at = error.object[: error.start].count(b"\n") + 1
+        raise PromptError(
+            f"the prompt file is not UTF-8: byte {error.object[error.start]:#04x}", file=file, line=at
+        ) from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise PromptError("the prompt file has no prompt", file=file, try_=f"a line such as {EXAMPLE}")
+    json_lines = file.suffix == ".jsonl" or _is_object(lines[0][1])
+    found: dict[str, list[Prompt]] = {}
+    for number, line in lines:
+        source = f"{file.name}, line {number}"
+        if json_lines:
+            prompt = _from_json(line, file, number, source)
+        else:
+            prompt = Prompt(kind=PLAIN_CLASS, text=line.rstrip("\r"), source=source)
+        found.setdefault(prompt.kind, []).append(prompt)
+    return found
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _from_json(line: str, file: Path, number: int, source: str) -> Prompt:
+    def wrong(what: str) -> PromptError:
+        return PromptError(what, file=file, line=number, try_=EXAMPLE)
+
+    try:
+        told: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"a line of the prompt file is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise wrong(f"a line of the prompt file is no JSON object: {line.strip()[:40]}")
+    for key in told:
+        if key not in KEYS:
+            raise wrong(f"a prompt has the keys {', '.join(KEYS)}, got {key!r}.{did_you_mean(key, KEYS)}")
+    for key in ("class", "prompt"):
+        if not isinstance(told.get(key), str) or not told[key].strip():
+            raise wrong(f"{key!r} is a string that is not empty, got {told.get(key)!r}")
+    kind = told["class"].strip()
+    chat = told.get("chat", kind in CHAT_CLASSES)
+    if not isinstance(chat, bool):
+        raise wrong(f"'chat' is true or false, got {chat!r}")
+    return Prompt(kind=kind, text=told["prompt"], chat=chat, source=source)
+
+
+def choose_prompts(
+    prompts: PromptSet, *, classes: Iterable[str] | None = None, per_class: int | None = None
+) -> dict[str, list[Prompt]]:
+    """The prompts of these classes (all where None), the first ``per_class`` of each.
+
+    Raises: PromptError for a class that there is not, or none at all.
+    """
+    wanted = list(prompts) if classes is None else list(dict.fromkeys(classes))
+    for name in wanted:
+        if name not in prompts:
+            raise PromptError(
+                f"there is no prompt class {name!r}.{did_you_mean(name, prompts)}", available=", ".join(prompts)
+            )
+    if not wanted:
+        raise PromptError("no prompt class is chosen", available=", ".join(prompts))
+    return {name: list(prompts[name][:per_class]) for name in wanted}

@@ -1,0 +1,96 @@
+"""What a depth must earn, and what it is worth: expected tokens over the seconds of a cycle.
+
+With t(k) the seconds of a cycle that drafts k tokens and E(k) the tokens that it is expected to emit,
+
+    S(k) = E(k) / t(k) * t(0),    E(k) = 1 + A_1 + ... + A_k
+
+where A_i is the share of cycles whose first i draft tokens were all accepted. With one conditional acceptance a at
+every position, E(k) = (1 - a^(k+1)) / (1 - a); the depth breaks even where that equals t(k) / t(0).
+Source: Leviathan et al. 2023, arXiv:2211.17192, equation 1 and theorem 3.8, with measured costs in place of
+``1 + c k``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+import attrs
+
+TURN_ON = 1.05  # the lower end of the speed-up must be above
+NOT_WORTH_IT = 1.02  # the upper end of the speed-up is below
+
+
+def expected_tokens(acceptance: Sequence[float]) -> float:
+    """E of a cycle that drafts ``len(acceptance)`` tokens with these conditional acceptances."""
+    expected = survival = 1.0
+    for conditional in acceptance:
+        survival *= conditional
+        expected += survival
+    return expected
+
+
+def break_even(cost: float, depth: int) -> float | None:
+    """The conditional acceptance, the same at every position, with which ``depth`` emits ``cost`` tokens.
+
+    Args:
+        cost: t(depth) / t(0), the cycle in plain steps.
+    Returns: 0 to 1, or None where even a draft that is always right does not pay (``cost > depth + 1``).
+    """
+    if cost <= 1.0:
+        return 0.0
+    if depth < 1 or cost > depth + 1:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        if expected_tokens([middle] * depth) < cost:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+class Verdict(enum.Enum):
+    """What to do with speculation for a class of prompts."""
+
+    TURN_ON = "turn on"
+    """Even the lower end of the predicted speed-up is above ``TURN_ON``."""
+    WORTH_TRYING = "worth trying"
+    """Neither of the others: the interval is too wide, or the gain too small."""
+    NOT_WORTH_IT = "not worth it"
+    """Even the upper end of the predicted speed-up is below ``NOT_WORTH_IT``."""
+
+
+@attrs.frozen(kw_only=True)
+class Prediction:
+    """The speed-up that a depth promises."""
+
+    depth: int
+    tokens: float  # E(depth)
+    speedup: float  # S(depth), against plain decoding
+    interval: tuple[float, float] | None  # of the speed-up, over prompts; None where they are too few
+
+
+def best(predictions: Sequence[Prediction]) -> Prediction:
+    """The depth with the largest speed-up, the shallower one where two are equal."""
+    return max(predictions, key=lambda one: (one.speedup, -one.depth))
+
+
+def judge(prediction: Prediction) -> tuple[Verdict, str]:
+    """The verdict on the best depth, and the number that decided."""
+    if prediction.interval is None:
+        return Verdict.WORTH_TRYING, "too few prompts for an interval"
+    low, high = prediction.interval
+    if low > TURN_ON:
+        return Verdict.TURN_ON, f"lower end {_x(low)} is above {TURN_ON}x"
+    if high < NOT_WORTH_IT:
+        return Verdict.NOT_WORTH_IT, f"upper end {_x(high)} is below {NOT_WORTH_IT}x"
+    return Verdict.WORTH_TRYING, f"lower end {_x(low)} is not above {TURN_ON}x, upper end {_x(high)}"
+
+
+def _x(speedup: float) -> str:
+    """Two digits, rounded towards the side that was decided on, so that the text never contradicts itself."""
+    near = any(abs(speedup - edge) < 0.005 for edge in (TURN_ON, NOT_WORTH_IT))
+    return f"{speedup:.4f}x" if near and math.isfinite(speedup) else f"{speedup:.2f}x"

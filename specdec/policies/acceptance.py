@@ -1,0 +1,71 @@
+"""What a draft of some depth will bring: acceptance by lookahead position, from decayed counts."""
+
+from __future__ import annotations
+
+from specdec.contract import CycleRecord
+
+PRIOR_WEIGHT = 2.0  # observations that a guess counts as
+FIRST_GUESS = 0.6  # of position 0, before anything was seen
+CARRIED = 8.0  # observations per position, at most, that one generation hands to the next
+
+
+class Acceptance:
+    """Decayed counts by lookahead position, in two questions that need no independence of drafter and target.
+
+    *Gain* of position i: a cycle asked for more than i tokens and accepted its first i; was token i there and accepted
+    too? The product of gains is the survival A_i, and ``E(k) = 1 + A_1 + ... + A_k`` tokens come from a cycle of
+    depth k. *Offer* of position i: a cycle asked for more than i tokens and got at least i; did it get one more? A
+    drafter may give fewer tokens than asked for, and a shorter draft costs less.
+    """
+
+    def __init__(self, positions: int, window: int) -> None:
+        self._keep = 1.0 - 1.0 / window
+        self._gain_seen = [0.0] * positions
+        self._gain_held = [0.0] * positions
+        self._offer_seen = [0.0] * positions
+        self._offer_held = [0.0] * positions
+        self.gains: list[float] = []
+        """By position; an unseen one is believed to be like the one before it, where that was offered."""
+        self.offers: list[float] = []
+        """By position; a drafter is believed to give what it is asked for until it does not."""
+        self._share_out()
+
+    def observe(self, cycle: CycleRecord) -> None:
+        """Count one cycle; depth 0 tells nothing."""
+        keep, asked = self._keep, min(cycle.depth, len(self._gain_seen))
+        for position in range(min(asked, cycle.accepted + 1)):
+            self._gain_seen[position] = self._gain_seen[position] * keep + 1.0
+            self._gain_held[position] = self._gain_held[position] * keep + (position < cycle.accepted)
+        for position in range(min(asked, cycle.offered + 1)):
+            self._offer_seen[position] = self._offer_seen[position] * keep + 1.0
+            self._offer_held[position] = self._offer_held[position] * keep + (position < cycle.offered)
+        self._share_out()
+
+    def _share_out(self) -> None:
+        gains, offers, guess = [], [], FIRST_GUESS
+        for seen, held, offer_seen, offer_held in zip(
+            self._gain_seen, self._gain_held, self._offer_seen, self._offer_held, strict=True
+        ):
+            gain = (held + PRIOR_WEIGHT * guess) / (seen + PRIOR_WEIGHT)
+            offer = (offer_held + PRIOR_WEIGHT) / (offer_seen + PRIOR_WEIGHT)
+            guess = min(gain / offer, 1.0)
+            gains.append(gain)
+            offers.append(offer)
+        self.gains, self.offers = gains, offers
+
+    def forget(self) -> None:
+        """Count nothing that was seen: it is no longer true."""
+        for counts in (self._gain_seen, self._gain_held, self._offer_seen, self._offer_held):
+            counts[:] = [0.0] * len(counts)
+        self._share_out()
+
+    def adopt(self, other: Acceptance) -> None:
+        """Start from another generation's counts, with the weight of ``CARRIED`` observations at most."""
+        for position in range(min(len(self._gain_seen), len(other._gain_seen))):
+            for seen, held, their_seen, their_held in (
+                (self._gain_seen, self._gain_held, other._gain_seen, other._gain_held),
+                (self._offer_seen, self._offer_held, other._offer_seen, other._offer_held),
+            ):
+                share = min(1.0, CARRIED / max(their_seen[position], CARRIED))
+                seen[position], held[position] = share * their_seen[position], share * their_held[position]
+        self._share_out()

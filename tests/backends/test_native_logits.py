@@ -1,0 +1,77 @@
+"""The native argmax against numpy's: the lowest id among equals, and a refusal of what is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.backends.cpu.arrays import CpuLogits
+from specdec.backends.cpu.compiler import load_kernels
+from specdec.backends.cpu.native import NativeLogits, NativeOps
+from specdec.errors import ContractError
+from tests import tiny
+
+pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="the native kernels do not compile")
+
+SIZES = [1, 2, 15, 16, 17, 63, 64, 65, 4095, 4096, 4097, 8193, 30_011]  # around a vector, four of them and a span
+
+
+@pytest.fixture(scope="module")
+def ops() -> NativeOps:
+    return NativeOps(torch.float32, load_kernels())
+
+
+@pytest.fixture(scope="module", params=[1, 2], autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@st.composite
+def logits(draw: st.DrawFn) -> torch.Tensor:
+    """Rows of few different values, so that the best one stands in many places; some rows are all equal."""
+    rows, size = draw(st.integers(1, 4)), draw(st.sampled_from(SIZES))
+    values = np.random.default_rng(draw(st.integers(0, 99))).integers(-draw(st.integers(0, 9)), 1, (rows, size))
+    return torch.from_numpy(values.astype(np.float32) / 4 + draw(st.sampled_from([0.0, -1e30, 3e38])))
+
+
+@given(array=logits())
+def test_argmax_is_numpys(ops: NativeOps, array: torch.Tensor) -> None:
+    native = ops.logits(array)
+    assert isinstance(native, NativeLogits)
+    assert native.argmax() == array.numpy().argmax(axis=1).tolist() == CpuLogits(array).argmax()
+
+
+@given(array=logits(), data=st.data())
+def test_what_is_not_finite_is_refused_as_in_numpy(ops: NativeOps, array: torch.Tensor, data: st.DataObject) -> None:
+    """NaN anywhere, plus infinity, a row of minus infinities: refused with the same sentence. A lone -inf is fine."""
+    row, size = data.draw(st.integers(0, array.shape[0] - 1)), array.shape[1]
+    for value in data.draw(st.lists(st.sampled_from([torch.nan, torch.inf, -torch.inf]), min_size=1, max_size=3)):
+        array[row, data.draw(st.integers(0, size - 1))] = value
+    if data.draw(st.booleans()):
+        array[row] = -torch.inf
+    assert _outcome(ops.logits(array)) == _outcome(CpuLogits(array))
+
+
+def _outcome(logits: CpuLogits) -> list[int] | str:
+    try:
+        return logits.argmax()
+    except ContractError as refusal:
+        return str(refusal)
+
+
+def test_other_questions_read_the_same_rows(ops: NativeOps) -> None:
+    array = torch.randn(2, 70, generator=torch.Generator().manual_seed(1))
+    native, plain = ops.logits(array), CpuLogits(array)
+    assert native.topk(3) == plain.topk(3)
+    assert native.topk(1)[0] == [[token] for token in native.argmax()]
+    assert native.gather([4, 5]) == plain.gather([4, 5]) == [array[0, 4], array[1, 5]]
+    assert (native.rows() == array.numpy()).all()
+    assert len(native) == 2

@@ -1,0 +1,427 @@
+"""Recorded passes against the same ops one by one: the same bits, in any order of passes, sequences and threads.
+
+Between passes the shared work memory is filled with NaN, so that a replay which reads what an earlier pass left shows.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.backends.cpu import tape as tapes
+from specdec.backends.cpu.backend import EAGER, CpuBackend
+from specdec.backends.cpu.caches import CpuKVCache
+from specdec.backends.cpu.compiler import load_kernels
+from specdec.backends.cpu.native import NativeOps
+from specdec.backends.ops import DeltaShape, Rope
+from specdec.backends.passes import EagerPasses
+from specdec.errors import ContractError, ShapeError, StateError
+from tests import tiny
+from tests.tiny_families import SHAPES
+
+pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="the native kernels do not compile")
+
+VOCAB = 250
+CAPACITY = 120
+MAX_ROWS = 16
+DENSE = {
+    "qwen3_5": tiny.QWEN3_5_SHAPES["mixed-layers"],
+    "qwen3": tiny.QWEN3_SHAPES["gqa4-tied"],
+    "llama": next(iter(SHAPES["llama"].values())),
+    "qwen2": next(iter(SHAPES["qwen2"].values())),
+}
+tokens_ = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_ROWS)
+
+
+@attrs.frozen
+class Pair:
+    """One checkpoint, run from recordings and op by op."""
+
+    recorded: Any
+    eager: Any
+
+    def state(self) -> Both:
+        return Both(self, self.recorded.new_state(CAPACITY), self.eager.new_state(CAPACITY))
+
+
+@attrs.define
+class Both:
+    """A sequence in both, and everything that a caller of its passes still holds, with the bits that it had."""
+
+    pair: Pair
+    mine: Any
+    truth: Any
+    held: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list)
+
+    def decode(self, tokens: Sequence[int]) -> tuple[Any, Any]:
+        poison(self.pair.recorded)
+        mine, truth = self.pair.recorded.decode(self.mine, tokens), self.pair.eager.decode(self.truth, tokens)
+        self.compare(mine, truth)
+        return mine, truth
+
+    def decode_mtp(self, tokens: Sequence[int], hidden: tuple[Any, Any], provisional: bool) -> tuple[Any, Any]:
+        poison(self.pair.recorded)
+        mine = self.pair.recorded.decode_mtp(self.mine, tokens, hidden[0], provisional=provisional)
+        truth = self.pair.eager.decode_mtp(self.truth, tokens, hidden[1], provisional=provisional)
+        self.compare(mine, truth)
+        return mine, truth
+
+    def compare(self, mine: Any, truth: Any) -> None:
+        for ours, theirs in ((mine.hidden.array, truth.hidden.array), (mine.logits.array, truth.logits.array)):
+            same_bits(ours, theirs)
+            self.held.append((ours, theirs.clone()))
+
+    def each(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the targets on both states; gives what both agree on."""
+        got = getattr(self.pair.recorded, method)(self.mine, *arguments)
+        assert got == getattr(self.pair.eager, method)(self.truth, *arguments)
+        return got
+
+    def finish(self) -> None:
+        for ours, theirs in self.held:
+            same_bits(ours, theirs)
+        mine, truth = self.pair.recorded.snapshot(self.mine), self.pair.eager.snapshot(self.truth)
+        assert mine.meta == truth.meta
+        tiny.assert_same_bits(mine.arrays, truth.arrays)
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    tiny.assert_same_bits({"": ours}, {"": theirs})
+
+
+def poison(target: Any) -> None:
+    target.ops._work.fill_(0xFF)  # NaN in either dtype
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def make_pair(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Pair]:
+    made: dict[tuple[str, str], Pair] = {}
+
+    def make(family: str, dtype: str) -> Pair:
+        if (family, dtype) not in made:
+            folder = checkpoint(family, dtype=dtype, **DENSE[family])
+            eager = NativeOps(getattr(torch, dtype), load_kernels(), eager_reason="compared with")
+            pair = Pair(
+                tiny.make_target(folder, kernels="native", dtype=dtype),
+                tiny.make_target(folder, kernels="native", dtype=dtype, ops=eager),
+            )
+            assert "eagerly" not in pair.recorded.info.kernels
+            assert "passes run eagerly: compared with" in pair.eager.info.kernels
+            made[family, dtype] = pair
+        return made[family, dtype]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def pair(make_pair: Callable[..., Pair], dtype: str) -> Pair:
+    return make_pair("qwen3_5", dtype)
+
+
+# --- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_every_number_of_rows_has_the_bits_of_the_ops(family: str, dtype: str, make_pair: Callable[..., Pair]) -> None:
+    """Passes of 1 to 16 rows, kept whole, in part and not at all; all outputs are held to the end."""
+    both = make_pair(family, dtype).state()
+    for rows in range(1, MAX_ROWS + 1):
+        for kept in {0, rows // 2, rows}:
+            if both.mine.length + rows > CAPACITY:
+                both.each("rewind", 3)
+            both.decode([(31 * rows + 7 * t + kept) % VOCAB for t in range(rows)])
+            both.each("commit", kept)
+    both.finish()
+
+
+@given(data=st.data())
+def test_any_story_has_the_bits_of_the_ops(pair: Pair, data: st.DataObject) -> None:
+    """Prompts, passes, repeated passes, rewinds, snapshots and MTP passes in any order."""
+    both = pair.state()
+    tokens: list[int] = []
+    steps = st.sampled_from(["prefill", "decode", "decode", "again", "rewind", "restore", "mtp"])
+    for step in data.draw(st.lists(steps, min_size=1, max_size=12)):
+        if step in ("prefill", "decode", "again"):
+            chunk = data.draw(tokens_)
+            if len(tokens) + len(chunk) > CAPACITY:
+                continue
+            if step == "prefill":
+                chunk = (
+                    chunk * data.draw(st.sampled_from([1, 2])) if len(tokens) + 2 * len(chunk) <= CAPACITY else chunk
+                )
+                for target, state in ((pair.recorded, both.mine), (pair.eager, both.truth)):
+                    target.prefill(state, chunk)
+                tokens += chunk
+            else:
+                if step == "again":
+                    both.decode(data.draw(tokens_)[: CAPACITY - len(tokens)])
+                both.decode(chunk)
+                kept = data.draw(st.integers(0, len(chunk)))
+                both.each("commit", kept)
+                tokens += chunk[:kept]
+        elif step == "rewind":
+            del tokens[both.each("rewind", data.draw(st.integers(0, len(tokens)))) :]
+        elif step == "restore":
+            both.mine = pair.recorded.restore(pair.recorded.snapshot(both.mine))
+            both.truth = pair.eager.restore(pair.eager.snapshot(both.truth))
+        elif len(tokens) < CAPACITY:
+            mine, truth = both.decode(data.draw(tokens_)[: CAPACITY - len(tokens)])
+            pairs = data.draw(st.integers(1, len(mine.hidden)))
+            if both.mine.mtp_true + pairs <= CAPACITY:
+                out = both.decode_mtp(list(range(pairs)), (mine.hidden[:pairs], truth.hidden[:pairs]), False)
+                for _ in range(data.draw(st.integers(0, 3))):
+                    out = both.decode_mtp([7], (out[0].hidden[-1:], out[1].hidden[-1:]), True)
+            both.each("commit", 0)
+    both.finish()
+
+
+@given(data=st.data())
+def test_sequences_share_recordings_and_nothing_else(pair: Pair, data: st.DataObject) -> None:
+    """Passes of several sequences, the commit of each long after those of the others began; forks among them."""
+    sequences = [pair.state() for _ in range(3)]
+    pending: dict[int, int] = {}
+    for which in data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=24)):
+        both = sequences[which]
+        if which in pending:
+            both.each("commit", data.draw(st.integers(0, pending.pop(which))))
+            if data.draw(st.booleans()):
+                both.finish()
+                both.mine = pair.recorded.restore(pair.recorded.snapshot(sequences[which - 1].mine))
+                both.truth = pair.eager.restore(pair.eager.snapshot(sequences[which - 1].truth))
+                both.held.clear()
+        elif both.mine.length <= CAPACITY - MAX_ROWS:
+            chunk = data.draw(tokens_)
+            both.decode(chunk)
+            pending[which] = len(chunk)
+    for both in sequences:
+        both.finish()
+
+
+def test_threads_take_turns(pair: Pair) -> None:
+    """Four threads with a sequence each, over one model and one set of recordings."""
+    plans = [
+        [[(i * 41 + 13 * step + t) % VOCAB for t in range(1 + (step + i) % 5)] for step in range(20)] for i in range(4)
+    ]
+    results: list[Any] = [None] * len(plans)
+
+    def play(target: Any, plan: list[list[int]]) -> Any:
+        state = target.new_state(CAPACITY)
+        logits = []
+        for chunk in plan:
+            logits.append(target.decode(state, chunk).logits.array.clone())
+            target.commit(state, 1 + len(chunk) // 2)
+        return logits, target.snapshot(state).arrays
+
+    def run(i: int) -> None:
+        results[i] = play(pair.recorded, plans[i])
+
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(len(plans))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for plan, (logits, arrays) in zip(plans, results, strict=True):
+        wanted, state = play(pair.eager, plan)
+        for ours, theirs in zip(logits, wanted, strict=True):
+            same_bits(ours, theirs)
+        tiny.assert_same_bits(arrays, state)
+
+
+def test_the_number_of_threads_may_change(pair: Pair) -> None:
+    before = torch.get_num_threads()
+    both = pair.state()
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            both.decode([5, 6, 7, 8])
+            both.each("commit", 2)
+    finally:
+        torch.set_num_threads(before)
+    both.finish()
+
+
+def test_a_recording_keeps_little_memory(pair: Pair) -> None:
+    """Outputs that are not needed at the same time share memory: a deep model needs that of a layer or two."""
+    both = pair.state()
+    both.decode(list(range(16)))
+    recording = pair.recorded._target_passes.recordings[16]
+    model = pair.recorded.model
+    widest = max(w.shape[0] for w in (model.layers[0].mlp.gate_proj, model.layers[1].mixer.in_proj_qkv))
+    assert recording.work_bytes <= 16 * 4 * (4 * widest + 6 * pair.recorded.info.hidden_size)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_cache_and_wrong_inputs_are_refused(pair: Pair) -> None:
+    target = pair.recorded
+    caches, _ = target._new_caches(4)
+    bound = target._target_passes.bind(caches)
+    with pytest.raises(StateError, match="the KV cache holds 4 tokens, 5 are needed"):
+        bound.run([1, 2, 3, 4, 5])
+    with pytest.raises(ContractError, match="outside the vocabulary"):
+        bound.run([1, 100_000])
+    _, mtp = target._new_caches(4)
+    draft = target._mtp_passes.bind([mtp])
+    width = target.info.hidden_size
+    for wrong in (None, torch.zeros(1, width), torch.zeros(2, width + 1), torch.zeros(2, width, dtype=torch.float64)):
+        with pytest.raises(ShapeError, match="hidden states that do not fit"):
+            draft.run([1, 2], wrong)
+
+
+class OwnOps(NativeOps):
+    pass
+
+
+class OwnCache(CpuKVCache):
+    pass
+
+
+@attrs.frozen
+class Small:
+    """One layer's worth of ops to write bodies with."""
+
+    ops: NativeOps
+    table: torch.Tensor
+    weight: torch.Tensor
+    norm: torch.Tensor
+    foreign: torch.Tensor
+
+    @classmethod
+    def of(cls, kind: type[NativeOps] = NativeOps) -> Small:
+        ops = kind(torch.float32, load_kernels())
+        draw = torch.Generator().manual_seed(3)
+        table = ops.weight(torch.randn(VOCAB, 32, generator=draw))
+        weight, foreign = torch.randn(32, 32, generator=draw), torch.randn(32, 32, generator=draw)
+        return cls(ops, table, ops.weight(weight), ops.vector(torch.ones(32)), foreign)
+
+    def attend(self, x: torch.Tensor, cache: Any, position: Any) -> torch.Tensor:
+        heads = x.view(-1, 2, 16)
+        turned = self.ops.norm_rope(heads, None, 1e-6, Rope.of(1e4, 16), position)
+        return self.ops.attend(turned, turned, heads, cache, scale=0.25)
+
+
+def _in_place(m: Small, x: torch.Tensor, tokens: Any, cache: Any) -> torch.Tensor:
+    x += 1
+    return m.attend(x, cache, cache.length)
+
+
+BODIES: dict[str, tuple[str, Callable[[Small, torch.Tensor, Any, Any], torch.Tensor]]] = {
+    "torch's cat": ("a torch function", lambda m, x, t, c: m.attend(torch.cat([x, x])[: len(t)], c, c.length)),
+    "torch's add cannot": ("an operator", lambda m, x, t, c: m.attend(x + 1, c, c.length)),
+    "torch's add_ cannot": ("in place", _in_place),
+    "torch's item": ("a value of a tensor", lambda m, x, t, c: m.attend(x if x[0, 0].item() else x, c, c.length)),
+    "torch's __bool__": ("a decision", lambda m, x, t, c: m.attend(x if x[0, 0] else x, c, c.length)),
+    "torch's numpy": ("numpy", lambda m, x, t, c: m.attend(torch.from_numpy(x.numpy()), c, c.length)),
+    "linear_f32 reads memory": ("a foreign weight", lambda m, x, t, c: m.ops.linear(x, m.foreign)),
+    "'_RecordedKV' object has no": ("the cache's own", lambda m, x, t, c: m.attend(x, c, c.nbytes())),
+    "rms_norm_f32 reads memory": (
+        "a copying view", lambda m, x, t, c: m.ops.rms_norm(x.t().reshape(len(t), -1), m.norm, 1e-6),
+    ),
+    "length is calculated": ("arithmetic", lambda m, x, t, c: m.attend(x, c, c.length + 1)),
+    "a cache's length": ("a comparison", lambda m, x, t, c: m.attend(x, c, c.length if c.length < 9 else 0)),
+    "length is": ("a loop", lambda m, x, t, c: [m.attend(x, c, c.length) for _ in range(c.length)][-1]),
+    "token ids are read": ("a token", lambda m, x, t, c: m.attend(x, c, c.length) if t[0] else x),
+    "token ids": ("all tokens", lambda m, x, t, c: m.attend(m.ops.embed(m.table, list(t)), c, c.length)),
+    "returns something else": ("a part", lambda m, x, t, c: m.attend(x, c, c.length)[:1]),
+    "a pass returns": ("an argument", lambda m, x, t, c: c.keys[: len(t)].view(len(t), 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", BODIES)
+def test_what_a_replay_could_not_repeat_runs_eagerly(reason: str) -> None:
+    small, body = Small.of(), BODIES[reason][1]
+
+    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+        return body(small, small.ops.embed(small.table, tokens), tokens, caches[0])
+
+    passes = small.ops.record(run, [small.ops.new_kv(4, 2, 16)], 0)
+    assert isinstance(passes, EagerPasses)
+    assert reason in passes.eager_reason, passes.eager_reason
+    assert tapes.current.tape is None
+    assert torch.cat([torch.ones(1), torch.ones(1)]).sum() == 2  # torch is not watched any more
+
+
+def test_what_is_refused_at_one_length_runs_eagerly_at_that_length() -> None:
+    small = Small.of()
+
+    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+        x = small.ops.embed(small.table, tokens)
+        return small.attend(x * 2 if len(tokens) == 3 else x, caches[0], caches[0].length)
+
+    passes = small.ops.record(run, [small.ops.new_kv(4, 2, 16)], 0)
+    assert passes.eager_reason == ""
+    mine, truth = passes.bind([cache := small.ops.new_kv(40, 2, 16)]), small.ops.new_kv(40, 2, 16)
+    for rows in (2, 3, 4, 3, 1):
+        chunk = list(range(rows))
+        same_bits(mine.run(chunk), run([truth], chunk, None))
+        mine.commit(rows)
+        truth.commit(rows)
+    assert cache.length == 13
+    assert passes.recordings[3] is None
+    assert passes.recordings[4] is not None
+
+
+def test_foreign_ops_and_caches_run_eagerly() -> None:
+    own, small = Small.of(OwnOps), Small.of()
+    kv = small.ops.new_kv(4, 2, 16)
+    assert "OwnOps changes the native ops" in own.ops.record(lambda *_: None, [kv], 0).eager_reason
+    wanted = "a cache of type OwnCache cannot be recorded"
+    assert small.ops.record(lambda *_: None, [OwnCache(4, 2, 16, torch.float32)], 0).eager_reason == wanted
+
+
+def test_a_convolution_without_its_delta_rule_is_refused() -> None:
+    small, shape = Small.of(), DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=8, kernel=4)
+    taps = small.ops.vector(torch.ones(32, 4))
+
+    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+        return small.ops.conv_window(small.ops.embed(small.table, tokens), taps, caches[0])
+
+    passes = small.ops.record(run, [small.ops.new_delta(shape)], 0)
+    assert "a convolution without the delta rule" in passes.eager_reason
+
+
+def test_weights_that_a_recording_reads_live_as_long_as_it() -> None:
+    small = Small.of()
+
+    def run(caches: Any, tokens: Any, hidden: Any) -> Any:
+        x = small.ops.embed(small.table, tokens)
+        return small.ops.linear(small.attend(x, caches[0], caches[0].length), *weights)
+
+    weights = [small.ops.weight(torch.eye(32))]
+    passes = small.ops.record(run, [small.ops.new_kv(4, 2, 16)], 0)
+    bound, plain = passes.bind([small.ops.new_kv(4, 2, 16)]), small.ops.new_kv(4, 2, 16)
+    wanted = run([plain], [9], None)
+    weights.clear()
+    junk = [torch.full((32, 32), torch.nan) for _ in range(100)]  # would take the memory over
+    same_bits(bound.run([9]), wanted)
+    del junk
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
+def test_families_that_cannot_be_recorded_say_so(family: str, checkpoint: Callable[..., pathlib.Path]) -> None:
+    """Routing reads its scores on the host, latent attention is torch in part. How they run, others test."""
+    folder = checkpoint(family, **next(iter(SHAPES[family].values())))
+    target = tiny.make_target(folder, kernels="native", dtype="float32")
+    assert "; passes run eagerly: torch's " in target.info.kernels
+    assert target.info.kernels.endswith(" cannot be recorded")
+
+
+@pytest.mark.parametrize(("value", "eager"), [("1", True), ("", False), ("0", False)])
+def test_the_environment_can_ask_for_eager_passes(value: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EAGER, value)
+    ops = CpuBackend().ops("float32")
+    assert (getattr(ops, "eager_reason", None) == f"{EAGER} is set") == eager

@@ -1,0 +1,181 @@
+"""The decoded cache: written once, taken from afterwards, rebuilt when stale, and whole or not there at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from specdec.checkpoints import Checkpoint, Weights, canonical_names
+from specdec.checkpoints.quantised import DecodedCache
+from specdec.cli import main
+from specdec.config import RunConfig, TargetConfig
+from specdec.errors import CheckpointError
+from specdec.pipeline import LoadedTarget, load_target
+from tests import tiny
+from tests.checkpoints.quantised import quantisers as q
+from tests.checkpoints.quantised.test_quantised_models import HYBRID, PROMPT, matrix
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A tiny checkpoint whose matrices are NVFP4, with scales of activations."""
+    folder = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
+    tensors, _ = q.quantised(load_file(folder / "model.safetensors"), lambda n: "nvfp4" if matrix(n) else None)
+    save_file(tensors, folder / "model.safetensors")
+    tiny.edit_config(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    return folder
+
+
+def load(source: Path, cache: Path, dtype: str = "bfloat16") -> LoadedTarget:
+    return load_target(RunConfig(target=TargetConfig(model=str(source), dtype=dtype, decoded_cache=str(cache))))
+
+
+def only(cache: Path) -> Path:
+    (entry,) = cache.iterdir()  # nothing half-written stays either
+    return entry
+
+
+def logits(loaded: LoadedTarget) -> torch.Tensor:
+    state = loaded.target.new_state(32)
+    return torch.as_tensor(loaded.target.decode(state, PROMPT).need_logits().rows()).clone()
+
+
+def test_the_cache_is_written_once_and_holds_the_same_bits(source: Path, tmp_path: Path) -> None:
+    first = load(source, tmp_path / "cache")
+    entry = only(tmp_path / "cache")
+    assert any(str(entry) in notice and "decoded into the cache" in notice for notice in first.notices)
+    written = (entry / "model.safetensors").stat().st_mtime_ns
+    second = load(source, tmp_path / "cache")
+    assert (entry / "model.safetensors").stat().st_mtime_ns == written
+    assert any("weights taken from the cache" in notice for notice in second.notices)
+    assert torch.equal(logits(first), logits(second))
+    direct, cached = Checkpoint.open(source), Checkpoint.open(entry)
+    weights = Weights(direct, canonical_names(direct.names))
+    assert set(cached.names) == set(weights)
+    for name in weights:
+        assert cached.load(name).dtype == weights[name].dtype
+        assert torch.equal(cached.load(name), weights[name])
+    assert "quantization_config" not in cached.config
+    with safe_open(entry / "model.safetensors", "pt") as file:  # an ordinary file to others too
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_the_model_keeps_its_identity_and_its_notices(source: Path, tmp_path: Path) -> None:
+    plain = load_target(RunConfig(target=TargetConfig(model=str(source), dtype="bfloat16")))
+    load(source, tmp_path / "cache")
+    cached = load(source, tmp_path / "cache")
+    assert cached.target.info.fingerprint == plain.target.info.fingerprint
+    assert [notice for notice in cached.notices if "activations" in notice] == [
+        notice for notice in plain.notices if "activations" in notice
+    ]
+
+
+def test_each_dtype_has_a_place_of_its_own(source: Path, tmp_path: Path) -> None:
+    for dtype in ("bfloat16", "float32"):
+        load(source, tmp_path / "cache", dtype)
+    assert sorted(entry.name.rpartition("-")[2] for entry in (tmp_path / "cache").iterdir()) == ["bfloat16", "float32"]
+
+
+def _edit_weights(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][40, 9] ^= 1  # in the middle, where the sampled fingerprint does not look
+    save_file(tensors, source / "model.safetensors")
+
+
+def _edit_config(source: Path) -> None:
+    tiny.edit_config(source, rms_norm_eps=1e-5)
+
+
+def _cut(source: Path) -> None:
+    file = only(source.parent / "cache") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _spoil_marker(source: Path) -> None:
+    (only(source.parent / "cache") / "decoded.json").write_text("[]", encoding="utf-8")
+
+
+@pytest.mark.parametrize("change", [_edit_weights, _edit_config, _cut, _spoil_marker])
+def test_a_stale_cache_is_said_and_written_anew(source: Path, tmp_path: Path, change: Any) -> None:
+    load(source, tmp_path / "cache")
+    change(source)
+    again = load(source, tmp_path / "cache")
+    assert any("is stale and is written anew" in notice for notice in again.notices)
+    assert torch.equal(logits(again), logits(load(source, tmp_path / "cache")))
+    direct = Checkpoint.open(source)
+    name = "layers.0.mlp.up_proj.weight"
+    decoded = Weights(direct, canonical_names(direct.names))[name]
+    assert torch.equal(Checkpoint.open(only(tmp_path / "cache")).load(name), decoded)
+
+
+def test_a_checkpoint_without_quantised_weights_needs_no_cache(tmp_path: Path) -> None:
+    folder = tiny.write_qwen3_5(tmp_path / "plain", dtype="bfloat16")
+    loaded = load(folder, tmp_path / "cache")
+    assert any("target.decoded_cache is not used" in notice for notice in loaded.notices)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_refused_checkpoint_leaves_no_cache(source: Path, tmp_path: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale_2"] = torch.tensor(float("nan"))
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="weight_scale_2 holds NaN"):
+        load(source, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_full_disk_is_said_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"takes \d+,\d+ bytes, and .* has 1,000 left"):
+        load(source, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_the_old_cache(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(source, tmp_path / "cache")
+    kept = (only(tmp_path / "cache") / "decoded.json").read_text(encoding="utf-8")
+    _edit_weights(source)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device") as caught:
+        load(source, tmp_path / "cache")
+    assert "bytes" in caught.value.facts["needs"]
+    assert (only(tmp_path / "cache") / "decoded.json").read_text(encoding="utf-8") == kept
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence_on_the_command_line(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    setting = f"target.decoded_cache={json.dumps(str(tmp_path / 'file' / 'cache'))}"
+    outcome = CliRunner().invoke(main, ["generate", "--model", str(source), "--prompt", "a", "-s", setting])
+    assert outcome.exit_code == 2
+    assert "the decoded cache cannot be written: Not a directory" in outcome.stderr
+    assert "Traceback" not in outcome.output + outcome.stderr
+
+
+def test_two_writers_end_with_one_whole_cache(source: Path, tmp_path: Path) -> None:
+    opened = Checkpoint.open(source)
+    one, other = (DecodedCache(tmp_path / "cache", opened, torch.bfloat16) for _ in range(2))
+    for cache in (one, other):  # as if neither had seen the other's
+        assert cache.write().names
+    assert one.find()[0] is not None
+    assert only(tmp_path / "cache") == one.path

@@ -1,0 +1,200 @@
+"""Decoders, bit for bit: against values worked out in numpy, for every code, odd shapes and cut blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.checkpoints import Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.checkpoints.quantised import formats_of
+from tests.checkpoints.quantised import quantisers as q
+
+X = "model.layers.0.mlp.up_proj."
+
+
+def written(folder: Path, parts: Mapping[str, torch.Tensor], prefix: str = X, **quantization: Any) -> Checkpoint:
+    config = {"quantization_config": quantization} if quantization else {}
+    return Checkpoint.open(write_checkpoint(folder, config, {prefix + name: part for name, part in parts.items()}))
+
+
+def decoded(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16, name: str = "") -> torch.Tensor:
+    weights = Weights(checkpoint, canonical_names(checkpoint.names), dtype=dtype)
+    (only,) = [name] if name else list(formats_of(checkpoint))
+    found = weights[only]
+    assert found.dtype == dtype
+    sound = audit(checkpoint, {only: TensorSpec(tuple(found.shape))})
+    sound.raise_for_errors()
+    assert (sound.missing, sound.unused, sound.non_finite) == ([], [], [])
+    return found
+
+
+def assert_same_bits(got: torch.Tensor, wanted: np.ndarray | torch.Tensor) -> None:
+    """Equal values, the sign of zero included; ``wanted`` is float32 and rounded once here."""
+    expected = torch.as_tensor(wanted).to(got.dtype)
+    assert got.shape == expected.shape
+    ints = {4: torch.int32, 2: torch.int16}[got.itemsize]
+    assert torch.equal(got.view(ints), expected.contiguous().view(ints))
+
+
+def drawn(seed: int, *shape: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 8, (*shape[:-1], 1))).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", q.QUANTISERS)
+@given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
+def test_a_decoded_matrix_is_what_its_tensors_mean(
+    tmp_path_factory: pytest.TempPathFactory, name: str, dtype: torch.dtype, rows: int, groups: int, seed: int
+) -> None:
+    parts, values = q.QUANTISERS[name](drawn(seed, rows, 32 * groups))
+    assert_same_bits(decoded(written(tmp_path_factory.mktemp("one"), parts), dtype), values)
+
+
+@pytest.mark.parametrize("name", q.QUANTISERS)
+def test_a_stack_of_matrices_is_decoded_as_each_of_them(tmp_path: Path, name: str) -> None:
+    """NVFP4 and FP8 per tensor have one scale for the whole stack here; one for each is tested below."""
+    parts, values = q.QUANTISERS[name](drawn(1, 3, 70, 96))
+    prefix = "model.layers.0.mlp.experts.gate_up_proj"
+    renamed = {suffix.removeprefix("weight"): part for suffix, part in parts.items() if "input" not in suffix}
+    renamed = {f"_{s}" if s and not s.startswith("_") else s: part for s, part in renamed.items()}
+    checkpoint = written(tmp_path, renamed, prefix)
+    assert list(formats_of(checkpoint)) == ["layers.0.mlp.experts.gate_up_proj"]
+    assert_same_bits(decoded(checkpoint), values)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
+@pytest.mark.parametrize("name", ["fp8 per tensor", "nvfp4", "nvfp4 packed"])
+def test_each_matrix_of_a_stack_may_have_a_scale(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    single = [q.QUANTISERS[name](drawn(i, 10, 64) * 3.0**i) for i in range(3)]
+    parts = {suffix: torch.stack([found[0][suffix] for found in single]) for suffix in single[0][0]}
+    for suffix in ("weight_scale_2", "weight_global_scale", *(["weight_scale"] if name == "fp8 per tensor" else [])):
+        if suffix in parts:
+            parts[suffix] = parts[suffix].reshape(shape)
+    parts = {suffix: part for suffix, part in parts.items() if not suffix.startswith("input")}
+    checkpoint = written(tmp_path, parts, "model.layers.0.mlp.experts.down_proj.")
+    assert list(formats_of(checkpoint)) == ["layers.0.mlp.experts.down_proj"]
+    assert_same_bits(decoded(checkpoint), np.stack([values for _, values in single]))
+
+
+def test_every_code_of_e4m3_and_negative_zero(tmp_path: Path) -> None:
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8).view(2, 127)
+    parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.tensor([0.75])}
+    got = decoded(written(tmp_path, parts), torch.float32)
+    assert_same_bits(got, q.e4m3_value(codes.view(torch.float8_e4m3fn)) * np.float32(0.75))
+    assert_same_bits(got, codes.view(torch.float8_e4m3fn).float() * 0.75)  # torch's own cast agrees with our bits
+    assert bool(torch.signbit(got[1, 0]))
+    assert got[1, 0] == 0
+
+
+def test_every_byte_of_e2m1_pairs_under_every_exponent_that_does_not_overflow(tmp_path: Path) -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(16, 1)  # [256, 32 values]
+    exponents = torch.arange(256, dtype=torch.uint8).clamp(max=252).view(256, 1)  # 6 * 2^(252-127) is finite
+    got = decoded(written(tmp_path, {"weight_packed": packed, "weight_scale": exponents}), torch.float32)
+    codes = np.stack([packed.numpy() & 15, packed.numpy() >> 4], axis=-1).reshape(256, 32)
+    assert_same_bits(got, q.E2M1[codes] * q.e8m0_value(exponents.numpy()))
+    assert got[0, 4] == 2.0**-127  # code 2 is 1: float32's subnormals are kept
+
+
+def test_every_e4m3_scale_of_nvfp4(tmp_path: Path) -> None:
+    packed = torch.arange(256, dtype=torch.uint8)[:128].view(16, 8).repeat(8, 1)[:127]
+    scale = torch.arange(127, dtype=torch.uint8).view(127, 1)
+    parts = {"weight": packed, "weight_scale": scale.view(torch.float8_e4m3fn), "weight_scale_2": torch.tensor(0.3)}
+    codes = np.stack([packed.numpy() & 15, packed.numpy() >> 4], axis=-1).reshape(127, 16)
+    combined = q.e4m3_value(scale.view(torch.float8_e4m3fn)) * np.float32(0.3)
+    assert_same_bits(decoded(written(tmp_path, parts), torch.float32), q.E2M1[codes] * combined)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_packed_integer(tmp_path: Path, bits: int) -> None:
+    values = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).reshape(1, -1)
+    parts = {"weight_packed": q.pack(values, bits), "weight_shape": torch.tensor(values.shape),
+             "weight_scale": torch.tensor([[0.3]])}  # fmt: skip
+    checkpoint = written(tmp_path, parts, quant_method="compressed-tensors")
+    assert_same_bits(decoded(checkpoint, torch.float32), values.astype(np.float32) * np.float32(0.3))
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 90), block=st.tuples(st.integers(1, 50), st.integers(1, 50)))
+def test_blocks_of_any_size_from_the_config_are_cut_at_both_edges(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, block: tuple[int, int]
+) -> None:
+    parts, values = q.fp8_block(drawn(rows, rows, columns), block)
+    checkpoint = written(tmp_path_factory.mktemp("block"), parts, quant_method="fp8", weight_block_size=list(block))
+    assert_same_bits(decoded(checkpoint), values)
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 70), group=st.integers(1, 40), bits=st.sampled_from([4, 8]),
+       zero_points=st.booleans())  # fmt: skip
+def test_packed_integers_of_any_width(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, group: int, bits: int, zero_points: bool
+) -> None:
+    """Rows that end inside a word, zero points whose rows do, groups that are cut; bits and group from the config."""
+    parts, values = q.integers(drawn(rows, rows, columns), bits, group, zero_points=zero_points)
+    scheme = {"num_bits": bits, "type": "int", "group_size": group}
+    checkpoint = written(
+        tmp_path_factory.mktemp("ints"), parts, quant_method="compressed-tensors",
+        config_groups={"group_0": {"weights": scheme}},
+    )  # fmt: skip
+    assert_same_bits(decoded(checkpoint), values)
+
+
+def test_groups_that_are_not_consecutive(tmp_path: Path) -> None:
+    order = np.random.default_rng(0).permutation(np.repeat(np.arange(4), 16))
+    parts, values = q.integers(drawn(3, 9, 64), 4, 16, order=order, zero_points=True)
+    assert_same_bits(decoded(written(tmp_path / "mixed", parts)), values)
+    parts, values = q.integers(drawn(3, 9, 64), 4, 16)
+    parts["weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)  # how compressed-tensors says "in order"
+    assert_same_bits(decoded(written(tmp_path / "none", parts)), values)
+
+
+def test_gpt_oss_blocks_and_scales(tmp_path: Path) -> None:
+    parts, values = q.mxfp4(drawn(5, 2, 6, 64))
+    stored = {
+        "_blocks": parts["weight"].view(torch.uint8).view(2, 6, 2, 16),
+        "_scales": parts["scale"].view(torch.uint8),
+    }
+    checkpoint = written(tmp_path, stored, "model.layers.0.mlp.experts.gate_up_proj")
+    assert list(formats_of(checkpoint)) == ["layers.0.mlp.experts.gate_up_proj"]
+    assert_same_bits(decoded(checkpoint), values)
+
+
+def test_a_flattened_convolution_in_fp8(tmp_path: Path) -> None:
+    weight = drawn(2, 12, 1, 4)
+    parts, values = q.fp8_tensor(weight)
+    assert_same_bits(decoded(written(tmp_path, parts, "model.layers.0.linear_attn.conv1d.")), values)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_in_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    parts, values = q.fp8_tensor(drawn(4, 7, 33), shape)
+    checkpoint = written(tmp_path, parts)
+    assert formats_of(checkpoint)["layers.0.mlp.up_proj.weight"].format == "fp8 per tensor"
+    assert_same_bits(decoded(checkpoint), values)
+
+
+def test_scales_of_one_value_per_row_in_either_shape(tmp_path: Path) -> None:
+    parts, values = q.fp8_channel(drawn(4, 7, 33), flat=True)
+    assert parts["weight_scale"].shape == (7,)
+    assert_same_bits(decoded(written(tmp_path, parts)), values)
+
+
+def test_a_zero_scale_makes_a_block_of_zeros_and_is_sound(tmp_path: Path) -> None:
+    parts, values = q.nvfp4(drawn(6, 4, 64))
+    parts["weight_scale"] = parts["weight_scale"].clone()
+    parts["weight_scale"][1, 2] = 0
+    values[1, 32:48] = np.copysign(0, values[1, 32:48])
+    assert_same_bits(decoded(written(tmp_path, parts)), values)
+
+
+def test_a_matrix_of_more_than_one_slab_is_decoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.checkpoints.quantised.coding._SLAB", 200)
+    for i, (name, quantise) in enumerate(q.QUANTISERS.items()):
+        parts, values = quantise(drawn(7, 150, 64))
+        assert_same_bits(decoded(written(tmp_path / str(i), parts)), values), name

@@ -1,0 +1,171 @@
+"""Whole models: logits of a quantised checkpoint are those of the same one with its weights decoded, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.checkpoints import Checkpoint, write_checkpoint
+from specdec.checkpoints.quantised import formats_of
+from specdec.config import RunConfig, TargetConfig
+from specdec.pipeline import _stored_dtype, load_target
+from tests import tiny, tiny_families
+from tests.checkpoints.quantised import quantisers as q
+
+PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
+NORMS = ("norm.weight", "layernorm.weight", "A_log", "dt_bias", "norm_embedding.weight", "norm_hidden.weight", ".bias")
+HYBRID = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "key_heads": 2, "value_heads": 4, "key_dim": 16,
+          "value_dim": 16, "intermediate": 96, "tied": False, "dtype": "bfloat16"}  # fmt: skip
+EXPERTS = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "key_heads": 2, "value_heads": 4, "key_dim": 16,
+           "value_dim": 16, "inner": 32, "shared": 32, "experts": 4, "dtype": "bfloat16"}  # fmt: skip
+
+
+def matrix(name: str) -> bool:
+    return not name.endswith((*NORMS, "conv1d.weight"))
+
+
+def split(
+    folder: Path, source: Path, choose: Callable[[str], str | None], dtype: torch.dtype = torch.bfloat16, **config: Any
+) -> tuple[Path, Path]:
+    """Folders of the quantised checkpoint and of the decoded one."""
+    tensors = load_file(source / "model.safetensors")
+    stored, decoded = q.quantised(tensors, choose, dtype)
+    plain = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    generation = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
+    told = {**plain, "quantization_config": config} if config else plain
+    write_checkpoint(folder / "stored", told, stored, generation_config=generation, shards=2)
+    write_checkpoint(folder / "decoded", plain, decoded, generation_config=generation)
+    for made in ("stored", "decoded"):
+        tiny.write_tokenizer(folder / made)
+    return folder / "stored", folder / "decoded"
+
+
+def outputs(folder: Path, dtype: str) -> list[torch.Tensor]:
+    """Logits of a pass of several rows, and of the MTP head where there is one.
+
+    By the torch reference: the native kernels add up in another order where a weight is a mapped file.
+    """
+    target = tiny.make_target(folder, kernels="torch", dtype=dtype)
+    state = target.new_state(64)
+    out = target.decode(state, PROMPT)
+    found = [torch.as_tensor(out.need_logits().rows()).clone()]
+    if target.info.mtp_layers:
+        target.commit(state, len(PROMPT))
+        drafted = target.decode_mtp(state, PROMPT[1:], out.hidden[:-1])
+        found.append(torch.as_tensor(drafted.need_logits().rows()).clone())
+    return found
+
+
+def assert_same_outputs(stored: Path, decoded: Path, dtype: str = "bfloat16") -> None:
+    for got, wanted in zip(outputs(stored, dtype), outputs(decoded, dtype), strict=True):
+        assert torch.equal(got, wanted)
+        assert got.std() > 0.01
+
+
+@pytest.mark.parametrize("name", q.QUANTISERS)
+def test_every_format_in_a_hybrid_model_with_head_and_embedding(tmp_path: Path, name: str) -> None:
+    source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
+    stored, decoded = split(tmp_path, source, lambda n: name if matrix(n) else None)
+    formats = formats_of(Checkpoint.open(stored))
+    for weight in ("embed_tokens.weight", "lm_head.weight", "mtp.fc.weight", "layers.0.linear_attn.in_proj_a.weight"):
+        assert formats[weight].quantised
+    assert_same_outputs(stored, decoded)
+
+
+def test_a_float32_model_decodes_to_float32(tmp_path: Path) -> None:
+    source = tiny.write_qwen3_5(tmp_path / "source", **{**HYBRID, "dtype": "float32"})
+    stored, decoded = split(tmp_path, source, lambda n: "nvfp4" if matrix(n) else None, torch.float32)
+    assert_same_outputs(stored, decoded, "float32")
+    _, rounded = split(tmp_path / "b", source, lambda n: "nvfp4" if matrix(n) else None, torch.bfloat16)
+    assert not torch.equal(outputs(stored, "float32")[0], outputs(rounded, "float32")[0])
+
+
+def mixed(name: str) -> str | None:
+    """Experts NVFP4, attention FP8, the MTP block int8, the rest as it is."""
+    if not matrix(name):
+        return None
+    if name.startswith("mtp."):
+        return "int8 per channel" if "layers" in name and "shared_expert_gate" not in name else None
+    if ".experts." in name:
+        return "nvfp4"
+    if "self_attn" in name or "linear_attn" in name:
+        return None if "in_proj_a" in name or "in_proj_b" in name else "fp8-block 128x128"
+    return None
+
+
+@pytest.mark.parametrize("layout", ["apart", "fused"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_a_mixture_of_formats_and_a_lying_list_of_excluded_modules(tmp_path: Path, family: str, layout: str) -> None:
+    """The config says that all is FP8 but the attention: what the files hold counts, and it is the other way round."""
+    write = {"qwen3_5_moe": tiny_families.write_qwen3_5_moe, "qwen3_next": tiny_families.write_qwen3_next}[family]
+    source = write(tmp_path / "source", **EXPERTS, layouts=(layout,), mtp_layout="apart")
+    stored, decoded = split(
+        tmp_path, source, lambda n: None if layout == "fused" and n.endswith("_proj") else mixed(n),
+        quant_method="fp8", weight_block_size=[128, 128],
+        modules_to_not_convert=["self_attn", "linear_attn", "mlp.experts", "mtp"], ignore=["re:.*experts.*", "lm_head"],
+    )  # fmt: skip
+    found = {found.format for found in formats_of(Checkpoint.open(stored)).values()}
+    assert found == {"bf16", "f32", "fp8-block 128x128", "int8 per channel"} | (
+        {"nvfp4"} if layout == "apart" else set()
+    )
+    assert_same_outputs(stored, decoded)
+
+
+def test_fused_experts_with_scales_of_their_own(tmp_path: Path) -> None:
+    """Stacks are parameters without ``.weight``; transformers calls their scales ``gate_up_proj_scale_inv``."""
+    source = tiny_families.write_qwen3_5_moe(tmp_path / "source", **EXPERTS, layouts=("fused",), mtp_layout="fused")
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    stored: q.Tensors = {}
+    plain: q.Tensors = {}
+    for name, tensor in tensors.items():
+        stored[name] = plain[name] = tensor
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts, values = q.fp8_block(tensor.float().numpy(), (16, 24))
+            stored[name], stored[f"{name}_scale_inv"] = parts["weight"], parts["weight_scale_inv"]
+            plain[name] = torch.from_numpy(values).bfloat16()
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 24]}
+    for made, kept in (("stored", stored), ("decoded", plain)):
+        tiny.write_tokenizer(write_checkpoint(tmp_path / made, config, kept))
+    formats = formats_of(Checkpoint.open(tmp_path / "stored"))
+    assert formats["mtp.layers.0.mlp.experts.gate_up_proj"].format == "fp8-block 16x24"
+    assert_same_outputs(tmp_path / "stored", tmp_path / "decoded")
+
+
+def test_latent_attention_splits_a_decoded_projection(tmp_path: Path) -> None:
+    source = tiny_families.write_deepseek_v3(
+        tmp_path / "source", hidden=64, kv_lora=32, q_lora=32, intermediate=64, inner=32, dtype="bfloat16"
+    )
+    stored, decoded = split(tmp_path, source, lambda n: _latent(n), quant_method="fp8", weight_block_size=[128, 128])
+    assert formats_of(Checkpoint.open(stored))["layers.0.self_attn.kv_b_proj.weight"].quantised
+    assert_same_outputs(stored, decoded)
+
+
+def _latent(name: str) -> str | None:
+    if not matrix(name) or name.endswith(("gate.weight", "correction_bias", "embed_tokens.weight")):
+        return None
+    return "mxfp4" if ".experts." in name else "fp8-block 128x128 e8m0"
+
+
+def test_scales_of_activations_are_noted_once(tmp_path: Path) -> None:
+    source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
+    stored, _ = split(tmp_path, source, lambda n: "fp8 per tensor" if matrix(n) else None)
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(stored))))
+    notices = [notice for notice in loaded.notices if "scales of activations" in notice]
+    assert len(notices) == 1
+    assert "not used, on purpose" in notices[0]
+    assert "layers.*.self_attn.q_proj.input_scale" in notices[0] or "more" in notices[0]
+
+
+def test_the_stored_dtype_of_a_quantised_checkpoint_is_bfloat16(tmp_path: Path) -> None:
+    """Packed bytes and words would outvote everything else, and no backend has a choice for uint8."""
+    source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
+    for name in ("nvfp4", "int4 g32", "fp8 per tensor", "int8 per channel"):
+        stored, _ = split(tmp_path / name.replace(" ", "_"), source, lambda n, name=name: name if matrix(n) else None)
+        assert _stored_dtype(Checkpoint.open(stored)) == "bfloat16"

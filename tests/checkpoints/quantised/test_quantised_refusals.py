@@ -1,0 +1,243 @@
+"""What is refused, with the tensor and the reason: by the audit, by the weights, and on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from specdec.checkpoints import Audit, Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.checkpoints.quantised import formats_of
+from specdec.cli import main
+from specdec.errors import CheckpointError
+from tests import tiny
+from tests.checkpoints.quantised import quantisers as q
+from tests.checkpoints.quantised.test_quantised_decoders import drawn
+
+X = "model.layers.0.mlp.up_proj."
+NAME = "layers.0.mlp.up_proj.weight"
+Change = Callable[[q.Tensors], None]
+
+
+def audited(folder: Path, parts: q.Tensors, shape: tuple[int, ...] = (200, 320), **quantization: Any) -> Audit:
+    """The audit of one weight, which ``Weights`` must refuse for the same reason where it is refused."""
+    config = {"quantization_config": quantization} if quantization else {}
+    checkpoint = Checkpoint.open(write_checkpoint(folder, config, {X + n: part for n, part in parts.items()}))
+    found = audit(checkpoint, {NAME: TensorSpec(shape)})
+    if found.unreadable:
+        with pytest.raises(CheckpointError) as caught:
+            Weights(checkpoint, canonical_names(checkpoint.names))[NAME]
+        assert caught.value.message == found.errors[0].message
+    return found
+
+
+def put(name: str, value: torch.Tensor | None) -> Change:
+    def change(parts: q.Tensors) -> None:
+        if value is None:
+            del parts[name]
+        else:
+            parts[name] = value
+
+    return change
+
+
+def poke(name: str, value: float) -> Change:
+    """One value of a tensor, the last one."""
+
+    def change(parts: q.Tensors) -> None:
+        copy = parts[name].clone()
+        if copy.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
+            copy.view(torch.uint8).view(-1)[-1] = int(value)
+        else:
+            copy.view(-1)[-1] = value
+        parts[name] = copy
+
+    return change
+
+
+NAN, INF = float("nan"), float("inf")
+# label of a quantiser, change of its tensors, config, and what the sentence says
+REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
+    "fp8 without scale": ("fp8-block 128x128", put("weight_scale_inv", None), {},
+                          ["weight (F8_E4M3 [200, 320]) needs one of weight_scale_inv, weight_scale"]),
+    "block scale of another shape": ("fp8-block 128x128", put("weight_scale_inv", torch.ones(2, 2)), {},
+                                     ["weight_scale_inv has the shape [2, 2]", "takes [2, 3] for blocks of 128x128"]),
+    "block size of the config": ("fp8-block 128x128", put("weight", torch.ones(200, 320).to(torch.float8_e4m3fn)),
+                                 {"quant_method": "fp8", "weight_block_size": [64, 64]},
+                                 ["weight_scale_inv has the shape [2, 3]", "takes [4, 5]", "64x64 (config.json)"]),
+    "scale per row where blocks are told": ("fp8-block 128x128", put("weight_scale_inv", torch.ones(200, 1)),
+                                            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+                                            ["weight_scale_inv has the shape [200, 1]", "takes [2, 3]"]),
+    "NaN block scale": ("fp8-block 128x128", poke("weight_scale_inv", NAN), {},
+                        ["the scale", "weight_scale_inv holds NaN or infinity"]),
+    "infinite scale": ("fp8 per tensor", put("weight_scale", torch.tensor(INF)), {},
+                       ["weight_scale holds NaN or infinity"]),
+    "negative scale": ("fp8 per channel", poke("weight_scale", -1.0), {}, ["weight_scale holds a negative value"]),
+    "two scales": ("fp8 per tensor", put("weight_scale_inv", torch.ones(2, 3)), {}, ["has two scales"]),
+    "scale of integers": ("fp8 per tensor", put("weight_scale", torch.tensor(1)), {}, ["is stored as I64"]),
+    "E8M0 255": ("mxfp4", poke("scale", 255), {}, ["scale holds the E8M0 code 255, which is NaN"]),
+    "E8M0 255 in bytes": ("mxfp4 packed", poke("weight_scale", 255), {}, ["weight_scale holds the E8M0 code 255"]),
+    "mxfp4 scale of another shape": ("mxfp4 packed", put("weight_scale", torch.ones(200, 20, dtype=torch.uint8)), {},
+                                     ["weight_scale has the shape [200, 20]", "takes [200, 10] for 32 columns"]),
+    "nvfp4 scale of another shape": ("nvfp4", put("weight_scale", torch.ones(200, 10).to(torch.float8_e4m3fn)), {},
+                                     ["weight_scale has the shape [200, 10]", "takes [200, 20] for 16 columns"]),
+    "nvfp4 without the whole's scale": ("nvfp4", put("weight_scale_2", None), {}, ["needs weight_scale_2 beside it"]),
+    "nvfp4 without its scale": ("nvfp4", put("weight_scale", None), {}, ["needs one of", "weight_scale"]),
+    "packed nvfp4 without the whole's scale": ("nvfp4 packed", put("weight_global_scale", None), {},
+                                               ["needs weight_global_scale beside it"]),
+    "both whole scales": ("nvfp4", put("weight_global_scale", torch.ones(1)), {}, ["which mean reciprocal things"]),
+    "many whole scales": ("nvfp4", put("weight_scale_2", torch.ones(200)), {}, ["weight_scale_2 has the shape [200]"]),
+    "NaN scale of nvfp4": ("nvfp4", poke("weight_scale", 0x7F), {}, ["weight_scale holds NaN"]),
+    "negative scale of nvfp4": ("nvfp4", poke("weight_scale", 0x88), {}, ["weight_scale holds a negative value"]),
+    "division by zero": ("nvfp4 packed", put("weight_global_scale", torch.zeros(1)), {},
+                         ["weight_global_scale is 0", "weight_packed is divided by it"]),
+    "no shape": ("int4 g32", put("weight_shape", None), {}, ["weight_packed", "needs weight_shape beside it"]),
+    "another shape": ("int4 g32", put("weight_shape", torch.tensor([100, 320])), {}, ["weight_shape says [100, 320]"]),
+    "too many columns": ("int4 g32", put("weight_shape", torch.tensor([200, 400])), {},
+                         ["has 40 words for 400 columns: none of 2, 4, 8 bits"]),
+    "bits of the config": ("int4 g32", lambda parts: None, {"config_groups": {"g": {"weights": {"num_bits": 8}}}},
+                           ["40 words for 320 columns: 4 bits a value", "num_bits 8"]),
+    "group of the config": ("int4 g32", lambda parts: None,
+                            {"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 64}}}},
+                            ["weight_scale has the shape [200, 10]", "takes [200, 5] for groups of 64"]),
+    "groups that do not divide": ("int4 g32", put("weight_scale", torch.ones(200, 7)), {},
+                                  ["weight_scale has the shape [200, 7]"]),
+    "NaN scale of integers": ("int4 g32", poke("weight_scale", NAN), {}, ["weight_scale holds NaN or infinity"]),
+    "integers without scale": ("int8 per channel", put("weight_scale", None), {}, ["(I8 [200, 320]) needs one of"]),
+    "zero points of another shape": ("int4 g16 zero points", put("weight_zero_point", torch.ones(7, 20).int()), {},
+                                     ["weight_zero_point has the shape [7, 20]", "int32 [25, 20]"]),
+    "groups that are not there": ("int4 g32", put("weight_g_idx", torch.full((320,), 10, dtype=torch.int32)), {},
+                                  ["weight_g_idx names groups outside 0 to 9"]),
+    "groups for other columns": ("int4 g32", put("weight_g_idx", torch.zeros(32, dtype=torch.int32)), {},
+                                 ["weight_g_idx has the shape [32]"]),
+    "a sibling without a meaning": ("fp8 per tensor", put("weight_zero_point", torch.ones(1)), {},
+                                    ["weight_zero_point stands beside", "no known meaning"]),
+    "stored twice": ("nvfp4", put("weight_packed", torch.ones(200, 160, dtype=torch.uint8)), {}, ["the same weight"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case: str) -> None:
+    label, change, config, facts = REFUSED[case]
+    parts, _ = q.QUANTISERS[label](drawn(0, 200, 320))
+    assert audited(tmp_path / "sound", parts).errors == []
+    change(parts)
+    found = audited(tmp_path / "broken", parts, **config)
+    assert [name for name, _ in found.unreadable] == [NAME]
+    with pytest.raises(CheckpointError) as caught:
+        found.raise_for_errors()
+    text = str(caught.value)
+    for fact in ["model.layers.0.mlp.up_proj.", "model.safetensors", *facts]:
+        assert fact in text
+    assert "try:" in text
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("label", ["fp8-block 128x128", "fp8 per channel", "mxfp8"])
+def test_a_nan_code_anywhere_is_found(tmp_path: Path, label: str, code: int) -> None:
+    for i, at in enumerate((0, 12_345, -1)):
+        parts, _ = q.QUANTISERS[label](drawn(0, 200, 320))
+        parts["weight"] = parts["weight"].clone()
+        parts["weight"].view(torch.uint8).view(-1)[at] = code
+        found = audited(tmp_path / str(i), parts)
+        assert found.non_finite == [NAME]
+        with pytest.raises(CheckpointError, match=r"up_proj\.weight holds NaN or infinity"):
+            found.raise_for_errors()
+
+
+def test_codes_and_scales_that_overflow_only_together_are_found(tmp_path: Path) -> None:
+    parts, _ = q.mxfp4(drawn(0, 8, 64))
+    parts["scale"] = torch.full((8, 2), 253, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    parts["weight"] = torch.full((8, 32), 0x11, dtype=torch.int8)  # every value 0.5: the scale alone is no fault
+    assert audited(tmp_path / "sound", parts, (8, 64)).non_finite == []
+    parts["weight"][7, 31] = 0x71  # one value 6
+    assert audited(tmp_path / "broken", parts, (8, 64)).non_finite == [NAME]
+
+
+def test_a_matrix_that_decodes_to_zeros_is_a_notice(tmp_path: Path) -> None:
+    for i, (label, quantise) in enumerate(q.QUANTISERS.items()):
+        if "zero points" in label:
+            continue  # their codes are not zero then
+        parts, _ = quantise(drawn(0, 8, 64) * 0)
+        found = audited(tmp_path / str(i), parts, (8, 64))
+        assert found.all_zero == [NAME], label
+        assert found.errors == []
+
+
+FOREIGN: dict[str, tuple[q.Tensors, dict[str, Any], str]] = {
+    "gptq": ({"qweight": torch.ones(40, 200).int(), "qzeros": torch.ones(10, 25).int(), "scales": torch.ones(10, 200),
+              "g_idx": torch.ones(320).int()}, {"quant_method": "gptq", "bits": 4}, "qweight"),
+    "awq": ({"qweight": torch.ones(320, 25).int(), "qzeros": torch.ones(10, 25).int(), "scales": torch.ones(10, 200)},
+            {"quant_method": "awq"}, "qweight"),
+    "gptq or awq": ({"qweight": torch.ones(40, 200).int(), "scales": torch.ones(10, 200)}, {}, "qweight"),
+    "bitsandbytes": ({"weight": torch.ones(32000, 1, dtype=torch.uint8), "weight.absmax": torch.ones(1000),
+                      "weight.quant_map": torch.ones(16), "weight.quant_state.bitsandbytes__nf4": torch.ones(9).byte()},
+                     {"quant_method": "bitsandbytes"}, "weight"),
+    "hqq": ({"W_q": torch.ones(10, 10).byte(), "scale": torch.ones(10)}, {}, "W_q"),
+    "mlx affine": ({"weight": torch.ones(200, 40).to(torch.uint32), "scales": torch.ones(200, 5),
+                    "biases": torch.ones(200, 5)}, {"group_size": 64, "bits": 4}, "weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", FOREIGN)
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    parts, config, codes = FOREIGN[method]
+    found = audited(tmp_path, parts, **config)
+    assert found.unreadable == [(NAME, method)]
+    assert found.missing == []
+    assert found.unused == []
+    text = str(found.errors[0])
+    assert f"the tensor {X}{codes} is quantised" in text
+    assert ("MLX" if method.startswith("mlx") else f"with {method}, which is not read") in text
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float8_e5m2, torch.int64])
+def test_a_weight_of_no_known_format_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    found = audited(tmp_path, {"weight": torch.ones(200, 320).to(dtype)}, quant_method="homemade")
+    text = str(found.errors[0])
+    for fact in [f"{X}weight is stored as", "no known format", "homemade"]:
+        assert fact in text
+
+
+def test_the_first_refusal_counts_the_others(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(4, 4).to(torch.float8_e4m3fn) for i in range(3)}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors))
+    found = audit(checkpoint, {f"layers.{i}.mlp.up_proj.weight": TensorSpec((4, 4)) for i in range(3)})
+    assert "2 more weights are refused" in str(found.errors[0])
+
+
+def test_a_scale_beside_a_plain_weight_is_not_applied_and_is_said(tmp_path: Path) -> None:
+    """Tools leave scales beside weights that they did not quantise; the dtype decides."""
+    weight = torch.ones(200, 320, dtype=torch.bfloat16)
+    found = audited(tmp_path, {"weight": weight, "weight_scale": torch.tensor(2.0)})
+    assert found.errors == []
+    assert found.unused == ["layers.0.mlp.up_proj.weight_scale"]
+    assert "up_proj.weight_scale" in found.notices[0]
+
+
+def test_the_command_line_says_it_in_a_sentence(tmp_path: Path) -> None:
+    folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.ones(9, 9)
+    save_file(tensors, folder / "model.safetensors")
+    outcome = CliRunner().invoke(main, ["generate", "--model", str(folder), "--prompt", "a", "--max-new-tokens", "1"])
+    assert outcome.exit_code == 2
+    assert f"{name}_scale_inv has the shape [9, 9]" in outcome.stderr
+    assert "Traceback" not in outcome.output + outcome.stderr
+
+
+def test_formats_of_describes_what_cannot_be_read(tmp_path: Path) -> None:
+    parts, _, _ = FOREIGN["gptq"]
+    config = {"quantization_config": {"quant_method": "gptq"}}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, config, {X + n: part for n, part in parts.items()}))
+    (found,) = formats_of(checkpoint).values()
+    assert (found.format, found.quantised) == ("gptq", False)
+    assert found.stored_bytes == checkpoint.size_bytes
+    assert "qweight" in str(found.error)

@@ -1,0 +1,264 @@
+"""``specdec accept``, with the embedded model: what it says, what it writes, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import specdec
+from specdec.cli.accept import accept as command
+from specdec.measure.recording import Recording
+from specdec.models.ablation import SWITCHES
+from specdec.plugins import BUILT_INS, Registry
+
+SHORT = ("--per-class", "1", "-n", "8", "--depth", "2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    """The embedded model, loaded once per drafter."""
+    load, known = specdec.load, {}
+
+    def cached(model=None, *, config=None, **others):
+        key = repr(config.to_dict())
+        if key not in known:
+            known[key] = load(model, config=config, **others)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(specdec), "load", cached)
+        yield
+
+
+@pytest.fixture
+def accept(invoke):
+    return lambda *args, **kwargs: invoke("accept", *args, registry=Registry(BUILT_INS, entry_points=()), **kwargs)
+
+
+@pytest.fixture
+def no_load(monkeypatch):
+    """A wrong command line is refused before any weight is read."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setitem(vars(specdec), "load", load)
+
+
+def test_tables_for_people(accept):
+    done = accept(*SHORT)
+    assert done.exit_code == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    for part in (
+        "drafter mtp at depth 2, greedy, verifier strict",
+        "4 prompts, 2 of them in the chat template, at most 8 tokens each",
+        "class position offered reached accepted conditional cumulative 95 % interval",
+        "conditional = accepted / reached: right, given that the tokens before were.",
+        "cumulative = accepted / offered: a token drafted there became output",
+        "depth cycle (ms) plain steps break-even",
+        "class depth 1 depth 2",
+        "class verdict best depth speed-up 95 % interval tokens per cycle decided by",
+        "worth trying",
+        "too few prompts for an interval",
+        "A cycle of depth 2 took",
+    ):
+        assert part in text
+    for name in ("factual", "verbose-thinking", "code", "instruction", "all"):
+        assert text.count(f" {name} ") >= 3
+    assert "The MTP head with one mistake" not in text
+
+
+def test_json_is_one_object_and_the_tables_agree_with_it(accept, tmp_path):
+    done = accept(
+        *SHORT, "--classes", "code,factual", "-t", "0.7", "--seed", "3", "--json", "--csv", tmp_path / "a.csv"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr == ""
+    told = json.loads(done.stdout)
+    assert [group["name"] for group in told["classes"]] == ["code", "factual"]
+    assert (told["temperature"], told["seed"], told["depth"], told["max_new_tokens"]) == (0.7, 3, 2, 8)
+    assert (told["partial"], told["done"], told["planned"]) == (False, 2, 2)
+    assert told["thresholds"] == {"turn_on": 1.05, "not_worth_it": 1.02}
+    assert told["environment"]["model"] == "demo"
+    for group in (*told["classes"], told["overall"]):
+        for place in group["positions"]:
+            assert place["cumulative"] == place["accepted"] / place["offered"]
+            assert place["conditional"] == (place["accepted"] / place["reached"] if place["reached"] else None)
+        for one, cost in zip(group["predictions"], told["costs"], strict=True):
+            assert one["speedup"] == pytest.approx(one["tokens"] / cost["cost"])
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["class"], row["position"]) for row in rows] == [
+        (name, str(i)) for name in ("code", "factual", "(all)") for i in (0, 1)
+    ]
+    first = told["classes"][0]["positions"][0]
+    assert [int(rows[0][name]) for name in ("offered", "reached", "accepted")] == [
+        first[name] for name in ("offered", "reached", "accepted")
+    ]
+    assert float(rows[1]["speedup"]) == told["classes"][0]["predictions"][1]["speedup"]
+
+
+def test_a_file_of_ones_own_and_a_log(accept, tmp_path):
+    (tmp_path / "mine.txt").write_text("def f(x):\nOnce upon a time\n")
+    done = accept("--prompts", tmp_path / "mine.txt", "-n", "8", "--log", tmp_path / "log.jsonl", "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [(group["name"], group["prompts"]) for group in told["classes"]] == [("prompts", 2)]
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {row["prompt"] for row in rows} == {"mine.txt, line 1", "mine.txt, line 2"}
+    assert len(rows) == told["overall"]["positions"][0]["offered"]
+    assert sum(row["accepted"] > 0 for row in rows) == told["overall"]["positions"][0]["accepted"]
+    for row in rows:
+        agreeing = [a == b for a, b in zip(row["drafted"], row["actual"], strict=False)]
+        assert all(agreeing[: row["accepted"]])
+        assert row["mismatch"] is None or row["mismatch"] == row["accepted"] < len(row["drafted"])
+
+
+def test_ablations(accept):
+    done = accept("--classes", "code", *SHORT, "--ablate", "gate-silu,no-prefill")
+    assert done.exit_code == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "mistake position 0 position 1 tokens per cycle change 95 % interval same output" in text
+    assert "a mistake in a drafter must never change them" in text
+    for switch in ("gate-silu", "no-prefill"):
+        assert f"{switch}: {SWITCHES[switch]}." in text
+    assert text.count("1 of 1") == 2
+
+
+def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):
+    from specdec.models.ablation import AblatedPass
+
+    right = AblatedPass.decode
+    monkeypatch.setattr(AblatedPass, "decode", lambda self, state, tokens: right(self, state, [t ^ 1 for t in tokens]))
+    done = accept("--classes", "code", *SHORT, "--ablate", "no-rotary")
+    assert done.exit_code == 1
+    assert "this is a bug" in done.stderr
+    assert "0 of 1" in done.stdout
+
+
+def test_the_ngram_drafter_is_measured_too(accept):
+    done = accept("--classes", "code", "--per-class", "2", "-n", "24", "-s", "drafter.name=ngram", "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["drafter"] == "ngram"
+    assert told["overall"]["positions"][0]["offered"] <= told["overall"]["cycles"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--classes", "coding"], "there is no prompt class 'coding'"),
+        (["--classes", ","], "no prompt class is chosen"),
+        (["--prompts", "missing.txt"], "the prompt file cannot be read: No such file"),
+        (["--prompts", "empty.txt"], "the prompt file has no prompt"),
+        (["--prompts", "broken.jsonl"], "a line of the prompt file is no JSON"),
+        (["--ablate", "gate-slu"], "there is no ablation 'gate-slu'. Did you mean 'gate-silu'"),
+        (["--log", "no/such/log.jsonl"], "the log cannot be written: No such file"),
+        (["--csv", "no/such/a.csv"], "there is no folder to write the file into"),
+        (["--plot", "."], "there is no folder to write the file into, or it is a folder itself"),
+        (["--depth", "0"], "0 is not in the range"),
+        (["--per-class", "0"], "0 is not in the range"),
+        (["-s", "depth.depth=3"], "-s depth.depth=3: the depth is fixed here, give it with --depth"),
+        (["-n", "0"], "max_new_tokens takes 1 to"),
+        (["-t", "-1"], "temperature takes"),
+        (["missing.toml"], "cannot read the configuration"),
+    ],
+)
+@pytest.mark.usefixtures("no_load")
+def test_a_wrong_command_line_is_refused_before_anything_is_loaded(args, message, accept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "broken.jsonl").write_text('{"class": "a", "prompt": "b"}\n{"class": \n')
+    done = accept(*args)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+    assert done.stdout == ""
+    if "broken.jsonl" in args:
+        assert "line: 2" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-s", "drafter.name=ngram", "--ablate", "all"], "the drafter 'ngram' uses none"),
+        (["-s", "drafter.name=none"], "so there is no acceptance to measure"),
+        (["--depth", "99"], "the depth is 1 to 15 on this backend, got 99"),
+    ],
+)
+def test_what_this_model_cannot_do_is_refused(args, message, accept):
+    for options in ([], ["--json"]):
+        done = accept(*args, *options)
+        assert done.exit_code == 2
+        assert message in " ".join(done.stderr.split())
+        if options:
+            assert message in json.loads(done.stdout)["error"]["message"]
+
+
+def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
+    done_runs = []
+    right = Recording.run
+
+    def run(self):
+        found = right(self)
+        done_runs.append(found)
+        if len(done_runs) == 3:  # as the terminal sends it
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(Recording, "run", run)
+    done = accept("--per-class", "2", "-n", "6")
+    assert done.exit_code == 130
+    assert "interrupted: this is of 3 of 8 prompts" in done.stderr
+    assert "3 of 8 prompts, interrupted" in " ".join(done.stdout.split())
+    done_runs.clear()
+    told = accept("--per-class", "2", "-n", "6", "--json")
+    assert told.exit_code == 130
+    assert json.loads(told.stdout)["partial"] is True
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_picture(accept, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = accept(*SHORT, "--plot", tmp_path / "a.png")
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert f"plot: {tmp_path / 'a.png'}" in done.stderr.replace("\n", "")
+
+
+@pytest.mark.usefixtures("no_load")
+def test_a_missing_matplotlib_is_told_before_anything_runs(accept, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = accept("--plot", tmp_path / "a.png")
+    assert done.exit_code == 2
+    assert "specdec-framework[plot]" in done.stderr
+
+
+def test_a_configuration_file_gives_model_drafter_and_length(accept, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[drafter]\nname = "ngram"\n[depth]\nname = "fixed"\ndepth = 1\n[generation]\nmax_new_tokens = 7\n')
+    told = json.loads(accept(file, "--classes", "code", "--per-class", "1", "--depth", "3", "--json").stdout)
+    assert (told["drafter"], told["max_new_tokens"], told["depth"]) == ("ngram", 7, 3)
+    shorter = json.loads(accept("--classes", "code", "--per-class", "1", "--json").stdout)
+    assert (shorter["drafter"], shorter["max_new_tokens"], shorter["depth"]) == ("mtp", 48, 4)
+
+
+def test_the_thresholds_in_the_help_are_those_in_force():
+    from specdec.measure.speed_model import NOT_WORTH_IT, TURN_ON
+
+    text = " ".join(str(command.help).split())
+    assert f"above {TURN_ON} at the best depth" in text
+    assert f"below {NOT_WORTH_IT}," in text
+
+
+def test_a_fresh_process():
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "accept", "--classes", "code", *SHORT, "--json"],
+        capture_output=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["environment"]["command"].startswith("specdec accept --classes code")

@@ -1,0 +1,119 @@
+"""``specdec vocab``: ids by count from text or outputs, the file it writes, and bad input told without a traceback."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+
+import pytest
+from click.testing import CliRunner
+
+import specdec
+from specdec.cli import main
+from specdec.drafters.draft_vocabulary import BLOCK, HELD_OUT, DraftVocabulary, always_kept
+
+TEXT = "".join(f"def area_{i}(width, height):\n    return width * height  # line {i}\n\n\n" for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return specdec.load("demo")
+
+
+@pytest.fixture(autouse=True)
+def _loaded_once(lm, monkeypatch):
+    monkeypatch.setitem(vars(specdec), "load", lambda model=None, *, config=None, **others: lm)
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["vocab", *map(str, args)])
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def test_from_text(lm, text, tmp_path):
+    out = tmp_path / "v.json"
+    done = run("demo", "--text", text, "--size", 600, "-o", out, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    made = DraftVocabulary.read(out)
+    assert (told["size"], len(made.tokens), made.vocab_size) == (600, 600, lm.info.vocab_size)
+    made.check(lm.info, lm.tokenizer, out)
+    assert made.model == lm.info.fingerprint
+    # the same counts, by hand
+    ids = lm.tokenizer.encode(TEXT, add_special=False)
+    blocks = [ids[at : at + BLOCK] for at in range(0, len(ids), BLOCK)]
+    held = [token for i, block in enumerate(blocks) if i % HELD_OUT == HELD_OUT - 1 for token in block]
+    counted = collections.Counter(ids)
+    counted.subtract(held)
+    always = set(always_kept(lm.tokenizer))
+    wanted = sorted(range(lm.tokenizer.vocab_size), key=lambda t: (t not in always, -counted[t], t))
+    assert list(made.tokens) == wanted[:600]
+    inside = set(wanted[:600])
+    assert told["coverage"]["600"] == pytest.approx(sum(t in inside for t in held) / len(held))
+    assert told["held_out"] == len(held)
+    assert told["made"] == {"text": ["text.txt"], "tokens": len(ids)}
+    assert always >= {*lm.tokenizer.special_ids, *lm.tokenizer.eos_ids}
+
+
+def test_from_outputs(lm, tmp_path):
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "v.json"
+    prompts.write_text('The first railway\n\n"def area(width,\\n  height):"\n')
+    done = run("demo", "--generate", prompts, "--tokens", 60, "--size", 700, "-o", out, "--json")
+    assert done.exit_code == 0, done.output
+    made = DraftVocabulary.read(out)
+    outputs = [
+        lm.generate(p, max_new_tokens=30, temperature=0.0).tokens
+        for p in ("The first railway", "def area(width,\n  height):")
+    ]
+    assert json.loads(done.stdout)["made"]["tokens"] == sum(map(len, outputs))
+    assert set(made.tokens) >= {token for tokens in outputs for token in tokens}
+
+
+def test_the_table(text, tmp_path):
+    done = run("demo", "--text", text, "--text", text, "--size", 512, "-o", tmp_path / "v.json")
+    assert done.exit_code == 0, done.output
+    assert "coverage" in done.stdout
+    assert " *" in done.stdout
+    short = tmp_path / "short.txt"
+    short.write_text("a few words")
+    done = run("demo", "--text", short, "--size", 512, "-o", tmp_path / "v.json")
+    assert done.exit_code == 0
+    assert "the coverage is unknown" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "either --text or --generate"),
+        (("--text", "TEXT", "--generate", "TEXT"), "either --text or --generate"),
+        (("--text", "TEXT", "--chat"), "--chat goes with --generate"),
+        (("--text", "missing.txt"), "cannot read 'missing.txt'"),
+        (("--text", "BINARY"), "is not UTF-8: byte 0xff at offset 0"),
+        (("--text", "EMPTY"), "has no text"),
+        (("--generate", "EMPTY"), "has no prompts"),
+        (("--generate", "QUOTE"), "line 1, begins with a double quote"),
+        (("--text", "TEXT", "--size", "3"), "asked for 3"),
+        (("--text", "TEXT", "--size", "999999"), "asked for 999999"),
+        (("--text", "TEXT", "--size", "0"), "--size"),
+        (("--text", "TEXT", "-o", "no/such/folder/v.json", "--size", "512"), "cannot write the draft vocabulary"),
+    ],
+)
+def test_bad_input(args, said, text, tmp_path):
+    files = {"TEXT": text, "BINARY": tmp_path / "b", "EMPTY": tmp_path / "e", "QUOTE": tmp_path / "q"}
+    files["BINARY"].write_bytes(b"\xff\xfe")
+    files["EMPTY"].write_text(" \n\n")
+    files["QUOTE"].write_text('"open\n')
+    given = [files.get(arg, arg) for arg in args]
+    out = [] if "-o" in args else ["-o", tmp_path / "v.json"]
+    done = run("demo", *given, *out, *([] if "--size" in args else ["--size", "512"]))
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+    assert "Traceback" not in done.output
+    assert not pathlib.Path(tmp_path / "v.json").exists()

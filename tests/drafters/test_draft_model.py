@@ -1,0 +1,577 @@
+"""A second model drafts: whatever it is, the tokens are those of plain decoding, and its state follows the text."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+import specdec
+from specdec.cli import main
+from specdec.contract import (
+    Context,
+    DrafterEnv,
+    DraftNoise,
+    ForwardOutput,
+    ForwardPass,
+    PrepareEnv,
+    Sampling,
+    Snapshot,
+    State,
+)
+from specdec.drafters import draft_model
+from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftModelDrafter, DraftRow
+from specdec.errors import SpecdecError, UnsupportedError
+from specdec.plugins import Registry
+from specdec.testing import Memory, TableModel
+from specdec.testing.end_to_end import run_engine
+from specdec.testing.models import TableLogits
+from specdec.text import Tokenizer
+from specdec.verifiers import rejection
+from specdec.verifiers.strict import StrictVerifier
+from tests import tiny
+from tests.drafters.composed import LLAMA, composed
+from tests.drafters.two_tokenizers import byte_level, sentence_piece
+from tests.test_sessions import Told, operations
+from tests.verifiers.enumeration import array, distance, emitted, joint_of
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny arrays: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tables(folders: Any) -> dict[str, dict[str, Any]]:
+    """Every kind of drafter with a second model in it."""
+    named = {"name": "draft_model"}
+    return {
+        "llama": {**named, "model": folders.llama},
+        "recurrent": {**named, "model": folders.blurred},
+        "gated": {**named, "model": folders.blurred, "min_confidence": 0.3},
+        "itself": {**named, "model": folders.target},
+        "text": {**named, "model": folders.blurred, "tokenizers": "text"},
+        "other tokenizer": {**named, "model": folders.other, "tokenizers": "text"},
+        "look-up, head": {"name": "first_of", "drafters": [{"name": "ngram", "min_order": 1}, {"name": "mtp"}]},
+        "model, look-up": {
+            "name": "first_of",
+            "drafters": [{**named, "model": folders.blurred, "min_margin": 1.0}, {"name": "ngram", "min_order": 1}],
+        },
+    }
+
+
+KINDS = ["llama", "recurrent", "gated", "itself", "text", "other tokenizer", "look-up, head", "model, look-up"]
+kinds = st.sampled_from(KINDS)
+samplings = st.sampled_from([{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 9, "seed": 4}])
+
+
+@pytest.fixture(scope="session")
+def made(base: Any, folders: Any) -> Callable[..., Any]:
+    """``made("llama", (3, 0))``: the target with that drafter; each is prepared once."""
+    prepared: dict[tuple[str, str], Any] = {}
+
+    def make(kind: str, depths: Any = (3,), verifier: str = "strict") -> Any:
+        if (kind, verifier) not in prepared:
+            prepared[kind, verifier] = composed(base, tables(folders)[kind], depths, verifier)
+        lm = prepared[kind, verifier]
+        lm.depth_spec = composed(base, {"name": "none"}, depths).depth_spec
+        return lm
+
+    return make
+
+
+# --- the output is that of plain decoding ----------------------------------------------------------------------------
+
+
+@given(
+    kind=kinds,
+    prompt=st.lists(st.integers(0, 276), min_size=1, max_size=30),
+    depths=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    sampling=samplings,
+)
+def test_any_draft_model_at_any_depth_gives_the_tokens_of_plain_decoding(base, made, kind, prompt, depths, sampling):
+    wanted = base.generate(prompt, max_new_tokens=24, ignore_eos=True, **sampling)
+    got = made(kind, depths).generate(prompt, max_new_tokens=24, ignore_eos=True, **sampling)
+    assert got.tokens == wanted.tokens
+    assert not got.stats.inactive_reason or not any(depths)
+    assert not got.stats.faults
+    event(f"{kind}: accepted {'some' if any(got.stats.accepted) else 'none'}")
+
+
+@given(kind=kinds, story=st.lists(operations, min_size=2, max_size=8), depth=st.integers(1, 5), sampling=samplings)
+@settings(max_examples=15)
+def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_drafter_drafts_as_before(
+    base, made, tmp_path_factory, kind, story, depth, sampling
+):
+    """Rewinds, forks, saved and loaded sessions: a draft model that comes back colder than it went is found too."""
+    file = tmp_path_factory.getbasetemp() / "draft-model.session"
+    lm = made(kind, (depth,))
+    restored, unbroken, truth = (
+        Told(one, stops=stops, file=file, sampling=sampling) for one, stops in ((lm, True), (lm, False), (base, False))
+    )
+    for operation, argument in [("feed", [50, 51, 52]), *story, ("generate", 6)]:
+        length = len(truth.session.tokens)
+        if (length > 150 and operation != "rewind") or (operation == "generate" and length == 0):
+            continue
+        told = [one.do(operation, argument) for one in (restored, unbroken, truth)]
+        assert told[0] == told[1] == told[2]
+        assert restored.session.stats == unbroken.session.stats
+
+
+def test_an_adaptive_depth_gives_the_tokens_of_plain_decoding(base, folders):
+    wanted = base.generate(PROMPT, max_new_tokens=60, ignore_eos=True).tokens
+    for kind in ("recurrent", "model, look-up"):
+        lm = specdec.load(folders.target, dtype="float32", drafter=tables(folders)[kind], depth="adaptive")
+        assert lm.generate(PROMPT, max_new_tokens=60, ignore_eos=True).tokens == wanted
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.2, "top_p": 0.8}])
+@pytest.mark.parametrize("depth", [1, 4, 8])
+def test_the_target_itself_as_draft_model_is_always_right(made, sampling, depth):
+    """The oracle: same weights, same context, and the noise of the position give the token of the target."""
+    stats = made("itself", (depth,)).generate(PROMPT, max_new_tokens=50, ignore_eos=True, **sampling).stats
+    assert stats.accepted == stats.offered
+    assert stats.tokens / stats.cycles > depth
+    assert stats.draft["passes"] == sum(stats.offered)
+
+
+def test_a_cycle_without_a_draft_runs_nothing_of_the_draft_model(made):
+    stats = made("recurrent", (0,)).generate(PROMPT, max_new_tokens=30, ignore_eos=True).stats
+    assert stats.draft["passes"] == 0
+    assert stats.draft["prefilled"] == len(PROMPT) - 1
+
+
+def test_no_token_is_read_twice_and_none_is_left_out(made):
+    """Rows of drafts are committed, not run again: only tokens that waited too long are prefilled."""
+    stats = made("itself", (4,)).generate(PROMPT, max_new_tokens=50, ignore_eos=True).stats
+    assert stats.draft["prefilled"] == len(PROMPT) - 1
+    late = made("itself", (*[0] * 20, 4)).generate(PROMPT, max_new_tokens=21, ignore_eos=True).stats
+    assert late.draft["prefilled"] == len(PROMPT) - 1
+    late = made("itself", (*[0] * 20, 4)).generate(PROMPT, max_new_tokens=26, ignore_eos=True).stats
+    assert late.draft["prefilled"] == len(PROMPT) - 1 + 20
+    assert late.accepted == late.offered == [1, 1, 1, 1]
+
+
+class Recitation(ForwardPass):
+    """Says one text for ever, in its own tokens, from wherever the tokens so far end; after anything else token 0."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
+        self.tokenizer, self.text = tokenizer, text
+        self.tokens = tokenizer.encode(text)
+        self.info = attrs.evolve(TableModel.random(2).info, vocab_size=tokenizer.vocab_size)
+
+    def next_token(self, history: list[int]) -> int:
+        if history == self.tokens[: len(history)] and len(history) < len(self.tokens):
+            return self.tokens[len(history)]
+        said = self.tokenizer.decode(history)
+        rest = self.text[len(said) :] if self.text.startswith(said) else ""
+        if not rest or self.tokenizer.bos_id is None:
+            return (self.tokenizer.encode(rest, add_special=False) or [0])[0]
+        if rest.startswith(" "):
+            return self.tokenizer.encode(rest[1:], add_special=False)[0]
+        return self.tokenizer.core.token_to_id(rest[0]) or 0  # whatever is encoded gets a space before it
+
+    def new_state(self, capacity: int) -> State:
+        return _Said(capacity)
+
+    def prefill(self, state: Any, tokens: Any) -> ForwardOutput:
+        state.tokens += tokens
+        return ForwardOutput(None, _NoHidden(len(tokens)))
+
+    def decode(self, state: Any, tokens: Any) -> ForwardOutput:
+        state.rows = list(tokens)
+        rows = np.zeros((len(tokens), self.info.vocab_size), np.float32)
+        for row in range(len(tokens)):
+            rows[row, self.next_token([*state.tokens, *tokens[: row + 1]])] = 9.0
+        return ForwardOutput(TableLogits(rows), _NoHidden(len(tokens)))
+
+    def commit(self, state: Any, rows: int) -> None:
+        state.tokens += state.rows[:rows]
+
+    def rewind(self, state: Any, length: int) -> int:
+        del state.tokens[length:]
+        return length
+
+    def snapshot(self, state: State) -> Snapshot:
+        raise NotImplementedError
+
+    def restore(self, snapshot: Snapshot) -> State:
+        raise NotImplementedError
+
+
+class _Said(State):
+    def __init__(self, capacity: int) -> None:
+        self.tokens: list[int] = []
+        self.rows: list[int] = []
+        self._capacity = capacity
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def nbytes(self) -> int:
+        return 0
+
+
+class _NoHidden(list[None]):
+    def __init__(self, rows: int) -> None:
+        super().__init__([None] * rows)
+
+
+@pytest.mark.parametrize("draft_tokenizer", ["bytes", "pieces"])
+@pytest.mark.parametrize("target_tokenizer", ["bytes", "pieces"])
+def test_a_draft_model_that_knows_the_text_is_right_in_any_tokenizer(target_tokenizer, draft_tokenizer):
+    """The oracle across tokenizers: both recite one text, each in its own tokens."""
+    tokenizers = {"bytes": byte_level(), "pieces": sentence_piece((" then", "inn", "an", " th", " ab", "日"))}
+    target, draft = tokenizers[target_tokenizer], tokenizers[draft_tokenizer]
+    text = "in the inn and then abc a theory 日本 an inn in the then and abc ab " * 3
+    model = Recitation(target, text.strip())
+    truth = model.tokens
+    shared = DraftModel(model=Recitation(draft, text.strip()), name="x", tokenizers=(target, draft))
+    config = DraftModelConfig(model="x", tokenizers="text")
+    made: list[Any] = []
+
+    def make(env: DrafterEnv) -> Any:
+        made.append(draft_model.specdec_drafters()[0].factory(config, env))
+        return made[-1]
+
+    got, stats = run_engine(
+        model, StrictVerifier(), make, truth[:4], len(truth) - 4, [3, 1, 4, 0, 2], Sampling(), shared=shared
+    )
+    assert got == truth[4:]
+    told = made[0].report()
+    assert sum(stats.accepted) >= 0.9 * sum(stats.offered), (stats, told)
+    assert stats.tokens / stats.cycles > 2.2, (stats, told)
+    assert told["dropped"]["special"] == 0
+
+
+# --- saved state ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "llama", "text", "model, look-up"])
+def test_a_loaded_session_has_the_draft_model_s_state(made, tmp_path, kind):
+    lm = made(kind)
+    session = lm.session()
+    session.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    session.save(tmp_path / "a.session")
+    later = lm.session()
+    later.load(tmp_path / "a.session")
+    for one in (later, session.fork()):
+        told = _own(one.generate(max_new_tokens=12, ignore_eos=True).stats.draft)
+        assert "rebuilt" not in told
+        assert told["prefilled"] <= 8 or kind == "text"  # its open segment may be long
+
+
+def _own(report: dict[str, Any]) -> dict[str, Any]:
+    return report["drafters"]["draft_model"] if "drafters" in report else report
+
+
+def test_a_saved_state_of_another_draft_model_is_built_again_and_said_so(base, made, tmp_path):
+    session = made("recurrent").session()
+    session.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
+    session.save(tmp_path / "a.session")
+    wanted = base.generate(list(session.tokens), max_new_tokens=20, ignore_eos=True).tokens
+    for kind, why in (("llama", "fingerprint"), ("text", "tokenizers")):
+        other = made(kind).session()
+        other.load(tmp_path / "a.session")
+        result = other.generate(max_new_tokens=20, ignore_eos=True)
+        assert result.tokens == wanted
+        assert why in result.stats.draft["rebuilt"]
+    plain = made("look-up, head").session()  # another drafter altogether
+    plain.load(tmp_path / "a.session")
+    assert plain.generate(max_new_tokens=20, ignore_eos=True).tokens == wanted
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "llama", "text"])
+@pytest.mark.parametrize("damage", ["none", "tokens", "length", "arrays", "shape"])
+def test_a_damaged_saved_state_is_built_again_and_said_so(made, kind, damage):
+    lm = made(kind)
+    session = lm.session()
+    session.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
+    sequence = session.sequence
+    sequence.drafter.settle(sequence.context)
+    saved = sequence.drafter.snapshot()
+    arrays = dict(saved.arrays)
+    largest = max((name for name in arrays if name != "tokens"), key=lambda name: arrays[name].numel())
+    if damage == "tokens":
+        arrays["tokens"] = arrays["tokens"].copy()
+        arrays["tokens"][5] += 1
+    elif damage == "length":
+        arrays["tokens"] = arrays["tokens"][:-3]
+    elif damage == "arrays":
+        del arrays[largest]
+    elif damage == "shape":
+        arrays[largest] = arrays[largest][:1, ..., :2]
+    env = DrafterEnv(
+        target=lm.target, state=sequence.state, shared=lm.drafter_shared, saved=attrs.evolve(saved, arrays=arrays)
+    )
+    other = lm.drafter_spec.factory(lm.drafter_config, env)
+    sequence.context.cycle += 1
+    wanted = sequence.drafter.propose(sequence.context, 4)
+    assert other.propose(sequence.context, 4) == wanted
+    assert ("rebuilt" in other.report()) == (damage != "none")
+
+
+@pytest.mark.parametrize("kind", ["llama", "text"])
+def test_tokens_that_were_fed_saved_and_taken_back_were_never_read(base, made, tmp_path, kind):
+    """Saving settles the drafter over tokens that no pass has seen; nobody tells it when they are taken back."""
+    session = made(kind).session()
+    session.generate(PROMPT, max_new_tokens=10, ignore_eos=True)
+    length = len(session.tokens)
+    session.feed([60, 61, 62, 63])
+    session.save(tmp_path / "fed.session")
+    session.rewind(length)
+    session.feed([70, 71])
+    tokens = list(session.tokens)
+    got = session.generate(max_new_tokens=12, ignore_eos=True)
+    fresh = made(kind).generate(tokens, max_new_tokens=12, ignore_eos=True)
+    assert got.tokens == fresh.tokens == base.generate(tokens, max_new_tokens=12, ignore_eos=True).tokens
+    assert (got.stats.offered, got.stats.accepted) == (fresh.stats.offered, fresh.stats.accepted)
+    assert any(got.stats.offered)
+
+
+# --- what the draft model cannot hold --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``written(vocab=301)``: a Llama draft model with these settings."""
+
+    @functools.cache
+    def write(**changes: Any) -> str:
+        return str(tiny.WRITERS["llama"](tmp_path_factory.mktemp("llama"), **{**LLAMA, **changes}))
+
+    return write
+
+
+def test_behind_the_draft_model_s_last_position_nothing_is_drafted_and_the_report_says_so(base, written):
+    lm = composed(base, {"name": "draft_model", "model": written(max_positions=24)}, (4,))
+    session = lm.session()
+    result = session.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    assert result.tokens == base.generate(PROMPT, max_new_tokens=40, ignore_eos=True).tokens
+    assert result.stats.draft["skipped"]["capacity"] == 23  # the cycles with 25 to 47 committed tokens
+    assert result.stats.inactive_reason == ""
+    session.rewind(12)
+    again = session.generate(max_new_tokens=8, ignore_eos=True).stats
+    assert again.offered[0] == 8 - 1  # the last token of a generation is never drafted for
+
+
+def test_a_long_prompt_is_not_read_by_a_short_draft_model(base, written):
+    lm = composed(base, {"name": "draft_model", "model": written(max_positions=6)}, (4,))
+    stats = lm.generate(PROMPT, max_new_tokens=10, ignore_eos=True).stats
+    assert stats.offered == []
+    assert stats.draft["prefilled"] == stats.draft["passes"] == 0
+
+
+@pytest.mark.parametrize("vocab", [265, 277, 301])
+@pytest.mark.parametrize("verifier", ["strict", "rejection"])
+def test_vocabularies_of_one_tokenizer_may_be_padded_differently(base, written, vocab, verifier):
+    """The target has 277 rows for 265 tokens; laws are handed over in its width whatever the draft model's is."""
+    plain = composed(base, {"name": "none"}, (0,), verifier)
+    lm = composed(base, {"name": "draft_model", "model": written(vocab=vocab)}, (4,), verifier)
+    settings = {"max_new_tokens": 30, "ignore_eos": True}
+    for more in ({}, {"temperature": 0.9, "seed": 1}, {"temperature": 0.9, "logit_bias": {"276": 2.0}, "top_k": 20}):
+        result = lm.generate(PROMPT, **settings, **more)
+        assert result.stats.offered
+        assert not result.stats.inactive_reason
+        assert not result.stats.faults
+        if verifier == "strict" or "temperature" not in more:
+            assert result.tokens == plain.generate(PROMPT, **settings, **more).tokens
+
+
+def test_a_prompt_with_ids_that_the_draft_model_has_no_row_for_is_not_drafted_for(base, written):
+    lm = composed(base, {"name": "draft_model", "model": written(vocab=265)}, (4,))
+    session = lm.session()
+    stats = session.generate([*PROMPT, 270, 40, 41], max_new_tokens=10, ignore_eos=True).stats
+    assert stats.offered == []
+    assert not stats.inactive_reason
+    assert stats.draft["skipped"]["vocabulary"] > 0
+    session.rewind(9)
+    assert session.generate([50], max_new_tokens=10, ignore_eos=True).stats.offered
+
+
+def test_when_no_token_of_the_draft_model_is_allowed_it_has_no_opinion(base, written):
+    lm = composed(base, {"name": "draft_model", "model": written(vocab=265)}, (4,))
+    settings = {"max_new_tokens": 10, "ignore_eos": True, "banned": tuple(range(270))}
+    result = lm.generate(PROMPT, **settings)
+    assert result.tokens == base.generate(PROMPT, **settings).tokens
+    assert not result.stats.inactive_reason
+    assert result.stats.offered == []
+
+
+@given(
+    inner=st.integers(2, 7),
+    width=st.integers(2, 7),
+    rows=st.integers(1, 3),
+    seed=st.integers(0, 99),
+    k=st.integers(1, 2),
+)
+def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows, seed, k):
+    """Every cheap view of the logits says what the full row says, ties included."""
+    values = np.random.default_rng(seed).integers(-2, 3, (rows, inner)).astype(np.float32)
+    row = DraftRow(TableLogits(values), inner, width)
+    padded = np.concatenate([values, np.full((rows, 7), -np.inf, np.float32)], axis=1)[-1:, :width]
+    whole = TableLogits(padded)
+    assert len(row) == 1
+    assert np.array_equal(row.rows(), padded)
+    assert row.argmax() == whole.argmax()
+    assert row.topk(k) == whole.topk(k)
+    assert row.gather([1]) == whole.gather([1])
+    assert row.logsumexp() == pytest.approx(whole.logsumexp(), abs=1e-6)
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["accept_chain", "accept_block"])
+@pytest.mark.parametrize("gate", [{}, {"min_confidence": 0.5}, {"min_margin": 0.4}])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_ratio_test_the_output_has_the_target_s_law(monkeypatch, rule, gate, seed):
+    """Every draw of the real drafter, weighed with the law it is drawn from; rounding to float32 is all that is left.
+
+    A gate that looked at the drawn token would show here: dropping a token after the draw moves the law.
+    """
+    vocab, prompt = 3, [0, 2, 1]
+    target = TableModel.random(vocab, seed=seed, peak=0.8)
+    second = TableModel.random(vocab, seed=seed + 50, peak=0.8, memory=Memory.RECURRENT, tilt=0.6)
+    config = DraftModelConfig(model="x", **gate)
+    weight, script, taken = Fraction(1), [], []
+
+    def draw(law: Any, u: float) -> int:
+        nonlocal weight
+        place = len(taken)
+        if place == len(script):
+            script.append(0)
+        taken.append(script[place])
+        weight *= Fraction(float(law[script[place]])) / sum(Fraction(float(x)) for x in law)
+        return taken[-1]
+
+    monkeypatch.setattr("specdec.sampling.draw", draw)
+    drafts = []
+    while True:
+        weight, taken = Fraction(1), []
+        env = DrafterEnv(target=target, state=target.new_state(32), shared=DraftModel(model=second))
+        drafter = DraftModelDrafter(config, env)
+        context = Context(prompt, Sampling(temperature=1.0), draft_noise=DraftNoise.INDEPENDENT)
+        draft = drafter.propose(context, 2)
+        laws = None if draft.probs is None else [_fractions(law) for law in draft.probs]
+        drafts.append((weight, draft.tokens, laws))
+        del script[len(taken) :]
+        while script and script[-1] == vocab - 1:
+            script.pop()
+        if not script:
+            break
+        script[-1] += 1
+    assert abs(sum(weight for weight, _, _ in drafts) - 1) < 1e-9
+    lengths = {len(tokens) for _, tokens, _ in drafts}
+    assert lengths == {2} if not gate else True
+
+    def law(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
+        return tuple(_fractions(target.law([*prompt, *prefix])))
+
+    def verify(target_law: Any, handed: Any, drafted: Any, accepts: Any) -> Any:
+        return getattr(rejection, rule)(target_law, handed, drafted, accepts)
+
+    got, _ = emitted(verify, law, iter(drafts), vocab, 3)
+    assert distance(got, joint_of(law, vocab, 3)) < 1e-6
+
+
+def _fractions(law: Any) -> Any:
+    exact = [Fraction(float(x)) for x in law]
+    return array(tuple(x / sum(exact) for x in exact))
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def with_one_more_token(written: Callable[..., str]) -> str:
+    """A draft model whose tokenizer has a token that the target's lacks."""
+    folder = pathlib.Path(written(seed=7))
+    core = tiny._tokenizer(folder).core
+    core.add_special_tokens(["<|extra|>"])
+    core.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
+    "no model": (lambda **_: {}, ["drafter.model", "required and missing"]),
+    "empty model": (lambda **_: {"model": ""}, ["drafter.model"]),
+    "no such folder": (
+        lambda **_: {"model": "./nowhere"},
+        ["there is no folder './nowhere'", "drafter.model", "config.json"],
+    ),
+    "another tokenizer": (
+        lambda folders, **_: {"model": folders.other},
+        ["the draft model has another vocabulary", "5 token ids differ", "258 is 'in'", 'drafter.tokenizers = "text"'],
+    ),
+    "more tokens": (
+        lambda written, **_: {"model": with_one_more_token(written)},
+        ["1 token ids differ", "265 is no token to the target and '<|extra|>' to the draft model"],
+    ),
+    "no such mode": (lambda **_: {"model": "demo", "tokenizers": "texts"}, ["drafter.tokenizers", "'text'"]),
+    "unknown key": (lambda **_: {"model": "demo", "min_margn": 1.0}, ["drafter.min_margn", "min_margin"]),
+    "no such backend": (
+        lambda folders, **_: {"model": folders.llama, "backend": "tpu"},
+        ["'tpu'", 'drafter.backend = "cpu"'],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base, folders, written, case, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    monkeypatch.setattr("specdec.plugins._current", Registry(entry_points=()))
+    make, words = BAD[case]
+    options = {"name": "draft_model", **make(folders=folders, written=written)}
+    with pytest.raises(SpecdecError) as caught:
+        specdec.load(folders.target, drafter=options, depth=2)
+    check(str(caught.value), words)
+    flags = [f"-sdrafter.{key}={value}" if value else f"-sdrafter.{key}=''" for key, value in options.items()]
+    outcome = CliRunner().invoke(main, ["generate", "-m", folders.target, "-p", "the", *flags])
+    assert outcome.exit_code == 2
+    assert "Traceback" not in outcome.output
+    assert outcome.exception is None or isinstance(outcome.exception, SystemExit)
+
+
+def check(said: str, words: list[str]) -> None:
+    for word in words:
+        assert word in said, said
+
+
+def test_text_between_equal_vocabularies_and_ids_that_the_draft_model_lacks_are_notices(base, folders, written):
+    same = composed(base, {"name": "draft_model", "model": folders.llama, "tokenizers": "text"})
+    assert any('drafter.tokenizers = "ids"' in notice for notice in same.notices)
+    less = pathlib.Path(written(seed=8))
+    file = less / "tokenizer.json"
+    file.write_text(file.read_text().replace(tiny.IM_START, "<|im_stort|>"))
+    assert tiny.IM_START not in file.read_text()
+    with pytest.raises(UnsupportedError, match="1 token ids differ"):
+        composed(base, {"name": "draft_model", "model": str(less)})
+
+
+def test_a_draft_model_without_a_loader_says_what_it_needs():
+    spec = draft_model.specdec_drafters()[0]
+    with pytest.raises(UnsupportedError, match="nothing here to load it with"):
+        spec.prepare(DraftModelConfig(model="demo"), PrepareEnv(target=TableModel.random(5)))

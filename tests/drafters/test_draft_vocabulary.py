@@ -1,0 +1,131 @@
+"""The file of a draft vocabulary: what is written is read, and what is another model's or damaged is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.drafters.draft_vocabulary import BLOCK, HELD_OUT, DraftVocabulary, TokenCounts, always_kept, tokenizer_hash
+from specdec.errors import ConfigError
+from specdec.text import Tokenizer
+from tests import tiny
+
+vocabularies = st.integers(1, 60).flatmap(
+    lambda size: st.builds(
+        DraftVocabulary,
+        tokens=st.lists(st.integers(0, size - 1), min_size=1, unique=True).map(tuple),
+        vocab_size=st.just(size),
+        tokenizer=st.text(max_size=5),
+        model=st.text(max_size=5),
+        made=st.dictionaries(st.text(max_size=4), st.one_of(st.integers(), st.text(max_size=4)), max_size=3),
+        coverage=st.dictionaries(st.integers(1, 99), st.floats(0, 1), max_size=3),
+    )
+)
+
+
+@given(made=vocabularies)
+def test_what_is_written_is_read(made: DraftVocabulary, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "vocabulary.json"
+    made.write(file)
+    assert DraftVocabulary.read(file) == made
+
+
+GOOD: dict[str, Any] = {"format": "specdec draft vocabulary", "version": 1, "vocab_size": 9, "tokens": [3, 1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "other"}, "another kind of file"),
+        ({"version": 2}, "version 2, this specdec reads version 1"),
+        ({"vocab_size": True}, "the vocab_size True"),
+        ({"vocab_size": 0}, "the vocab_size 0"),
+        ({"tokens": []}, "no list of tokens"),
+        ({"tokens": "12"}, "no list of tokens"),
+        ({"tokens": [1, 9]}, "the token 9, outside 0 to 8"),
+        ({"tokens": [1.0]}, "the token 1.0"),
+        ({"tokens": [1, 2, 1]}, "a token twice"),
+    ],
+)
+def test_damaged_files_are_refused(change: dict[str, Any], said: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "v.json"
+    file.write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(ConfigError, match=said) as caught:
+        DraftVocabulary.read(file)
+    assert caught.value.facts["file"] == str(file)
+    assert "specdec vocab" in caught.value.facts["try"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b"7"])
+def test_other_files_are_refused(content: bytes, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "v.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"is not JSON|another kind"):
+        DraftVocabulary.read(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DraftVocabulary.read(tmp_path)
+
+
+def test_another_model_or_tokenizer_is_refused(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any], tmp_path: pathlib.Path
+) -> None:
+    folder = checkpoint("qwen3_5")
+    info, tokenizer = make_target("qwen3_5").info, Tokenizer.from_folder(folder)
+    made = DraftVocabulary(tokens=(1, 2), vocab_size=info.vocab_size, tokenizer=tokenizer_hash(tokenizer))
+    made.check(info, tokenizer, "v.json")
+    made.check(info, None, "v.json")
+    with pytest.raises(ConfigError, match="its vocab_size is 12, this model's 277"):
+        attrs.evolve(made, vocab_size=12).check(info, tokenizer, "v.json")
+    core = json.loads(tokenizer.core.to_str())
+    pieces = core["model"]["vocab"]
+    first, second = list(pieces)[:2]
+    pieces[first], pieces[second] = pieces[second], pieces[first]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text(json.dumps(core))
+    with pytest.raises(ConfigError, match="of another tokenizer"):
+        made.check(info, Tokenizer.from_folder(other), "v.json")
+
+
+def test_special_tokens_and_bytes_are_always_kept(checkpoint: Callable[..., pathlib.Path]) -> None:
+    tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
+    kept = always_kept(tokenizer)
+    for name in (tiny.EOS, tiny.IM_START, tiny.IM_END):
+        assert tokenizer.core.token_to_id(name) in kept
+    assert len(kept) == 256 + 3
+    assert kept == sorted(kept)
+
+
+@given(
+    parts=st.lists(st.lists(st.integers(0, 20), max_size=700), max_size=12),
+    always=st.sets(st.integers(0, 20), max_size=4),
+)
+def test_counts_do_not_depend_on_how_the_text_comes(parts: list[list[int]], always: set[int]) -> None:
+    counts, once = TokenCounts(21), TokenCounts(21)
+    for part in parts:
+        counts.add(part)
+    whole = [token for part in parts for token in part]
+    once.add(whole)
+    held = [token for i, token in enumerate(whole) if i // BLOCK % HELD_OUT == HELD_OUT - 1]
+    for found in (counts, once):
+        assert found.total == len(whole)
+        assert found.held_out.tolist() == np.bincount(np.array(held, dtype=np.int64), minlength=21).tolist()
+        all_of_it = np.bincount(np.array(whole, dtype=np.int64), minlength=21)
+        assert (found.counted + found.held_out).tolist() == all_of_it.tolist()
+    ranking = counts.ranking(always, 21).tolist()
+    assert sorted(ranking) == list(range(21))
+    assert ranking[: len(always)] == sorted(always, key=lambda token: (-counts.counted[token], token))
+    rest = ranking[len(always) :]
+    assert rest == sorted(rest, key=lambda token: (-counts.counted[token], token))
+    coverage = counts.coverage(ranking, [1, 5, 21, 50])
+    assert coverage == {} if not held else coverage[21] == coverage[50] == 1.0
+    if held:
+        assert coverage[5] == pytest.approx(sum(token in ranking[:5] for token in held) / len(held))

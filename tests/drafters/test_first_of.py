@@ -1,0 +1,292 @@
+"""Drafters in a row: the first with an opinion drafts, all of them follow, and a result tells who did what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import specdec
+from specdec.cli import main
+from specdec.config import Choice, load_config
+from specdec.contract import (
+    EMPTY_DRAFT,
+    Context,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DrafterSnapshot,
+    DrafterSpec,
+    Need,
+    PrepareEnv,
+    Sampling,
+)
+from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
+from specdec.errors import SpecdecError
+from specdec.hookspecs import hookimpl
+from specdec.plugins import BUILT_INS, Registry, use_registry
+from specdec.testing import TableModel
+from specdec.testing.end_to_end import run_engine
+from specdec.testing.playing import Played
+from specdec.testing.registry import DrafterSubject
+from specdec.verifiers.strict import StrictVerifier
+from tests.drafters.composed import composed
+
+SPEC = specdec_drafters()[0]
+PROMPT = [40, 41, 42, 43, 40, 41, 42, 43]
+
+
+class Noted(Drafter):
+    """Drafts ``number`` where the context's length is a multiple of ``every``; notes every call."""
+
+    def __init__(self, config: NotedConfig, env: DrafterEnv) -> None:
+        self.config, self.env = config, env
+        self.calls: list[tuple[Any, ...]] = []
+        made.append(self)
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        self.calls.append(("propose", len(context), depth))
+        return Draft((self.config.number,) * depth) if len(context) % self.config.every == 0 else EMPTY_DRAFT
+
+    def prefill(self, context: Context, output: Any) -> None:
+        self.calls.append(("prefill", list(context), len(output.hidden)))
+
+    def observe(self, verdict: Any, output: Any, context: Context) -> None:
+        self.calls.append(("observe", verdict, list(context), len(output.hidden)))
+
+    def rewind(self, length: int) -> None:
+        self.calls.append(("rewind", length))
+
+    def settle(self, context: Context) -> None:
+        self.calls.append(("settle", list(context)))
+
+    def snapshot(self) -> DrafterSnapshot | None:
+        if self.config.every == 3:
+            return None
+        return DrafterSnapshot({"a/b": np.array([self.config.number])}, {"number": self.config.number, "name": "x"})
+
+    def report(self) -> dict[str, Any]:
+        return {"number": self.config.number}
+
+
+@attrs.frozen(kw_only=True)
+class NotedConfig:
+    number: int = 0
+    every: int = 1
+
+
+made: list[Noted] = []
+
+
+class Plugin:
+    @hookimpl
+    def specdec_drafters(self) -> list[DrafterSpec]:
+        return [
+            DrafterSpec(name="noted", factory=Noted, config=NotedConfig),
+            DrafterSpec(name="prepared", factory=Noted, config=NotedConfig, prepare=lambda config, env: config.number),
+        ]
+
+
+@pytest.fixture(autouse=True)
+def _registry() -> Iterator[None]:
+    registry = Registry(BUILT_INS, entry_points=())
+    registry.register(Plugin(), "noting")
+    former = use_registry(registry)
+    made.clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    use_registry(former)
+
+
+def subject(*choices: Choice) -> DrafterSubject:
+    config = FirstOfConfig(drafters=choices)
+    assert SPEC.prepare is not None
+    prepare = SPEC.prepare
+    return DrafterSubject(
+        make=lambda env: SPEC.factory(config, env),
+        needs=frozenset(Need),
+        prepare=lambda target: prepare(config, PrepareEnv(target=target)),
+    )
+
+
+# --- who drafts ------------------------------------------------------------------------------------------------------
+
+
+@given(
+    everys=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    cycles=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4)), max_size=8),
+)
+def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles):
+    """Any opinions, any outcomes, drafts that the engine cuts: the same calls reach every child, counts are right."""
+    made.clear()
+    choices = [Choice("noted", {"number": number, "every": every}) for number, every in enumerate(everys)]
+    played = Played.start(subject(*choices))
+    played.feed([1, 2, 3], chunk=2)
+    expected = {number: [0, 0, 0] for number in range(len(everys))}
+    for depth, accepted, next_token, cut in cycles:
+        before = len(played.tokens)
+        draft = played.cycle(depth, accepted, next_token, cut=cut)
+        first = next((n for n, every in enumerate(everys) if before % every == 0), None) if depth else None
+        if first is not None:
+            assert set(draft.tokens) <= {first}
+            expected[first][0] += 1
+            expected[first][1] += len(draft.tokens)
+            expected[first][2] += min(accepted, len(draft.tokens))
+        else:
+            assert draft.tokens == ()
+    played.drafter.settle(played.context())
+    played.rewind(2)
+    told = played.drafter.report()["drafters"]
+    labels = ["noted", *(f"noted#{number}" for number in range(2, len(everys) + 1))]
+    assert list(told) == labels
+    for number, label in enumerate(labels):
+        names = ("drafts", "offered", "accepted")
+        assert told[label] == {**dict(zip(names, expected[number], strict=True)), "number": number}
+    shared = [[call for call in child.calls if call[0] != "propose"] for child in made]
+    assert all(calls == shared[0] for calls in shared)
+    assert [call[0] for call in shared[0]] == ["prefill"] + ["observe"] * len(cycles) + ["settle", "rewind"]
+    event(f"{sum(any(counts) for counts in expected.values())} of the drafters drafted")
+
+
+def test_a_look_up_with_a_long_match_goes_before_a_head():
+    """In a repeating text the look-up drafts, in a fresh one the head: a choice by the prefix alone."""
+    target = TableModel.random(5, mtp=True, peak=0.3, seed=2)
+    choices = subject(Choice("ngram", {"min_order": 4, "max_order": 8}), Choice("mtp"))
+    drafters: list[Drafter] = []
+
+    def make(env: DrafterEnv) -> Drafter:
+        drafters.append(choices.make(env))
+        return drafters[-1]
+
+    shared = choices.prepare(target)
+    fresh, repeated = [0, 1, 2, 3, 4, 0, 2, 4], [0, 1, 2, 3, 4] * 4
+    for prompt, first in ((fresh, "mtp"), (repeated, "ngram")):
+        run_engine(target, StrictVerifier(), make, prompt, 3, [2, 0, 0], Sampling(), shared=shared)
+        told = drafters[-1].report()["drafters"]
+        assert told[first]["drafts"] == 1
+        assert sum(one["drafts"] for one in told.values()) == 1
+
+
+def test_counts_of_the_drafters_add_up_to_those_of_the_run(base):
+    lm = composed(base, {"name": "first_of", "drafters": [{"name": "ngram"}, {"name": "mtp"}]}, (4, 2, 0, 1))
+    stats = lm.generate(PROMPT, max_new_tokens=60, ignore_eos=True).stats
+    told = stats.draft["drafters"].values()
+    assert sum(one["offered"] for one in told) == sum(stats.offered)
+    assert sum(one["accepted"] for one in told) == sum(stats.accepted)
+    assert sum(one["drafts"] for one in told) == sum(count for depth, count in stats.depth.items() if depth)
+    assert all(one["drafts"] for one in told)
+
+
+# --- saved state -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_comes_back_to_the_drafter_that_saved_it():
+    target = TableModel.random(5)
+
+    def build(*choices: Choice, saved: DrafterSnapshot | None = None) -> Drafter:
+        made.clear()
+        one = subject(*choices)
+        env = DrafterEnv(target=target, state=target.new_state(8), shared=one.prepare(target), saved=saved)
+        return one.make(env)
+
+    three = [Choice("noted", {"number": 1}), Choice("noted", {"every": 3}), Choice("prepared", {"number": 7})]
+    saved = build(*three).snapshot()
+    build(*three, saved=saved)
+    assert [child.env.saved and child.env.saved.meta for child in made] == [
+        {"number": 1, "name": "x"}, None, {"number": 7, "name": "x"},
+    ]  # fmt: skip
+    assert made[0].env.saved.arrays["a/b"].tolist() == [1]
+    assert [child.env.shared for child in made] == [None, None, 7]
+    build(three[2], three[0], saved=saved)  # another order
+    assert [child.env.saved.meta["number"] for child in made] == [7, 1]
+    assert build(Choice("none"), Choice("ngram")).snapshot() is None
+
+
+# --- what cannot be used ---------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[Any, list[str]]] = {
+    "nothing": (None, ["drafter.drafters", "required and missing"]),
+    "an empty list": ([], ["drafter.drafters takes one drafter or more", "[] (a list)", "try", '{ name = "mtp" }']),
+    "a word": ("ngram", ["drafter.drafters takes a list", "'ngram' (a string)"]),
+    "words": (["ngram"], ["drafter.drafters[0] takes a table", 'name = "ngram"']),
+    "no name": ([{"min_order": 2}], ["drafter.drafters[0].name"]),
+    "an unknown name": (
+        [{"name": "ngram"}, {"name": "mpt"}],
+        ["no drafter is called 'mpt'. Did you mean 'mtp'?", "drafter.drafters[1].name"],
+    ),
+    "a wrong option": (
+        [{"name": "none"}, {"name": "ngram", "min_order": 99}],
+        ["drafter.drafters[1].min_order takes 1 to 16, got 99"],
+    ),
+    "an unknown option": ([{"name": "ngram", "min_odrer": 3}], ["drafter.drafters[0].min_odrer", "'min_order'"]),
+    "a missing option": ([{"name": "draft_model"}], ["drafter.drafters[0].model is required and missing"]),
+    "a missing folder": (
+        [{"name": "ngram"}, {"name": "draft_model", "model": "./nowhere"}],
+        ["there is no folder './nowhere'", "drafter.drafters[1].model = './nowhere'"],
+    ),
+    "a missing folder, deeper": (
+        [{"name": "first_of", "drafters": [{"name": "draft_model", "model": "./nowhere"}]}],
+        ["there is no folder './nowhere'", "drafter.drafters[0].drafters[0].model = './nowhere'"],
+    ),
+    "another tokenizer": (
+        [{"name": "draft_model", "model": "OTHER"}],
+        ["token ids differ", 'drafter.drafters[0].tokenizers = "text"'],
+    ),
+    "a head that is not there": (
+        [{"name": "ngram"}, {"name": "mtp"}],
+        ["'mtp' needs an MTP head, and this llama checkpoint has none", "drafter.drafters[1]", "the list without"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_list_that_cannot_be_used_is_refused_with_the_place_in_it(folders, case, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    drafters, words = BAD[case]
+    for table in drafters if isinstance(drafters, list) else []:
+        if isinstance(table, dict) and table.get("model") == "OTHER":
+            table["model"] = folders.other
+    model = folders.llama if case == "a head that is not there" else folders.target
+    options = {"name": "first_of"} | ({} if drafters is None else {"drafters": drafters})
+    with pytest.raises(SpecdecError) as caught:
+        specdec.load(model, drafter=options, depth=2)
+    said = str(caught.value)
+    for word in words:
+        assert word in said, said
+    given = "" if drafters is None else f"-sdrafter.drafters={toml(drafters)}"
+    outcome = CliRunner().invoke(
+        main, ["generate", "-m", model, "-p", "the", "-sdrafter.name=first_of", *filter(None, [given])]
+    )
+    assert outcome.exit_code == 2, outcome.output
+    assert "Traceback" not in outcome.output
+    assert isinstance(outcome.exception, SystemExit)
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def test_a_file_takes_tables_in_their_order(base, tmp_path, folders):
+    file = tmp_path / "chain.toml"
+    file.write_text(
+        '[drafter]\nname = "first_of"\n[[drafter.drafters]]\nname = "ngram"\nmin_order = 3\n'
+        f'[[drafter.drafters]]\nname = "mtp"\n[target]\nmodel = "{folders.target}"\n'
+    )
+    config = load_config(file)
+    lm = specdec.load(config=config)
+    assert [child.label for child in lm.drafter_shared] == ["ngram", "mtp"]
+    assert lm.drafter_shared[0].config.min_order == 3
+    assert config.to_dict()["drafter"]["drafters"] == [{"name": "ngram", "min_order": 3}, {"name": "mtp"}]

@@ -1,0 +1,200 @@
+"""The gate decides on what is known before a token is drawn; so a gated draft keeps the law of the output, exactly.
+
+The law is enumerated through the production drafter: every draw goes every way, weighed with its probability. A gate
+that looks at the token drawn is shown to break it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec import sampling
+from specdec.contract import Context, Draft, DrafterEnv, DraftNoise, Sampling
+from specdec.drafters.gate import DraftGate
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.pruned_head import PreparedVocabulary
+from specdec.testing import TableModel
+from specdec.testing.models import TableLogits
+from specdec.verifiers import rejection
+from tests.verifiers.enumeration import distance, emitted, joint_of
+
+logits_rows = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=12)
+
+
+def softmax(row: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    weights = np.exp((row - row.max()).astype(np.float64) / temperature)
+    return weights / weights.sum()
+
+
+temperatures = st.sampled_from([0.0, 0.5, 2.0])
+
+
+@given(row=logits_rows, threshold=st.floats(0.01, 1.0), temperature=temperatures, coupled=st.booleans())
+def test_confidence_is_the_largest_probability_of_the_law(
+    row: list[float], threshold: float, temperature: float, coupled: bool
+) -> None:
+    values = np.array(row, dtype=np.float32)
+    noise = DraftNoise.COUPLED if coupled else DraftNoise.INDEPENDENT
+    context = Context([1, 2], Sampling(temperature=temperature), draft_noise=noise)
+    point = coupled or temperature == 0
+    confidence = softmax(values, 1.0 if point else temperature).max()
+    if abs(confidence - threshold) < 1e-6:
+        return
+    assert DraftGate(min_confidence=threshold).stops(TableLogits(values[None]), context) == (confidence < threshold)
+
+
+@given(row=logits_rows, threshold=st.floats(0.01, 40))
+def test_margin_is_the_gap_of_the_two_best_logits(row: list[float], threshold: float) -> None:
+    values = np.array(row, dtype=np.float32)
+    best = sorted(values.tolist(), reverse=True)
+    gap = math.inf if len(best) == 1 else best[0] - best[1]
+    gate = DraftGate(min_margin=threshold)
+    assert gate.stops(TableLogits(values[None]), Context([1])) == (gap < threshold)
+    assert gate.report() == {"gate_steps": 1, "gate_stops": int(gap < threshold)}
+
+
+def test_an_independent_law_has_its_filters_and_its_history() -> None:
+    """Four equal tokens; top-k leaves two, and a penalty on a drafted token one that is far ahead."""
+    row = TableLogits(np.zeros((1, 4), dtype=np.float32))
+    settings = {"temperature": 1.0, "presence_penalty": 50.0}
+    context = Context([1], Sampling(**settings), generated_from=1, draft_noise=DraftNoise.INDEPENDENT)
+    gate = DraftGate(min_confidence=0.9)
+    assert gate.stops(row, context)
+    assert gate.stops(row, context, (0, 1))
+    assert not gate.stops(row, context, (0, 1, 2))  # only token 3 is left
+    narrow = Context([1], Sampling(temperature=1.0, top_k=1), draft_noise=DraftNoise.INDEPENDENT)
+    assert not gate.stops(row, narrow)
+    assert gate.stops(row, Context([1], Sampling(temperature=1.0, top_k=1)))  # coupled: the plain softmax
+    assert gate.report() == {"gate_steps": 5, "gate_stops": 3}
+
+
+def test_a_gate_that_is_off_asks_nothing() -> None:
+    class Untouchable(TableLogits):
+        def topk(self, k: int) -> Any:
+            raise AssertionError("asked")
+
+        argmax = logsumexp = rows = topk  # type: ignore[assignment]
+
+    gate = DraftGate()
+    assert not gate.stops(Untouchable(np.zeros((1, 3), np.float32)), Context([1]))
+    assert gate.report() == {}
+
+
+# --- the drafter, and the law of what comes out -----------------------------------------------------------------------
+
+VOCAB, DEPTH, JOINT = 3, 2, 3
+PROMPT = [1, 2, 0, 1]
+
+
+class _Script:
+    """Which way each draw goes, in depth-first order, and how probable that was."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def runs(self, run: Callable[[], Any]) -> Iterator[tuple[Fraction, Any]]:
+        while True:
+            self.at, self.weight = 0, Fraction(1)
+            outcome = run()
+            yield self.weight, outcome
+            while self.taken and self.taken[-1] == VOCAB - 1:
+                self.taken.pop()
+            if not self.taken:
+                return
+            self.taken[-1] += 1
+
+    def draw(self, law: np.ndarray, u: float) -> int:
+        if self.at == len(self.taken):
+            self.taken.append(0)
+        token = self.taken[self.at]
+        self.at += 1
+        self.weight *= Fraction(float(law[token])) / Fraction(float(law.sum()))
+        return token
+
+
+def drafts(model: TableModel, config: MtpConfig, shared: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every draft of the production drafter after PROMPT with its probability and the laws handed over."""
+    script = _Script()
+    monkeypatch.setattr(sampling, "draw", script.draw)
+    context = Context(PROMPT, Sampling(temperature=1.0), generated_from=2, draft_noise=DraftNoise.INDEPENDENT)
+
+    def run() -> Draft:
+        state = model.new_state(32)
+        drafter = MtpDrafter(config, DrafterEnv(target=model, state=state, shared=shared))
+        drafter.prefill(Context(PROMPT[:-1]), model.prefill(state, PROMPT[:-1]))
+        return drafter.propose(context, DEPTH)
+
+    found = []
+    for weight, draft in script.runs(run):
+        laws = None if draft.probs is None else [np.array([Fraction(float(p)) for p in law]) for law in draft.probs]
+        if weight:
+            found.append((weight, draft.tokens, laws or []))
+    assert sum(weight for weight, *_ in found) == 1
+    return found
+
+
+def output_distance(model: TableModel, found: list[Any], rule: Any) -> float:
+    def target(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
+        law = [Fraction(float(p)) for p in model.law([*PROMPT, *prefix])]
+        return tuple(p / sum(law) for p in law)
+
+    got, _ = emitted(rule, target, iter(found), VOCAB, JOINT)
+    return float(distance(got, joint_of(target, VOCAB, JOINT)))
+
+
+RULES = {"chain": rejection.accept_chain, "block": rejection.accept_block}
+FLOAT32 = 1e-6  # laws are handed over in float32, and sum to 1 up to its rounding
+CASES = list(itertools.product(range(6), [0.45, 0.6, 0.8], [None, (0, 2)]))
+
+
+def prepared(model: TableModel, kept: tuple[int, ...] | None) -> tuple[dict[str, Any], Any]:
+    if kept is None:
+        return {}, None
+    # nothing added for the sequence: a token of the prompt stays outside
+    options = {"vocabulary": "given", "max_extra": 0, "max_miss": 1.0}
+    return options, PreparedVocabulary.of(model.draft_head(kept), VOCAB)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gated_sampled_drafts_keep_the_joint_law(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = set()
+    for seed, threshold, kept in CASES:
+        model = TableModel.random(VOCAB, seed=seed, mtp=True, tilt=0.3)
+        options, shared = prepared(model, kept)
+        found = drafts(model, MtpConfig(min_confidence=threshold, **options), shared, monkeypatch)
+        lengths |= {len(tokens) for _, tokens, _ in found}
+        if kept is not None:
+            assert all(token in kept for _, tokens, _ in found for token in tokens)
+        assert output_distance(model, found, RULES[rule]) < FLOAT32, (seed, threshold, kept)
+    assert lengths == {0, 1, 2}  # the gate closed at either position, and let drafts through
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gate_on_the_drawn_tokens_own_probability_breaks_the_law(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant that the design forbids: draw x, then drop it where Q(x) is small."""
+    right = MtpDrafter.propose
+
+    def wrong(self: MtpDrafter, context: Context, depth: int) -> Draft:
+        least, self._gate.min_confidence = self._gate.min_confidence, 0.0
+        draft = right(self, context, depth)
+        assert draft.probs is not None
+        unsure = [law[token] < least for token, law in zip(draft.tokens, draft.probs, strict=True)]
+        kept = unsure.index(True) if True in unsure else len(unsure)
+        return Draft(draft.tokens[:kept], draft.probs[:kept])
+
+    monkeypatch.setattr(MtpDrafter, "propose", wrong)
+    worst = 0.0
+    for seed, threshold, _ in CASES:
+        model = TableModel.random(VOCAB, seed=seed, mtp=True, tilt=0.3)
+        found = drafts(model, MtpConfig(min_confidence=threshold), None, monkeypatch)
+        worst = max(worst, output_distance(model, found, RULES[rule]))
+    assert worst > 0.05

@@ -1,0 +1,337 @@
+"""The MTP drafter with a draft vocabulary and with gates: the output is that of plain decoding, whatever is kept."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from specdec.contract import DraftNoise, ForwardPass, PrepareEnv, Sampling
+from specdec.drafters import mtp
+from specdec.drafters.draft_vocabulary import DraftVocabulary
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.pruned_head import PreparedVocabulary
+from specdec.errors import ConfigError, ContractError, PromptError, StateError, UnsupportedError
+from specdec.policies.fixed import FixedConfig, FixedPolicy
+from specdec.testing import TableModel, parametrize_checks
+from specdec.testing.playing import Played
+from specdec.testing.registry import Subject, as_subject
+from tests import tiny
+
+VOCAB = 277
+SHAPE = {"hidden": 36, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5,
+         "key_heads": 1, "value_heads": 3, "key_dim": 10, "value_dim": 14, "intermediate": 44, "tied": False,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "printable": True}  # fmt: skip
+GENERATED = 12
+KERNELS = tiny.kernels_available()[-1]
+
+ids = st.integers(0, VOCAB - 1)
+configs = st.builds(
+    MtpConfig,
+    vocabulary=st.just("given"),
+    max_miss=st.sampled_from([0.0, 0.02, 0.1, 1.0]),
+    max_extra=st.sampled_from([0, 1, 5, 2048]),
+    min_confidence=st.sampled_from([0.0, 0.0, 0.2, 0.6]),
+    min_margin=st.sampled_from([0.0, 0.0, 0.5]),
+)
+vocabularies = st.one_of(
+    st.just(tuple(range(VOCAB))),
+    st.lists(ids, min_size=1, max_size=12, unique=True).map(tuple),
+    st.just(tuple(range(0, VOCAB, 2))),
+)
+
+
+def model_of(folder: pathlib.Path, target: ForwardPass, config: MtpConfig, kept: tuple[int, ...], depth: int) -> Any:
+    """A language model whose drafter is pruned, rows gathered as ``prepare`` does."""
+    shared = PreparedVocabulary.of(target.draft_head(kept), target.info.vocab_size)
+    return tiny.make_lm(
+        folder, target, lambda env: MtpDrafter(config, attrs.evolve(env, shared=shared)),
+        lambda: FixedPolicy(FixedConfig(depth=depth)),
+    )  # fmt: skip
+
+
+@settings(max_examples=settings().max_examples // 2)  # sessions over a whole model, four runs each
+@given(
+    prompts=st.tuples(st.lists(ids, min_size=1, max_size=14), st.lists(ids, min_size=1, max_size=6)),
+    config=configs,
+    kept=vocabularies,
+    depth=st.integers(1, 5),
+    temperature=st.sampled_from([0.0, 0.0, 0.4, 1.5]),
+    seed=st.integers(0, 2**63 - 1),
+    turn=st.sampled_from(["on", "fork", "save", "rewind"]),
+    extra=st.sampled_from([{}, {}, {"top_k": 4}, {"presence_penalty": 1.0}, {"banned": tuple(range(0, VOCAB, 2))}]),
+)
+def test_strict_output_is_that_of_plain_decoding(
+    checkpoint: Callable[..., pathlib.Path],
+    make_target: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    prompts: tuple[list[int], list[int]],
+    config: MtpConfig,
+    kept: tuple[int, ...],
+    depth: int,
+    temperature: float,
+    seed: int,
+    turn: str,
+    extra: dict[str, Any],
+) -> None:
+    """Two turns of a session; between them it goes on, is forked, saved and loaded, or goes back."""
+    folder = checkpoint("qwen3_5", **SHAPE)
+    target = make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    sampling = {"max_new_tokens": GENERATED, "ignore_eos": True, "temperature": temperature, "seed": seed, **extra}
+    plain, session = tiny.make_lm(folder, target).session(), model_of(folder, target, config, kept, depth).session()
+    for number, prompt in enumerate(prompts):
+        if number and turn == "fork":
+            session = session.fork()
+        elif number and turn == "save":
+            file = tmp_path_factory.getbasetemp() / "pruned.session"
+            session.save(file)
+            session = model_of(folder, target, config, kept, depth).session()
+            session.load(file)
+        elif number and turn == "rewind":
+            length = len(session.tokens) - 7
+            session.rewind(length)
+            plain.rewind(length)
+        ours, theirs = session.generate(prompt, **sampling), plain.generate(prompt, **sampling)
+        assert ours.tokens == theirs.tokens
+        assert (ours.guarantee, ours.deviation.count) == ("exact", 0)
+        assert ours.stats.inactive_reason in ("", "no token was drafted")
+        report = ours.stats.draft
+        assert report["vocabulary"] == len(kept)
+        assert report["head"] in ("pruned", "full")
+        assert (report["reason"] != "") == (report["head"] == "full")
+        event(f"{report['head']}, accepted: {any(ours.stats.accepted)}, gate: {report.get('gate_stops', 0) > 0}")
+    held = tiny.state_arrays(target, session._sequence.state)
+    tiny.assert_same_bits(held, tiny.state_arrays(target, plain._sequence.state))
+
+
+def test_the_whole_vocabulary_drafts_what_the_full_head_drafts(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> None:
+    """Nothing is lost but what is left out: the same drafts, and the same acceptance."""
+    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    prompt = [40, 50, 60, 70, 40, 50]
+    for temperature in (0.0, 1.0):
+        sampling = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
+        full = tiny.make_lm(folder, target, lambda env: MtpDrafter(MtpConfig(), env)).generate(prompt, **sampling)
+        pruned = model_of(folder, target, MtpConfig(vocabulary="given"), tuple(range(VOCAB)), 3).generate(
+            prompt, **sampling
+        )
+        assert full.stats.draft == {}
+        assert pruned.stats.draft["pruned_drafts"] == pruned.stats.offered[0]
+        assert (pruned.stats.accepted, pruned.stats.offered) == (full.stats.accepted, full.stats.offered)
+
+
+def test_drafts_are_made_of_the_vocabulary_and_the_sequences_own_ids(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> None:
+    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    kept, prompt = tuple(range(0, 60, 3)), [200, 201]
+    drafted: list[tuple[int, ...]] = []
+    lm = model_of(folder, target, MtpConfig(vocabulary="given", max_miss=1.0), kept, 3)
+    session = lm.session()
+    drafter = session._sequence.drafter
+    right = drafter.propose
+
+    def spied(context: Any, depth: int) -> Any:
+        draft = right(context, depth)
+        assert set(draft.tokens) <= {*kept, *context}
+        drafted.append(draft.tokens)
+        return draft
+
+    drafter.propose = spied
+    result = session.generate(prompt, max_new_tokens=40, ignore_eos=True)
+    assert len(drafted) == result.stats.offered[0]
+    assert any(not set(tokens) <= set(kept) for tokens in drafted)  # ids that were added are drafted
+    assert result.stats.draft["extra"] == len({*prompt, *result.tokens[:-1]} - set(kept))
+
+
+def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> None:
+    """Catches: an error that switches drafting off for the rest of the session."""
+    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    kept = (3, 5, 7)
+    for gate in ({}, {"min_confidence": 0.01}):
+        config = MtpConfig(vocabulary="given", max_miss=1.0, max_extra=0, **gate)
+        for temperature in (0.0, 1.0):
+            sampling = {"max_new_tokens": 6, "ignore_eos": True, "banned": kept, "temperature": temperature}
+            session = model_of(folder, target, config, kept, 2).session()
+            result = session.generate([3, 9], **sampling)
+            assert result.tokens == tiny.make_lm(folder, target).generate([3, 9], **sampling).tokens
+            assert result.stats.cycles == 6
+            assert result.stats.draft["dead_ends"] == 5  # the last cycle has no room for a draft
+            assert session._sequence.speculating
+
+
+def test_a_gate_saves_what_would_be_rejected(
+    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
+) -> None:
+    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    sampling = {"max_new_tokens": 40, "ignore_eos": True}
+    results = {}
+    for least in (0.0, 0.5, 1.0):
+        config = MtpConfig(min_confidence=least)
+        lm = tiny.make_lm(folder, target, lambda env, config=config: MtpDrafter(config, env))
+        results[least] = lm.generate([40, 50, 60], **sampling)
+    offered = {least: sum(result.stats.offered) for least, result in results.items()}
+    assert offered[0.0] > offered[0.5] > offered[1.0] == 0
+    assert results[0.0].tokens == results[0.5].tokens == results[1.0].tokens
+    report = results[1.0].stats.draft
+    assert results[1.0].stats.cycles == 40  # a stop at position 0 leaves plain decoding
+    assert report == {"gate_steps": 39, "gate_stops": 39}  # the last cycle has no room for a draft
+
+
+# --- the target's side ------------------------------------------------------------------------------------------------
+
+
+def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
+    target, other = make_target("qwen3_5", **SHAPE), make_target("qwen3_5")
+    head = target.draft_head([5, 1, 5, 9])
+    assert list(head.tokens) == [1, 5, 9]
+    assert list(head.extended([7, 1]).tokens) == [1, 5, 7, 9]
+    assert head.extended([]) is head
+    state = other.new_state(8)
+    hidden = other.prefill(state, [1, 2]).need_hidden()
+    with pytest.raises(ContractError, match="another object"):
+        other.decode_mtp(state, [2], hidden[:1], head=head)
+    assert state.mtp_length == 0  # refused before anything ran
+    for wrong in ([VOCAB], [-1, 3]):
+        with pytest.raises(PromptError, match="outside the vocabulary"):
+            target.draft_head(wrong)
+        with pytest.raises(PromptError, match="outside the vocabulary"):
+            head.extended(wrong)
+    with pytest.raises(UnsupportedError, match="no MTP head"):
+        make_target("qwen3").draft_head([1])
+
+
+def test_pruned_logits_are_those_of_the_full_head(kernels: str, make_target: Callable[..., Any]) -> None:
+    """Up to rounding: a row of a weight may stand beside others, and a reference library's product then differs."""
+    target = make_target("qwen3_5", kernels=kernels, **SHAPE)
+    head = target.draft_head(range(10, 50)).extended([200, 3])
+    rows = []
+    for given_head in (None, head):
+        state = target.new_state(16)
+        hidden = target.prefill(state, [5, 6, 7]).need_hidden()
+        first = target.decode_mtp(state, [6, 7, 8], hidden, head=given_head)
+        rows.append(first.need_logits().rows())
+        assert rows[-1].shape == (1, VOCAB)
+        assert len(first.need_hidden()) == 3
+    kept = list(head.tokens)
+    assert len(kept) == 42
+    np.testing.assert_allclose(rows[1][:, kept], rows[0][:, kept], rtol=1e-5, atol=1e-5)
+    assert np.isneginf(np.delete(rows[1], kept, axis=1)).all()
+
+
+def test_a_vocabulary_without_prepare_is_refused() -> None:
+    model = TableModel.random(5, mtp=True)
+    env = attrs.make_class("Env", {"target": attrs.field(default=model), "shared": attrs.field(default=None),
+                                   "state": attrs.field(default=model.new_state(8))})()  # fmt: skip
+    with pytest.raises(StateError, match="prepare was not run"):
+        MtpDrafter(MtpConfig(vocabulary="x"), env)
+
+
+# --- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_reads_checks_and_gathers(tmp_path: pathlib.Path, make_target: Callable[..., Any]) -> None:
+    target, file = make_target("qwen3_5", **SHAPE), tmp_path / "v.json"
+    env = PrepareEnv(target=target)
+    assert mtp.prepare(MtpConfig(), env) is None
+    DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB).write(file)
+    shared = mtp.prepare(MtpConfig(vocabulary=str(file)), env)
+    assert shared is not None
+    assert list(shared.head.tokens) == [4, 9]
+    assert [i for i, inside in enumerate(shared.inside) if inside] == [4, 9]
+    DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB + 1).write(file)
+    with pytest.raises(ConfigError, match="of another model"):
+        mtp.prepare(MtpConfig(vocabulary=str(file)), env)
+
+
+def test_prepare_with_a_target_that_prunes_nothing(tmp_path: pathlib.Path) -> None:
+    class Plain(TableModel):
+        def draft_head(self, tokens: Any) -> Any:
+            return ForwardPass.draft_head(self, tokens)
+
+    file = tmp_path / "v.json"
+    DraftVocabulary(tokens=(1,), vocab_size=5).write(file)
+    with pytest.raises(UnsupportedError, match="offers no pruned draft head"):
+        mtp.prepare(MtpConfig(vocabulary=str(file)), PrepareEnv(target=Plain.random(5, mtp=True)))
+
+
+# --- the kit ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class AlwaysPruned(MtpConfig):
+    """Nothing is added, and the full head never runs."""
+
+    vocabulary: str | None = "kit"
+    max_extra: int = 0
+    max_miss: float = 1.0
+
+
+@attrs.frozen(kw_only=True)
+class ManyTurns(MtpConfig):
+    """An id is added and dropped, both heads run, and the gate closes."""
+
+    vocabulary: str | None = "kit"
+    max_extra: int = 1
+    max_miss: float = 0.03
+    min_confidence: float = 0.3
+
+
+def _spec(config: type[MtpConfig]) -> Any:
+    """The built-in spec with a vocabulary of three of the kit's five tokens, or two of three."""
+
+    def prepare(config: Any, env: PrepareEnv) -> PreparedVocabulary:
+        kept = [token for token in (0, 2, 3) if token < env.target.info.vocab_size]
+        return PreparedVocabulary.of(env.target.draft_head(kept), env.target.info.vocab_size)
+
+    return attrs.evolve(mtp.specdec_drafters()[0], config=config, prepare=prepare)
+
+
+@parametrize_checks(drafter=_spec(AlwaysPruned), effort=0.5)
+def test_kit_always_pruned(check: Any) -> None:
+    check()
+
+
+@parametrize_checks(drafter=_spec(ManyTurns), effort=0.5)
+def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
+    check()
+
+
+def test_the_kit_played_both_heads() -> None:
+    """The settings above really reach the pruned head, the full one, and the gate."""
+    subject: Any = as_subject(Subject.DRAFTER, _spec(ManyTurns))
+    played = Played.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
+    played.feed([1, 2, 3, 1])
+    played.generated_from = 4
+    for number in range(30):
+        played.cycle(2, 1, (4, 2, 1)[number % 3])  # 4 and 1 push each other out
+    report = played.drafter.report()
+    assert report["pruned_drafts"] > 0
+    assert report["full_drafts"] > 0
+    assert report["gate_stops"] > 0
+
+
+def test_a_rewind_takes_back_added_ids_and_misses() -> None:
+    """As a drafter that never saw what was rewound: the kit sees this only where the id would be drafted."""
+    subject: Any = as_subject(Subject.DRAFTER, _spec(ManyTurns))
+    played = Played.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
+    played.feed([2, 3, 0, 2])
+    played.generated_from = 4
+    for token in (4, 1, 4, 1, 4):
+        played.cycle(1, 0, token)
+    assert played.drafter.report()["extra"] == 1
+    played.rewind(4)
+    fresh = played.fresh()
+    played.propose(2)
+    fresh.propose(2)
+    told = [{key: one.drafter.report()[key] for key in ("extra", "outside", "head")} for one in (played, fresh)]
+    assert told[0] == told[1] == {"extra": 0, "outside": 0.0, "head": "pruned"}

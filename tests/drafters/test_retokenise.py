@@ -1,0 +1,213 @@
+"""Text between two tokenizers: what is read depends on the tokens alone, and what is drafted extends them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import assume, event, example, given
+from hypothesis import strategies as st
+
+from specdec.drafters.retokenise import LONGEST_SEGMENT, WINDOW, Transcript, common_prefix, continuation, differences
+from tests.drafters.two_tokenizers import WORDS, byte_level, letters, sentence_piece
+
+TOKENIZERS = {
+    "bytes": byte_level(),
+    "other bytes": byte_level(("th", "the", "ory", "inn ", "日", "本", " ab"), ("<|end|>", "<|user|>")),
+    "pieces": sentence_piece(),
+    "letters": letters("a", " ", "b", "ab", "a "),
+}
+PAIRS = [pair for pair in itertools.product(TOKENIZERS, repeat=2) if "letters" not in pair] + [("letters", "letters")]
+READS_ALL = ("bytes", "other bytes")  # their tokens spell any text, and are joined by their bytes
+
+pairs = st.sampled_from(PAIRS)
+texts = st.lists(st.sampled_from([*WORDS, " ", "\n", "🙂", "x", "  "]), max_size=12).map("".join)
+
+
+def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+    """Any token ids: words, special tokens, single bytes, ids of no token."""
+    tokenizer = TOKENIZERS[name]
+    some = st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=20)
+    spelt = texts.map(lambda text: tokenizer.encode(text, add_special=False))
+    return st.lists(st.one_of(some, spelt), max_size=3).map(lambda parts: [i for part in parts for i in part])
+
+
+def transcript(pair: tuple[str, str]) -> Transcript:
+    return Transcript(TOKENIZERS[pair[0]], TOKENIZERS[pair[1]])
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), pair=pairs)
+def test_what_is_read_depends_on_the_tokens_and_not_on_their_chunks_and_rewinds(data, pair):
+    read, tokens = transcript(pair), []
+    for step in range(data.draw(st.integers(1, 5))):
+        before, closed = list(read.ids), read.closed
+        back = data.draw(st.integers(0, len(tokens))) if step else 0
+        if back:
+            del tokens[len(tokens) - back :]
+            read.restart()
+        tokens += data.draw(ids_of(pair[0]))
+        kept = read.follow(tokens)
+        assert read.ids[:kept] == before[:kept]
+        assert kept == common_prefix(before, read.ids)
+        if not back:
+            assert kept >= closed  # what was closed never changes
+        fresh = transcript(pair)
+        fresh.follow(tokens)
+        assert (read.ids, read.closed, read.said) == (fresh.ids, fresh.closed, fresh.said)
+
+
+@given(data=st.data(), pair=pairs)
+def test_a_transcript_over_former_tokens_says_how_many_are_still_right(data, pair):
+    tokens = data.draw(ids_of(pair[0]))
+    first = transcript(pair)
+    first.follow(tokens)
+    wrong = data.draw(st.integers(0, len(first.ids)))
+    former = [*first.ids[:wrong], *(i + 1 for i in first.ids[wrong:])]
+    again = Transcript(TOKENIZERS[pair[0]], TOKENIZERS[pair[1]], former)
+    assert again.follow(tokens) == wrong
+    assert again.ids == first.ids
+
+
+@given(data=st.data(), pair=pairs)
+@example(data=None, pair=("bytes", "other bytes"))
+def test_the_draft_model_reads_the_text_of_the_tokens(data, pair):
+    assume(pair[1] in READS_ALL)
+    target, draft = (TOKENIZERS[name] for name in pair)
+    tokens = target.encode("in the日本") if data is None else data.draw(ids_of(pair[0]))
+    tokens = [i for i in tokens if i not in target.special_ids]
+    read = transcript(pair)
+    read.follow(tokens)
+    assert draft.decode(read.ids) == read.said
+    whole = target.decode(tokens)
+    assert whole.startswith(read.said)
+    assert len(whole) - len(read.said) <= 4 or pair[0] == "pieces"  # of a character, three bytes can be there
+    event("held back" if whole != read.said else "complete")
+
+
+@given(text=texts.filter(lambda text: len(text) < LONGEST_SEGMENT), pair=pairs)
+def test_the_segments_are_those_of_the_tokenizer_itself(text, pair):
+    """Nothing is lost by tokenising a text piece by piece: the tokens are those of the whole text."""
+    assume("letters" not in pair)
+    target, draft = (TOKENIZERS[name] for name in pair)
+    assume(pair[0] != "pieces" or text == text.strip(" "))  # its decoder strips a space
+    read = transcript(pair)
+    read.follow(target.encode(text, add_special=False))
+    assume(read.said == text)
+    assert read.ids == draft.encode(text)
+
+
+def test_text_without_spaces_is_cut_too():
+    target = TOKENIZERS["bytes"]
+    read = transcript(("bytes", "other bytes"))
+    tokens = target.encode("x" * 1000)
+    for end in range(1, len(tokens)):
+        read.follow(tokens[:end])
+        assert len(read.ids) - read.closed <= LONGEST_SEGMENT
+
+
+def test_special_tokens_become_those_of_the_same_string_or_nothing():
+    target, draft = TOKENIZERS["other bytes"], TOKENIZERS["bytes"]
+    end, user = target.core.token_to_id("<|end|>"), target.core.token_to_id("<|user|>")
+    read = Transcript(target, draft)
+    read.follow([*target.encode("in"), user, *target.encode("the"), end, *target.encode("ab")])
+    assert [draft.piece(i) for i in read.ids] == ["in", "the", "<|end|>", "ab"]
+    assert read.said == "ab"
+    pieces = Transcript(target, TOKENIZERS["pieces"])
+    pieces.follow(target.encode("in the"))
+    assert [TOKENIZERS["pieces"].piece(i) for i in pieces.ids] == ["<s>", "▁", "in", "▁", "the"]
+
+
+# --- drafting ---------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), pair=pairs, text=texts)
+def test_a_continuation_extends_the_tokens_by_the_text_and_nothing_else(data, pair, text):
+    target = TOKENIZERS[pair[0]]
+    context = data.draw(ids_of(pair[0]))
+    vocab_size = data.draw(st.integers(target.vocab_size // 2, target.vocab_size + 2))
+    read = transcript(pair)
+    read.follow(context)
+    found = continuation(target, context, read.said, text, vocab_size)
+    if found is None:
+        event("dropped")
+        return
+    assert all(i < vocab_size and i not in target.special_ids for i in found)
+    whole = target.encode(text, add_special=False)
+    if pair[0] in READS_ALL:
+        spelt, before = target.decode([*context, *found]), target.decode(context)
+        assert spelt.startswith(before)
+        assert text.startswith(spelt[len(before) :].rstrip("\ufffd"))  # a cut can go through a character
+        if all(i < vocab_size for i in whole):
+            event("whole")
+
+
+@given(words=st.lists(st.text("theinab", min_size=1, max_size=WINDOW - 1), min_size=2, max_size=6), data=st.data())
+def test_text_that_the_target_would_have_written_itself_gives_its_own_tokens(words, data):
+    """A text cut between two of its tokens: the tokens behind the cut come back."""
+    name = data.draw(st.sampled_from(["bytes", "other bytes", "pieces"]))
+    target = TOKENIZERS[name]
+    tokens = target.encode(" ".join(words), add_special=False)
+    cut = data.draw(st.integers(1, len(tokens) - 1))
+    assume(target.piece(tokens[cut - 1]) != "▁")  # has no text without what follows it
+    read = transcript((name, "bytes"))
+    read.follow(tokens[:cut])
+    rest = target.decode(tokens)[len(target.decode(tokens[:cut])) :]
+    assert continuation(target, tokens[:cut], read.said, rest, target.vocab_size) == tokens[cut:]
+
+
+@pytest.mark.parametrize(
+    ("context", "text", "wanted"),
+    [
+        ("the", "n", None),  # merges to "then": the committed "the" would not stand there
+        ("the", " a", [" a"]),
+        ("the", "", []),
+        ("in the", " theory<|end|> ab", [" theory"]),  # nothing from a special token on
+    ],
+)
+def test_a_draft_that_would_change_committed_tokens_is_none(context, text, wanted):
+    target = byte_level((*WORDS, "then"))
+    tokens = target.encode(context)
+    got = continuation(target, tokens, context, text, target.vocab_size)
+    assert got == (None if wanted is None else [i for piece in wanted for i in target.encode(piece)])
+
+
+def test_incomplete_characters_are_no_text():
+    target = byte_level(("in",))
+    tokens = target.encode("in日")
+    read = Transcript(target, TOKENIZERS["bytes"])
+    for end, said in ((1, "in"), (2, "in"), (3, "in"), (4, "in日")):
+        read.follow(tokens[:end])
+        assert read.said == said
+        found = continuation(target, tokens[:end], read.said, " in", target.vocab_size)
+        assert (found is None) == (end in (2, 3))
+    plain = byte_level(())
+    three = plain.encode("日")
+    spelling = Transcript(target, plain)
+    spelling.follow(target.encode("in"))
+    assert [spelling.spelt(three[:n]) for n in (1, 2, 3)] == ["", "", "日"]
+
+
+@given(data=st.data(), pair=pairs)
+def test_the_text_of_drafted_tokens_is_what_they_add(data, pair):
+    target, draft = (TOKENIZERS[name] for name in pair)
+    read = transcript(pair)
+    read.follow(target.encode(data.draw(texts), add_special=False))
+    drafted = [i for i in data.draw(ids_of(pair[1])) if i not in draft.special_ids]
+    spelt = read.spelt(drafted)
+    assert not spelt.endswith("\ufffd")
+    if pair[1] in READS_ALL:
+        before = draft.decode(read.ids)
+        assert draft.decode([*read.ids, *drafted]).rstrip("\ufffd") == (before + spelt).rstrip("\ufffd")
+
+
+def test_differences_name_every_id():
+    one, other = byte_level(("in", "an")), byte_level(("in", "ab", "abc"))
+    assert differences(one, byte_level(("in", "an"))) == []
+    assert differences(one, other) == [
+        (257, "an", "ab"),
+        (258, "<|end|>", "abc"),
+        (259, None, "<|end|>"),
+    ]

@@ -1,0 +1,106 @@
+"""``specdec info`` at the scale of released models, from ``config.json`` alone, and on checkpoints of all kinds."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specdec
+from specdec.errors import CheckpointError
+from specdec.report import CheckpointReport
+from tests import tiny
+from tests.models.test_public_configs import PUBLISHED, moe, qwen3_5
+
+
+def report_on(config: dict[str, Any], folder: pathlib.Path) -> CheckpointReport:
+    (folder / "config.json").write_text(json.dumps(config))
+    return specdec.inspect_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_released_models(name: str, tmp_path: pathlib.Path) -> None:
+    config, billions, mtp_millions = PUBLISHED[name]
+    told = report_on(config, tmp_path)
+    assert not told.weights_present
+    assert round(told.total_parameters / 1e9, 3) == billions
+    if mtp_millions is not None:
+        assert round(told.parameters["mtp"] / 1e6, 1) == mtp_millions
+        assert told.mtp == "1 layer, shares the main head"
+
+
+def test_parameters_of_the_largest_one(tmp_path: pathlib.Path) -> None:
+    """Qwen3.8-2.4T-A95B: 2419.805 billion, and 26.378 billion in its MTP head."""
+    told = report_on(qwen3_5(92, 8192, 64, 4, 128, tied=False, **moe(2048, 512, 10)), tmp_path)
+    assert round(told.total_parameters / 1e9, 3) == 2419.805
+    assert round(told.parameters["mtp"] / 1e9, 3) == 26.378
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "cache_bytes", "state_megabytes"),
+    [
+        ("Qwen3.5-0.8B", 0.752, 12 * 1024, 18.9),
+        ("Qwen3.5-4B", 4.206, 32 * 1024, 50.3),
+        ("Qwen3.5-9B", 7.937, 32 * 1024, 50.3),
+        ("Qwen3.6-27B", 25.625, 64 * 1024, 151),
+        ("Qwen3.6-35B-A3B", 2.946, 20 * 1024, 62.9),
+    ],
+)
+def test_bytes_of_a_decode_step(
+    name: str, billions: float, cache_bytes: int, state_megabytes: float, tmp_path: pathlib.Path
+) -> None:
+    """Of experts those that a row chooses, of an untied embedding one row. The window of the convolution makes the
+    state a few percent larger than its recurrent part, which is what is given here."""
+    step = report_on(PUBLISHED[name][0], tmp_path).decode_step
+    assert step is not None
+    assert round(step.weights / 2e9, 3) == billions
+    assert step.per_context_token == cache_bytes
+    assert state_megabytes <= step.state / 2e6 <= state_megabytes * 1.05
+
+
+def test_formats_and_stored_bytes(tmp_path: pathlib.Path) -> None:
+    """A matrix in FP8 blocks is one weight of its decoded shape; the bytes are those of the file."""
+    folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16", intermediate=200)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = next(key for key in weights if key.endswith("layers.0.mlp.gate_proj.weight"))
+    rows, columns = weights[name].shape
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    scale = torch.ones(math.ceil(rows / 128), math.ceil(columns / 128))
+    weights[f"{name}_scale_inv"] = scale
+    save_file(weights, file)
+    told = specdec.inspect_checkpoint(str(folder))
+    coded = [row for row in told.formats if row.format.startswith("fp8")]
+    assert [(row.module, row.format, row.weights) for row in coded] == [("MLP", "fp8-block 128x128", 1)]
+    assert (coded[0].parameters, coded[0].stored_bytes) == (rows * columns, rows * columns + 4 * scale.numel())
+    assert sum(row.stored_bytes for row in told.formats) == told.size_bytes
+    assert not told.unused
+    assert not told.missing
+    assert not told.problems
+    assert told.decode_step is not None
+    saved = told.decode_step.weights - told.decode_step.stored
+    assert saved == rows * columns - 4 * scale.numel()
+
+
+def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
+    """What can be told is told, with the plugin that would run it."""
+    save_file({"h.0.attn.c_attn.weight": torch.ones(4, 12)}, tmp_path / "model.safetensors")
+    told = report_on({"model_type": "gpt2"}, tmp_path)
+    assert told.family == ""
+    assert "specdec-transformers" in told.taken_by
+    assert told.size_bytes == 4 * 4 * 12
+    told = report_on({"model_type": "t5", "is_encoder_decoder": True}, tmp_path)
+    assert "encoder-decoder" in told.taken_by
+    assert "specdec-transformers" not in told.taken_by
+
+
+def test_a_config_that_is_refused_without_weights(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        report_on(PUBLISHED["Qwen2.5-7B"][0] | {"use_sliding_window": True}, tmp_path)
+    with pytest.raises(specdec.SpecdecError, match="specdec-transformers|gpt2"):
+        report_on({"model_type": "gpt2"}, tmp_path)
