@@ -1,6 +1,6 @@
 """Time the CPU kernels on the shapes of Qwen3.5-0.8B against this machine's own read bandwidth.
 
-    python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head]
+    python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head] [--plain]
 
 Everything is measured in one process and interleaved: each round reads a large buffer once, in pieces of a few
 milliseconds (the bandwidth to divide by), then times every op for every T in turn, each call on another copy of its
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
-from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import DeltaShape, Rope
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 3584, 248320
@@ -202,9 +201,12 @@ def main() -> None:
 def prefill(ops: NativeOps, rows: int = 512) -> None:
     """Arithmetic rate of a long pass, beside torch's own product."""
     x, w = torch.randn(rows, HIDDEN).to(ops.dtype), torch.randn(INTERMEDIATE, HIDDEN).to(ops.dtype)
+    packed = w.clone()
+    ops.pack(packed)
     work = 2 * rows * HIDDEN * INTERMEDIATE
     runs: dict[str, Callable[[], Tensor]] = {
-        "linear": lambda: ops.linear(x, w),
+        "packed": lambda: ops.linear(x, packed),
+        "plain": lambda: ops.linear(x, w),
         "torch": lambda: torch.nn.functional.linear(x, w),
     }
     for name, run in runs.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import math
 import tempfile
@@ -84,8 +85,8 @@ def measure(folder: Path, context: int, repeats: int) -> dict[str, Any]:
     def step(rows: int) -> None:
         target.decode(state, tokens[:rows]).need_logits().argmax()
 
-    arms: dict[str | int, Callable[[], Any]] = {rows: lambda rows=rows: step(rows) for rows in ROWS}  # type: ignore[misc]
-    arms |= {name: lambda read=read: read(decode_bytes) for name, read in streams.items()}  # type: ignore[misc]
+    arms: dict[str | int, Callable[[], Any]] = {rows: functools.partial(step, rows) for rows in ROWS}
+    arms |= {name: functools.partial(read, decode_bytes) for name, read in streams.items()}
     times: dict[str | int, list[float]] = {arm: [] for arm in arms}
     for arm in arms:
         arms[arm]()

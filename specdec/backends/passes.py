@@ -43,7 +43,7 @@ class Passes(Protocol):
 class RecordsPasses(Protocol):
     """Ops that can run a pass from a recording, with the bits of the ops one by one."""
 
-    def record(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
         """Passes of ``body``, recorded once per number of rows.
 
         ``caches`` are of the kinds that the body takes, empty and not used afterwards. ``hidden_size`` is H of the
@@ -79,7 +79,7 @@ class EagerPasses:
 
 
 def passes_of(ops: Ops, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
-    """Recorded passes where the ops offer them, else eager ones. Arguments as in ``RecordsPasses.record``."""
+    """Recorded passes where the ops offer them, else eager ones. Arguments as in ``RecordsPasses.record_passes``."""
     if isinstance(ops, RecordsPasses):
-        return ops.record(body, caches, hidden_size)
+        return ops.record_passes(body, caches, hidden_size)
     return EagerPasses(body)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import pathlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 
 from specdec.cli import output
+from specdec.cli.measuring import check_writable, config_of_length, progress, write_csv
 from specdec.cli.run_options import flag_overrides, interruptible
-from specdec.config import Choice, Override, RunConfig, load_config, read_toml
-from specdec.errors import UnsupportedError
+from specdec.config import Choice, Override, RunConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
 BROKEN_PROMISE = 1  # exit status when a mistake in the head changed the output
 INTERRUPTED = 130
 NEW_TOKENS = 48  # per prompt, where neither the configuration nor an option says
-LENGTH_KEY = ("generation", "max_new_tokens")
 SHOWN_DEPTHS = 8  # columns of predicted speed-ups on a terminal; --json and --csv have all
 SHOWN_MISMATCHES = 5
 
@@ -116,15 +112,13 @@ def accept(
         from specdec.audit import require_matplotlib
 
         require_matplotlib()
-    for file in (csv_file, plot_file):
-        if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise UnsupportedError("there is no folder to write the file into, or it is a folder itself", file=file)
+    check_writable(csv_file, plot_file)
     log = PatternLog(log_file) if log_file is not None else None
 
     try:
         with output.status(f"loading {config.target.model}"):
             lm = specdec.load(config=config)
-        with _progress(silent=as_json) as advance:
+        with progress("measuring costs", silent=as_json) as advance:
             run = AcceptanceRun(
                 lm,
                 chosen,
@@ -145,7 +139,7 @@ def accept(
     else:
         show(report)
     if csv_file is not None:
-        _write_csv(report, csv_file)
+        write_csv(report.rows(), csv_file)
     if plot_file is not None:
         from specdec.measure.plots import plot_acceptance
 
@@ -171,38 +165,7 @@ def _config(file: pathlib.Path | None, overrides: Sequence[Override]) -> RunConf
     for override in overrides:
         if override.path[0] == "depth":
             raise click.UsageError(f"{override.source}: the depth is fixed here, give it with --depth.")
-    config = attrs.evolve(load_config(file, overrides), depth=Choice("fixed"))
-    given = any(override.path == LENGTH_KEY for override in overrides)
-    if not given and file is not None:
-        given = LENGTH_KEY[1] in read_toml(file).get(LENGTH_KEY[0], {})
-    if given:
-        return config
-    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=NEW_TOKENS))
-
-
-@contextlib.contextmanager
-def _progress(*, silent: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr; nothing when that is no terminal."""
-    if silent or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=output.console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring costs", total=None)
-        yield lambda done, planned: bar.update(task, description="generating", completed=done, total=planned)
-
-
-def _write_csv(report: AcceptanceReport, file: pathlib.Path) -> None:
-    rows = list(report.rows())
-    try:
-        with file.open("w", newline="", encoding="utf-8") as target:
-            writer = csv.DictWriter(target, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise UnsupportedError(f"the table cannot be written: {error.strerror or error}", file=file) from error
+    return attrs.evolve(config_of_length(file, overrides, NEW_TOKENS), depth=Choice("fixed"))
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.measuring import check_writable, progress, write_csv
+from specdec.cli.measuring import check_writable, config_of_length, progress, write_csv
 from specdec.cli.run_options import flag_overrides, interruptible
-from specdec.config import Override, RunConfig, load_config, read_toml
+from specdec.config import Override
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 96
 PER_CLASS = 3
-LENGTH_KEY = ("generation", "max_new_tokens")
 BROKEN_PROMISE = 1  # exit status when an exact verifier's output differs
 INTERRUPTED = 130
 
@@ -30,11 +28,14 @@ _PATH = click.Path(path_type=pathlib.Path)
 
 @click.command()
 @click.argument("config_file", metavar="[CONFIG]", required=False, type=_PATH)
-@click.option("--model", metavar="MODEL", help='A folder, a hub id, or "demo" (the default).')
-@click.option("--prompts", "prompts_file", metavar="FILE", help="Your prompts: JSON lines or one prompt per line.")
+@click.option("-m", "--model", help='A folder, a hub id or "demo"; short for -s target.model=...')
+@click.option(
+    "--prompts", "prompts_file", metavar="FILE",
+    help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
+)  # fmt: skip
 @click.option("--classes", metavar="A,B", help="Only these classes of prompts.")
 @click.option("--per-class", type=click.IntRange(min=1), default=PER_CLASS, show_default=True, metavar="N")
-@click.option("--max-new-tokens", type=int, metavar="N", help=f"Generated per prompt; {NEW_TOKENS} unless given.")
+@click.option("-n", "--max-new-tokens", type=int, metavar="N", help=f"Generated per prompt; {NEW_TOKENS} unless given.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="A B B A rounds per prompt.")
 @click.option("--temperature", type=float, metavar="X", help="0 (the default) is greedy.")
 @click.option("--seed", type=int, metavar="S", help="One seed, one output.")
@@ -82,7 +83,7 @@ def bench(
         "generation.temperature": temperature,
         "generation.seed": seed,
     }
-    config = _config(config_file, [*map(Override.parse, settings), *flag_overrides(flags)])
+    config = config_of_length(config_file, [*map(Override.parse, settings), *flag_overrides(flags)], NEW_TOKENS)
     lengths = _lengths(contexts)
 
     import specdec
@@ -140,17 +141,6 @@ def bench(
     if report.partial:
         click.echo(f"interrupted: this is of {output.count(len(report.prompts), 'prompt')}", err=True)
         ctx.exit(INTERRUPTED)
-
-
-def _config(file: pathlib.Path | None, overrides: Sequence[Override]) -> RunConfig:
-    """The configuration, with shorter generations where nobody gave a length."""
-    config = load_config(file, overrides)
-    given = any(override.path == LENGTH_KEY for override in overrides)
-    if not given and file is not None:
-        given = LENGTH_KEY[1] in read_toml(file).get(LENGTH_KEY[0], {})
-    if given:
-        return config
-    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=NEW_TOKENS))
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:

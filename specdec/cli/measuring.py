@@ -1,4 +1,4 @@
-"""What the commands that measure share: a progress bar, files to write."""
+"""What the commands that measure share: how much to generate, a progress bar, files to write."""
 
 from __future__ import annotations
 
@@ -6,11 +6,27 @@ import contextlib
 import csv
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from specdec.cli import output
+from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import UnsupportedError
+
+LENGTH_KEY = ("generation", "max_new_tokens")
+
+
+def config_of_length(file: pathlib.Path | None, overrides: Sequence[Override], new_tokens: int) -> RunConfig:
+    """The configuration, with ``new_tokens`` to generate per prompt where neither the file nor an option says."""
+    config = load_config(file, overrides)
+    given = any(override.path == LENGTH_KEY for override in overrides)
+    if not given and file is not None:
+        given = LENGTH_KEY[1] in read_toml(file).get(LENGTH_KEY[0], {})
+    if given:
+        return config
+    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=new_tokens))
 
 
 @contextlib.contextmanager

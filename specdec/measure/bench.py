@@ -112,6 +112,7 @@ class BenchReport:
     classes: tuple[ClassBench, ...]
     overall: ClassBench | None  # None: nothing was measured to the end
     timings: tuple[Timing, ...]
+    plain_step_ms: float | None  # the mean, as the terms are means
     terms: tuple[Term, ...]
     predicted_speedup: float | None  # from the costs measured before, with the depths and acceptance of the runs
     speedup_if_accepted: float | None  # if every drafted token had been accepted
@@ -251,7 +252,7 @@ class BenchRun:
                         break
                     arms[arm].append(arm.run(ids, **self._settings))
                     self._progress(4 * (self._repeats * len(done) + number) + place + 1, planned)
-            if self.stopping:
+            if sum(map(len, arms.values())) < 4 * self._repeats:
                 break
             done.append(self._compared(prompt, len(ids), arms[self._plain], arms[self._speculative]))
         frontiers: tuple[FrontierReport, ...] = ()
@@ -326,6 +327,7 @@ class BenchRun:
             classes=tuple(_class(kind, [one for one in done if one.kind == kind]) for kind in _kinds(done)),
             overall=overall,
             timings=tuple(_timings(cycles, plain_cycles)),
+            plain_step_ms=1e3 * statistics.fmean(map(_seconds, plain_cycles)) if plain_cycles else None,
             terms=terms,
             predicted_speedup=predicted,
             speedup_if_accepted=_if_accepted(cycles, plain_cycles) if cycles and plain_cycles else None,

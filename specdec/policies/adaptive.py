@@ -111,7 +111,7 @@ class AdaptivePolicy(DepthPolicy):
         if not self._probe:
             if self._tokens < (self._distance // NEARER if self._depth else self._distance):
                 return self._depth
-            self._probe = 1 if self._depth else TRIES
+            self._probe = TRIES
         if self._depth == 0:
             return 1
         others = (0, min(self._depth + 1, self._config.max_depth), self._depth - 1)
@@ -153,7 +153,7 @@ class AdaptivePolicy(DepthPolicy):
     def _continue_probe(self, cycle: CycleRecord) -> None:
         """An accepted probe is news: what was known of acceptance counts no more."""
         self._probe -= 1
-        if self._depth == 0 and not cycle.offered and self._probe:
+        if cycle.depth and not cycle.offered and self._probe:
             return  # nothing was drafted, so nothing was learnt
         if self._depth == 0 and not self._second:
             if cycle.accepted:

@@ -115,7 +115,7 @@ def test_what_cannot_be_packed_is_refused(ops: NativeOps) -> None:
         ops.pack(draw(8, 8, seed=0, dtype=ops.dtype).T[:, :4])
 
 
-# --- memory-mapped weights ---------------------------------------------------------------------------------------------
+# --- memory-mapped weights --------------------------------------------------------------------------------------------
 
 
 def mapped(folder: Path, w: Tensor) -> Tensor:

@@ -348,7 +348,7 @@ def test_what_a_replay_could_not_repeat_runs_eagerly(reason: str) -> None:
     def run(caches: Any, tokens: Any, hidden: Any) -> Any:
         return body(small, small.ops.embed(small.table, tokens), tokens, caches[0])
 
-    passes = small.ops.record(run, [small.ops.new_kv(4, 2, 16)], 0)
+    passes = small.ops.record_passes(run, [small.ops.new_kv(4, 2, 16)], 0)
     assert isinstance(passes, EagerPasses)
     assert reason in passes.eager_reason, passes.eager_reason
     assert tapes.current.tape is None
@@ -362,7 +362,7 @@ def test_what_is_refused_at_one_length_runs_eagerly_at_that_length() -> None:
         x = small.ops.embed(small.table, tokens)
         return small.attend(x * 2 if len(tokens) == 3 else x, caches[0], caches[0].length)
 
-    passes = small.ops.record(run, [small.ops.new_kv(4, 2, 16)], 0)
+    passes = small.ops.record_passes(run, [small.ops.new_kv(4, 2, 16)], 0)
     assert passes.eager_reason == ""
     mine, truth = passes.bind([cache := small.ops.new_kv(40, 2, 16)]), small.ops.new_kv(40, 2, 16)
     for rows in (2, 3, 4, 3, 1):
@@ -378,9 +378,9 @@ def test_what_is_refused_at_one_length_runs_eagerly_at_that_length() -> None:
 def test_foreign_ops_and_caches_run_eagerly() -> None:
     own, small = Small.of(OwnOps), Small.of()
     kv = small.ops.new_kv(4, 2, 16)
-    assert "OwnOps changes the native ops" in own.ops.record(lambda *_: None, [kv], 0).eager_reason
+    assert "OwnOps changes the native ops" in own.ops.record_passes(lambda *_: None, [kv], 0).eager_reason
     wanted = "a cache of type OwnCache cannot be recorded"
-    assert small.ops.record(lambda *_: None, [OwnCache(4, 2, 16, torch.float32)], 0).eager_reason == wanted
+    assert small.ops.record_passes(lambda *_: None, [OwnCache(4, 2, 16, torch.float32)], 0).eager_reason == wanted
 
 
 def test_a_convolution_without_its_delta_rule_is_refused() -> None:
@@ -390,7 +390,7 @@ def test_a_convolution_without_its_delta_rule_is_refused() -> None:
     def run(caches: Any, tokens: Any, hidden: Any) -> Any:
         return small.ops.conv_window(small.ops.embed(small.table, tokens), taps, caches[0])
 
-    passes = small.ops.record(run, [small.ops.new_delta(shape)], 0)
+    passes = small.ops.record_passes(run, [small.ops.new_delta(shape)], 0)
     assert "a convolution without the delta rule" in passes.eager_reason
 
 
@@ -402,7 +402,7 @@ def test_weights_that_a_recording_reads_live_as_long_as_it() -> None:
         return small.ops.linear(small.attend(x, caches[0], caches[0].length), *weights)
 
     weights = [small.ops.weight(torch.eye(32))]
-    passes = small.ops.record(run, [small.ops.new_kv(4, 2, 16)], 0)
+    passes = small.ops.record_passes(run, [small.ops.new_kv(4, 2, 16)], 0)
     bound, plain = passes.bind([small.ops.new_kv(4, 2, 16)]), small.ops.new_kv(4, 2, 16)
     wanted = run([plain], [9], None)
     weights.clear()

@@ -575,3 +575,13 @@ def test_a_draft_model_without_a_loader_says_what_it_needs():
     spec = draft_model.specdec_drafters()[0]
     with pytest.raises(UnsupportedError, match="nothing here to load it with"):
         spec.prepare(DraftModelConfig(model="demo"), PrepareEnv(target=TableModel.random(5)))
+
+
+def test_tokens_that_only_the_target_knows_need_rows_in_the_draft_model():
+    env = PrepareEnv(target=TableModel.random(5), tokenizer=byte_level(("in",)))  # 258 tokens
+    info = TableModel.random(5).info
+    found = [(257, "<|end|>", None)]
+    draft_model.check_vocabularies(found, env, attrs.evolve(info, vocab_size=258), "drafter.model = 'x'")
+    assert env.notices == ["the draft model does not know 1 tokens of the target: 257 '<|end|>'"]
+    with pytest.raises(UnsupportedError, match="a vocabulary of 257, and the target's tokenizer has 258 tokens"):
+        draft_model.check_vocabularies(found, env, attrs.evolve(info, vocab_size=257), "drafter.model = 'x'")

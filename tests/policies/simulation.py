@@ -115,7 +115,7 @@ PROCESSES: dict[str, Process] = {
     "break-even": Process(acceptance=lambda n: [0.3], cost=line(0.3)),
     "jump up": Process(acceptance=lambda n: [0.0] if n < 300 else [0.9], cost=line(0.12)),
     "jump down": Process(acceptance=lambda n: [0.9] if n < 300 else [0.05], cost=line(0.12)),
-    "noisy costs with outliers": Process(acceptance=lambda n: [0.75, 0.6], cost=line(0.15), noise=0.3, outliers=0.05),
+    "noisy costs with outliers": Process(acceptance=lambda n: [0.75, 0.6], cost=line(0.15), noise=0.2, outliers=0.05),
     "load that doubles and goes": Process(
         acceptance=lambda n: [0.7], cost=lambda n, k: line(0.2)(n, k) * (2.0 if n // 100 % 2 else 1.0), noise=0.1
     ),

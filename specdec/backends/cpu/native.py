@@ -137,7 +137,7 @@ class NativeOps(ReferenceOps):
 
     # --- recorded passes (specdec.backends.passes) -----------------------------------------------------------------
 
-    def record(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
         if self.eager_reason:
             return EagerPasses(body, self.eager_reason)
         if type(self) is not NativeOps:  # its ops may do what no recording sees

@@ -222,14 +222,16 @@ void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const f
                     std::memset(s + i * COLUMNS, 0, COLUMNS * sizeof(float));
                     std::memcpy(s + i * COLUMNS, before + i * m, lanes * sizeof(float));
                 }
-            const Columns next = {const_cast<float*>(column + COLUMNS < m ? before + COLUMNS : from + (h + 1) * n * m), m};
+            const float* after_this = column + COLUMNS < m ? before + COLUMNS : from + (h + 1) * n * m;
+            const Columns next = {const_cast<float*>(after_this), m};
             for (int64_t t = 0; t < tokens; ++t) {
                 const bool last = t + 1 == tokens;
                 const float* q = qk + t * qk_row + h / ratio * 2 * n;
                 const float* gate = gates + t * gates_row + 2 * h;
                 const int64_t row = first + t;
-                (!last ? delta_token<false, false, T> : past ? delta_token<true, true, T> : delta_token<true, false, T>)(
-                    n, q, q + n, gate[0], gate[1], u + row * channels + 2 * shape.key_heads * n + h * m + column, lanes,
+                auto run = past ? delta_token<true, true, T> : delta_token<true, false, T>;
+                if (!last) run = delta_token<false, false, T>;
+                run(n, q, q + n, gate[0], gate[1], u + row * channels + 2 * shape.key_heads * n + h * m + column, lanes,
                     whole && t == 0 ? first_in : near, whole && last ? last_out : near, next,
                     out ? out + (row * shape.value_heads + h) * m + column : nullptr);
             }

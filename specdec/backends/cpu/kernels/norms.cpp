@@ -141,7 +141,8 @@ EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_b
             std::memcpy(to, (const char*)table + tokens[t] * stride_bytes, row_bytes);
             continue;
         }
-        const char* from = (const char*)table + tokens[t] / FEATURES * FEATURES * row_bytes + tokens[t] % FEATURES * WORD;
+        const int64_t place = tokens[t] % FEATURES;
+        const char* from = (const char*)table + (tokens[t] - place) * row_bytes + place * WORD;
         for (int64_t at = 0; at < row_bytes; at += WORD) std::memcpy(to + at, from + at * FEATURES, WORD);
     }
     return -1;

@@ -80,8 +80,8 @@ template <class T, int P, size_t... I> INLINE PanelTile<T> panel_tile_of(int64_t
     return TILES[rows - 1];
 }
 
-// Rows of a tile that leave room for the accumulators of a second panel. Two hide the time that an addition takes, which
-// shows where the weights come from a cache; one is the better stream where they come from memory.
+// Rows of a tile that leave room for the accumulators of a second panel. Two hide the time that an addition takes,
+// which shows where the weights come from a cache; one is the better stream where they come from memory.
 constexpr int64_t PAIRED_ROWS = PANEL_ROWS / 4;
 
 template <class T> INLINE PanelTile<T> panel_tile_of(int64_t rows, int64_t panels) {

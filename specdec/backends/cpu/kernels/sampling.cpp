@@ -236,7 +236,7 @@ int64_t best_two(const float* logits, const int32_t* ids, int64_t n, int64_t* to
     return n < 2 ? n : 2;
 }
 
-// log(sum(exp(logit))). The terms exp(logit - max), at most 1, are added as integers in units of 2^-42: the sum does not
+// log(sum(exp(logit))). The terms exp(logit - max), at most 1, are added as integers (units of 2^-42). The sum does not
 // depend on their order, so a pruned row has the bits of the full one. What a term loses is below 2^-42 of the sum; the
 // integer holds 2^21 terms.
 double logsumexp(const float* logits, int64_t n) {

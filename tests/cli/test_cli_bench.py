@@ -1,0 +1,126 @@
+"""``specdec bench``, with the embedded model: what it says, what it writes, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+import specdec
+from specdec.measure.bench import BenchRun
+from specdec.plugins import BUILT_INS, Registry
+
+SHORT = ("--per-class", "1", "--max-new-tokens", "8")
+
+
+@pytest.fixture
+def bench(invoke):
+    return lambda *args: invoke("bench", *args, registry=Registry(BUILT_INS, entry_points=()))
+
+
+@pytest.fixture
+def no_load(monkeypatch):
+    """A wrong command line is refused before any weight is read."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setitem(vars(specdec), "load", load)
+
+
+def test_tables_for_people(bench, tmp_path):
+    table = tmp_path / "runs.csv"
+    done = bench(*SHORT, "--contexts", "16,40", "--csv", str(table), "-s", "depth.depth=2")
+    assert done.exit_code == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    for part in (
+        "drafter mtp, depth fixed, verifier strict, greedy",
+        "4, 8 tokens each, 1 A B B A round",
+        "All runs of every prompt gave the same tokens.",
+        "plain step",
+        "verify 3 rows",
+        "draft step, 2 in a row",
+        "every draft accepted",
+        "What would gain most:",
+        "By length of the context",
+    ):
+        assert part in text, part
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 * 4
+    assert {row["arm"] for row in rows} == {"plain", "speculative"}
+    assert all(row["tokens"] == "8" for row in rows)
+
+
+def test_one_object_for_programs(bench):
+    done = bench(*SHORT, "--classes", "code", "--synthetic", "prose", "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["synthetic"] == [0.74, 0.481, 0.293, 0.161, 0.073]
+    assert told["overall"]["prompts"] == 1
+    assert told["environment"]["model"] == "demo"
+    assert {term["name"] for term in told["terms"]} == {"verification", "drafting", "bookkeeping"}
+    assert {row["arm"] for row in told["prompts"]} == {"plain", "speculative"}
+    assert told["equal"] is True
+    assert told["csv"] is None
+
+
+def test_an_imposed_acceptance_is_called_one(bench):
+    done = bench(*SHORT, "--classes", "code", "--synthetic", "0.9,0.5")
+    assert done.exit_code == 0, done.stderr
+    assert "acceptance imposed (cumulative 0.9, 0.5): a timing, not a result" in done.stdout
+    assert "same tokens" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--classes", "cod"), "'code'"),
+        (("--synthetic", "mixd"), "'mixed'"),
+        (("--synthetic", "0.5,0.9"), "never rise"),
+        (("--contexts", "12,x"), "12,x"),
+        (("--contexts", "0"), "from 1"),
+        (("--repeats", "0"), "repeats"),
+        (("--prompts", "no-such-file.jsonl"), "no-such-file.jsonl"),
+        (("--csv", "no-such-folder/x.csv"), "no-such-folder"),
+        (("-s", "drafter.nam=ngram"), "drafter"),
+    ],
+)
+def test_bad_input_is_a_sentence_before_any_work(bench, no_load, arguments, said):
+    done = bench(*arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("-s", "drafter.name=none"), "nothing to compare"), (("--contexts", "9000"), "do not fit")],
+)
+def test_what_only_the_model_can_tell(bench, arguments, said):
+    done = bench(*SHORT, *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_an_interruption_reports_what_was_done(bench, monkeypatch):
+    compared = BenchRun._compared
+
+    def then_stop(run, *args):
+        run.stop()
+        return compared(run, *args)
+
+    monkeypatch.setattr(BenchRun, "_compared", then_stop)
+    done = bench(*SHORT, "--classes", "code,factual")
+    assert done.exit_code == 130
+    assert "interrupted: this is of 1 prompt" in done.stderr
+    assert "Speed" in done.stdout
+
+
+def test_a_broken_promise_is_an_exit_status(bench, monkeypatch):
+    monkeypatch.setattr("specdec.measure.bench._first_difference", lambda wanted, got: 3)
+    done = bench(*SHORT, "--classes", "code")
+    assert done.exit_code == 1
+    assert "OUTPUTS DIFFER on 1 of 1 prompts" in done.stdout
+    assert "this is a bug" in done.stderr
