@@ -11,10 +11,8 @@ from specdec.checkpoints import Checkpoint, audit, holds_weights, locate, read_j
 from specdec.config import Choice, RunConfig
 from specdec.errors import ConfigError, UnknownNameError
 from specdec.pipeline import LanguageModel, build, family_of
-from specdec.plugins import registry
+from specdec.plugins import PUBLISHED, Kind, registry
 from specdec.report import CheckpointReport, describe, describe_config, describe_foreign
-
-TRANSFORMERS_PLUGIN = "specdec-transformers"  # runs models that no family reads
 
 
 def load(
@@ -73,20 +71,17 @@ def inspect_checkpoint(model: str = "demo", *, revision: str | None = None) -> C
     Raises: CheckpointError when it is no checkpoint, or its config is one that its family refuses.
     """
     folder = locate(model, revision=revision)
-    if not holds_weights(folder):
-        whole = read_json(folder / "config.json")
-        model_config = text_config(whole)
-        spec = family_of(model_config, folder)
-        family = spec.parse(model_config)
-        return describe_config(str(folder), whole, spec, family, spec.tensors(family))
-    checkpoint = Checkpoint.open(folder)
-    model_config = text_config(checkpoint.config)
+    checkpoint = Checkpoint.open(folder) if holds_weights(folder) else None
+    config = read_json(folder / "config.json") if checkpoint is None else checkpoint.config
+    model_config = text_config(config)
     try:
         spec = family_of(model_config, folder)
     except UnknownNameError:
-        return describe_foreign(checkpoint, _taken_by(checkpoint.config))
+        return describe_foreign(str(folder), config, _taken_by(config), checkpoint)
     family = spec.parse(model_config)
     expected = spec.tensors(family)
+    if checkpoint is None:
+        return describe_config(str(folder), config, spec, family, expected)
     return describe(checkpoint, spec, family, expected, audit(checkpoint, expected))
 
 
@@ -94,7 +89,8 @@ def _taken_by(config: Mapping[str, Any]) -> str:
     """Which plugin would run a checkpoint that no family reads."""
     if config.get("is_encoder_decoder"):
         return "nothing: it is an encoder-decoder model, and drafts are verified by decoders only"
-    installed = registry().has_distribution(TRANSFORMERS_PLUGIN)
-    return f"the plugin {TRANSFORMERS_PLUGIN}, if transformers has a causal language model for it" + (
-        " (installed)" if installed else f" (pip install {TRANSFORMERS_PLUGIN})"
+    plugin, _ = PUBLISHED[Kind.MODEL, None]
+    installed = registry().has_distribution(plugin)
+    return f"the plugin {plugin}, if transformers has a causal language model for it" + (
+        " (installed)" if installed else f" (pip install {plugin})"
     )

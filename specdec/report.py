@@ -74,7 +74,7 @@ class CheckpointReport:
     missing: list[str] = attrs.field(factory=list)
     unused: list[str] = attrs.field(factory=list)
     misshaped: list[str] = attrs.field(factory=list)
-    problems: list[str] = attrs.field(factory=list)  # all-zero or non-finite tensors, formats that are not read
+    problems: list[str] = attrs.field(factory=list)  # all-zero or non-finite tensors, weights that cannot be decoded
     size_bytes: int = 0
     decode_step: StepBytes | None = None
     state_bytes_per_token: int = 0  # bfloat16 keys and values, the MTP head's included
@@ -96,7 +96,6 @@ def describe(
     """Put a checkpoint's facts together."""
     formats = formats_of(checkpoint)
     present = {name: tensor for name, tensor in expected.items() if not tensor.optional or name in formats}
-    refused = {found.error: name for name, found in formats.items() if found.error is not None}
     return attrs.evolve(
         describe_config(str(checkpoint.path), checkpoint.config, spec, family, present),
         weights_present=True,
@@ -108,7 +107,7 @@ def describe(
         misshaped=[f"{name}: {got}, expected {wanted}" for name, got, wanted in found.misshaped],
         problems=[f"{name}: all zero" for name in found.all_zero]
         + [f"{name}: not finite" for name in found.non_finite]
-        + [f"{name}: {error}" for error, name in refused.items()],
+        + [reason for _, _, reason in found.unreadable],
         size_bytes=checkpoint.size_bytes,
         decode_step=_step(family, present, formats),
     )
@@ -139,13 +138,18 @@ def describe_config(
     )
 
 
-def describe_foreign(checkpoint: Checkpoint, taken_by: str) -> CheckpointReport:
-    """What can be told of a checkpoint that no family reads."""
-    return CheckpointReport(
-        path=str(checkpoint.path),
-        family="",
-        model_type=str(checkpoint.config.get("model_type")),
-        taken_by=taken_by,
+def describe_foreign(
+    path: str, config: Mapping[str, Any], taken_by: str, checkpoint: Checkpoint | None
+) -> CheckpointReport:
+    """What can be told of a model that no family reads; ``checkpoint`` is None where only its config is there."""
+    told = CheckpointReport(
+        path=path, family="", model_type=str(config.get("model_type")), taken_by=taken_by, weights_present=False
+    )
+    if checkpoint is None:
+        return told
+    return attrs.evolve(
+        told,
+        weights_present=True,
         formats=_by_module(formats_of(checkpoint), {}),
         dtypes=_dtypes(checkpoint),
         size_bytes=checkpoint.size_bytes,

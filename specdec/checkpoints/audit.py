@@ -46,7 +46,7 @@ class Audit:
     missing: list[str]
     unused: list[str]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, got, expected
-    unreadable: list[tuple[str, str]]  # name, format that is not read, or whose scales are broken
+    unreadable: list[tuple[str, str, str]]  # name, format that is not read or whose scales are broken, reason
     all_zero: list[str]  # matrices only: a zero vector is an ordinary bias, or a norm stored as an offset from 1
     non_finite: list[str]
     ignored: list[str]  # names in the files
@@ -125,7 +125,7 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
     missing = [name for name, spec in expected.items() if name not in formats and not spec.optional]
     unused = [name for name in formats if name not in expected]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-    unreadable: list[tuple[str, str]] = []
+    unreadable: list[tuple[str, str, str]] = []
     refused: list[CheckpointError] = []
     all_zero: list[str] = []
     non_finite: list[str] = []
@@ -135,7 +135,7 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
         found, wanted = formats[name], expected[name].shape
         error = found.error or (None if found.quantised else _not_floating(checkpoint, found.tensors[0]))
         if error is not None:
-            unreadable.append((name, found.format))
+            unreadable.append((name, found.format, error.message))
             refused.append(error)
         elif not _same_shape(name, found.shape, wanted):
             misshaped.append((name, found.shape, wanted))
@@ -143,7 +143,7 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
             try:
                 finite, zero = _values(checkpoint, found)
             except CheckpointError as broken:
-                unreadable.append((name, found.format))
+                unreadable.append((name, found.format, broken.message))
                 refused.append(broken)
                 continue
             if not finite:
@@ -240,11 +240,12 @@ class _Findings:
 
     def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
         """The first refusal, with the number of the others."""
-        if refused:
-            first, more = refused[0], len(refused) - 1
-            if more:
-                first.facts["also"] = "1 more weight is refused" if more == 1 else f"{more} more weights are refused"
-            yield first
+        more = len(refused) - 1
+        if more < 1:
+            yield from refused
+            return
+        also = "1 more weight is refused" if more == 1 else f"{more} more weights are refused"
+        yield CheckpointError(refused[0].message, **refused[0].facts, also=also)  # a copy: formats keep the original
 
     def missing(self, missing: list[str], unused: list[str]) -> Iterator[CheckpointError]:
         """One error per group; a group that is absent altogether is explained as such."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specdec.errors import CheckpointError, nearest
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # What is fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) never are.
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt")
 # Sub-folders hold other formats of the same weights (original/, onnx/, ...), consolidated*.safetensors a second copy.
@@ -36,9 +36,16 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
     path = Path(model).expanduser()
     if path.exists():
         return check_folder(path)
-    if HUB_ID.fullmatch(model) and not model.startswith((".", "~")):
+    if is_hub_id(model):
         return _from_hub(model, revision, progress)
     raise _no_such_folder(model, path)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether ``locate`` would ask the hub: the text looks like ``org/name``, and there is no such path."""
+    if model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
+        return False
+    return not Path(model).exists()
 
 
 _MODELS = 'a folder with config.json and model.safetensors, a hub id such as "Qwen/Qwen3.5-4B", or "demo"'

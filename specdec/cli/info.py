@@ -12,6 +12,10 @@ from specdec.cli import output
 if TYPE_CHECKING:
     from rich.table import Table
 
+_FINDINGS = ("missing", "misshaped", "unused", "problems")
+_NO_WEIGHTS = "no weights in this folder"
+_LISTED = 20  # names under one label; --json has all
+
 
 @click.command()
 @click.argument("model", default="demo")
@@ -32,9 +36,11 @@ def info(model: str, as_json: bool) -> None:
     console.print(output.facts(_facts(told)))
     if told["formats"]:
         console.print(_formats(told["formats"]))
-    for label in ("missing", "misshaped", "unused", "problems"):
-        for name in told[label]:
-            console.print(f"{label}: {name}")
+    for label in _FINDINGS:
+        for name in told[label][:_LISTED]:
+            console.print(f"{_one(label)}: {name}")
+        if len(told[label]) > _LISTED:
+            console.print(f"{_one(label)}: {len(told[label]) - _LISTED} more, which --json lists")
 
 
 def _facts(told: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -48,8 +54,8 @@ def _of_no_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("family", f"none of specdec's reads model_type {told['model_type']!r}"),
         ("run by", told["taken_by"]),
-        ("size", amount(told["size_bytes"])),
-        ("dtypes", _counts(told["dtypes"])),
+        ("size", amount(told["size_bytes"]) if told["weights_present"] else _NO_WEIGHTS),
+        *([("dtypes", _counts(told["dtypes"]))] if told["weights_present"] else []),
     ]
 
 
@@ -57,7 +63,7 @@ def _of_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     total, here = told["total_parameters"], told["weights_present"]
     return [
         ("family", f"{told['family']} (model_type {told['model_type']})"),
-        ("size", amount(told["size_bytes"]) if here else "no weights in this folder; what follows is from config.json"),
+        ("size", amount(told["size_bytes"]) if here else f"{_NO_WEIGHTS}; what follows is from config.json"),
         ("parameters", f"{total:,}: {_counts(told['parameters'])}"),
         *([("dtypes", _counts(told["dtypes"]))] if here else []),
         ("head", "shares the embedding's weights" if told["tied"] else "has its own weights"),
@@ -86,11 +92,8 @@ def _step(step: Mapping[str, int]) -> str:
 
 
 def _formats(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(
-        "module", "format", "weights", "parameters", "stored", box=None, title="formats", title_justify="left"
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
+    numbers = ("weights", "parameters", "stored")
+    table = output.table("module", "format", *numbers, right=numbers)
     for row in rows:
         table.add_row(
             row["module"], row["format"], f"{row['weights']:,}", f"{row['parameters']:,}", amount(row["stored_bytes"])
@@ -99,8 +102,14 @@ def _formats(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _audit(told: Mapping[str, Any]) -> str:
-    found = [f"{len(told[label])} {label}" for label in ("missing", "misshaped", "unused", "problems") if told[label]]
+    found = [
+        f"{len(told[label])} {label if len(told[label]) > 1 else _one(label)}" for label in _FINDINGS if told[label]
+    ]
     return ", ".join(found) or "all that the family expects, and no other"
+
+
+def _one(label: str) -> str:
+    return label.removesuffix("s")
 
 
 def _shown(value: object) -> str:

@@ -58,13 +58,16 @@ def _installed() -> bool:
 def _peek(target: TargetConfig) -> Mapping[str, Any] | None:
     """``config.json``, without a connection where the hub's cache has it. Raises: CheckpointError, like ``locate``."""
     from specdec.checkpoints import locate, read_json
-    from specdec.checkpoints.locate import HUB_ID
+    from specdec.checkpoints.locate import is_hub_id
 
-    path = Path(target.model).expanduser()
-    if not path.exists() and HUB_ID.fullmatch(target.model):
+    if is_hub_id(target.model):
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
-        cached = try_to_load_from_cache(target.model, "config.json", revision=target.revision)
+        try:
+            cached = try_to_load_from_cache(target.model, "config.json", revision=target.revision)
+        except HFValidationError:
+            cached = None  # locate says what is wrong with the name
         if isinstance(cached, str):
             return read_json(Path(cached))
     return read_json(locate(target.model, revision=target.revision) / "config.json")
