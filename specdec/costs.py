@@ -7,13 +7,14 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import attrs
 
 from specdec import engine
+from specdec.contract import Need
 from specdec.errors import UnsupportedError
 from specdec.telemetry import RunStats
 
@@ -94,6 +95,22 @@ def measure_costs(
     return measured.table()
 
 
+def warm_up(lm: LanguageModel, depths: Iterable[int]) -> None:
+    """Run a cycle of every depth, and an MTP pass of every length that may follow it, on a session of its own.
+
+    The first pass of so many rows is no usual one: a backend may record it, and its weights may still lie on the disk.
+    No generation should pay for that, and no policy should take it for the price of the depth.
+    """
+    allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
+    if not allowed:
+        return
+    measured = _Measured(lm, max(1, min(CONTEXT, lm.capacity - max(allowed) - 2)))
+    for depth in allowed:
+        measured.cycle(depth, keep=False)
+    if Need.MTP in lm.drafter_spec.needs:
+        measured.feed_head(max(allowed) + 1)
+
+
 class _Measured:
     """Cycles over one prompt, which is taken up again where the room ends."""
 
@@ -127,6 +144,15 @@ class _Measured:
             if record.offered:
                 self._draft.setdefault(record.offered, []).append(record.draft_seconds)
             self._commit.append(record.commit_seconds)
+
+    def feed_head(self, rows: int) -> None:
+        """MTP passes of 1 to ``rows`` pairs. The session's drafter knows nothing of them: no cycle may follow."""
+        target, state = self._session.sequence.target, self._session.sequence.state
+        tokens = list(self._session.tokens[-1:]) * rows
+        hidden = target.decode(state, tokens).need_hidden()
+        for count in range(1, rows + 1):
+            target.decode_mtp(state, tokens[:count], hidden[:count], provisional=True)
+        target.commit(state, 0)
 
     def table(self) -> CostTable:
         """What was measured so far."""

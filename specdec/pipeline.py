@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from specdec.contract import (
     Verifier,
 )
 from specdec.cost_file import costs_of
-from specdec.costs import CostTable
+from specdec.costs import DEPTHS, CostTable, warm_up
 from specdec.errors import CheckpointError, PluginError, PromptError, SpecdecError, UnsupportedError
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
@@ -189,6 +190,7 @@ def build(config: RunConfig) -> LanguageModel:
     if prepare is not None:
         priced = attrs.evolve(env, costs=costs, notices=lm.notices)
         lm.depth_shared = _constructed("depth policy", lm.depth_spec.name, lambda: prepare(lm.depth_config, priced))
+        warm_up(lm, range(getattr(lm.depth_config, "max_depth", max(DEPTHS)) + 1))  # it looks at the clock
     registry().make_depth_policy(lm.depth_spec, lm.depth_config, lm.depth_shared)
     return lm
 
@@ -226,9 +228,8 @@ def load_target(config: RunConfig) -> LoadedTarget:
     asked = config.target
     foreign = registry().forward_pass(asked)
     folder = locate(asked.model, revision=asked.revision)
-    tokenizer = Tokenizer.from_folder(folder)
     if foreign is not None:
-        return LoadedTarget(target=foreign, tokenizer=tokenizer, notices=tuple(foreign.notices))
+        return LoadedTarget(target=foreign, tokenizer=Tokenizer.from_folder(folder), notices=tuple(foreign.notices))
     if asked.backend != "auto":  # a wrong name is said before the model_type is: the backend may read it itself
         registry().backend(asked.backend, asked_by="target.backend")
     with_notices: list[str] = []
@@ -236,7 +237,8 @@ def load_target(config: RunConfig) -> LoadedTarget:
     model_config = text_config(checkpoint.config)
     spec = family_of(model_config, checkpoint.path)
     family = spec.parse(model_config)
-    backend = _backend(asked.backend)
+    tokenizer = Tokenizer.from_folder(folder)
+    backend = _backend(asked.backend, with_notices)
     dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
     decoded = torch.float32 if dtype == "float32" else torch.bfloat16
     source = _audited(checkpoint, spec.tensors(family), asked.decoded_cache, decoded, with_notices)
@@ -292,7 +294,7 @@ def _audited(
             notices.append("target.decoded_cache is not used: the checkpoint has no quantised weights")
     report = audit(checkpoint if cached is None else cached, expected)
     report.raise_for_errors()
-    notices += report.notices
+    notices += [notice for notice in report.notices if notice not in notices]  # the cache keeps those of its source
     if cache is None or cached is not None:
         return checkpoint if cached is None else cached
     written = cache.write(report.notices)
@@ -318,13 +320,26 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
 
 
-def _backend(name: str) -> Backend:
-    spec = registry().backend("cpu" if name == "auto" else name, asked_by="target.backend")
+def _backend(name: str, notices: list[str]) -> Backend:
+    """The backend of that name, or the one that ``auto`` means here; what it has to say joins ``notices``."""
+    spec = registry().backend(_auto_backend(notices) if name == "auto" else name, asked_by="target.backend")
     reason = spec.available()
     if reason is not None:
         raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
     backend: Backend = _constructed("backend", spec.name, lambda: spec.factory(spec.config()))
+    notices += getattr(backend, "notices", ())
     return backend
+
+
+def _auto_backend(notices: list[str]) -> str:
+    """``metal`` on Apple silicon where it can run, with a notice where it cannot; ``cpu`` everywhere else."""
+    if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
+        return "cpu"
+    reason = registry().backend("metal", asked_by="target.backend = auto").available()
+    if reason is None:
+        return "metal"
+    notices.append(f'target.backend = "auto" runs on the cpu: the metal backend cannot run here: {reason}')
+    return "cpu"
 
 
 def _check_needs(spec: DrafterSpec, info: ModelInfo) -> None:

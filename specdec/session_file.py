@@ -55,9 +55,9 @@ def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
     own = saved.drafter_snapshot
     if own is not None:
         described["drafter"] = {"name": saved.drafter, "meta": dict(own.meta), "arrays": sorted(own.arrays)}
-    tensors = {f"state.{name}": torch.as_tensor(array) for name, array in saved.snapshot.arrays.items()}
+    tensors = {f"state.{name}": _on_host(array) for name, array in saved.snapshot.arrays.items()}
     if own is not None:
-        tensors |= {f"drafter.{name}": torch.as_tensor(array) for name, array in own.arrays.items()}
+        tensors |= {f"drafter.{name}": _on_host(array) for name, array in own.arrays.items()}
     tensors[_TOKENS] = torch.tensor(saved.tokens, dtype=torch.int64)
     temporary = ""
     try:
@@ -74,6 +74,15 @@ def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
     finally:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def _on_host(array: Any) -> torch.Tensor:
+    """A backend's array as a torch tensor on the host."""
+    if type(array).__module__.split(".")[0] == "mlx":  # torch would look for it on a GPU of its own
+        from specdec.backends.metal.arrays import to_host
+
+        return to_host(array)
+    return torch.as_tensor(array)
 
 
 def _flush(file: str) -> None:

@@ -1,14 +1,17 @@
 """Comparisons with code that is not ours, as tests measured them, and ``docs/models.md``, which shows them.
 
 A test calls ``record``; with ``SPECDEC_MODELS_MAP=FILE`` in the environment, ``tests/models/conftest.py`` collects
-the records of a run and writes the page:
+the records of a run and writes the page. The tests that record something are enough:
 
-    SPECDEC_MODELS_MAP=docs/models.md pytest tests/models tests/test_mtp_drafts.py tests/checkpoints/quantised
+    SPECDEC_MODELS_MAP=docs/models.md pytest tests/models tests/test_mtp_drafts.py tests/checkpoints/quantised \\
+        -k "equal or after_prefill or decoded"
+
+``tests/models/test_models_map.py`` compares the committed page with what the tests know, but for the figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -30,7 +33,7 @@ MTP_RULES = {  # what the head is fed, and what a chained step feeds in place of
 class Comparison:
     """One thing compared once: the largest difference over what was compared, 0.0 where all bits were equal."""
 
-    subject: str  # a family, or a format
+    subject: str  # a family, or a format as ``formats_of`` calls it
     what: str  # "logits", "MTP drafts", "decoded weights"
     against: str
     case: str  # the shape or file that was compared
@@ -50,40 +53,67 @@ def recorded(properties: Iterable[tuple[str, Any]]) -> list[Comparison]:
 
 
 def page(comparisons: Iterable[Comparison], released: Mapping[str, tuple[str, float]]) -> str:
-    """``docs/models.md``. ``released``: name of a model -> family, billions of parameters."""
+    """``docs/models.md``. ``released``: name of a model -> family, billions of parameters.
+
+    Raises: AssertionError for a format whose weights were not the same bits.
+    """
     found: dict[tuple[str, str, str], dict[str, float]] = {}
     for one in comparisons:
         cases = found.setdefault((one.subject, one.what, one.against), {})
         cases[one.case] = max(cases.get(one.case, 0.0), one.difference)
     families = {entry.spec.name: entry.spec for entry in registry().entries(Kind.MODEL)}
-    lines = [
-        "# Families and formats",
-        "",
-        "This page is written by the tests (`tests/comparisons.py` says how); every figure is the largest one of that",
-        "run. A difference is `max |ours - theirs| / max |theirs|` over all positions and the whole vocabulary, in",
-        "float32, with the C++ kernels and the torch reference, whole prompts, chunks and token by token. Checkpoints",
-        "are small ones with random weights in the published layouts; no released weights were run.",
-        "",
-        "## Families",
-        "",
-        "| family | `model_type` | released models whose `config.json` parses (parameters without MTP) | MTP head |",
-        "| --- | --- | --- | --- |",
+    rows = [
+        (name, ", ".join(f"`{model_type}`" for model_type in spec.model_types), MTP_RULES.get(name, "none"))
+        for name, spec in families.items()
     ]
-    for name, spec in families.items():
-        models = [f"{model} ({billions:,.3f} B)" for model, (family, billions) in released.items() if family == name]
-        types = ", ".join(f"`{model_type}`" for model_type in spec.model_types)
-        lines.append(f"| {name} | {types} | {', '.join(models) or '-'} | {MTP_RULES.get(name, 'none')} |")
-    lines += ["", "## Compared", "", "| family | what | with | checkpoints | largest difference |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    for (subject, what, against), cases in found.items():
-        if subject in families:
-            lines.append(f"| {subject} | {what} | {against} | {len(cases)} | {max(cases.values()):.1e} |")
-    lines += ["", "## Formats", ""]
-    lines.append("Decoded weight by weight at load, bit for bit as the other decoder does it.")
-    lines += ["", "| format | with | what |", "| --- | --- | --- |"]
+    compared = sorted(
+        (subject, what, against, str(len(cases)), f"{max(cases.values()):.1e}")
+        for (subject, what, against), cases in found.items()
+        if subject in families
+    )
+    models = [(model, family, f"{billions:,.3f}") for model, (family, billions) in released.items()]
+    decoders: dict[str, list[str]] = {}
     for (subject, _, against), cases in found.items():
-        if subject not in families:
-            if any(cases.values()):
-                raise AssertionError(f"{subject} against {against} is not bit for bit: {cases}")
-            lines.append(f"| {subject} | {against} | {', '.join(cases)} |")
-    return "\n".join(lines) + "\n"
+        if subject in families:
+            continue
+        if any(cases.values()):
+            raise AssertionError(f"{subject} against {against} is not bit for bit: {cases}")
+        decoders.setdefault(subject, []).append(f"{against} ({len(cases)})")
+    formats = [(subject, ", ".join(sorted(decoders[subject]))) for subject in sorted(decoders)]
+    return (
+        _INTRODUCTION
+        + _section("Families", ("family", "`model_type`", "MTP head"), rows)
+        + _section("Compared", ("family", "what", "with", "checkpoints", "largest difference"), compared, _DIFFERENCE)
+        + _section("Released models", ("model", "family", "billions of parameters, MTP left out"), models, _RELEASED)
+        + _section("Formats", ("format", "decoded alike by (cases)"), formats, _FORMATS)
+    )
+
+
+def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], text: str = "") -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return f"\n## {title}\n\n{text}" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+_INTRODUCTION = """\
+# Families and formats
+
+What specdec reads, and what it was compared with. This page is written by the tests (`tests/comparisons.py` says how).
+Models of other families run through [](how-to/run-any-transformers-model.md).
+"""
+_DIFFERENCE = """\
+Checkpoints are small ones with random weights in the published layouts; no released weights were run. A difference is
+`max |ours - theirs| / max |theirs|` over all positions and the whole vocabulary, in float32, with the C++ kernels and
+the torch reference, and is the largest one over all checkpoints: of whole prompts, chunks and single tokens for logits,
+of drafts after prompts of several lengths for MTP heads. The most likely token of the logits was the same everywhere.
+
+"""
+_RELEASED = """\
+Their `config.json`, written from the published values, parses, and the tensors that it implies add up to the published
+number of parameters.
+
+"""
+_FORMATS = """\
+Each weight is decoded by itself when it is loaded, so formats may be mixed in any family; the bits are those of the
+other decoder. [](how-to/load-a-quantised-checkpoint.md) says which tensors make up a format.
+
+"""

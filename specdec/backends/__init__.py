@@ -12,6 +12,7 @@ class Backend(Protocol):
 
     name: str
     device: str  # for people: "cpu (AMD EPYC, 2 threads)"
+    # ``notices``, where it has some: what a user should know about it here, one sentence each; results carry them
 
     def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
         """The activation dtype for ``requested`` ("auto", "bfloat16", "float32") and the reason for it.

@@ -13,8 +13,10 @@ NOISE = 0.02  # variance of log seconds of a cycle, a deviation of 14 %, until t
 NOISES = 16  # pairs of cycles whose mean is the noise
 DOUBT = 0.08  # variance of a table's entry, in relation to the other entries, before the first visit
 DRIFT = 0.02  # variance per cycle of what all depths share
+UNKNOWN = 1.0  # variance of the load before it was seen: the first cycles may be unlike all later ones
 TRUSTED = 100  # visits after which an entry is believed no more firmly
 FIRST = 3  # cycles whose median is the first load: the very first one runs on cold caches
+CONTRAST = 4  # cycles after a change of depth that compare the two
 LEARNING = 10  # visits during which an entry also moves its unvisited neighbours
 
 
@@ -32,8 +34,10 @@ class CycleCosts:
         self._own = [0.0] * len(table)
         self._visits = [0] * len(table)
         self._first: list[float] = []
-        self._load = 0.0  # of this generation, known after FIRST cycles
+        self._load = 0.0  # of this generation, first seen after FIRST cycles
+        self._load_doubt = UNKNOWN  # its variance
         self._noise = NOISE
+        self._contrast = 0  # cycles for which the load is still that of another depth
         self._before = (-1, 0.0)  # drafted tokens and log seconds of the cycle before
         self.seconds = [math.exp(value) for value in self._table]
         """By drafted tokens, at the table's load: what depths are compared with."""
@@ -45,6 +49,7 @@ class CycleCosts:
         logged = math.log(max(seconds, CLOCK_STEP))
         measured = logged - self._table[tokens] - self._own[tokens]
         same, earlier = self._before[0] == tokens, self._before[1]
+        self._contrast = CONTRAST if not same and len(self._first) == FIRST else max(self._contrast - 1, 0)
         self._before = tokens, logged
         if same:  # a difference knows nothing of tables and loads
             self._noise += (min(abs(logged - earlier), SLOWER) ** 2 / 2 - self._noise) / NOISES
@@ -53,10 +58,14 @@ class CycleCosts:
             self._load = statistics.median(self._first)
             return
         surprise = min(max(measured - self._load, -FASTER), SLOWER)
-        doubt = DOUBT / (1 + self._visits[tokens])
-        total = doubt + DRIFT + self._noise
-        self._load += surprise * DRIFT / total
+        # Cycles of one depth alone say nothing about its price beside the others': there, all of it is load.
+        doubt = DOUBT / (1 + self._visits[tokens]) if self._contrast else 0.0
+        total = doubt + self._load_doubt + self._noise
+        self._load += surprise * self._load_doubt / total
         self._own[tokens] += surprise * doubt / total
+        self._load_doubt = max(DRIFT, self._load_doubt * (1 - self._load_doubt / total))
+        if not self._contrast:
+            return
         self._visits[tokens] = min(self._visits[tokens] + 1, TRUSTED)
         if self._visits[tokens] <= LEARNING:
             self._price_all()

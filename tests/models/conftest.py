@@ -9,24 +9,33 @@ import pytest
 
 from tests.comparisons import Comparison, page, recorded
 
-_FOUND: list[Comparison] = []
+
+class MapWriter:
+    """A plugin of its own: hooks of a conftest.py hear only of the tests below its folder."""
+
+    def __init__(self, file: pathlib.Path) -> None:
+        self._file = file
+        self._found: list[Comparison] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self._found.extend(recorded(report.user_properties))
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus != pytest.ExitCode.OK:
+            return
+        from specdec.checkpoints import text_config
+        from specdec.plugins import registry
+        from tests.models.test_public_configs import PUBLISHED
+
+        released = {
+            name: (registry().model(text_config(config)["model_type"]).name, billions)
+            for name, (config, billions, _) in PUBLISHED.items()
+        }
+        self._file.write_text(page(self._found, released), encoding="utf-8")
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and report.passed:
-        _FOUND.extend(recorded(report.user_properties))
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     file = os.environ.get("SPECDEC_MODELS_MAP")
-    if not file or hasattr(session.config, "workerinput") or exitstatus != pytest.ExitCode.OK:
-        return
-    from specdec.checkpoints import text_config
-    from specdec.plugins import registry
-    from tests.models.test_public_configs import PUBLISHED
-
-    released = {
-        name: (registry().model(text_config(config)["model_type"]).name, billions)
-        for name, (config, billions, _) in PUBLISHED.items()
-    }
-    pathlib.Path(file).write_text(page(_FOUND, released), encoding="utf-8")
+    if file and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(MapWriter(pathlib.Path(file)))

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import specdec
+from specdec.cli import main
 from specdec.errors import CheckpointError
 from specdec.report import CheckpointReport
 from tests import tiny
@@ -84,7 +86,8 @@ def test_formats_and_stored_bytes(tmp_path: pathlib.Path) -> None:
     assert not told.problems
     assert told.decode_step is not None
     saved = told.decode_step.weights - told.decode_step.stored
-    assert saved == rows * columns - 4 * scale.numel()
+    wide = sum(row.parameters for row in told.formats if row.format == "f32")  # A_log and the like, 2 bytes too many
+    assert saved == rows * columns - 4 * scale.numel() - 2 * wide
 
 
 def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
@@ -102,5 +105,68 @@ def test_a_checkpoint_of_no_family(tmp_path: pathlib.Path) -> None:
 def test_a_config_that_is_refused_without_weights(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match="use_sliding_window"):
         report_on(PUBLISHED["Qwen2.5-7B"][0] | {"use_sliding_window": True}, tmp_path)
-    with pytest.raises(specdec.SpecdecError, match="specdec-transformers|gpt2"):
-        report_on({"model_type": "gpt2"}, tmp_path)
+
+
+def test_a_config_of_no_family_without_weights(tmp_path: pathlib.Path) -> None:
+    told = report_on({"model_type": "gpt2"}, tmp_path)
+    assert (told.family, told.model_type, told.weights_present) == ("", "gpt2", False)
+    assert "specdec-transformers" in told.taken_by
+
+
+def test_weights_that_cannot_be_decoded_are_problems(tmp_path: pathlib.Path) -> None:
+    """A missing scale is seen in the headers, a scale of NaN only in the values; both are told, each once."""
+    folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16", intermediate=200)
+    weights = load_file(folder / "model.safetensors")
+    lone, broken = (f"model.layers.{i}.mlp.gate_proj.weight" for i in (0, 1))
+    for name in (lone, broken):
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+    weights[f"{broken}_scale"] = torch.tensor(math.nan)
+    save_file(weights, folder / "model.safetensors")
+    told = specdec.inspect_checkpoint(str(folder))
+    assert len(told.problems) == 2
+    assert f"{lone} (F8_E4M3 [200, 48]) needs" in told.problems[0]
+    assert told.problems[1] == f"the scale {broken}_scale holds NaN or infinity"
+
+
+def info(*arguments: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(main, ["info", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, " ".join(done.stdout.split()), done.stderr
+
+
+def test_the_command_shows_formats_and_findings(tmp_path: pathlib.Path) -> None:
+    """The real report through the real command: formats in a table, long lists cut short, all of them in JSON."""
+    folder = tiny.write_qwen3_5(tmp_path / "model", dtype="bfloat16")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    weights |= {f"extra.{i}": torch.ones(2) for i in range(30)}
+    save_file(weights, folder / "model.safetensors")
+    status, text, errors = info(folder)
+    assert (status, errors) == (0, "")
+    for part in ("module format weights parameters stored", "MLP fp8 1", "30 unused, 1 problem", "unused: extra.0",
+                 "unused: 10 more, which --json lists", f"problem: the tensor {name}"):  # fmt: skip
+        assert part in text
+    told = json.loads(CliRunner().invoke(main, ["info", str(folder), "--json"]).stdout)
+    assert len(told["unused"]) == 30
+
+
+def test_the_command_names_the_plugin_for_a_foreign_checkpoint(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    status, text, errors = info(tmp_path)
+    assert (status, errors) == (0, "")
+    assert "no weights in this folder" in text
+    save_file({"h.0.attn.c_attn.weight": torch.ones(4, 12)}, tmp_path / "model.safetensors")
+    status, text, errors = info(tmp_path)
+    assert (status, errors) == (0, "")
+    for part in ("none of specdec's reads model_type 'gpt2'", "the plugin specdec-transformers", "f32 1 48 192 bytes"):
+        assert part in text
+
+
+def test_the_command_ends_with_status_2_for_what_is_no_checkpoint(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for model, why in ((tmp_path, "model.safetensors is empty"), (tmp_path / "nowhere", "there is no folder")):
+        status, text, errors = info(model)
+        assert (status, text) == (2, "")
+        assert why in errors

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from specdec.checkpoints import Checkpoint, fingerprint
+from specdec.checkpoints.quantised import TensorFormat, formats_of
 from specdec.contract import ModelInfo, Parity
 from specdec.errors import CheckpointError, SpecdecError, UnsupportedError
 
 from specdec_transformers.choice import BACKEND, encoder_decoder
 from specdec_transformers.forward_pass import MAX_ROWS, TransformersPass
-from specdec_transformers.model import Model, Rollback
+from specdec_transformers.model import Model, Rollback, one_line
 from specdec_transformers.mtp import head_pattern, layers_named, load_head
 from specdec_transformers.probe import prove
 
@@ -45,7 +46,10 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
         dtype, dtype_reason = _dtype(target.dtype, checkpoint, device)
         with _quiet():
             config = _read_config(folder, checkpoint.config)
-            network, notices = _read_weights(folder, config, dtype, device)
+            coded = _coded(checkpoint)
+            if coded and not _has_decoder(config):
+                raise _codes_as_values(folder, coded, "config.json names no quantisation that transformers decodes")
+            network, notices = _read_weights(folder, config, coded, dtype, device)
             model = Model(network)
             template, dearer = prove(model)
             head, no_head = load_head(model, checkpoint.names, folder)
@@ -56,7 +60,9 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
     )
     if model.rollback not in (Rollback.CUT, Rollback.REPLAY):
         notices.append(f"slow: {model.rollback.value} ({dearer or 'it takes no cache'})")
-    if no_head and (layers_in(checkpoint.config) or "no tensor" not in no_head):
+    if target.decoded_cache is not None:
+        notices.append("target.decoded_cache is not used: transformers reads the weights itself")
+    if no_head and (names_mtp_layers(checkpoint.config) or "no tensor" not in no_head):
         notices.append(no_head)
     import transformers
 
@@ -79,7 +85,7 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
     return TransformersPass(info, model, template, head, notices)
 
 
-def layers_in(config: Mapping[str, Any]) -> bool:
+def names_mtp_layers(config: Mapping[str, Any]) -> bool:
     """Whether config.json itself names MTP layers: some config classes add one of their own."""
     text = config.get("text_config", config)
     names = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -108,7 +114,7 @@ def _read_config(folder: Path, stored: Mapping[str, Any]) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a config class checks its own fields and raises what it likes
         raise CheckpointError(
-            f"transformers cannot read config.json: {_line(error)}", file=folder / "config.json"
+            f"transformers cannot read config.json: {one_line(error)}", file=folder / "config.json"
         ) from error
     if config.is_encoder_decoder:
         raise encoder_decoder(model_type)
@@ -121,8 +127,51 @@ def _read_config(folder: Path, stored: Mapping[str, Any]) -> Any:
     return config
 
 
-def _read_weights(folder: Path, config: Any, dtype: str, device: torch.device) -> tuple[Any, list[str]]:
-    """The model with every weight from the checkpoint, and notices. Raises: CheckpointError naming missing tensors."""
+def _coded(checkpoint: Checkpoint) -> dict[str, TensorFormat]:
+    """Weights that are stored as codes and scales, or as numbers of no known meaning, by their first tensor's name."""
+    try:
+        formats = formats_of(checkpoint)
+    except CheckpointError:  # two names that would be one in a family of specdec; here they are two
+        return {}
+    return {found.tensors[0]: found for found in formats.values() if found.quantised or found.error is not None}
+
+
+_INSTEAD = (
+    "the checkpoint in bfloat16 that it was made from; for a family that specdec reads, "
+    'target.backend = "cpu", which decodes it'
+)
+
+
+def _has_decoder(config: Any) -> bool:
+    """Whether transformers will decode the weights. It passes over a method that it does not know, with a warning."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    sections = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config(decoder=True)))
+    section = next((section for section in sections if section is not None), None)
+    if not isinstance(section, Mapping):
+        return section is not None
+    loads = section.get("load_in_8bit") or section.get("load_in_4bit")
+    return bool(loads) or section.get("quant_method") in AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
+def _codes_as_values(folder: Path, coded: Mapping[str, TensorFormat], why: str) -> UnsupportedError:
+    name, found = next(iter(coded.items()))
+    more = f" (and {len(coded) - 1} more)" if len(coded) > 1 else ""
+    return UnsupportedError(
+        f"the weight {name}{more} is stored as {found.format}, and transformers would take its codes for values: {why}",
+        folder=folder,
+        try_=_INSTEAD,
+    )
+
+
+def _read_weights(
+    folder: Path, config: Any, coded: Mapping[str, TensorFormat], dtype: str, device: torch.device
+) -> tuple[Any, list[str]]:
+    """The model with every weight from the checkpoint, and notices.
+
+    Raises: CheckpointError naming missing tensors, or those of another shape; UnsupportedError for codes whose scales
+    were left over.
+    """
     from transformers import AutoModelForCausalLM
 
     def read(attention: str) -> tuple[Any, dict[str, Any]]:
@@ -135,6 +184,7 @@ def _read_weights(folder: Path, config: Any, dtype: str, device: torch.device) -
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are told, and refused below with their names
             output_loading_info=True,
         )
         network, told = made
@@ -150,22 +200,38 @@ def _read_weights(folder: Path, config: Any, dtype: str, device: torch.device) -
     except SpecdecError:
         raise
     except Exception as error:  # quantisation libraries that are absent, shapes that do not fit, ...
-        raise CheckpointError(f"transformers cannot load this checkpoint: {_line(error)}", folder=folder) from error
+        raise CheckpointError(
+            f"transformers cannot load this checkpoint: {one_line(error)}",
+            folder=folder,
+            try_=f"what the message asks for, or {_INSTEAD}" if coded else None,
+        ) from error
+    unexpected = set(told.get("unexpected_keys") or ())
+    left_over = {name: found for name, found in coded.items() if not unexpected.isdisjoint(found.tensors[1:])}
+    if left_over:
+        raise _codes_as_values(folder, left_over, "it did not read all of its scales")
     for label, why in (
         ("missing_keys", "lacks tensors that the model needs, and transformers would have filled them with noise"),
         ("mismatched_keys", "has tensors of another shape than the config says"),
         ("error_msgs", "could not be converted"),
     ):
-        wrong = sorted(map(str, told.get(label) or ()))
+        wrong = sorted(map(_told, told.get(label) or ()))
         if wrong:
             raise CheckpointError(
                 f"the checkpoint {why}: {_names(wrong)}", folder=folder, try_="the files of one and the same model"
             )
     head = head_pattern(config) if layers_named(config) else None
-    unused = sorted(name for name in told.get("unexpected_keys") or () if head is None or not head.search(name))
+    unused = sorted(name for name in unexpected if head is None or not head.search(name))
     notices = [f"{len(unused)} tensors of the checkpoint are not part of the model: {_names(unused)}"] if unused else []
     network.eval().requires_grad_(False)
     return network.to(device), notices
+
+
+def _told(entry: Any) -> str:
+    """What transformers lists: a name, or a name with the shapes of the file and of the model."""
+    if isinstance(entry, str):
+        return entry
+    name, stored, wanted = entry
+    return f"{name} {list(stored)} instead of {list(wanted)}"
 
 
 def _names(names: list[str]) -> str:
@@ -179,7 +245,7 @@ def _device() -> torch.device:
         device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UnsupportedError(f"{DEVICE_VARIABLE}={asked!r} cannot be used: {_line(error)}", try_="cpu") from error
+        raise UnsupportedError(f"{DEVICE_VARIABLE}={asked!r} cannot be used: {one_line(error)}", try_="cpu") from error
     return device
 
 
@@ -227,7 +293,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

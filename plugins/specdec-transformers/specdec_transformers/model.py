@@ -121,6 +121,11 @@ class Model:
         return Pass(rows, hidden, after)
 
 
+def one_line(error: Exception) -> str:
+    """What somebody else's code raised, with its class, in one line of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def _joined(parts: list[Tensor | None]) -> Tensor | None:
     found = [part for part in parts if part is not None]
     return torch.cat(found) if found else None

@@ -18,7 +18,7 @@ import torch
 from specdec.errors import CheckpointError
 from torch import Tensor
 
-from specdec_transformers.model import Model
+from specdec_transformers.model import Model, one_line
 
 
 class MtpHead:
@@ -96,7 +96,7 @@ def load_head(model: Model, names: Iterable[str], folder: Any) -> tuple[MtpHead 
         raise CheckpointError(
             f"the MTP head of this checkpoint is not complete: {missing}"
             if missing
-            else f"transformers cannot load the MTP head of this checkpoint: {_line(error)}",
+            else f"transformers cannot load the MTP head of this checkpoint: {one_line(error)}",
             folder=folder,
             found=f"{len(stored)} tensors of it, such as {stored[0]}",
             try_="the complete checkpoint, or one without any tensor of the head (it then loads without it)",
@@ -125,7 +125,3 @@ def head_pattern(config: Any) -> re.Pattern[str]:
 def _missing_of(text: str) -> str:
     found = re.search(r"weights are missing from .*?: (\[.*\])", text, re.DOTALL)
     return f"it lacks {found.group(1)}" if found else ""
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -9,7 +9,7 @@ from specdec.errors import SpecdecError, UnsupportedError
 from torch import Tensor
 
 from specdec_transformers import caches
-from specdec_transformers.model import Model, Rollback, Text
+from specdec_transformers.model import Model, Rollback, Text, one_line
 
 _SLACK = {torch.float32: 0.02, torch.float64: 0.02}
 _COARSE_SLACK = 0.2
@@ -21,10 +21,18 @@ def prove(model: Model) -> tuple[Any, str]:
     """Set ``model.rollback`` to the cheapest way that gives the logits of a pass without a cache.
 
     Returns a used cache (the template of ``caches.loaded``; None with RECOMPUTE) and why a cheaper way was not taken.
-    Raises: UnsupportedError when rows of the model see the rows after them.
+    Raises: UnsupportedError when rows of the model see the rows after them, or its code fails on a short text.
     """
     tokens = _tokens(model, 10)
-    wanted = model.whole(tokens).logits
+    try:
+        wanted = model.whole(tokens).logits
+    except SpecdecError:
+        raise
+    except Exception as error:  # any model's own code, and that of quantisation libraries
+        raise UnsupportedError(
+            f"transformers cannot run this {model.network.config.model_type} model on a text of {len(tokens)} tokens",
+            error=one_line(error),
+        ) from error
     assert wanted is not None
     model.vocab_size = min(wanted.shape[1], _embedded(model, wanted.shape[1]))
     shorter = model.whole(tokens[:6]).logits
@@ -45,7 +53,7 @@ def prove(model: Model) -> tuple[Any, str]:
         except SpecdecError as error:
             template, wrong = None, error.message
         except Exception as error:  # noqa: BLE001 - any model's own code; the next way may work
-            template, wrong = None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            template, wrong = None, one_line(error)
         if not wrong:
             return template, reason
         reason = wrong

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import specdec
 import tiny_models
+import torch
 from safetensors.torch import load_file, save_file
 from specdec.config import TargetConfig
 from specdec.errors import CheckpointError, PluginError, SpecdecError, UnknownNameError, UnsupportedError
 from specdec.plugins import Registry, use_registry
+from transformers import AutoConfig
 
-from specdec_transformers import choice, specdec_forward_pass
+from specdec_transformers import choice, loading, specdec_forward_pass
 from specdec_transformers.loading import DEVICE_VARIABLE
+from specdec_transformers.model import Model
 
 
 @pytest.fixture
@@ -32,8 +35,6 @@ def copy(checkpoint, tmp_path):
 
 def stub(folder: Path, **config) -> Path:
     """A folder with a config and one tensor: enough for what is refused before weights are read."""
-    import torch
-
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"x": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -64,6 +65,14 @@ def test_what_is_no_model_of_transformers_is_left_to_specdec(checkpoint, tmp_pat
     (unknown / "tokenizer.json").write_bytes((checkpoint("gpt2") / "tokenizer.json").read_bytes())
     with pytest.raises(UnknownNameError, match="reads model_type 'no_such_model'"):
         specdec.load(str(unknown))
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "../nowhere", "~/nowhere", "a/b/c", "a--b/c", "x..y/z", ".a/b"])
+def test_a_place_that_is_none_is_left_to_specdec(model):
+    """Some of these look like hub ids to a pattern, and are none to the hub's client, which raises its own errors."""
+    assert specdec_forward_pass(TargetConfig(model=model)) is None
+    with pytest.raises(CheckpointError, match="there is no folder|neither a folder nor a hub id"):
+        specdec.load(model)
 
 
 def test_a_native_load_imports_no_transformers(checkpoint):
@@ -174,7 +183,7 @@ def test_a_missing_tensor_is_an_error_that_names_it(copy):
 def test_a_tensor_of_another_shape_is_an_error(copy):
     name = "model.layers.1.mlp.up_proj.weight"
     folder = edited(copy("llama"), lambda weights: weights | {name: weights[name][:-1].clone()})
-    with pytest.raises(CheckpointError, match=r"up_proj|shape|mismatch"):
+    with pytest.raises(CheckpointError, match=r"another shape than the config says: .*up_proj.weight \[47, 32\]"):
         specdec.load(folder, backend="transformers")
 
 
@@ -191,6 +200,57 @@ def test_the_fingerprint_follows_config_and_weights(copy, target):
     assert first == target("gpt2").info.fingerprint
     edited(folder, lambda weights: weights | {"transformer.ln_f.bias": weights["transformer.ln_f.bias"] + 1})
     assert specdec.load(str(folder)).info.fingerprint != first
+
+
+def _coded(weights, scale="weight_scale"):
+    module = "model.layers.1.mlp.up_proj."
+    coded = weights[module + "weight"].to(torch.float8_e4m3fn)
+    return weights | {module + "weight": coded, module + scale: torch.tensor(0.5)}
+
+
+@pytest.mark.parametrize("method", [None, "modelopt", "homemade"])
+def test_codes_that_transformers_would_take_for_values_are_refused(copy, method):
+    """It loads them without an error: the method is unknown or not named, the scale is a tensor too many."""
+    folder = copy("llama")
+    if method is not None:
+        tiny_models.edit_config(folder, quantization_config={"quant_method": method})
+    edited(folder, _coded)
+    with pytest.raises(UnsupportedError, match=r"up_proj\.weight is stored as fp8 per tensor, .* codes for values"):
+        specdec.load(str(folder), backend="transformers")
+    assert specdec.load(str(folder), backend="cpu").info.backend == "cpu"
+
+
+def test_scales_that_transformers_left_over_are_refused(copy, monkeypatch):
+    """Also where it knows the method: its list of modules that are not converted may name one that is."""
+    folder = edited(copy("llama"), _coded)
+    monkeypatch.setattr(loading, "_has_decoder", lambda config: True)
+    with pytest.raises(UnsupportedError, match=r"up_proj\.weight .* did not read all of its scales"):
+        specdec.load(folder, backend="transformers")
+
+
+def test_a_method_that_transformers_knows_is_its_own_to_decode(checkpoint):
+    config = AutoConfig.from_pretrained(checkpoint("llama"))
+    for section, known in ((None, False), ({"quant_method": "fp8"}, True), ({"load_in_4bit": True}, True),
+                           ({"quant_method": "modelopt"}, False), ({"quant_algo": "NVFP4"}, False)):  # fmt: skip
+        config.quantization_config = section
+        assert loading._has_decoder(config) is known
+
+
+def test_a_decoded_cache_is_not_used_and_that_is_said(checkpoint, tmp_path):
+    target = TargetConfig(model=str(checkpoint("gpt2")), decoded_cache=str(tmp_path / "cache"))
+    lm = specdec.load(config=specdec.RunConfig(target=target))
+    assert any("target.decoded_cache is not used" in notice for notice in lm.notices)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_that_transformers_cannot_run_is_an_error_of_the_model(copy, monkeypatch):
+    def fail(*arguments, **settings):
+        raise RuntimeError("unflatten: sizes do not\nmultiply up")
+
+    monkeypatch.setattr(Model, "whole", fail)
+    with pytest.raises(UnsupportedError, match="cannot run this llama model") as caught:
+        specdec.load(str(copy("llama")), backend="transformers")
+    assert caught.value.facts["error"] == "RuntimeError: unflatten: sizes do not multiply up"
 
 
 # --- info ------------------------------------------------------------------------------------------------------------

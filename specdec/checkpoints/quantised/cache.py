@@ -66,6 +66,8 @@ class DecodedCache:
 
         ``notices`` are kept for later loads. Raises: CheckpointError when the folder cannot be written or is too small.
         """
+        if self.folder.is_file():
+            raise CheckpointError(f"the decoded cache takes a folder, and {self.folder} is a file", try_=_ELSEWHERE)
         needed, partial = self._size(), None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from specdec.checkpoints.quantised.coding import Coding, look_up
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
 from specdec.checkpoints.quantised.scales import (
+    AGAIN,
     Grid,
     blocks,
     check_dtype,
@@ -39,7 +40,7 @@ _BITS = (2, 4, 8)  # those that fill a word without crossing into the next
 class IntCoding(Coding):
     """Signed integers, offsets and scales."""
 
-    largest: ClassVar[float] = 511.0  # |q - zero point|: two 8-bit numbers, the latter perhaps unsigned
+    largest: ClassVar[float] = 383.0  # |q - zero point|: -128 and 255, two 8-bit numbers, one of them unsigned
     bits: int  # 0: one int8 a value
     packed_offsets: bool
 
@@ -61,6 +62,12 @@ class IntCoding(Coding):
             turned = stored.transpose(-1, -2).contiguous()
             stored = unpack(turned, self.bits)[..., :rows].transpose(-1, -2)
         offsets: torch.Tensor = stored.to(torch.float32).reshape(self.grid.shape)
+        bits = self.bits or 8
+        low, high = -(2 ** (bits - 1)), 2**bits - 1  # of a signed or an unsigned number
+        if not bool(((offsets >= low) & (offsets <= high)).all()):  # a NaN is in no range
+            raise self.parts.error(
+                f"the tensor {self.parts.roles['zero_point']} holds values outside {low} to {high}, or NaN", try_=AGAIN
+            )
         return offsets
 
     def order(self) -> torch.Tensor | None:

@@ -64,13 +64,6 @@ def refusals(checkpoint: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str
 
 
 def _refusal(checkpoint: Checkpoint, name: str, method: str, declared: str | None) -> CheckpointError:
-    if method.startswith("mlx"):
-        return CheckpointError(
-            f"the tensor {name} is quantised by MLX ({method}), which this backend does not decode",
-            file=checkpoint.file_of(name),
-            config=declared,
-            try_=_ORIGINAL,
-        )
     return CheckpointError(
         f"the tensor {name} is quantised with {method}, which is not read",
         file=checkpoint.file_of(name),

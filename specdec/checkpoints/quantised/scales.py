@@ -12,6 +12,7 @@ from specdec.checkpoints.quantised.parts import FLOATS, Parts
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
+AGAIN = "download the file again; if that does not help, the checkpoint is broken"
 EXPONENTS = ("U8", "F8_E8M0")  # one byte e that stands for 2 ** (e - 127)
 # OCP Microscaling Formats v1.0, section 5.4.1: 255 is NaN; 0 is 2^-127, a float32 subnormal.
 E8M0 = torch.tensor([math.ldexp(1.0, e - 127) for e in range(255)] + [math.nan], dtype=torch.float32)
@@ -90,19 +91,16 @@ def load_scales(parts: Parts, role: str, *, zero: bool = True) -> torch.Tensor:
     if dtype in EXPONENTS:
         scales = E8M0[stored.view(torch.uint8).int().flatten()].view(stored.shape)
         if bool(scales.isnan().any()):
-            raise parts.error(f"the scale {name} holds the E8M0 code 255, which is NaN", try_=_AGAIN)
+            raise parts.error(f"the scale {name} holds the E8M0 code 255, which is NaN", try_=AGAIN)
         return scales
     scales = stored.to(torch.float32)
     finite, negative = bool(torch.isfinite(scales).all()), bool((scales < 0).any())
     if not finite or negative:
         what = "NaN or infinity" if not finite else "a negative value, and scales are magnitudes"
-        raise parts.error(f"the scale {name} holds {what}", try_=_AGAIN)
+        raise parts.error(f"the scale {name} holds {what}", try_=AGAIN)
     if not zero and bool((scales == 0).any()):
-        raise parts.error(f"the scale {name} is 0, and the weight {parts.codes} is divided by it", try_=_AGAIN)
+        raise parts.error(f"the scale {name} is 0, and the weight {parts.codes} is divided by it", try_=AGAIN)
     return scales
-
-
-_AGAIN = "download the file again; if that does not help, the checkpoint is broken"
 
 
 def check_dtype(parts: Parts, role: str, allowed: Sequence[str] = (*FLOATS, *EXPONENTS)) -> None:

@@ -179,7 +179,7 @@ def integers(
 
 
 Quantiser = Callable[[np.ndarray], tuple[Tensors, np.ndarray]]
-# label -> quantiser; each takes any [..., N, K] with K a multiple of 32
+# name -> quantiser; each takes any [..., N, K] with K a multiple of 32
 QUANTISERS: Mapping[str, Quantiser] = {
     "fp8-block 128x128": fp8_block,
     "fp8-block 128x128 e8m0": lambda w: fp8_block(w, name="scale", e8m0=True),
@@ -197,6 +197,15 @@ QUANTISERS: Mapping[str, Quantiser] = {
     "int8 per channel": lambda w: integers(w, 8, packed=False),
     "int8 per channel zero points": lambda w: integers(w, 8, packed=False, zero_points=True),
 }
+
+
+VARIANTS = ("e8m0", "bf16", "packed", "zero points")  # last words of names above that are no part of the label
+
+
+def label(name: str) -> tuple[str, str]:
+    """What ``formats_of`` calls a quantiser's format, and the variant of it, "" for the usual one."""
+    variant = next((variant for variant in VARIANTS if name.endswith(f" {variant}")), "")
+    return name.removesuffix(f" {variant}") if variant else name, variant
 
 
 def quantised(

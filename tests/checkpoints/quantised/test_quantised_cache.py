@@ -71,13 +71,17 @@ def test_the_cache_is_written_once_and_holds_the_same_bits(source: Path, tmp_pat
 
 
 def test_the_model_keeps_its_identity_and_its_notices(source: Path, tmp_path: Path) -> None:
+    """Each notice once: those of the source that the cache keeps, and those that its own audit finds again."""
+    tensors = load_file(source / "model.safetensors") | {"model.extra": torch.ones(2)}
+    save_file(tensors, source / "model.safetensors")
     plain = load_target(RunConfig(target=TargetConfig(model=str(source), dtype="bfloat16")))
-    load(source, tmp_path / "cache")
+    written = load(source, tmp_path / "cache")
     cached = load(source, tmp_path / "cache")
     assert cached.target.info.fingerprint == plain.target.info.fingerprint
-    assert [notice for notice in cached.notices if "activations" in notice] == [
-        notice for notice in plain.notices if "activations" in notice
-    ]
+    about = [notice for notice in plain.notices if "activations" in notice or "extra" in notice]
+    assert len(about) == 2
+    for loaded in (written, cached):
+        assert [notice for notice in loaded.notices if "weights" not in notice[:8]] == list(plain.notices)
 
 
 def test_each_dtype_has_a_place_of_its_own(source: Path, tmp_path: Path) -> None:

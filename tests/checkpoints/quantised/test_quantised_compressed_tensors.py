@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, tex
 from specdec.checkpoints.quantised import formats_of
 from specdec.plugins import registry
 from tests import tiny
+from tests.comparisons import record
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -113,7 +116,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_library_wrote_is_decoded_as_it_decodes(saved: Any, case: str) -> None:
+def test_what_the_library_wrote_is_decoded_as_it_decodes(
+    saved: Any, case: str, record_property: Callable[[str, object], None]
+) -> None:
     folder, wanted = saved(case)
     checkpoint = Checkpoint.open(folder)
     formats = formats_of(checkpoint)
@@ -125,6 +130,8 @@ def test_what_the_library_wrote_is_decoded_as_it_decodes(saved: Any, case: str) 
         assert values.abs().max() > 0
         assert torch.equal(weights[canonical].view(torch.int16), values.to(torch.bfloat16).view(torch.int16)), name
     assert formats["lm_head.weight"].format == "bf16"
+    library = f"compressed-tensors {version('compressed-tensors').rpartition('.')[0]}"
+    record(record_property, CASES[case][2], "decoded weights", library, case, 0.0)
 
 
 @pytest.mark.parametrize("case", CASES)

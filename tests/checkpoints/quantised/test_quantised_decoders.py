@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from specdec.checkpoints import Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
 from tests.checkpoints.quantised import quantisers as q
+from tests.comparisons import record
 
 X = "model.layers.0.mlp.up_proj."
 
@@ -50,12 +51,18 @@ def drawn(seed: int, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", q.QUANTISERS)
-@given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
 def test_a_decoded_matrix_is_what_its_tensors_mean(
-    tmp_path_factory: pytest.TempPathFactory, name: str, dtype: torch.dtype, rows: int, groups: int, seed: int
+    tmp_path: Path, name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
-    parts, values = q.QUANTISERS[name](drawn(seed, rows, 32 * groups))
-    assert_same_bits(decoded(written(tmp_path_factory.mktemp("one"), parts), dtype), values)
+    @given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
+    def check(rows: int, groups: int, seed: int) -> None:
+        parts, values = q.QUANTISERS[name](drawn(seed, rows, 32 * groups))
+        assert_same_bits(decoded(written(tmp_path / f"{rows}-{groups}-{seed}", parts), dtype), values)
+
+    check()
+    label, variant = q.label(name)
+    kind = str(dtype).removeprefix("torch.")
+    record(record_property, label, "decoded weights", "a numpy table", f"{variant} to {kind}".lstrip(), 0.0)
 
 
 @pytest.mark.parametrize("name", q.QUANTISERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_chec
 from specdec.checkpoints.quantised import formats_of
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
+from tests.comparisons import record
 
 transformers = pytest.importorskip("transformers")
 library = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
+BLOCKS = [(128, 128), (32, 64)]
 LINEAR, STACK = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -26,10 +29,10 @@ def operations(**settings: Any) -> tuple[Any, Any]:
     return library.Fp8Quantize(quantiser), library.Fp8Dequantize(quantiser)
 
 
-@pytest.mark.parametrize("block", [(128, 128), (32, 64)])
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
 def test_what_transformers_quantised_is_decoded_as_it_does(
-    tmp_path: Path, block: tuple[int, int], scale_fmt: str
+    tmp_path: Path, block: tuple[int, int], scale_fmt: str, record_property: Callable[[str, object], None]
 ) -> None:
     quantise, dequantise = operations(weight_block_size=block, scale_fmt=scale_fmt)
     weights = {LINEAR: drawn(0, 256, 384), STACK: drawn(1, 3, 128, 256)}
@@ -42,9 +45,13 @@ def test_what_transformers_quantised_is_decoded_as_it_does(
     for name, scale in ((LINEAR, f"{LINEAR}_scale_inv"), (STACK, f"{STACK}_scale_inv")):
         theirs = dequantise._dequantize_one(stored[name], stored[scale], output_dtype=torch.float32)
         assert_same_bits(ours[name.removeprefix("model.")], theirs)
+    label = f"fp8-block {block[0]}x{block[1]}"
+    record(record_property, label, "decoded weights", "transformers' Fp8Dequantize", f"{scale_fmt} scales", 0.0)
 
 
-def test_mxfp4_experts_are_decoded_as_transformers_does(tmp_path: Path) -> None:
+def test_mxfp4_experts_are_decoded_as_transformers_does(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """DeepSeek-V4's: pairs in int8, exponents in E8M0; and the library's reading of the same bytes."""
     _, dequantise = operations()
     parts, _ = q.mxfp4(drawn(2, 64, 128))
@@ -56,3 +63,4 @@ def test_mxfp4_experts_are_decoded_as_transformers_does(tmp_path: Path) -> None:
     theirs = dequantise._dequantize_one(parts["weight"], parts["scale"], output_dtype=torch.float32)
     ours = Weights(checkpoint, canonical_names(checkpoint.names), dtype=torch.float32)
     assert_same_bits(ours[f"{name}weight"], theirs)
+    record(record_property, "mxfp4", "decoded weights", "transformers' Fp8Dequantize", "DeepSeek-V4's layout", 0.0)

@@ -1,0 +1,166 @@
+"""Logits, hidden states and gathered head rows as MLX arrays, and the way between torch and MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+
+from specdec.contract import Hidden, Logits
+from specdec.errors import ContractError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from specdec.contract import Float32
+
+_TORCH = {mx.bfloat16: torch.bfloat16, mx.float32: torch.float32}
+
+
+def from_host(tensor: Any, dtype: mx.Dtype) -> mx.array:
+    """A torch tensor on the host (or an MLX array) in ``dtype``: one copy, in memory that the device reads."""
+    if isinstance(tensor, mx.array):
+        return tensor.astype(dtype)
+    host = tensor.detach().to(_TORCH[dtype]).contiguous()
+    if dtype == mx.bfloat16:  # numpy has no bfloat16; the bits travel as integers
+        made = mx.array(host.view(torch.uint16).numpy()).view(mx.bfloat16)
+    else:
+        made = mx.array(host.numpy())
+    mx.eval(made)
+    return made
+
+
+def to_host(array: mx.array) -> torch.Tensor:
+    """A copy as a torch tensor of the same dtype on the host."""
+    array = mx.contiguous(array)
+    if array.dtype == mx.bfloat16:
+        return torch.from_numpy(np.array(array.view(mx.uint16))).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+class MetalHidden(Hidden):
+    """Some rows of an array ``[T, H]`` in act dtype, cut out when they are used.
+
+    A cut that waits for its use belongs to the thread that made it, and a session may go on in another one.
+    """
+
+    __slots__ = ("_array", "_rows")
+
+    def __init__(self, array: mx.array, rows: range | None = None) -> None:
+        self._array = array
+        self._rows = range(array.shape[0]) if rows is None else rows
+
+    @property
+    def array(self) -> mx.array:
+        """The rows ``[T, H]``."""
+        if len(self._rows) == self._array.shape[0]:
+            return self._array
+        return self._array[self._rows.start : self._rows.stop]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rows: slice) -> MetalHidden:
+        return MetalHidden(self._array, self._rows[rows])
+
+    def join(self, others: Sequence[Hidden]) -> MetalHidden:
+        parts = [self.array]
+        for other in others:
+            if not isinstance(other, MetalHidden):
+                raise ContractError(f"hidden states of another backend ({type(other).__name__}) cannot be joined")
+            parts.append(other.array)
+        return MetalHidden(mx.concatenate(parts))
+
+
+class MetalLogits(Logits):
+    """``[T, V]`` float32, computed when somebody asks."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: mx.array) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def argmax(self) -> list[int]:
+        best = self.array.max(axis=-1, keepdims=True)
+        # the lowest of equal ids by what the operations mean, whatever order the device reduces in
+        ids = mx.arange(self.array.shape[1])
+        tokens = mx.where(self.array == best, ids, self.array.shape[1]).min(axis=-1)
+        broken = mx.isnan(self.array).any(axis=-1) | ~mx.isfinite(best[:, 0])
+        mx.eval(tokens, broken)
+        for row, wrong in enumerate(broken.tolist()):
+            if wrong:
+                raise ContractError(
+                    f"the target's logits of row {row} are not finite",
+                    try_="specdec info MODEL (the weight audit), or dtype = float32",
+                )
+        found: list[int] = tokens.tolist()
+        return found
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        ids: list[list[int]] = []
+        values: list[list[float]] = []
+        rows = self.rows()
+        k = min(k, rows.shape[1])
+        for row in rows:
+            candidates = np.flatnonzero(row >= np.partition(row, -k)[-k])
+            order = candidates[np.lexsort((candidates, -row[candidates]))[:k]]
+            ids.append(order.tolist())
+            values.append(row[order].tolist())
+        return ids, values
+
+    def gather(self, tokens: Sequence[int]) -> list[float]:
+        at = mx.array(list(tokens), mx.int32)[:, None]
+        values: list[float] = mx.take_along_axis(self.array[: len(tokens)], at, axis=1)[:, 0].tolist()
+        return values
+
+    def rows(self) -> Float32:
+        rows: Float32 = np.asarray(self.array)  # the device's own memory: nothing is copied
+        return rows
+
+
+class MetalHeadRows:
+    """Rows of a head, gathered: those that other heads share, and behind them those that were added.
+
+    Attributes:
+        parts: weights ``[n, H]``, one or two.
+        ids: token id of every row ``[n]`` int32, in the order of the parts.
+        vocab_size: V.
+    """
+
+    __slots__ = ("ids", "parts", "tokens", "vocab_size")
+
+    def __init__(self, parts: tuple[mx.array, ...], ids: NDArray[np.int32], vocab_size: int) -> None:
+        self.parts = parts
+        self.ids = ids
+        self.vocab_size = vocab_size
+        self.tokens: tuple[int, ...] = tuple(np.sort(ids).tolist())
+
+    @classmethod
+    def of(cls, weight: mx.array, tokens: Sequence[int]) -> MetalHeadRows:
+        """The rows of ``weight [V, H]`` for these ids."""
+        ids = np.unique(np.array(list(tokens), dtype=np.int32))
+        rows = weight[mx.array(ids)]
+        mx.eval(rows)
+        return cls((rows,), ids, int(weight.shape[0]))
+
+    def extended(self, weight: mx.array, tokens: Sequence[int]) -> MetalHeadRows:
+        """These rows and those for ids that are not here; the first part is shared, not copied."""
+        missing = np.setdiff1d(np.array(list(tokens), dtype=np.int32), self.ids)
+        if not len(missing):
+            return self
+        added = mx.concatenate([*self.parts[1:], weight[mx.array(missing)]])
+        mx.eval(added)
+        return MetalHeadRows((self.parts[0], added), np.concatenate([self.ids, missing]), self.vocab_size)
+
+    def logits(self, x: mx.array) -> MetalLogits:
+        """Logits of ``x [T, H]`` over the whole vocabulary, -inf where there is no row."""
+        values = mx.concatenate([x @ part.T for part in self.parts], axis=1).astype(mx.float32)
+        full = mx.full((x.shape[0], self.vocab_size), -mx.inf, dtype=mx.float32)
+        full[:, mx.array(self.ids)] = values
+        return MetalLogits(full)

@@ -1,0 +1,46 @@
+"""The Metal backend: on which of MLX's devices it runs here, and in which dtype."""
+
+from __future__ import annotations
+
+import platform
+
+from specdec.errors import ConfigError, UnsupportedError
+
+try:
+    import mlx.core as mx
+except ImportError as error:  # the package without its library, as mlx alone is on Linux
+    raise UnsupportedError(f"mlx cannot be loaded: {error}", try_="pip install 'specdec-framework[metal]'") from error
+
+from specdec.backends.metal.ops import MetalOps
+
+DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+class MetalBackend:
+    """MLX on the default device: the GPU where there is Metal, else the CPU.
+
+    Attributes:
+        notices: what a user should know about the choice of the device, one sentence each.
+    """
+
+    name = "metal"
+
+    def __init__(self) -> None:
+        self.notices: tuple[str, ...] = ()
+        if mx.default_device().type == mx.DeviceType.gpu:
+            self.device = f"metal ({mx.device_info().get('device_name', 'GPU')})"
+        else:
+            self.device = f"MLX's CPU device ({platform.machine()})"
+            self.notices = ("metal runs on MLX's CPU device here: there is no Metal device, and nothing is fast",)
+
+    def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
+        if requested in DTYPES:
+            return requested, "asked for"
+        if requested != "auto":
+            raise ConfigError(f"target.dtype takes auto, {' or '.join(DTYPES)} on the metal backend, got {requested!r}")
+        if stored == "float32":
+            return "float32", "auto: the checkpoint is stored in float32"
+        return "bfloat16", f"auto: the checkpoint is stored in {stored}"
+
+    def ops(self, dtype: str) -> MetalOps:
+        return MetalOps(DTYPES[dtype])

@@ -1,0 +1,48 @@
+"""How a pass is launched on MLX: its graph is built op by op, then handed to the device without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from specdec.backends.ops import Array, Cache
+from specdec.backends.passes import Body
+
+
+class MetalPass:
+    """A body over the caches of one sequence.
+
+    Everything that a pass leaves behind is started with it: a prompt whose logits nobody reads would otherwise grow
+    one graph, and keep all that its chunks computed on the way.
+    """
+
+    def __init__(self, body: Body, caches: Sequence[Any]) -> None:
+        self._body = body
+        self._caches = caches
+
+    def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
+        x = self._body(self._caches, tokens, hidden)
+        self._start(x)
+        return x
+
+    def commit(self, rows: int) -> None:
+        for cache in self._caches:
+            cache.commit(rows)
+        self._start()
+
+    def _start(self, *more: Array) -> None:
+        mx.async_eval(*more, *(array for cache in self._caches for array in cache.arrays()))
+
+
+class MetalPasses:
+    """One kind of pass, for any sequence."""
+
+    eager_reason = ""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+
+    def bind(self, caches: Sequence[Cache]) -> MetalPass:
+        return MetalPass(self._body, caches)

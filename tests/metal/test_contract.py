@@ -1,0 +1,37 @@
+"""The conformance kit over the ops and over a target on them, on whatever device MLX has here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from specdec.backends.metal.ops import MetalOps  # noqa: E402
+from specdec.contract import Parity  # noqa: E402
+from specdec.testing import OpsSubject  # noqa: E402
+from specdec.testing.registry import Subject, as_subject, check_subjects  # noqa: E402
+from tests import tiny  # noqa: E402
+
+
+def numeric(dtype: str) -> MetalOps:
+    """What a GPU gets: the same ops, promising less."""
+    ops = MetalOps(getattr(mx, dtype))
+    ops.parity, ops.parity_reason = Parity.NUMERIC, "as on a GPU"
+    return ops
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [lambda dtype: MetalOps(getattr(mx, dtype)), numeric], ids=["own parity", "numeric"])
+def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
+    check_subjects(f"metal {dtype}", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+@pytest.mark.parametrize("make", [lambda dtype: MetalOps(getattr(mx, dtype)), numeric], ids=["own parity", "numeric"])
+def test_a_target_over_them(checkpoint: Callable[..., Any], make: Callable[[str], MetalOps], family: str) -> None:
+    target = tiny.make_target(checkpoint(family), ops=make("float32"))
+    subjects = {Subject.FORWARD_PASS: as_subject(Subject.FORWARD_PASS, target)}
+    check_subjects(family, subjects, effort=0.4).raise_for_failures()
