@@ -64,7 +64,7 @@ def _of_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("family", f"{told['family']} (model_type {told['model_type']})"),
         ("size", amount(told["size_bytes"]) if here else f"{_NO_WEIGHTS}; what follows is from config.json"),
-        ("parameters", f"{total:,}: {_counts(told['parameters'])}"),
+        ("parameters", f"{total:,}: {_parameters(told['parameters'])}"),
         *([("dtypes", _counts(told["dtypes"]))] if here else []),
         ("head", "shares the embedding's weights" if told["tied"] else "has its own weights"),
         ("MTP", told["mtp"]),
@@ -73,6 +73,12 @@ def _of_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("tensors", _audit(told))] if here else []),
         ("config", ", ".join(f"{key}={_shown(value)}" for key, value in told["config"].items())),
     ]
+
+
+def _parameters(parts: Mapping[str, int]) -> str:
+    """The parts of the total, then the MTP head, which it leaves out."""
+    counted = _counts({part: number for part, number in parts.items() if part != "mtp"})
+    return f"{counted}; and {parts['mtp']:,} in the MTP head" if "mtp" in parts else counted
 
 
 def _counts(parts: Mapping[str, int]) -> str:

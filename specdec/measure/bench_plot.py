@@ -56,7 +56,9 @@ def _speedups(axes: Any, report: BenchReport) -> None:
     axes.set_yticks(range(len(groups)), [f"{group.name} ({group.prompts})" for group in groups])
     axes.invert_yaxis()
     axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
-    axes.set(xlabel="speculative over plain tokens per second", title="Speed-up by class (prompts)\ndashed: plain decoding")
+    axes.set(
+        xlabel="speculative over plain tokens per second", title="Speed-up by class (prompts)\ndashed: plain decoding"
+    )
     axes.grid(axis="x", color="#e3e5e8", linewidth=0.8)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.backends.cpu.native import NativeOps
+from specdec.backends.cpu.native import SMALL, NativeOps
 from specdec.errors import ShapeError
 from tests.backends.test_native_ops import MACHINES, ROUNDING, U, _kernels, assert_same_bits, assert_within, draw
 
@@ -162,5 +163,43 @@ def test_written_and_private_memory_is_left_alone(ops: NativeOps, tmp_path: Path
     expected = written.clone()
     for w in (own, written):
         assert ops.weight(w) is w
-        assert ops._panels(w) is None
     assert torch.equal(written, expected)
+    x = draw(2, 64, seed=1, dtype=ops.dtype)
+    assert_same_bits(ops.linear(x, written), ops.linear(x, packed_copy(ops, expected)))
+
+
+def packed_copy(ops: NativeOps, w: Tensor) -> Tensor:
+    copy = w.clone()
+    ops.pack(copy)
+    return copy
+
+
+def test_a_weight_has_the_same_bits_wherever_it_came_from(ops: NativeOps, tmp_path: Path) -> None:
+    """From a file, and from memory (decoded, converted): a checkpoint and its decoded form must not differ."""
+    original = draw(700, 512, seed=0, dtype=ops.dtype)
+    assert original.nbytes > SMALL
+    from_file, from_memory = ops.weight(mapped(tmp_path, original)), ops.weight(original.clone())
+    x, tokens = draw(5, 512, seed=1, dtype=ops.dtype), [699, 0, 31, 32]
+    for rows in (1, 5):
+        assert_same_bits(ops.linear(x[:rows], from_file), ops.linear(x[:rows], from_memory))
+        assert (ops.head(x[:rows], from_file).rows() == ops.head(x[:rows], from_memory).rows()).all()
+    assert_same_bits(ops.embed(from_memory, tokens), original[tokens])
+
+
+def test_a_weight_from_memory_is_held_once(ops: NativeOps) -> None:
+    """The caller's tensor is not kept, and what stands for it has no memory of its own."""
+    own = draw(700, 512, seed=0, dtype=ops.dtype)
+    gone = weakref.ref(own)
+    handle = ops.weight(own)
+    del own
+    gc.collect()
+    assert gone() is None
+    assert handle.is_meta
+    assert tuple(handle.shape) == (700, 512)
+    held = ops._panels(handle)
+    assert held is not None
+    assert held.nbytes == 22 * 32 * 512 * ops.dtype.itemsize
+    kept = weakref.ref(held)
+    del held, handle
+    gc.collect()
+    assert kept() is None, "the packed copy must go with the weight"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,10 +65,14 @@ def metal(checkpoint: Callable[..., pathlib.Path]) -> Targets:
     return get
 
 
+def on_host(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the arrays of a snapshot."""
+    return {name: to_host(array) if isinstance(array, mx.array) else array.clone() for name, array in found.items()}
+
+
 def arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
     """As ``tiny.state_arrays``, on the host."""
-    found = tiny.state_arrays(target, state)
-    return {name: to_host(array) if isinstance(array, mx.array) else array for name, array in found.items()}
+    return on_host(tiny.state_arrays(target, state))
 
 
 def poison(state: Any) -> None:
@@ -167,7 +171,7 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, 
     truth = [*prompt, *tiny.plain_run(target, prompt, 12)]
     state = tiny.held(target, prompt, truth[len(prompt) :][:9])
     taken = target.snapshot(state)
-    late = {name: to_host(a) if isinstance(a, mx.array) else a.clone() for name, a in taken.arrays.items()}
+    then = on_host(taken.arrays)
     reached = target.rewind(state, len(prompt) + 2)
     assert reached <= len(prompt) + 2
     poison(state)
@@ -180,13 +184,13 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, 
     for one in (state, again):
         tiny.assert_same_bits(arrays(target, one), arrays(target, wanted))
     restored = target.snapshot(target.restore(taken)).arrays  # what the original did since left no trace in it
-    tiny.assert_same_bits({name: to_host(a) if isinstance(a, mx.array) else a for name, a in restored.items()}, late)
+    tiny.assert_same_bits(on_host(restored), then)
 
 
 @exact
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
-def test_sessions_fork_save_load_and_change_threads(
+def test_sessions_fork_save_and_load(
     metal: Targets, checkpoint: Callable[..., pathlib.Path], tmp_path: pathlib.Path, family: str, dtype: str
 ) -> None:
     target, prompt = metal(family, dtype), [9, 8, 9, 8, 7]
@@ -197,17 +201,38 @@ def test_sessions_fork_save_load_and_change_threads(
     session.save(tmp_path / "session.safetensors")
     loaded, fork = lm.session(), session.fork()
     loaded.load(tmp_path / "session.safetensors")
+    held = [on_host(target.snapshot(one._sequence.state).arrays) for one in (session, loaded, fork)]
+    assert any(name.startswith("mtp.") for name in held[0])
+    for other in held[1:]:  # the head's cache and the last hidden state too: wrong ones would only spoil the drafts
+        tiny.assert_same_bits(other, held[0])
     fork.generate([1, 2, 3], max_new_tokens=5, ignore_eos=True)  # goes its own way
-    found: list[Any] = []
+    for one in (session, loaded):
+        assert one.generate(max_new_tokens=17, ignore_eos=True).tokens == truth[7:]
 
-    def go_on() -> None:  # in a thread of its own: MLX computes what a thread asked for in that thread only
-        for one in (session, loaded):
-            found.append(one.generate(max_new_tokens=17, ignore_eos=True).tokens)
 
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    thread.join()
-    assert found == [truth[7:], truth[7:]]
+@exact
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_a_session_may_go_on_in_another_thread(
+    metal: Targets, checkpoint: Callable[..., pathlib.Path], family: str
+) -> None:
+    """MLX computes what a thread asked for in that thread only, so nothing may be left to compute between calls."""
+    target, prompt = metal(family), [9, 8, 9, 8, 7]
+    truth = tiny.plain_run(target, prompt, 30)
+    lm = tiny.make_lm(checkpoint(family, **TRIED[family]), target, lambda env: mtp(Case([], env, [])))
+    session = lm.session()
+    found: list[int] = []
+
+    def go_on(more: list[int] | None) -> None:
+        found.extend(session.generate(more, max_new_tokens=5, ignore_eos=True).tokens)
+
+    for part in range(6):
+        if part % 2:
+            go_on(None)
+        else:
+            thread = threading.Thread(target=go_on, args=(None if part else prompt,))
+            thread.start()
+            thread.join()
+    assert found == truth
 
 
 @exact

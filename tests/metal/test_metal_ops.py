@@ -244,12 +244,12 @@ def test_experts(
 def test_equal_experts_go_by_id() -> None:
     """Equal scores, negative ones and zeros of either sign among them; and a NaN names an expert that exists."""
     ops = MetalOps(mx.float32)
-    bias = ops.vector(torch.tensor([0.0, -1.0, 2.0, -0.0, 2.0, -1.0]) - 0.5)
-    x, router = mx.zeros((3, 4)), mx.zeros((6, 4))
-    ids, _ = ops.route(x, router, Routing(top_k=6, scores="sigmoid", normalised=True), bias)
-    assert ids.tolist() == [[2, 4, 0, 3, 1, 5]] * 3
+    bias = ops.vector(torch.tensor([0.0, -1.0, 2.0, -0.0, 2.0, -3.0, -1.0]) - 0.5)
+    x, router = mx.zeros((3, 4)), mx.zeros((7, 4))
+    ids, _ = ops.route(x, router, Routing(top_k=7, scores="sigmoid", normalised=True), bias)
+    assert ids.tolist() == [[2, 4, 0, 3, 1, 6, 5]] * 3
     ids, _ = ops.route(x + mx.nan, router, Routing(top_k=3, scores="softmax", normalised=True))
-    assert all(0 <= expert < 6 for row in ids.tolist() for expert in row)
+    assert all(0 <= expert < 7 for row in ids.tolist() for expert in row)
 
 
 # --- logits and hidden states ----------------------------------------------------------------------------------------

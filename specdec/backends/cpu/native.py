@@ -34,6 +34,7 @@ MAX_TAPS = 8  # kernels/delta.cpp
 MAX_WEIGHTS = 16  # kernels/dense.cpp, project
 FEATURES, WORD = 32, 4  # kernels/panels.h: weight rows of a panel, bytes of a word
 MAX_KNOWN = 8192  # weights whose layout is remembered
+SMALL = 256 * 1024  # bytes of a matrix that is kept plain beside its packed copy: routers are read by torch too
 
 _empty = torch.empty
 _Pointers = [ctypes.c_void_p * n for n in range(MAX_WEIGHTS + 1)]
@@ -170,17 +171,25 @@ class NativeOps(ReferenceOps):
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def weight(self, tensor: Tensor) -> Tensor:
-        """The weight as a plain tensor. Of a matrix in a memory-mapped file the kernels read a packed copy, and the
-        pages of the file are given back, so that it is resident once (docs/decisions/006-prepacked-weights.md).
+        """The weight as this object's operations know it; the kernels read a packed copy of a matrix, wherever it came
+        from (docs/decisions/006-prepacked-weights.md), and it is resident once.
 
-        The tensor stays valid: whoever reads it has its pages read again. It must not be written to.
+        A matrix in a memory-mapped file stays a plain tensor, whose pages are given back and read again by whoever
+        reads it. So does a small one. Any other is a tensor without data (device "meta"): its own memory goes when the
+        caller lets go of ``tensor``. None must be written to.
         """
         weight = super().weight(tensor)
         if weight.ndim == 1:
             return self._own(weight.float())  # biases are added in float32
-        if self._packable(weight) and self._is_file(weight.data_ptr(), weight.nbytes):
-            self.pack(weight, release=True)
-        return self._own(weight)
+        if not self._packable(weight):
+            return self._own(weight)
+        in_file = bool(self._is_file(weight.data_ptr(), weight.nbytes))
+        if in_file or weight.nbytes <= SMALL:
+            self.pack(weight, release=in_file)
+            return self._own(weight)
+        handle = torch.empty_like(weight, device="meta")
+        self._keep(handle, self._pack_copy(weight, release=False))
+        return handle
 
     def _packable(self, w: Tensor) -> bool:
         return w.ndim == 2 and w.is_contiguous() and w.shape[1] * w.element_size() % WORD == 0 and w.numel() > 0
@@ -193,12 +202,19 @@ class NativeOps(ReferenceOps):
         """
         if w.dtype is not self.dtype or not self._packable(w):
             raise self._refused("pack", "weight", w, "[N, K], contiguous, rows of whole words,")
-        if self._panels(w) is not None:
-            return
+        if self._panels(w) is None:
+            self._keep(w, self._pack_copy(w, release=release))
+
+    def _pack_copy(self, w: Tensor, *, release: bool) -> Tensor:
+        """The panels of a weight, ``[N rounded up, K]``."""
         rows, length = w.shape
         row_bytes = length * w.element_size()
         copy = torch.empty(-(-rows // FEATURES) * FEATURES, length, dtype=self.dtype)
         self._pack_panels(w.data_ptr(), row_bytes, row_bytes // WORD, rows, copy.data_ptr(), release)
+        return copy
+
+    def _keep(self, w: Tensor, copy: Tensor) -> None:
+        """Let the kernels read ``copy`` where they are given ``w``, for as long as there is ``w``."""
         key = id(w)
         self._copies[key] = (weakref.ref(w, lambda _: self._copies.pop(key, None)), self._own(copy))
         self._weights.pop(key, None)

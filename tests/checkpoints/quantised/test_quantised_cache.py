@@ -167,12 +167,18 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_old_cache(
     assert (only(tmp_path / "cache") / "decoded.json").read_text(encoding="utf-8") == kept
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence_on_the_command_line(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cache", "why"),
+    [("file", "the decoded cache takes a folder, and"), ("file/cache", "cannot be written: Not a directory")],
+)
+def test_a_folder_that_cannot_be_made_is_a_sentence_on_the_command_line(
+    source: Path, tmp_path: Path, cache: str, why: str
+) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    setting = f"target.decoded_cache={json.dumps(str(tmp_path / 'file' / 'cache'))}"
+    setting = f"target.decoded_cache={json.dumps(str(tmp_path / cache))}"
     outcome = CliRunner().invoke(main, ["generate", "--model", str(source), "--prompt", "a", "-s", setting])
     assert outcome.exit_code == 2
-    assert "the decoded cache cannot be written: Not a directory" in outcome.stderr
+    assert why in outcome.stderr
     assert "Traceback" not in outcome.output + outcome.stderr
 
 
