@@ -2,10 +2,11 @@
 
     python -m benchmarks.host_time [--tokens 128] [--repeats 20] [--depth 0 2] [--json FILE]
 
-Kernels of recorded passes are timed in C++, around each of them; the output head and the choice of a token around the
-calls that start them, so that a microsecond of calling counts as theirs. Everything else is host time: drafter,
-verifier, policy, session, detokenizer and the start of passes. A second table splits the host time by function, from a
-profile of separate runs; the profiler's own cost is in its numbers, so read its shares.
+Kernels of recorded passes are timed in C++, around each of them, and so is the head of a draft that runs in one call.
+The target's output head and the choice of a token are timed around the calls that start them, so that a microsecond of
+calling counts as theirs. Everything else is host time: drafter, verifier, policy, session, detokenizer and the start of
+passes. A second table splits the host time by function, from a profile of separate runs; the profiler's own cost is in
+its numbers, so read its shares.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def kernel_seconds(target: Any, timed: list[Timed]) -> dict[str, float]:
     """Seconds by kernel since the counters were last read."""
     spent: dict[str, float] = {}
     for passes in (target._target_passes, target._mtp_passes):
-        for recording in passes.recordings.values():
-            for program in (recording.run, recording.replay, recording.windows):
-                for step, name in enumerate(program.names):
-                    spent[name] = spent.get(name, 0.0) + program.spent[step] * 1e-9
-                    program.spent[step] = 0
+        programs = [p for r in passes.recordings.values() if r is not None for p in (r.run, r.replay, r.windows)]
+        for program in programs if passes.best is None else [*programs, passes.best]:
+            for step, name in enumerate(program.names):
+                spent[name] = spent.get(name, 0.0) + program.spent[step] * 1e-9
+                program.spent[step] = 0
     for kernel in timed:
         spent[kernel.name] = spent.get(kernel.name, 0.0) + kernel.seconds
         kernel.seconds = 0.0
@@ -113,7 +114,7 @@ def profile(begin: Callable[[], Callable[[], Any]], repeats: int) -> dict[str, f
         cycles += result.stats.cycles
     own: dict[str, float] = {}
     for (file, _, name), (_, _, seconds, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        if name in ("_play", "__call__") and file.endswith("tape.py"):
+        if name in ("_play", "chain", "__call__") and file.endswith("tape.py"):
             continue
         place = f"{Path(file).stem}.{name}" if file != "~" else name
         own[place] = own.get(place, 0.0) + seconds * 1e3 / cycles

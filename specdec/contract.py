@@ -250,6 +250,17 @@ class ForwardPass(abc.ABC):
         """
         raise no_mtp_head(self.info)
 
+    def draft_greedy(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int
+    ) -> tuple[int, ...] | None:  # fmt: skip
+        """Draft ``depth`` >= 1 tokens greedily in one call, where a pass can do that faster than step by step.
+
+        The same tokens, the same errors and the same state afterwards as ``decode_mtp`` with the true pairs and then
+        ``depth - 1`` chained steps, each fed with the argmax of the logits before it and the hidden state of its row.
+        None: not offered, for these arguments or at all, and nothing has changed; the caller goes step by step.
+        """
+        return None
+
     def draft_head(self, tokens: Sequence[int]) -> DraftHead:
         """The head that ``decode_mtp`` drafts with, cut to ``tokens``: its rows, gathered once into their own memory.
 

@@ -21,7 +21,7 @@ import torch
 
 from specdec._version import __version__
 from specdec.backends.cpu.compiler import cache_dir
-from specdec.costs import CostTable, measure_costs
+from specdec.costs import CostTable, depths_that_fit, measure_costs
 from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def costs_of(lm: LanguageModel, notices: MutableSequence[str], file: str | Path 
     Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
     UnsupportedError where costs cannot be measured.
     """
+    depths_that_fit(lm)
     identity = CostIdentity.of(lm)
     if file is not None:
         return _named(Path(file), identity)

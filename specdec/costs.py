@@ -67,6 +67,16 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
     return known[low] + slope * (at - low)
 
 
+def depths_that_fit(lm: LanguageModel, depths: Sequence[int] = DEPTHS) -> list[int]:
+    """Those of ``depths`` that a session has room for. Raises: UnsupportedError where that leaves nothing to compare."""
+    allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
+    if len(allowed) < 2:
+        raise UnsupportedError(
+            f"costs cannot be measured: passes of {lm.info.max_rows} rows in a session of {lm.capacity} tokens"
+        )
+    return allowed
+
+
 def measure_costs(
     lm: LanguageModel, depths: Sequence[int] = DEPTHS, *, repeats: int = REPEATS, budget_s: float = BUDGET_S
 ) -> CostTable:
@@ -78,11 +88,7 @@ def measure_costs(
     Raises: UnsupportedError where a session is too short for a cycle of depth 1.
     """
     began = perf_counter()
-    allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
-    if len(allowed) < 2:
-        raise UnsupportedError(
-            f"costs cannot be measured: passes of {lm.info.max_rows} rows in a session of {lm.capacity} tokens"
-        )
+    allowed = depths_that_fit(lm, depths)
     measured = _Measured(lm, max(1, min(CONTEXT, lm.capacity - max(allowed) - 2)))
     order = [allowed[0], allowed[-1], *allowed[1:-1]]
     for repeat in range(repeats):

@@ -40,6 +40,9 @@ class Spied:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
+    def draft_greedy(self, *args: Any) -> None:
+        """Not offered, so that every step has its logits seen."""
+
     def decode_mtp(self, *args: Any, **kwargs: Any) -> Any:
         output = self._target.decode_mtp(*args, **kwargs)
         self.seen.append(output.need_logits().rows()[0])

@@ -30,6 +30,19 @@ class Pass(Protocol):
         """Keep the first ``rows`` rows of the last run in all caches; 0 keeps nothing."""
 
 
+@runtime_checkable
+class ChainsGreedily(Protocol):
+    """A pass that can draft: run several times, each time over the token that its last output led to."""
+
+    def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:
+        """``depth`` >= 1 tokens: each the best, by the head ``[V, H]``, for the last row of a pass.
+
+        The first pass runs over ``tokens`` and ``hidden``, every other over the token before it and that last row. All
+        their rows are kept in the caches, those of a pass that is followed by no token too. Same bits as pass by pass.
+        None: not offered for these arguments; nothing happened. Raises: ContractError for logits that are not finite.
+        """
+
+
 class Passes(Protocol):
     """One kind of pass, for any sequence."""
 

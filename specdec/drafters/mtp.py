@@ -41,7 +41,7 @@ from specdec.drafters.gate import DraftGate
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary
 from specdec.errors import ConfigError, StateError
 from specdec.hookspecs import hookimpl
-from specdec.sampling import draft_token
+from specdec.sampling import draft_token, is_plain
 
 WAITING_ROWS = 8  # true pairs that the pass of a first draft token takes in; more of them are fed before it
 IDLE_CYCLES = 256  # in a run of depth 0 pairs wait so long: a row of a long pass costs a tenth of a pass of its own
@@ -96,7 +96,13 @@ class MtpDrafter(Drafter):
         # a pass that makes no pruned heads need not know the argument
         head = None if self._choice is None else self._choice.follow(context)
         options: dict[str, Any] = {} if head is None else {"head": head}
-        output = self._target.decode_mtp(self._state, *self._take(context, keep=0), **options)
+        pairs = self._take(context, keep=0)
+        sampling = context.sampling
+        if head is None and sampling.temperature == 0 and not self._gate.enabled and is_plain(sampling):
+            chained = self._target.draft_greedy(self._state, *pairs, depth)
+            if chained is not None:
+                return Draft(chained)
+        output = self._target.decode_mtp(self._state, *pairs, **options)
         drafted: list[int] = []
         laws = []
         while True:
@@ -122,7 +128,8 @@ class MtpDrafter(Drafter):
         return Draft(tuple(drafted), None if laws[0] is None else np.stack([law for law in laws if law is not None]))
 
     def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
-        self._waiting.append(output.need_hidden()[: verdict.accepted + 1])
+        hidden, kept = output.need_hidden(), verdict.accepted + 1
+        self._waiting.append(hidden if kept == len(hidden) else hidden[:kept])
         if len(self._waiting) > IDLE_CYCLES:
             self._feed(context, keep=1)
 
@@ -162,7 +169,7 @@ class MtpDrafter(Drafter):
         self._waiting = [hidden[rows:]] if keep else []
         first = self._fed + 1
         self._fed += rows
-        return context[first : first + rows], hidden[:rows]
+        return context[first : first + rows], hidden[:rows] if keep else hidden
 
     def _joined(self) -> Hidden:
         return self._waiting[0].join(self._waiting[1:]) if len(self._waiting) > 1 else self._waiting[0]

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops, Rewindable
-from specdec.backends.passes import Pass, passes_of
+from specdec.backends.passes import ChainsGreedily, Pass, passes_of
 from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, ModelInfo, Snapshot, State, no_mtp_head
 from specdec.errors import ContractError, PromptError, ShapeError, StateError
 from specdec.models.decoder import DecoderLayer, MtpHead
@@ -41,6 +41,7 @@ class SequenceState(State):
         self.mtp = mtp
         self.target_pass = target_pass  # over these caches
         self.mtp_pass = mtp_pass
+        self.mtp_chain = mtp_pass if isinstance(mtp_pass, ChainsGreedily) else None
         self.mtp_true = 0  # true pairs; chained entries stand behind them until the next true pair
         self.decoded: Hidden | None = None  # hidden states of the last decode, until it is committed
         self.last: Hidden | None = None  # hidden state of the last committed token
@@ -179,9 +180,7 @@ class CausalLM(ForwardPass):
         cache, mtp_pass = state.mtp, state.mtp_pass
         if cache is None or mtp_pass is None:
             raise no_mtp_head(self.info)
-        self._check_tokens(tokens)
-        if len(tokens) != len(hidden):
-            raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
+        self._check_pairs(tokens, hidden)
         if not provisional:
             cache.truncate(state.mtp_true)
         x = mtp_pass.run(tokens, self.ops.array(hidden))
@@ -189,6 +188,11 @@ class CausalLM(ForwardPass):
         if not provisional:
             state.mtp_true = cache.length
         return x
+
+    def _check_pairs(self, tokens: Sequence[int], hidden: Hidden) -> None:
+        self._check_tokens(tokens)
+        if len(tokens) != len(hidden):
+            raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
 
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
         if self.model.mtp is None:
@@ -207,6 +211,21 @@ class CausalLM(ForwardPass):
         if head is None:
             return ForwardOutput(self.ops.head(x[-1:], self._mtp_lm_head), self.ops.hidden(x))
         return ForwardOutput(self.ops.pruned_head(x[-1:], head.rows), self.ops.hidden(x))
+
+    def draft_greedy(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int
+    ) -> tuple[int, ...] | None:  # fmt: skip
+        state = _own(state)
+        cache, chain, true, rows = state.mtp, state.mtp_chain, state.mtp_true, len(tokens)
+        if cache is None or chain is None or depth < 1:
+            return None
+        self._check_pairs(tokens, hidden)
+        cache.truncate(true)
+        try:
+            return chain.chain(tokens, self.ops.array(hidden), depth, self._mtp_lm_head)
+        finally:
+            if cache.length > true:  # also where a later step failed
+                state.mtp_true = true + rows
 
     @property
     def _mtp_lm_head(self) -> Array:

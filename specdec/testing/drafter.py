@@ -1,18 +1,19 @@
-"""Checks of drafters: clauses D1 to D12, D15 and D16. D13 and D14 stand in ``end_to_end``."""
+"""Checks of drafters: clauses D1 to D12 and D15 to D18. D13 and D14 stand in ``end_to_end``."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import Draft, DraftNoise, Sampling
+from specdec.contract import Draft, DrafterSnapshot, DraftNoise, Sampling
 from specdec.testing.models import Memory
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.playing import Played, drafts_equal, target_for, usable
@@ -240,6 +241,54 @@ def settle_survives(subject: DrafterSubject, run: Run) -> None:
     )  # fmt: skip
 
 
+@check("D17")
+def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
+    """``snapshot`` is a copy: a drafter built with it, or without, proposes what the settled one does."""
+    given: list[DrafterSnapshot] = []
+
+    def body(prompt: list[int], steps: list[Call], later: list[Call], depth: int, setting: str, memory: Memory) -> None:
+        played = _start(subject, setting, memory)
+        _play(played, steps, prompt)
+        kept = played.keep()
+        if kept.drafter is None:
+            return
+        given.append(kept.drafter)
+        _well_formed(kept.drafter)
+        wanted = []
+        for _ in range(2):
+            wanted.append(usable(played.propose(depth), depth, VOCAB))
+            played.finish(wanted[-1], 1, 2)
+        _play(played, later, [])  # the original goes on, and back
+        for saved, how in ((kept.drafter, "with"), (None, "without")):
+            other = played.restored(kept, saved)
+            for round_, expected in enumerate(wanted):
+                got = usable(other.propose(depth), depth, VOCAB)
+                expect(
+                    drafts_equal(got, expected),
+                    f"draft {round_} of a drafter built {how} the snapshot differs from that of the settled one",
+                    got=got, expected=expected, tokens=kept.tokens,
+                )  # fmt: skip
+                other.finish(got, 1, 2)
+
+    later = calls(max_size=3, cycle=_cycle, rewind_and_feed=(st.integers(0, 8), st.integers(0, VOCAB - 1)))
+    run.explore(
+        body, examples=30, prompt=_prompts, steps=calls(cycle=_cycle, idle=(st.integers(1, 10),)), later=later,
+        depth=DEPTHS, setting=_settings, memory=_memories,
+    )  # fmt: skip
+    if not given:
+        not_applicable("snapshot() gives None: nothing of its own is kept")
+
+
+def _well_formed(snapshot: Any) -> None:
+    """Arrays by name, and metadata that a file's header can hold."""
+    expect(isinstance(snapshot, DrafterSnapshot), "snapshot returns a DrafterSnapshot or None", got=snapshot)
+    for name in snapshot.arrays:
+        expect(type(name) is str, "an array's name is a str", got=name)
+    for name, value in snapshot.meta.items():
+        expect(type(name) is str, "the name of metadata is a str", got=name)
+        expect(type(value) in (int, str), "metadata are plain ints and strings", got=f"{name} = {value!r}")
+
+
 @check("D15")
 def sequences_apart(subject: DrafterSubject, run: Run) -> None:
     """Sequences do not influence each other: drafts are the same whatever other sequences did before or between."""
@@ -366,6 +415,54 @@ def _sealed(subject: DrafterSubject, complaint: str) -> None:
     except Exception as error:
         if complaint in str(error):
             raise Broken(str(error).split("\n")[0]) from error
+
+
+@check("D18")
+def reports_change_nothing(subject: DrafterSubject, run: Run) -> None:
+    """``report`` is plain JSON data without NaN, a copy, and asking for it changes nothing."""
+
+    def body(prompt: list[int], steps: list[Call], setting: str) -> None:
+        asked, silent = (_start(subject, setting, Memory.ATTENTION) for _ in range(2))
+        reports = [_reported(asked)]
+        for played in (asked, silent):
+            played.feed(prompt)
+        for step in steps:
+            reports.append(_reported(asked))
+            got, expected = asked.cycle(*step.numbers), silent.cycle(*step.numbers)
+            expect(drafts_equal(got, expected), "report() changed a draft", got=got, expected=expected)
+        for told, text in reports:
+            now = _as_json(told)
+            expect(now == text, "what report() gave is still written to", got=now, expected=text)
+
+    run.explore(body, examples=15, prompt=_prompts, steps=calls(max_size=4, cycle=_cycle), setting=_settings)
+
+
+def _reported(played: Played) -> tuple[dict[str, Any], str]:
+    """What ``report`` gives, as a result takes it over, and as JSON."""
+    before = global_random_state()
+    told: object = played.drafter.report()
+    if not isinstance(told, Mapping):
+        raise Broken("report returns a mapping", got=told)
+    for name in told:
+        expect(type(name) is str, "a name in a report is a str", got=name)
+    report = dict(told)
+    text = _as_json(report)
+    again = _as_json(dict(played.drafter.report()))
+    expect(_but_floats(again) == _but_floats(text), "asking twice gives two answers", got=again, expected=text)
+    expect(global_random_state() == before, "a global generator was moved")
+    return report, text
+
+
+def _as_json(report: dict[str, Any]) -> str:
+    try:
+        return json.dumps(report, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Broken(f"a report is no plain JSON data: {error}", got=report) from error
+
+
+def _but_floats(text: str) -> Any:
+    """JSON data without its floats: a report may tell a time that goes on."""
+    return json.loads(text, parse_float=lambda number: None)
 
 
 @check("D16", kind="advice")

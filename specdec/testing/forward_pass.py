@@ -1,4 +1,4 @@
-"""Checks of targets: clauses F1 to F14 and F16. F15 stands in ``end_to_end``.
+"""Checks of targets: clauses F1 to F14 and F16 to F19. F15 stands in ``end_to_end``.
 
 The reference is the target itself, run plainly: a fresh state, one row per pass.
 """
@@ -15,6 +15,7 @@ from specdec.contract import ForwardOutput, Parity, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.testing.registry import Broken, ForwardPassSubject, Run, check, expect, not_applicable
 from specdec.testing.strategies import Call, calls
+from specdec.testing.views import check_views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,15 +67,7 @@ class _Target:
         self.equal(got, self.after(tokens), what, tokens=list(tokens))
 
     def equal(self, got: NDArray[np.float32], wanted: NDArray[np.float32], what: str, **case: object) -> None:
-        if self.exact:
-            fine = bool(np.array_equal(got, wanted))
-        else:
-            finite = np.isfinite(wanted)
-            spread = float(np.ptp(wanted[finite])) if finite.any() else 0.0
-            fine = bool((np.isfinite(got) == finite).all()) and bool(
-                (np.abs(got[finite] - wanted[finite]) <= SLACK * spread + 1e-5).all()
-            )
-        if not fine:
+        if not (np.array_equal(got, wanted) if self.exact else _close(got, wanted)):
             with np.errstate(invalid="ignore"):
                 off = float(np.nanmax(np.abs(got.astype(np.float64) - wanted)))
             raise Broken(what, got=got[:6], expected=wanted[:6], largest_difference=f"{off:.3g}", **case)
@@ -84,6 +77,15 @@ class _Target:
         logits: NDArray[np.float32] = self.model.decode(state, [token]).need_logits().rows()[0].copy()
         self.model.commit(state, 0)
         return logits
+
+
+def _close(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
+    """Equal up to a share of the logits' spread, and -inf in the same places."""
+    finite = np.isfinite(wanted)
+    spread = float(np.ptp(wanted[finite])) if finite.any() else 0.0
+    return bool((np.isfinite(got) == finite).all()) and bool(
+        (np.abs(got[finite] - wanted[finite]) <= SLACK * spread + 1e-5).all()
+    )
 
 
 _numbers = st.lists(st.integers(0, 9), min_size=1, max_size=6)
@@ -293,51 +295,14 @@ def misuse_refused(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F8")
 def logits_views(subject: ForwardPassSubject, run: Run) -> None:
-    """``argmax``, ``topk`` and ``gather`` say what ``rows`` says, ``[T, V]`` float32; equals go by ascending id."""
+    """``argmax``, ``topk``, ``gather`` and ``logsumexp`` say what ``rows`` says, ``[T, V]`` float32; equals by id."""
     target = _Target(subject)
     state = target.state()
     target.model.prefill(state, target.tokens(range(3)))
     count = min(3, target.info.max_rows)
     drafted = target.tokens(range(30, 30 + count))
     logits = target.model.decode(state, drafted).need_logits()
-    rows, vocab = logits.rows(), target.info.vocab_size
-    expect(rows.shape == (count, vocab), "rows has another shape", got=rows.shape, expected=(count, vocab))
-    expect(rows.dtype == np.float32, "rows are float32", got=rows.dtype)
-    expect(len(logits) == count, "len is the number of rows", got=len(logits), expected=count)
-    expect(not np.isnan(rows).any(), "a logit is NaN")
-    best = rows.argmax(axis=1).tolist()
-    expect(logits.argmax() == best, "argmax", got=logits.argmax(), expected=best)
-    for k in (1, 3, vocab):
-        ids, values = logits.topk(k)
-        for row in range(count):
-            order = np.lexsort((np.arange(vocab), -rows[row]))[:k].tolist()
-            expect(list(ids[row]) == order, f"topk({k}) of row {row}", got=list(ids[row]), expected=order)
-            expect(
-                np.array_equal(np.asarray(values[row], np.float32), rows[row][order]),
-                f"values of topk({k})",
-                got=values[row],
-            )
-    picked = [best[0], *drafted[: count - 1]]
-    wanted = [float(rows[row, token]) for row, token in enumerate(picked)]
-    expect(list(logits.gather(picked)) == wanted, "gather", got=logits.gather(picked), expected=wanted)
-    expect(list(logits.gather(picked[:1])) == wanted[:1], "gather of fewer tokens than rows")
-    _check_noise(logits, rows)
-
-
-def _check_noise(logits: Any, rows: NDArray[np.float32]) -> None:
-    """``noisy_argmax``, where it is offered, is the formula of the contract."""
-    from specdec.sampling import Purpose, gumbel
-
-    ids = np.arange(rows.shape[1])
-    for row in range(len(rows)):
-        for position, scale in ((7, 1.0), (8, 2.5)):
-            got = logits.noisy_argmax(row, scale, 123, position)
-            if got is None:
-                return
-            scores = scale * rows[row].astype(np.float64) + gumbel(123, position, ids, Purpose.TOKEN)
-            order = np.argsort(-scores)
-            if scores[order[0]] - scores[order[1]] > 1e-4:  # a device may compute the noise in float32
-                expect(got == order[0], "noisy_argmax is another token", got=got, expected=int(order[0]), row=row)
+    check_views(logits, count, target.info.vocab_size, drafted)
 
 
 @check("F9")
@@ -476,6 +441,39 @@ def mtp_head(subject: ForwardPassSubject, run: Run) -> None:
     raise Broken("two tokens with one hidden state were not refused", expected="ShapeError")
 
 
+@check("F18")
+def greedy_drafts(subject: ForwardPassSubject, run: Run) -> None:
+    """What ``draft_greedy`` drafts, and the state that it leaves, are those of ``decode_mtp`` step by step."""
+    target = _Target(subject)
+    model = target.model
+    if target.info.mtp_layers == 0:
+        not_applicable("only an MTP head drafts, and this target has none")
+    tokens = target.tokens(range(8))
+    for fed, depth in ((1, 1), (1, 4), (3, 2), (6, 3)):
+        outcomes = []
+        for at_once in (True, False):
+            state = target.state()
+            hidden = model.prefill(state, tokens[:-1]).need_hidden()
+            drafted = model.draft_greedy(state, tokens[1 : fed + 1], hidden[:fed], depth) if at_once else ()
+            if drafted is None:
+                not_applicable("draft_greedy is not offered")
+            if not at_once:
+                step = model.decode_mtp(state, tokens[1 : fed + 1], hidden[:fed])
+                drafted = tuple(step.need_logits().argmax())
+                while len(drafted) < depth:
+                    step = model.decode_mtp(state, drafted[-1:], step.need_hidden()[-1:], provisional=True)
+                    drafted += tuple(step.need_logits().argmax())
+            expect(state.mtp_length == fed, "true pairs are counted", got=state.mtp_length, expected=fed)
+            rest = model.decode_mtp(state, tokens[fed + 1 :], hidden[fed:])
+            outcomes.append((drafted, _mtp_logits(target, rest, len(tokens) - 1 - fed)))
+        (drafted, after), (wanted, truth) = outcomes
+        expect(
+            drafted == wanted, "a draft in one call is that of the steps", got=drafted, expected=wanted, pairs=fed,
+            depth=depth,
+        )  # fmt: skip
+        target.equal(after, truth, "a draft in one call leaves another state", pairs=fed, depth=depth)
+
+
 def _mtp_logits(target: _Target, output: ForwardOutput, rows: int) -> NDArray[np.float32]:
     logits = output.need_logits().rows()
     expect(logits.shape == (1, target.info.vocab_size), "an MTP pass gives logits of its last row", got=logits.shape)
@@ -484,6 +482,76 @@ def _mtp_logits(target: _Target, output: ForwardOutput, rows: int) -> NDArray[np
     )
     last: NDArray[np.float32] = logits[0].copy()
     return last
+
+
+@check("F19")
+def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
+    """A draft head gives the MTP head's logits at its ids and -inf elsewhere; ``extended`` adds ids to a new one."""
+    target = _Target(subject)
+    model, vocab = target.model, target.info.vocab_size
+    ids = sorted(set(target.tokens([0, 2, 5])) | {vocab - 1})[: max(1, vocab - 2)]
+    rest = [token for token in target.tokens(range(40)) if token not in ids] or [t for t in range(vocab)][:1]
+    first, second = rest[0], rest[-1]
+    try:
+        head = model.draft_head(ids[::-1])
+    except UnsupportedError as error:
+        not_applicable(f"it makes no draft heads: {error.args[0] if error.args else error}")
+    both = head.extended([second, ids[0], first])
+    one, other = head.extended([first]), head.extended([second])  # two continuations of one head
+    further = one.extended([second])
+    heads = [
+        (head, ids),
+        (both, sorted({*ids, first, second})),
+        (one, sorted({*ids, first})),
+        (other, sorted({*ids, second})),
+        (further, sorted({*ids, first, second})),
+        (head.extended([]), ids),
+    ]
+    tokens, chained = target.tokens(range(6)), target.token(60)
+
+    def passes(**options: Any) -> list[NDArray[np.float32]]:
+        """Logits of a pass over true pairs, and of a chained one after it."""
+        state = target.state()
+        hidden = model.prefill(state, tokens[:-1]).need_hidden()
+        step = model.decode_mtp(state, tokens[1:], hidden, **options)
+        seen = [check_views(step.need_logits(), 1, vocab, [ids[0]]).copy()]
+        step = model.decode_mtp(state, [chained], step.need_hidden()[-1:], provisional=True, **options)
+        seen.append(check_views(step.need_logits(), 1, vocab, [vocab - 1]).copy())
+        return [rows[0] for rows in seen]
+
+    full = passes()
+    for made, wanted in heads:
+        got = list(made.tokens)
+        expect(got == wanted, "a head has other ids than were asked for, or in another order", got=got, expected=wanted)
+        left_out = np.ones(vocab, dtype=bool)
+        left_out[wanted] = False
+        for pass_, (logits, plain) in enumerate(zip(passes(head=made), full, strict=True)):
+            what = "a chained pass" if pass_ else "a pass over true pairs"
+            expect(
+                bool((logits[left_out] == -np.inf).all()), f"{what}: an id outside the head has a logit",
+                got=np.flatnonzero(logits > -np.inf), expected=wanted,
+            )  # fmt: skip
+            expect(
+                _close(logits[wanted], plain[wanted]), f"{what}: other logits than those of the whole head",
+                got=logits[wanted], expected=plain[wanted], ids=wanted,
+            )  # fmt: skip
+    target.equal(passes()[0], full[0], "draft heads change the logits of the whole head")
+    for outside in (vocab, -1):
+        makers: tuple[tuple[str, Callable[[Sequence[int]], object]], ...] = (
+            ("draft_head", model.draft_head),
+            ("extended", head.extended),
+        )
+        for name, make in makers:
+            try:
+                make([ids[0], outside])
+            except PromptError:
+                continue
+            except Exception as error:
+                raise Broken(
+                    f"{name} with an id outside the vocabulary raises another error",
+                    got=f"{type(error).__name__}: {error}", expected="PromptError", id=outside,
+                ) from error  # fmt: skip
+            raise Broken(f"{name} took an id outside the vocabulary", expected="PromptError", id=outside)
 
 
 @check("F17")

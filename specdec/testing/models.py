@@ -83,13 +83,14 @@ class TableHead(DraftHead):
     """Token ids; a table has nothing to gather."""
 
     ids: tuple[int, ...]
+    owner: TableModel = attrs.field(repr=False)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.ids
 
     def extended(self, tokens: Sequence[int]) -> TableHead:
-        return TableHead(tuple(sorted({*self.ids, *tokens})))
+        return self.owner.draft_head([*self.ids, *tokens])
 
 
 @attrs.frozen
@@ -350,7 +351,7 @@ class TableModel(ForwardPass):
         for token in tokens:
             if not 0 <= token < self.vocab:
                 raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
-        return TableHead(tuple(sorted(set(tokens))))
+        return TableHead(tuple(sorted(set(tokens))), self)
 
     def _mtp(
         self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool

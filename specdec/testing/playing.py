@@ -13,6 +13,7 @@ from specdec.contract import (
     Draft,
     Drafter,
     DrafterEnv,
+    DrafterSnapshot,
     DraftHead,
     DraftNoise,
     ForwardOutput,
@@ -115,6 +116,17 @@ class Seen:
     settings: dict[str, Any]
 
 
+@attrs.frozen
+class Kept:
+    """What a session keeps of a sequence: its tokens, the target's state, the drafter's own."""
+
+    tokens: list[int]
+    cycles: int
+    generated_from: int
+    state: Snapshot
+    drafter: DrafterSnapshot | None
+
+
 @attrs.define
 class Played:
     """One sequence: its tokens, its state, its drafter.
@@ -148,6 +160,7 @@ class Played:
         sealed: bool = False,
         shared: Any = None,
         snapshot: Snapshot | None = None,
+        saved: DrafterSnapshot | None = None,
     ) -> Played:
         """An empty sequence, or one over a restored snapshot."""
         if model is None:
@@ -156,7 +169,7 @@ class Played:
         view = DrafterView(model, subject.needs if sealed else frozenset(Need), lenient=not sealed)
         view.state = state
         shared = subject.prepare(view) if shared is None else shared
-        drafter = subject.make(DrafterEnv(target=view, state=state, shared=shared))
+        drafter = subject.make(DrafterEnv(target=view, state=state, shared=shared, saved=saved))
         return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
 
     def context(self, upto: int | None = None) -> Context:
@@ -228,6 +241,18 @@ class Played:
         self.drafter.settle(self.context())
         return self._like(self.model.snapshot(self.state))
 
+    def keep(self) -> Kept:
+        """Settle, and copy what a session copies, in its order."""
+        self.drafter.settle(self.context())
+        state = self.model.snapshot(self.state)
+        return Kept(list(self.tokens), self.cycles, self.generated_from, state, self.drafter.snapshot())
+
+    def restored(self, kept: Kept, saved: DrafterSnapshot | None) -> Played:
+        """A new drafter over the kept state, with or without what the old one saved."""
+        other = self._like(kept.state, saved)
+        other.tokens, other.cycles, other.generated_from = list(kept.tokens), kept.cycles, kept.generated_from
+        return other
+
     def fresh(self) -> Played:
         """A new drafter and a new state which saw the same tokens in one chunk."""
         other = self._like(None)
@@ -235,10 +260,10 @@ class Played:
         other.feed(tokens)
         return other
 
-    def _like(self, snapshot: Snapshot | None) -> Played:
+    def _like(self, snapshot: Snapshot | None, saved: DrafterSnapshot | None = None) -> Played:
         other = Played.start(
             self.subject, model=self.model, sampling=self.sampling, noise=self.noise, sealed=self.sealed,
-            snapshot=snapshot, shared=self.shared,
+            snapshot=snapshot, shared=self.shared, saved=saved,
         )  # fmt: skip
         other.tokens, other.cycles, other.generated_from = list(self.tokens), self.cycles, self.generated_from
         return other

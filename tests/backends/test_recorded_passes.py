@@ -5,9 +5,10 @@ Between passes the shared work memory is filled with NaN, so that a replay which
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -20,7 +21,7 @@ from specdec.backends.cpu import tape as tapes
 from specdec.backends.cpu.backend import EAGER, CpuBackend
 from specdec.backends.cpu.caches import CpuKVCache
 from specdec.backends.cpu.compiler import load_kernels
-from specdec.backends.cpu.native import NativeOps
+from specdec.backends.cpu.native import FEATURES, WORD, NativeOps
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.backends.passes import EagerPasses
 from specdec.errors import ContractError, ShapeError, StateError
@@ -108,11 +109,12 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def make_pair(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Pair]:
-    made: dict[tuple[str, str], Pair] = {}
+    made: dict[Any, Pair] = {}
 
-    def make(family: str, dtype: str) -> Pair:
-        if (family, dtype) not in made:
-            folder = checkpoint(family, dtype=dtype, **DENSE[family])
+    def make(family: str, dtype: str, **changed: Any) -> Pair:
+        key = (family, dtype, *changed.items())
+        if key not in made:
+            folder = checkpoint(family, dtype=dtype, **{**DENSE[family], **changed})
             eager = NativeOps(getattr(torch, dtype), load_kernels(), eager_reason="compared with")
             pair = Pair(
                 tiny.make_target(folder, kernels="native", dtype=dtype),
@@ -120,8 +122,8 @@ def make_pair(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Pair]:
             )
             assert "eagerly" not in pair.recorded.info.kernels
             assert "passes run eagerly: compared with" in pair.eager.info.kernels
-            made[family, dtype] = pair
-        return made[family, dtype]
+            made[key] = pair
+        return made[key]
 
     return make
 
@@ -261,6 +263,119 @@ def test_a_recording_keeps_little_memory(pair: Pair) -> None:
     model = pair.recorded.model
     widest = max(w.shape[0] for w in (model.layers[0].mlp.gate_proj, model.layers[1].mixer.in_proj_qkv))
     assert recording.work_bytes <= 16 * 4 * (4 * widest + 6 * pair.recorded.info.hidden_size)
+
+
+# --- greedy drafts in one call ---------------------------------------------------------------------------------------
+
+
+def step_by_step(target: Any, state: Any, tokens: Sequence[int], hidden: Any, depth: int) -> tuple[int, ...]:
+    """What ``draft_greedy`` says it does."""
+    output = target.decode_mtp(state, tokens, hidden)
+    drafted = output.logits.argmax()
+    while len(drafted) < depth:
+        output = target.decode_mtp(state, drafted[-1:], output.hidden[-1:], provisional=True)
+        drafted += output.logits.argmax()
+    return tuple(drafted)
+
+
+def same_heads(mine: Any, truth: Any) -> None:
+    """The head's caches, provisional rows included."""
+    assert mine.mtp_true == truth.mtp_true
+    assert mine.mtp.length == truth.mtp.length
+    tiny.assert_same_bits(mine.mtp.save(), truth.mtp.save())
+
+
+@given(data=st.data())
+def test_a_chain_drafts_what_the_steps_draft(pair: Pair, data: st.DataObject) -> None:
+    """1 to 8 pairs, depths 1 to 8, one draft after the other, with rewinds, copies and held outputs between them."""
+    both = pair.state()
+    for _ in range(data.draw(st.integers(1, 5))):
+        mine, truth = both.decode(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=8, max_size=8)))
+        pairs, depth = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
+        tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=pairs, max_size=pairs))
+        poison(pair.recorded)
+        drafted = pair.recorded.draft_greedy(both.mine, tokens, mine.hidden[:pairs], depth)
+        assert pair.eager.draft_greedy(both.truth, tokens, truth.hidden[:pairs], depth) is None
+        assert drafted == step_by_step(pair.eager, both.truth, tokens, truth.hidden[:pairs], depth)
+        same_heads(both.mine, both.truth)
+        if data.draw(st.booleans()):  # a step behind the chain sees the rows that it left
+            both.decode_mtp([5], (mine.hidden[-1:], truth.hidden[-1:]), True)
+        both.each("commit", data.draw(st.integers(0, 8)))
+        then = data.draw(st.sampled_from(["on", "rewind", "restore"]))
+        if then == "rewind":
+            both.each("rewind", data.draw(st.integers(0, both.mine.length)))
+        elif then == "restore":
+            both.mine = pair.recorded.restore(pair.recorded.snapshot(both.mine))
+            both.truth = pair.eager.restore(pair.eager.snapshot(both.truth))
+    both.finish()
+
+
+def test_chains_of_several_threads_take_turns(pair: Pair) -> None:
+    plans = [[(17 * i + step) % VOCAB for step in range(30)] for i in range(4)]
+    hidden = pair.eager.prefill(pair.eager.new_state(CAPACITY), [1, 2, 3]).hidden
+    results: list[Any] = [None] * len(plans)
+
+    def play(target: Any, draft: Callable[..., Any], plan: list[int]) -> Any:
+        state = target.new_state(CAPACITY)
+        return [draft(target, state, [token, token + 1], hidden[:2], 5) for token in plan]
+
+    def run(i: int) -> None:
+        results[i] = play(pair.recorded, type(pair.recorded).draft_greedy, plans[i])
+
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(len(plans))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for plan, result in zip(plans, results, strict=True):
+        assert result == play(pair.eager, step_by_step, plan)
+
+
+@contextlib.contextmanager
+def no_numbers_for(target: Any, token: int) -> Iterator[None]:
+    """The embedding of a token is NaN."""
+    copy = target.ops._panels(target.model.embed_tokens)
+    panels = copy.view(torch.uint8).view(len(copy) // FEATURES, -1, FEATURES, WORD)
+    row = panels[token // FEATURES, :, token % FEATURES]
+    kept = row.clone()
+    row.fill_(0xFF)
+    try:
+        yield
+    finally:
+        row.copy_(kept)
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_chain_fails_as_the_steps_do(make_pair: Callable[..., Pair], dtype: str, step: int) -> None:
+    """Logits that are not finite from some step on: the same error, and the same rows counted."""
+    pair = make_pair("qwen3_5", dtype, tied=False)  # a token that the embedding spoils, and the head can choose
+    hidden = pair.eager.prefill(pair.eager.new_state(CAPACITY), [1, 2]).hidden
+    for first in range(VOCAB):  # a draft that tells its steps apart
+        fed = [first, *step_by_step(pair.eager, pair.eager.new_state(CAPACITY), [3, first], hidden, 4)]
+        if first != 3 and len(set(fed[: step + 1])) == step + 1:
+            break
+    states, messages = [], []
+    for target, draft in ((pair.recorded, type(pair.recorded).draft_greedy), (pair.eager, step_by_step)):
+        states.append(target.new_state(CAPACITY))
+        with no_numbers_for(target, fed[step]), pytest.raises(ContractError, match="row 0 are not finite") as caught:
+            draft(target, states[-1], [3, first], hidden, 6)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert states[0].mtp.length == states[1].mtp.length == 2 + step
+    assert states[0].mtp_true == states[1].mtp_true == 2
+
+
+def test_a_chain_that_does_not_fit_is_left_to_the_steps(pair: Pair) -> None:
+    target = pair.recorded
+    state = target.new_state(4)  # and max_rows more for provisional rows
+    hidden = target.prefill(state, [1, 2, 3]).hidden
+    room = 4 + target.info.max_rows
+    assert target.draft_greedy(state, [2, 3, 4], hidden, room - 1) is None
+    assert (state.mtp.length, state.mtp_true) == (0, 0)
+    assert len(target.draft_greedy(state, [2, 3, 4], hidden, room - 2)) == room - 2
+    assert target.draft_greedy(state, [2, 3, 4], hidden, 0) is None
+    with pytest.raises(ShapeError, match="pairs each token with a hidden state"):
+        target.draft_greedy(state, [2, 3], hidden, 2)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

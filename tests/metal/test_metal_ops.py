@@ -21,7 +21,7 @@ from specdec.testing.numerics import to_host  # noqa: E402
 from tests.metal import oracle  # noqa: E402
 
 EPS = 1e-6
-CLOSE = {"float32": 1e-5, "bfloat16": 0.04}  # of the largest value of a result
+CLOSE = {"float32": 1e-5, "bfloat16": 0.04}  # of the largest value of a result, or of the terms it is a sum of
 
 dtypes = st.sampled_from(["float32", "bfloat16"])
 rows_ = st.integers(1, 19)
@@ -47,17 +47,25 @@ class Bench:
     def wide(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.tensor(self.rng.standard_normal(shape) * scale, dtype=torch.float32)
 
-    def both(self, call: Any, wanted: Any, what: str) -> None:
-        """``call(ops, to)`` of each backend; ``to`` brings a drawn tensor there."""
-        for ops, to in zip(self.backends, (lambda x: x, lambda x: ops.weight(x)), strict=True):
-            self.close(call(ops, to), wanted, f"{what} on {type(ops).__name__}")
+    def both(self, call: Any, wanted: Any, what: str, terms: Any = 0.0) -> None:
+        """``call(ops, to)`` of each backend; ``to`` brings a drawn tensor there.
 
-    def close(self, got: Any, wanted: Any, what: str) -> None:
+        ``terms``: the result with every term taken absolutely, where terms may cancel.
+        """
+        for ops in self.backends:
+            self.close(call(ops, to_backend(ops)), wanted, f"{what} on {type(ops).__name__}", terms)
+
+    def close(self, got: Any, wanted: Any, what: str, terms: Any = 0.0) -> None:
         got = to_host(got)
         assert got.shape == wanted.shape, what
-        size = np.abs(wanted).max(initial=1e-6)
+        size = max(np.abs(wanted).max(initial=1e-6), np.max(terms))
         off = np.abs(got - wanted).max(initial=0.0)
         assert off <= CLOSE[self.dtype] * size, f"{what}: off by {off:.3g}, the largest value is {size:.3g}"
+
+
+def to_backend(ops: Any) -> Any:
+    """What brings a drawn tensor to these ops."""
+    return ops.weight if isinstance(ops, MetalOps) else lambda x: x
 
 
 def f(tensor: torch.Tensor) -> Any:
@@ -69,19 +77,22 @@ def test_products(dtype: str, seed: int, rows: int, length: int, features: int, 
     bench = Bench(dtype, seed)
     x, w, bias = bench.draw(rows, length), bench.matrix(features, length), bench.draw(features)
     up, residual = bench.matrix(features, length), bench.draw(rows, features)
-    bench.both(lambda ops, to: ops.linear(to(x), ops.weight(w)), f(x) @ f(w).T, "linear")
+    size = np.abs(f(x)) @ np.abs(f(w)).T
+    bench.both(lambda ops, to: ops.linear(to(x), ops.weight(w)), f(x) @ f(w).T, "linear", size)
     wanted = f(x) @ f(w).T + f(residual)
-    bench.both(lambda ops, to: ops.linear(to(x), ops.weight(w), to(residual)), wanted, "linear with residual")
+    bench.both(lambda ops, to: ops.linear(to(x), ops.weight(w), to(residual)), wanted, "linear with residual", size)
     wanted = f(x) @ f(up).T + f(bias)
     call = lambda ops, to: ops.project(to(x), (ops.weight(w), ops.weight(up)), (None, ops.weight(bias)))[1]  # noqa: E731
-    bench.both(call, wanted, "project with bias")
-    bench.both(lambda ops, to: ops.project(to(x), (ops.weight(up),))[0], f(x) @ f(up).T, "project")
+    size_up = np.abs(f(x)) @ np.abs(f(up)).T
+    bench.both(call, wanted, "project with bias", size_up)
+    bench.both(lambda ops, to: ops.project(to(x), (ops.weight(up),))[0], f(x) @ f(up).T, "project", size_up)
     wanted = oracle.swiglu(f(x), f(w), f(up))
-    bench.both(lambda ops, to: ops.swiglu(to(x), ops.weight(w), ops.weight(up)), wanted, "swiglu")
-    bench.both(lambda ops, to: ops.head(to(x), ops.weight(w)).rows(), f(x) @ f(w).T, "head")
+    bench.both(lambda ops, to: ops.swiglu(to(x), ops.weight(w), ops.weight(up)), wanted, "swiglu", size * size_up)
+    bench.both(lambda ops, to: ops.head(to(x), ops.weight(w)).rows(), f(x) @ f(w).T, "head", size)
     each, mats = bench.draw(rows, heads, length), [bench.matrix(features, length) for _ in range(heads)]
     wanted = np.stack([f(each)[:, h] @ f(mats[h]).T for h in range(heads)], axis=1)
-    bench.both(lambda ops, to: ops.project_heads(to(each), ops.stack(mats)), wanted, "project_heads")
+    size = np.stack([np.abs(f(each)[:, h]) @ np.abs(f(mats[h])).T for h in range(heads)])
+    bench.both(lambda ops, to: ops.project_heads(to(each), ops.stack(mats)), wanted, "project_heads", size)
     tokens = bench.rng.integers(0, features, rows).tolist()
     bench.both(lambda ops, to: ops.embed(ops.weight(w), tokens), f(w)[tokens], "embed")
     bench.both(lambda ops, to: ops.concat(to(x), to(residual)), np.concatenate([f(x), f(residual)], 1), "concat")
@@ -110,8 +121,7 @@ def test_norms_and_rotation(
     wanted = oracle.norm_rope(f(x), f(weight) if normed else None, EPS, rope, position)
     loose = CLOSE[dtype] + (position + rows) * 2.0**-23  # the angle itself is a float32
     for ops in bench.backends:
-        to = ops.weight if isinstance(ops, MetalOps) else lambda x: x
-        got = to_host(ops.norm_rope(to(x), ops.vector(weight) if normed else None, EPS, rope, position))
+        got = to_host(ops.norm_rope(to_backend(ops)(x), ops.vector(weight) if normed else None, EPS, rope, position))
         assert np.abs(got - wanted).max() <= loose * max(np.abs(wanted).max(), 1e-6)
 
 
@@ -153,7 +163,7 @@ def test_attention(
              else ops.attend(to(q[:1]), to(k[:1]), to(v[:1]), cache, scale=scale))  # fmt: skip
         return np.concatenate(out)
 
-    bench.both(call, wanted, "attend_latent" if latent else "attend")
+    bench.both(call, wanted, "attend_latent" if latent else "attend", np.abs(f(k if latent else v)))
 
 
 @given(
@@ -182,7 +192,8 @@ def test_convolution_and_delta_rule(
         cache = ops.new_delta(shape)
         us, outs, at = [], [], 0
         for rows, keep in zip(passes, kept, strict=True):
-            parts = [torch.cat([own[at : at + keep], other[: rows - keep]]) for own, other in zip((x, a, b), junk)]
+            pairs = zip((x, a, b), junk, strict=True)
+            parts = [torch.cat([own[at : at + keep], other[: rows - keep]]) for own, other in pairs]
             u = ops.conv_window(to(parts[0]), ops.vector(weight), cache)
             o = ops.gated_delta(u, to(parts[1]), to(parts[2]), ops.vector(a_log), ops.vector(bias), cache, shape)
             cache.commit(keep)
@@ -190,13 +201,17 @@ def test_convolution_and_delta_rule(
             outs.append(to_host(o)[:keep])
             at += keep
         state = to_host(cache.save()["state"])
-        return np.concatenate(us), np.concatenate(outs), state if ops is bench.backends[0] else state.transpose(0, 2, 1)
+        return (
+            np.concatenate(us),
+            np.concatenate(outs),
+            state.transpose(0, 2, 1) if isinstance(ops, MetalOps) else state,
+        )
 
-    for ops, to in ((bench.backends[0], lambda x: x), (bench.backends[1], bench.backends[1].weight)):
-        u, out, state = call(ops, to)
-        bench.close(u, convolved, "conv_window")
+    for ops in bench.backends:
+        u, out, state = call(ops, to_backend(ops))
+        bench.close(u, convolved, "conv_window", np.abs(f(x)).max() * np.abs(f(weight)).max() * shape.kernel)
         wanted, last = oracle.gated_delta(u, f(a), f(b), f(a_log), f(bias), shape)
-        bench.close(out, wanted, "gated_delta")
+        bench.close(out, wanted, "gated_delta", np.abs(last).max() * shape.key_dim**-0.5)
         assert np.abs(state - last).max() <= 2e-5 * max(np.abs(last).max(), 1.0)  # float32 in either dtype
 
 
@@ -218,7 +233,8 @@ def test_experts(
     length, inner, count = 12, 7, groups * each
     x, residual, router = bench.draw(rows, length), bench.draw(rows, length), bench.matrix(count, length)
     bias = bench.wide(count) if biased else None
-    experts = [[bench.matrix(*size) for _ in range(count)] for size in ((inner, length), (inner, length), (length, inner))]
+    shapes = ((inner, length), (inner, length), (length, inner))
+    experts = [[bench.matrix(*shape) for _ in range(count)] for shape in shapes]
     common = [bench.matrix(*size) for size in ((5, length), (5, length), (length, 5))]
     gate = bench.matrix(1, length)
     ids, weights, gap = oracle.route(f(x), f(router), routing, None if bias is None else f(bias))
@@ -238,7 +254,7 @@ def test_experts(
             shared_gate=ops.weight(gate) if shared == "gated" else None,
         )  # fmt: skip
 
-    bench.both(call, wanted, "moe")
+    bench.both(call, wanted, "moe", np.abs(f(residual)))
 
 
 def test_equal_experts_go_by_id() -> None:

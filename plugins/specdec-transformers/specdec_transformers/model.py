@@ -82,15 +82,19 @@ class Model:
         return DynamicCache(config=self.network.config.get_text_config(decoder=True))
 
     @torch.no_grad()
+    def _take_hidden(self) -> Tensor | None:
+        """What ``_keep_hidden`` kept since the last call; None where the decoder did not run."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
+
     def _call(self, tokens: Sequence[int], logits: bool, **arguments: Any) -> tuple[Any, Tensor | None, Tensor | None]:
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
         if self._can_skip:
             arguments["logits_to_keep"] = 0 if logits else 1
         with self._lock:
-            self._hidden = None
+            self._take_hidden()
             output = self.network(input_ids=ids, return_dict=True, **arguments)
-            hidden = self._hidden
-            self._hidden = None
+            hidden = self._take_hidden()
         rows = output.logits[0] if logits else None
         return output, rows, None if hidden is None else hidden[0]
 

@@ -44,7 +44,8 @@ _ENTRIES = 256  # likewise: first entry and number of entries of a table share o
 
 # Slots: fixed ones, then four for every cache.
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
-_FIRST_CACHE = 8
+ROW, LOGITS, BEST = range(8, 11)  # of a greedy chain: the row that a token is chosen from, its logits, the token
+_FIRST_CACHE = 11
 _PER_CACHE = 4  # length and up to three addresses
 
 # What a recorded pass may ask torch: questions about a tensor, and other views of it. A view that turns out to be a
@@ -135,6 +136,7 @@ class Runner:
     def __init__(self, kernels: Kernels) -> None:
         self._caller = kernels.function("tape_caller", "pi", ctypes.c_void_p)
         self.run = kernels.function("tape_run", "pippp", ctypes.c_int64)
+        self.chain = kernels.function("tape_chain", "ppiiiipi", ctypes.c_int64)
         self.keep_window = Kernel(kernels, "keep_window", "ppiii", threaded=False)
 
     def caller(self, kernel: Kernel) -> int:
@@ -199,6 +201,7 @@ class Tape(TorchFunctionMode):
         self.steps: list[_Step] = []
         self._alive: list[Any] = []  # what addresses in the recording point to
         self._buffers: list[_Buffer] = []
+        self._starts: list[int] = []  # their addresses, once they are sorted
         self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
         self.caches = [self._stand_in(cache, _FIRST_CACHE + _PER_CACHE * i) for i, cache in enumerate(caches)]
         self.hidden = None
@@ -263,10 +266,7 @@ class Tape(TorchFunctionMode):
 
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
         self._starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-        for weight in self._ops.parameters():
-            storage = weight.untyped_storage()
-            self._known[storage.data_ptr()] = (storage.data_ptr() + storage.nbytes(), ZERO, weight)
-        self._known_starts = sorted(self._known)
+        self._find_weights()
         self._result(out)
         kept = self._lay_out(passed, [*replayed, *windows])
         return Recording(
@@ -278,6 +278,21 @@ class Tape(TorchFunctionMode):
             kept_bytes=kept,
             alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
         )
+
+    def best(self, head: Tensor) -> Program:
+        """The token with the largest logit of one row: a head ``[V, H]`` over slot ROW, by way of LOGITS, to BEST."""
+        length = head.shape[1]
+        address, stride, features = self._ops._matrix(head, length, "head")
+        self._ops._head(Unknown(ROW), length, 1, length, address, stride, features, Unknown(LOGITS))
+        self._ops._argmax_rows(Unknown(LOGITS), 1, features, Unknown(BEST))
+        self._find_weights()
+        return self._compiled(self.steps)
+
+    def _find_weights(self) -> None:
+        for weight in self._ops.parameters():
+            storage = weight.untyped_storage()
+            self._known[storage.data_ptr()] = (storage.data_ptr() + storage.nbytes(), ZERO, weight)
+        self._known_starts = sorted(self._known)
 
     def _result(self, tensor: Tensor) -> None:
         buffer = self._buffer_at(tensor.data_ptr())
@@ -405,6 +420,13 @@ class Program:
     arguments: Any
     spent: Any  # nanoseconds in each step, counted while ``NativeOps.timing`` is on
 
+    def addresses(self) -> tuple[int, int, int, int]:
+        """As kernels/tape.cpp has it."""
+        return (
+            ctypes.addressof(self.steps), len(self.names), ctypes.addressof(self.arguments),
+            ctypes.addressof(self.spent),
+        )  # fmt: skip
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class Recording:
@@ -430,6 +452,9 @@ class RecordedPasses:
         self.body = body
         self.hidden_size = hidden_size
         self.recordings: dict[int, Recording | None] = {}  # by rows; None: they run eagerly
+        self.best: Program | None = None  # of greedy chains
+        self._head: Tensor | None = None  # that it reads
+        self._chains: dict[int, Any] = {}  # by rows of the first pass: its program, that of one row, and ``best``
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
@@ -454,6 +479,28 @@ class RecordedPasses:
             self.recordings[rows] = None
         return self.recordings[rows]
 
+    def chain(self, rows: int, head: Tensor, caches: Sequence[Cache]) -> Any:
+        """The programs of a greedy chain that begins with ``rows`` rows; None where a part of it is not recorded."""
+        if head is not self._head:
+            tape = Tape(self.ops, self.runner, (), 1, 0)
+            try:
+                with tape:
+                    self.best = tape.best(head)
+            except NotRecordable as refusal:
+                log.warning("draft_chains_run_step_by_step", reason=str(refusal))
+                self.best = None
+            self._head = head
+            self._chains.clear()
+        if rows not in self._chains:
+            first, one = (self.recordings[n] if n in self.recordings else self.add(n, caches) for n in (rows, 1))
+            usable = first is not None and one is not None and not first.kept_bytes and not one.kept_bytes
+            if usable and self.best is not None:
+                numbers = [*first.run.addresses(), *one.run.addresses(), *self.best.addresses()]
+                self._chains[rows] = (ctypes.c_int64 * len(numbers))(*numbers)
+            else:
+                self._chains[rows] = None
+        return self._chains[rows]
+
 
 class RecordedPass:
     """Recorded passes over the caches of one sequence: the slots that they fill."""
@@ -471,6 +518,7 @@ class RecordedPass:
             self._moving.append((slot, cache, recurrent))
             for at, tensor in enumerate(_memory(cache), start=slot + 1):
                 self._slots[at] = tensor.data_ptr()
+        self._recurrent = any(recurrent for _, _, recurrent in self._moving)
         self._kept: Tensor | None = None
         self._last: Recording | None = None  # of the last run; None after an eager one
 
@@ -510,6 +558,54 @@ class RecordedPass:
             raise ContractError(f"step {failed} of a recorded pass failed: a token id outside the vocabulary")
         self._last = recording
         return out
+
+    def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:
+        rows, passes, ops = len(tokens), self._passes, self._ops
+        end = rows + depth - 1
+        if self._recurrent or rows > ops.max_rows or not passes.hidden_size:
+            return None
+        slots = self._slots
+        for slot, cache, _ in self._moving:
+            if cache.length + end > cache.keys.shape[0]:
+                return None  # one of the passes will say so
+            slots[slot] = cache.length
+        hidden = self._checked(hidden, rows)
+        ids = (ctypes.c_int64 * rows)(*tokens)
+        found = (ctypes.c_int64 * depth)()
+        row_bytes = passes.hidden_size * hidden.element_size()
+        self._last = None
+        with ops.lock:
+            programs = passes.chain(rows, head, self._caches)
+            if programs is None:
+                return None
+            first, one = passes.recordings[rows], passes.recordings[1]
+            assert first is not None
+            assert one is not None
+            outputs = _aligned(max(first.work_bytes, one.work_bytes))
+            logits = outputs + _aligned(end * row_bytes)
+            work = ops.work(logits + 4 * head.shape[0])
+            slots[WORK] = work
+            slots[HIDDEN] = hidden.data_ptr()
+            slots[TOKENS] = ctypes.addressof(ids)
+            slots[OUT] = work + outputs
+            slots[LOGITS] = work + logits
+            slots[THREADS] = torch.get_num_threads()
+            drafted: int = passes.runner.chain(
+                programs, slots, len(self._caches), rows, depth, row_bytes, found, ops.timing
+            )  # fmt: skip
+            whole = drafted == depth
+            not_finite = not whole and found[drafted] < 0
+            if not_finite:
+                wrong = (ctypes.c_float * head.shape[0]).from_address(work + logits)
+                logits_of_step = torch.frombuffer(bytearray(wrong), dtype=torch.float32)
+        ran = drafted + not_finite  # passes
+        for cache in self._caches:
+            cache.advance(rows + ran - 1 if ran else 0)
+        if not_finite:
+            ops.logits(logits_of_step[None]).argmax()  # raises
+        if not whole:
+            raise ContractError(f"pass {ran} of a draft chain failed: a token id outside the vocabulary")
+        return tuple(found)
 
     def commit(self, rows: int) -> None:
         recording = self._last

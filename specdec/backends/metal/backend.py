@@ -31,7 +31,7 @@ class MetalBackend:
             self.device = f"metal ({mx.device_info().get('device_name', 'GPU')})"
         else:
             self.device = f"MLX's CPU device ({platform.machine()})"
-            self.notices = ("metal runs on MLX's CPU device here: there is no Metal device, and nothing is fast",)
+            self.notices = ("metal runs on MLX's CPU device here, which is slow: no Metal device was found",)
 
     def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
         if requested in DTYPES:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DraftNoise, NoConfig
-from specdec.drafters.mtp import MtpDrafter
+from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DrafterSnapshot, DraftNoise
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.sampling import Purpose, draw, uniforms
 
@@ -102,7 +102,7 @@ class NoRewind(NgramDrafter):
 
 class NoSettle(MtpDrafter):
     def __init__(self, env) -> None:
-        super().__init__(NoConfig(), env)
+        super().__init__(MtpConfig(), env)
 
     def settle(self, context):
         pass
@@ -178,6 +178,98 @@ class Talks(Honest):
         return super().propose(context, depth)
 
 
+class SavesItsLivingArray(Honest):
+    """The snapshot holds the array that the drafter goes on writing to."""
+
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.length = np.zeros(1, np.int64)
+        self.saved = None if env is None or env.saved is None else env.saved.arrays["length"]
+
+    def observe(self, verdict, output, context):
+        self.length[0] = len(context)
+
+    def settle(self, context):
+        self.length[0] = len(context)
+
+    def snapshot(self):
+        return DrafterSnapshot({"length": self.length})
+
+    def propose(self, context, depth):
+        fits = self.saved is None or self.saved[0] == len(context)
+        self.saved = None
+        return super().propose(context, depth) if fits else EMPTY_DRAFT
+
+
+class NeedsItsSnapshot(SavesItsLivingArray):
+    """Over a state that it did not see grow, it drafts only with what the former one saved."""
+
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.lost = self.saved is None and env is not None and env.state.length > 0
+
+    def snapshot(self):
+        return DrafterSnapshot({"length": self.length.copy()})
+
+    def propose(self, context, depth):
+        return EMPTY_DRAFT if self.lost else super().propose(context, depth)
+
+
+class SavesAFloat(SavesItsLivingArray):
+    """Metadata that a file's header does not hold."""
+
+    def snapshot(self):
+        return DrafterSnapshot({"length": self.length.copy()}, {"rate": 0.5})
+
+
+class ReportsARateOfNothing(Honest):
+    def report(self):
+        return {"rate": float("nan")}
+
+
+class ReportsNumpyNumbers(Honest):
+    def report(self):
+        return {"drafts": np.int64(3)}
+
+
+class CountsSinceTheLastReport(Honest):
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.cycles = 0
+
+    def observe(self, verdict, output, context):
+        self.cycles += 1
+
+    def report(self):
+        told, self.cycles = self.cycles, 0
+        return {"cycles": told}
+
+
+class ReportsItsLivingCounts(Honest):
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.counts = {"cycles": 0}
+
+    def observe(self, verdict, output, context):
+        self.counts["cycles"] += 1
+
+    def report(self):
+        return {"counts": self.counts}
+
+
+class StartsOverAfterAReport(Honest):
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.reported = False
+
+    def report(self):
+        self.reported = True
+        return {}
+
+    def propose(self, context, depth):
+        return EMPTY_DRAFT if self.reported else super().propose(context, depth)
+
+
 BROKEN = {
     ListOfTokens: ("D1",),
     TooLong: (
@@ -218,4 +310,15 @@ BROKEN = {
         "D8",
     ),
     Talks: ("D16",),
+    SavesItsLivingArray: ("D17",),
+    NeedsItsSnapshot: (
+        "D17",
+        "D8",
+    ),
+    SavesAFloat: ("D17",),
+    ReportsARateOfNothing: ("D18",),
+    ReportsNumpyNumbers: ("D18",),
+    CountsSinceTheLastReport: ("D18",),
+    ReportsItsLivingCounts: ("D18",),
+    StartsOverAfterAReport: ("D18",),
 }

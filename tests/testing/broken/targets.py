@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from specdec.contract import ForwardOutput
+from specdec.contract import DraftHead, ForwardOutput
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
-from specdec.testing.models import Memory, TableLogits, TableModel
+from specdec.testing.models import Memory, TableHead, TableLogits, TableModel
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
@@ -136,10 +136,22 @@ class HeadlessCrash(TableModel):
 
 
 class KeepsProvisionalPairs(TableModel):
-    def decode_mtp(self, state, tokens, hidden, *, provisional=False):
+    def decode_mtp(self, state, tokens, hidden, *, provisional=False, head=None):
         if not provisional and len(state.mtp) > state.mtp_true:
             state.mtp[state.mtp_true - 1] = state.mtp[-1]
-        return super().decode_mtp(state, tokens, hidden, provisional=provisional)
+        return super().decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
+
+
+class DraftsTheRunnerUp(TableModel):
+    """A draft in one call whose chained steps take the second best token."""
+
+    def draft_greedy(self, state, tokens, hidden, depth):
+        step = self.decode_mtp(state, tokens, hidden)
+        drafted = step.logits.argmax()
+        while len(drafted) < depth:
+            step = self.decode_mtp(state, drafted[-1:], step.hidden[-1:], provisional=True)
+            drafted.append(step.logits.topk(2)[0][0][1])
+        return tuple(drafted)
 
 
 class SeesTheFuture(TableModel):
@@ -184,6 +196,73 @@ class _LateNoise(TableLogits):
         return int((scale * self._rows[row].astype(np.float64) + noise).argmax())
 
 
+class AddressesByPlace(TableModel):
+    """The logits of a draft head stand at the places of its ids, not at the ids."""
+
+    def decode_mtp(self, state, tokens, hidden, *, provisional=False, head=None):
+        output = super().decode_mtp(state, tokens, hidden, provisional=provisional)
+        if head is None:
+            return output
+        placed = np.full((1, self.vocab), -np.inf, np.float32)
+        placed[:, : len(head.tokens)] = output.logits.rows()[:, list(head.tokens)]
+        return ForwardOutput(TableLogits(placed), output.hidden)
+
+
+class ZeroOutsideTheHead(TableModel):
+    def decode_mtp(self, state, tokens, hidden, *, provisional=False, head=None):
+        output = super().decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
+        return ForwardOutput(TableLogits(np.maximum(output.logits.rows(), np.float32(-1e4))), output.hidden)
+
+
+class ExtendsWithoutTheFormer(TableModel):
+    def draft_head(self, tokens):
+        made = super().draft_head(tokens)
+        return _Forgetful(made.ids, self)
+
+
+class _Forgetful(TableHead):
+    def extended(self, tokens):
+        return self.owner.draft_head(tokens or self.ids)
+
+
+class ExtendsInPlace(TableModel):
+    """Extending a head gives the same head with more ids: whoever held the former one has them too."""
+
+    def draft_head(self, tokens):
+        return _Growing(super().draft_head(tokens))
+
+
+class _Growing(DraftHead):
+    def __init__(self, head):
+        self.head = head
+
+    @property
+    def tokens(self):
+        return self.head.tokens
+
+    def extended(self, tokens):
+        self.head = self.head.extended(tokens)
+        return self
+
+
+class TakesAnyIdIntoAHead(TableModel):
+    def draft_head(self, tokens):
+        return super().draft_head([token for token in tokens if 0 <= token < self.vocab])
+
+
+class SumsOverZeros(TableModel):
+    """logsumexp as if the best logit were 0: of large logits nothing is left."""
+
+    def decode(self, state, tokens):
+        output = super().decode(state, tokens)
+        return ForwardOutput(_Unshifted(output.logits.rows()), output.hidden)
+
+
+class _Unshifted(TableLogits):
+    def logsumexp(self):
+        return np.log(np.exp(self._rows - 120.0).sum(axis=1)).tolist()
+
+
 BROKEN = {
     (ForgetsInLongPrompts, ()): (
         "F1",
@@ -222,4 +301,11 @@ BROKEN = {
     (NoiseOfAnotherRow, ()): ("F15",),
     (OneRowOnly, ()): ("F16",),
     (HiddenStatesOverwritten, (("mtp", True),)): ("F17",),
+    (SumsOverZeros, ()): ("F8",),
+    (AddressesByPlace, (("mtp", True),)): ("F19",),
+    (ZeroOutsideTheHead, (("mtp", True),)): ("F19",),
+    (ExtendsWithoutTheFormer, (("mtp", True),)): ("F19",),
+    (ExtendsInPlace, (("mtp", True),)): ("F19",),
+    (TakesAnyIdIntoAHead, (("mtp", True),)): ("F19",),
+    (DraftsTheRunnerUp, (("mtp", True),)): ("F18",),
 }

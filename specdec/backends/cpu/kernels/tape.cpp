@@ -15,6 +15,7 @@ namespace specdec {
 
 constexpr int64_t MAX_ARGUMENTS = 24, MAX_TABLES = 4, MAX_ENTRIES = 16;
 constexpr int64_t TABLE = -1;  // as a slot: the argument is the address of an array of arguments
+enum Slot { HIDDEN = 3, TOKENS = 4, OUT = 5, ROW = 8, BEST = 10, FIRST_CACHE = 11, PER_CACHE = 4 };  // as in tape.py
 
 struct Argument {
     int64_t slot;
@@ -67,6 +68,7 @@ template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, 
     X(linear, void, "piiipiipipi")                                                                                      \
     X(swiglu, void, "piiipipiipi")                                                                                     \
     X(head, void, "piiipiipi")                                                                                         \
+    X(argmax_rows, void, "piipi")                                                                                      \
     X(rms_norm, void, "piiipfpi")                                                                                      \
     X(norm_rope, void, "piiiiipfpiipi")                                                                                \
     X(gated_rms_norm, void, "piipiiiiipfpi")                                                                           \
@@ -120,6 +122,36 @@ int64_t run(const Step* steps, int64_t count, const Argument* arguments, const i
     return -1;
 }
 
+struct Program {
+    const Step* steps;
+    int64_t count;
+    const Argument* arguments;
+    int64_t* spent;
+};
+
+// A pass of `rows` rows and then depth - 1 passes of one row, each followed by `best`, which writes the token for the
+// row in slot ROW to slot BEST. A pass takes the token and the output row of the one before it; outputs lie one behind
+// the other from slot OUT on. Gives the number of tokens: fewer than `depth` where the next is negative (the logits were
+// not finite) or its pass failed. Slots of lengths are advanced for every pass that was followed by another.
+int64_t chain(const Program& first, const Program& next, const Program& best, int64_t* slots, int64_t caches,
+              int64_t rows, int64_t depth, int64_t row_bytes, int64_t* tokens, bool timed) {
+    const auto play = [&](const Program& p) {
+        return run(p.steps, p.count, p.arguments, slots, timed ? p.spent : nullptr);
+    };
+    slots[ROW] = slots[OUT] + (rows - 1) * row_bytes;
+    for (int64_t step = 0;; ++step) {
+        if (play(step ? next : first) >= 0) return step;
+        slots[BEST] = (int64_t)(tokens + step);
+        play(best);
+        if (tokens[step] < 0) return step;
+        if (step == depth - 1) return depth;
+        for (int64_t c = 0; c < caches; ++c) slots[FIRST_CACHE + PER_CACHE * c] += step ? 1 : rows;
+        slots[TOKENS] = slots[BEST];
+        slots[HIDDEN] = slots[ROW];
+        slots[OUT] = slots[ROW] = slots[ROW] + row_bytes;
+    }
+}
+
 }  // namespace specdec
 
 EXPORT void* tape_caller(const char* signature, int64_t has_result) {
@@ -129,6 +161,14 @@ EXPORT void* tape_caller(const char* signature, int64_t has_result) {
 EXPORT int64_t tape_run(const void* steps, int64_t count, const void* arguments, const void* slots, void* spent) {
     return specdec::run((const specdec::Step*)steps, count, (const specdec::Argument*)arguments, (const int64_t*)slots,
                         (int64_t*)spent);
+}
+
+// `programs`: three, as in chain().
+EXPORT int64_t tape_chain(const void* programs, void* slots, int64_t caches, int64_t rows, int64_t depth,
+                          int64_t row_bytes, void* tokens, int64_t timed) {
+    const auto* p = (const specdec::Program*)programs;
+    return specdec::chain(
+        p[0], p[1], p[2], (int64_t*)slots, caches, rows, depth, row_bytes, (int64_t*)tokens, timed != 0);
 }
 
 // Rows of `bytes` bytes from one stride to another.
