@@ -31,7 +31,7 @@ class Pass(Protocol):
 
 
 @runtime_checkable
-class ChainsGreedily(Protocol):
+class ChainsGreedily(Pass, Protocol):
     """A pass that can draft: run several times, each time over the token that its last output led to."""
 
     def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:

@@ -493,12 +493,11 @@ class RecordedPasses:
             self._chains.clear()
         if rows not in self._chains:
             first, one = (self.recordings[n] if n in self.recordings else self.add(n, caches) for n in (rows, 1))
-            usable = first is not None and one is not None and not first.kept_bytes and not one.kept_bytes
-            if usable and self.best is not None:
-                numbers = [*first.run.addresses(), *one.run.addresses(), *self.best.addresses()]
-                self._chains[rows] = (ctypes.c_int64 * len(numbers))(*numbers)
-            else:
-                self._chains[rows] = None
+            self._chains[rows] = None
+            if first is not None and one is not None and self.best is not None:
+                if not first.kept_bytes and not one.kept_bytes:  # a commit has nothing to do
+                    numbers = [*first.run.addresses(), *one.run.addresses(), *self.best.addresses()]
+                    self._chains[rows] = (ctypes.c_int64 * len(numbers))(*numbers)
         return self._chains[rows]
 
 
