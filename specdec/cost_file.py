@@ -20,9 +20,9 @@ import attrs
 import torch
 
 from specdec._version import __version__
-from specdec.backends.cpu.compiler import cache_dir
 from specdec.costs import CostTable, depths_that_fit, measure_costs
 from specdec.errors import ConfigError
+from specdec.folders import cache_folder
 
 if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
@@ -133,7 +133,7 @@ def cost_folder() -> Path | None:
     chosen = os.environ.get(SWITCH)
     if chosen:
         return None if chosen == "off" else Path(chosen)
-    return cache_dir() / "costs"
+    return cache_folder() / "costs"
 
 
 def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:

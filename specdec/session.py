@@ -376,6 +376,8 @@ class Stream:
     def _cut(self, emitted: tuple[int, ...]) -> int:
         """Take the tokens one by one until one of them ends the generation; returns how many were taken."""
         produced = len(self._session._tokens) - self._prompt_tokens
+        if not self._settings.stop:
+            return self._cut_at_ids(emitted[: self._settings.max_new_tokens - produced], produced)
         for taken, token in enumerate(emitted, start=1):
             if token in self._stop_ids:
                 self._reason = "stop"
@@ -390,6 +392,20 @@ class Stream:
                 self._reason = "length"
                 return taken
         return len(emitted)
+
+    def _cut_at_ids(self, emitted: tuple[int, ...], produced: int) -> int:
+        """The same where no string ends the generation, so that the text of all tokens can be had at once."""
+        taken, shown = len(emitted), emitted
+        if not self._stop_ids.isdisjoint(emitted):
+            taken = next(i for i, token in enumerate(emitted, start=1) if token in self._stop_ids)
+            shown = emitted[: taken - 1]
+            self._reason = "stop"
+        elif produced + taken >= self._settings.max_new_tokens:
+            self._reason = "length"
+        text = self._decoder.push(shown)
+        self._piece += text
+        self._text += text
+        return taken
 
     def _finish(self, deepest: int, reason: str) -> Result:
         lm, stats = self._lm, self._stats

@@ -112,9 +112,9 @@ def accept(
         from specdec.audit import require_matplotlib
 
         require_matplotlib()
-    check_writable(csv_file, plot_file)
-    log = PatternLog(log_file) if log_file is not None else None
+    check_writable(csv_file, plot_file, log_file)
 
+    log: PatternLog | None = None
     try:
         with output.status(f"loading {config.target.model}"):
             lm = specdec.load(config=config)
@@ -125,9 +125,11 @@ def accept(
                 depth=depth,
                 ablations=switches,
                 progress=advance,
-                on_run=None if log is None else lambda one: log.add(one, lm.tokenizer),
+                on_run=lambda one: log.add(one, lm.tokenizer) if log is not None else None,
                 model=config.target.model,
             )
+            if log_file is not None:  # not before: a measurement that cannot start must not empty an older log
+                log = PatternLog(log_file)
             with interruptible(run):
                 report = run.run()
     finally:
@@ -210,7 +212,7 @@ def show(report: AcceptanceReport) -> None:
         section(
             "The MTP head with one mistake at a time",
             _ablations(report),
-            "Rates are cumulative, over the same prompts. same output: prompts whose tokens are those of the right "
+            "at i: the cumulative rate at position i, over the same prompts. same output: prompts whose tokens are those of the right "
             "head; a mistake in a drafter must never change them.",
             *(f"{one.switch}: {one.mistake}{f' ({one.note})' if one.note else ''}." for one in report.ablations),
         )
@@ -308,7 +310,7 @@ def _mismatches(report: AcceptanceReport) -> Table:
 
 
 def _ablations(report: AcceptanceReport) -> Table:
-    numbers = [f"position {i}" for i in range(min(report.depth, SHOWN_DEPTHS))]
+    numbers = [f"at {i}" for i in range(min(report.depth, SHOWN_DEPTHS))]
     numbers += ["tokens per cycle", "change", "95 % interval", "same output"]
     table = output.table("mistake", *numbers, right=numbers)
 

@@ -129,7 +129,7 @@ def bench(
         plot_bench(report, plot_file)
     if not as_json:
         for name, file in files.items():
-            if file is not None:
+            if file is not None and file.exists():
                 click.echo(f"{name}: {file}", err=True)
     if report.broken_promise:
         click.echo(
@@ -184,8 +184,11 @@ def show(report: BenchReport) -> None:
             "Tokens per second. Prefill is over the tokens since the length before. Each generation starts from a "
             "restored copy of the state.",
         )
-    for reason in report.reasons:
-        console.print(f"note: speculation was off for a while: {reason}")
+    if report.reasons:
+        most = max(report.reasons, key=lambda reason: report.reasons[reason])
+        runs = sum(len(one.speculative) for one in report.prompts)
+        off = sum(report.reasons.values())
+        console.print(f"note: speculation was off at the end of {off} of {output.count(runs, 'speculative run')}: {most}")
     for notice in report.notices:
         console.print(f"note: {notice}")
 

@@ -30,17 +30,25 @@ def config_of_length(file: pathlib.Path | None, overrides: Sequence[Override], n
 
 
 @contextlib.contextmanager
-def progress(first: str, *, silent: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr; nothing when that is no terminal. ``first`` says what happens before the first generation."""
+def progress(
+    first: str, *, silent: bool = False, then: str = "generating"
+) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr, moved by (done, planned); None when that is no terminal.
+
+    ``first`` says what happens before the first call, ``then`` what is counted.
+    """
     if silent or not sys.stderr.isatty():
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counted]}"),
+               TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=output.console(stderr=True), transient=True) as bar:
-        task = bar.add_task(first, total=None)
-        yield lambda done, planned: bar.update(task, description="generating", completed=done, total=planned)
+        task = bar.add_task(first, total=None, counted="")
+        yield lambda done, planned: bar.update(
+            task, description=then, completed=done, total=planned, counted=f"{done} of {planned}"
+        )
 
 
 def check_writable(*files: pathlib.Path | None) -> None:

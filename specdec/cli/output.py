@@ -139,15 +139,37 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
+NARROW = 100  # columns of a terminal below which tables are set closer
+_HYPHENATED = {
+    word.replace("-", ""): word.replace("-", "-\n")
+    for word in ("posi-tion", "condi-tional", "cumu-lative", "specu-lative")
+} | {"speed-up": "speed-\nup", "save+restore": "save+\nrestore"}
+
+
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table: ruled on a terminal, plain columns when piped. ``right`` names the columns of numbers."""
+    """An empty table: ruled on a terminal, plain columns when piped. ``right`` names the columns of numbers.
+
+    A narrow terminal gets hyphenated headings and one space between columns; nothing is ever cut off.
+    """
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() and sys.stderr.isatty() else None, pad_edge=False)
+    ruled = sys.stdout.isatty() and sys.stderr.isatty()
+    narrow = ruled and console().width < NARROW
+    made = Table(
+        box=box.SIMPLE_HEAD if ruled else None,
+        show_edge=not ruled,
+        pad_edge=False,
+        padding=(0, 0) if narrow else (0, 1, 0, 0) if ruled else (0, 1),
+    )
     numbers = set(right)
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if column in numbers else "left", no_wrap=number == 0)
+        made.add_column(
+            _HYPHENATED.get(column, column) if narrow else column,
+            justify="right" if column in numbers else "left",
+            no_wrap=number == 0,
+            overflow="fold",
+        )
     return made
 
 

@@ -41,9 +41,11 @@ def _summary(told: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def speculation_line(speculation: Mapping[str, Any]) -> str:
-    state = "active" if speculation["active"] else "inactive"
-    reason = f": {speculation['reason']}" if speculation["reason"] else ""
-    return f"{state}, drafter {speculation['drafter']}{reason}"
+    """Whether tokens were drafted and by whom. A reason beside drafts tells why it was off in the end."""
+    active, reason = speculation["active"], speculation["reason"]
+    state = "active" if active else "inactive"
+    told = f"{'; off in the end' if active else ''}: {reason}" if reason else ""
+    return f"{state}, drafter {speculation['drafter']}{told}"
 
 
 def acceptance_table(stats: Mapping[str, Any]) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class BenchReport:
     speedup_if_accepted: float | None  # if every drafted token had been accepted
     explained: dict[str, float]  # arm -> share of the time that the phases account for
     frontiers: tuple[FrontierReport, ...]
-    reasons: tuple[str, ...]  # why speculation was off in some runs
+    reasons: dict[str, int]  # why speculation was off at the end of a run -> speculative runs
     notices: tuple[str, ...]
 
     @property
@@ -242,16 +243,23 @@ class BenchRun:
         """Measure."""
         warm_up = self._warm_up()
         costs = measure_costs(self._lm)
-        planned = 4 * self._repeats * len(self._ids)
+        planned = 4 * (self._repeats * len(self._ids) + len(self._contexts))
+        generated = 0
+
+        def advance() -> None:
+            nonlocal generated
+            generated += 1
+            self._progress(generated, planned)
+
         done: list[PromptBench] = []
         for prompt, ids in zip(self._prompts, self._ids, strict=True):
             arms: dict[Arm, list[ArmRun]] = {self._plain: [], self._speculative: []}
-            for number in range(self._repeats):
-                for place, arm in enumerate((self._plain, self._speculative, self._speculative, self._plain)):
+            for _ in range(self._repeats):
+                for arm in (self._plain, self._speculative, self._speculative, self._plain):
                     if self.stopping:
                         break
                     arms[arm].append(arm.run(ids, **self._settings))
-                    self._progress(4 * (self._repeats * len(done) + number) + place + 1, planned)
+                    advance()
             if sum(map(len, arms.values())) < 4 * self._repeats:
                 break
             done.append(self._compared(prompt, len(ids), arms[self._plain], arms[self._speculative]))
@@ -260,7 +268,7 @@ class BenchRun:
             frontiers = tuple(
                 measure_frontiers(
                     self._plain, self._speculative, self._contexts, self._text(), compare=self._synthetic is None,
-                    stopping=lambda: self.stopping, **self._settings,
+                    stopping=lambda: self.stopping, advance=advance, **self._settings,
                 )
             )  # fmt: skip
         return self._report(done, costs, warm_up, frontiers)
@@ -337,7 +345,7 @@ class BenchRun:
                 if arm
             },
             frontiers=frontiers,
-            reasons=tuple(sorted({run.reason for run in runs if run.reason})),
+            reasons=dict(Counter(run.reason for run in runs if run.reason)),
             notices=(),
         )
         return attrs.evolve(report, notices=tuple(self._notices(report)))
@@ -388,9 +396,6 @@ def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
     cycles = [cycle for one in done for run in one.speculative for cycle in run.cycles]
     deepest = max((cycle.offered for cycle in cycles), default=0)
     places = range(deepest)
-    depths: dict[int, int] = {}
-    for cycle in cycles:
-        depths[cycle.offered] = depths.get(cycle.offered, 0) + 1
     return ClassBench(
         name=name,
         prompts=len(done),
@@ -402,7 +407,7 @@ def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
         offered=tuple(sum(cycle.offered > place for cycle in cycles) for place in places),
         reached=tuple(sum(cycle.offered > place <= cycle.accepted for cycle in cycles) for place in places),
         accepted=tuple(sum(cycle.accepted > place for cycle in cycles) for place in places),
-        depths=dict(sorted(depths.items())),
+        depths=dict(sorted(Counter(cycle.offered for cycle in cycles).items())),
     )
 
 

@@ -44,27 +44,33 @@ def plot_bench(report: BenchReport, path: str | Path) -> None:
 
 def _speedups(axes: Any, report: BenchReport) -> None:
     groups = [*report.classes, *([report.overall] if report.overall and len(report.classes) > 1 else [])]
+    intervals = ", 95 % intervals" if any(group.interval is not None for group in groups) else ""
     for place, group in enumerate(groups):
-        low, high = group.interval or (group.speedup, group.speedup)
-        axes.barh(
-            place, group.speedup, xerr=[[max(0.0, group.speedup - low)], [max(0.0, high - group.speedup)]],
-            color=COLOURS[0] if group is not report.overall else GREY, height=0.6, ecolor="#202124", capsize=3,
-        )  # fmt: skip
+        axes.barh(place, group.speedup, color=COLOURS[0] if group is not report.overall else GREY, height=0.6)
+        end = group.speedup
+        if group.interval is not None:
+            low, high = group.interval
+            spread = [[max(0.0, group.speedup - low)], [max(0.0, high - group.speedup)]]
+            axes.errorbar(group.speedup, place, xerr=spread, color="#202124", capsize=3)
+            end = max(end, high)
         axes.annotate(
-            f"{group.speedup:.2f}x", (0.03, place), color="white", va="center", ha="left", fontsize=10, weight="bold"
-        )
+            f"{group.speedup:.2f}x", (end, place), xytext=(5, 0), textcoords="offset points", va="center", ha="left",
+            fontsize=10,
+        )  # fmt: skip
     axes.set_yticks(range(len(groups)), [f"{group.name} ({group.prompts})" for group in groups])
     axes.invert_yaxis()
+    axes.margins(x=0.15)  # room for the figures beside the bars
     axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
     axes.set(
-        xlabel="speculative over plain tokens per second", title="Speed-up by class (prompts)\ndashed: plain decoding"
+        xlabel="speculative over plain tokens per second",
+        title=f"Speed-up by class (prompts){intervals}\ndashed: plain decoding",
     )
     axes.grid(axis="x", color="#e3e5e8", linewidth=0.8)
 
 
 def _cycle(axes: Any, report: BenchReport) -> None:
     columns = {
-        "plain\nstep": {"verification": report.plain_step_ms or 0.0},
+        "plain\nstep": {},  # not taken apart
         "cycle,\npredicted": {term.name: term.predicted_ms for term in report.terms},
         "cycle,\nmeasured": {term.name: term.measured_ms for term in report.terms},
     }
@@ -73,7 +79,8 @@ def _cycle(axes: Any, report: BenchReport) -> None:
         columns[f"measured,\nper token\n(of {tokens:.2f})"] = {
             term.name: term.measured_ms / tokens for term in report.terms
         }
-    bottoms = [0.0] * len(columns)
+    bottoms = [report.plain_step_ms or 0.0, *[0.0] * (len(columns) - 1)]
+    axes.bar(0, bottoms[0], color=GREY, width=0.62)
     for number, name in enumerate(("verification", "drafting", "bookkeeping")):
         heights = [parts.get(name, 0.0) for parts in columns.values()]
         axes.bar(range(len(columns)), heights, bottom=bottoms, label=name, color=COLOURS[number], width=0.62)
@@ -97,6 +104,7 @@ def _contexts(axes: Any, report: BenchReport) -> None:
     ):
         axes.plot(lengths, values, marker="os"[number], color=(GREY, COLOURS[0])[number], label=name, linewidth=1.6)
     axes.set(xlabel="tokens of context", ylabel="tokens per second", title="Generation\nby length of the context")
-    axes.set_ylim(bottom=0)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_ylim(0, 1.15 * max(max(one.plain, one.speculative) for one in report.frontiers))
     axes.legend(frameon=False)
     axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)

@@ -44,6 +44,7 @@ def measure_frontiers(
     *,
     compare: bool = True,
     stopping: Callable[[], bool] = lambda: False,
+    advance: Callable[[], None] = lambda: None,
     **settings: Any,
 ) -> Iterator[FrontierReport]:
     """Measure at every length of ``contexts`` (ascending order is made), A B B A.
@@ -51,6 +52,8 @@ def measure_frontiers(
     Args:
         text: token ids, at least as many as the longest context.
         compare: whether both arms must generate the same tokens.
+        stopping: asked before every generation; True ends the measurement, and the length under way is left out.
+        advance: called after every generation.
         **settings: of the generations, as for ``Session.stream``.
     """
     arms = (plain, speculative)
@@ -67,6 +70,7 @@ def measure_frontiers(
             if arm is speculative:
                 saving.append(perf_counter() - started)
             runs[arm].append(arm.go_on(copy, **settings))
+            advance()
         rates = {arm: sum(len(r.tokens) for r in runs[arm]) / sum(r.seconds for r in runs[arm]) for arm in arms}
         outputs = {run.tokens for arm in arms for run in runs[arm]}
         yield FrontierReport(

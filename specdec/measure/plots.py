@@ -33,9 +33,11 @@ def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
     left, middle, right = figure.subplots(1, 3)
     how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
     partial = f", interrupted after {report.done} of {report.planned} prompts" if report.partial else ""
+    known = any(one.interval is not None for group in groups for one in group.predictions)
+    bars = "  (bars: 95 % intervals over prompts)" if known else ""
     figure.suptitle(
         f"Drafter {report.drafter} at depth {report.depth}, {how}, on {report.environment.model or 'this model'}"
-        f"{partial}  (bars: 95 % intervals over prompts)"
+        f"{partial}{bars}"
     )
 
     def rates(name: str) -> Callable[[ClassReport], list[tuple[float, float | None, Interval]]]:
@@ -92,7 +94,7 @@ def _lines(
             [at + shift for at, _, _ in known],
             [value for _, value, _ in known],
             yerr=[below, above],
-            label=f"{group.name} ({group.prompts} prompts)",
+            label=f"{group.name} ({group.prompts} prompt{'' if group.prompts == 1 else 's'})",
             color=COLOURS[number % len(COLOURS)],
             marker=MARKERS[number % len(MARKERS)],
             markersize=5,

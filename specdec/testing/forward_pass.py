@@ -490,7 +490,7 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
     target = _Target(subject)
     model, vocab = target.model, target.info.vocab_size
     ids = sorted(set(target.tokens([0, 2, 5])) | {vocab - 1})[: max(1, vocab - 2)]
-    rest = [token for token in target.tokens(range(40)) if token not in ids] or [t for t in range(vocab)][:1]
+    rest = [token for token in range(vocab) if token not in ids] or ids
     first, second = rest[0], rest[-1]
     try:
         head = model.draft_head(ids[::-1])

@@ -1,4 +1,4 @@
-"""Checks of a backend's operations against their float64 definitions in ``specdec.backends.ops``: clauses O1 to O14.
+"""Checks of a backend's operations against their float64 definitions in ``specdec.backends.ops``: clauses O1 to O20.
 
 Sizes are odd on purpose: no multiple of a vector, a tile or a block. Inputs are rounded to the activation dtype first
 and read back, so that only the operation's own error counts.
@@ -6,15 +6,18 @@ and read back, so that only the operation's own error counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec.backends.ops import DeltaShape, Ops, Rewindable, Rope
+from specdec.backends.ops import DeltaShape, Ops, Rewindable, Rope, Routing
 from specdec.contract import Parity
+from specdec.errors import UnsupportedError
 from specdec.testing.numerics import EPSILON, dot_tolerance, fill_with_nan, to_host
-from specdec.testing.registry import Broken, OpsSubject, Run, check, expect, not_applicable
+from specdec.testing.registry import Broken, NotApplicable, OpsSubject, Run, check, expect, not_applicable
+from specdec.testing.views import check_views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,6 +58,30 @@ class _Bench:
 
     def vector(self, values: Float64, *, plus: float = 0.0) -> Any:
         return self.ops.vector(_tensor(values), plus=plus)
+
+    def stack(self, values: Float64) -> Any:
+        """Matrices ``[n, N, H]`` as views of a fused tensor, which has other rows between them."""
+        count, rows, length = values.shape
+        fused = _tensor(np.concatenate([values, np.full((count, 3, length), 7.0)], axis=1))
+        return self.ops.stack([fused[i, :rows] for i in range(count)])
+
+    def rounded(self, values: Float64) -> Float64:
+        """What of ``[n, N, H]`` is left in the activation dtype."""
+        return to_host(self.matrix(values.reshape(-1, values.shape[-1]))).reshape(values.shape)
+
+    @contextlib.contextmanager
+    def probing(self, *names: str) -> Iterator[None]:
+        """Use these ops once inside; the clause says nothing about a backend that lacks one of them.
+
+        Whatever they do outside is held against them.
+        """
+        for name in names:
+            if not callable(getattr(self.ops, name, None)):
+                not_applicable(f"this backend has no {name}")
+        try:
+            yield
+        except (NotImplementedError, UnsupportedError) as error:
+            not_applicable(f"this backend lacks one of {', '.join(names)}: {type(error).__name__}: {error}")
 
     def close(self, got: Any, wanted: Float64, tolerance: Float64 | float, what: str, **case: object) -> None:
         array = to_host(got)
@@ -256,6 +283,52 @@ def attend(subject: OpsSubject, run: Run) -> None:
         bench.close(got, wanted.reshape(rows, -1), bound, "attend", rows=rows, cached=before, gated=gated)
 
 
+LATENT, LATENT_VALUES = 21, 13  # values of a latent row, and how many of them are mixed
+
+
+class _Latent:
+    """Inputs of one latent-attention layer for some rows."""
+
+    def __init__(self, bench: _Bench, rows: int) -> None:
+        self.bench = bench
+        self.q = bench.heads(bench.normal(rows, HEADS, LATENT))
+        self.rows = bench.act(bench.normal(rows, LATENT))
+
+    def cache(self, capacity: int) -> Any:
+        return self.bench.ops.new_latent(capacity, LATENT)
+
+    def run(self, cache: Any, first: int, last: int) -> Any:
+        """Rows ``first..last``; the caller commits."""
+        q, rows = self.q[first:last], self.rows[first:last]
+        return self.bench.ops.attend_latent(q, rows, cache, scale=LATENT**-0.5, value_dims=LATENT_VALUES)
+
+
+def _latent(bench: _Bench, rows: int) -> _Latent:
+    """Raises: NotApplicable where a backend has no latent attention."""
+    layer = _Latent(bench, rows)
+    with bench.probing("new_latent", "attend_latent"):
+        layer.run(layer.cache(1), 0, 1)
+    return layer
+
+
+@check("O19")
+def attend_latent(subject: OpsSubject, run: Run) -> None:
+    """``attend_latent`` is causal softmax attention in which all heads read whole rows and mix their first values."""
+    bench = _Bench(subject, run)
+    for rows, before in ((1, 0), (1, 17), (4, 3), (16, 5), (19, 2), (5, 31)):
+        layer = _latent(bench, before + rows)
+        cache = layer.cache(CAPACITY)
+        fill_with_nan(cache)
+        if before:
+            layer.run(cache, 0, before)
+            cache.commit(before)
+        got = layer.run(cache, before, before + rows)
+        keys = to_host(layer.rows)[:, None]  # one head that all query heads read
+        wanted = _attention(to_host(layer.q)[before:], keys, keys, LATENT**-0.5)[..., :LATENT_VALUES]
+        bound = np.abs(keys).max() * (2 * bench.eps + 1e-5)
+        bench.close(got, wanted, bound, "attend_latent", rows=rows, cached=before)
+
+
 # --- the gated delta rule --------------------------------------------------------------------------------------------
 
 
@@ -358,6 +431,250 @@ def gated_rms_norm(subject: OpsSubject, run: Run) -> None:
         bench.close(got, wanted, bound, "gated_rms_norm", rows=rows)
 
 
+# --- heads and experts -----------------------------------------------------------------------------------------------
+
+
+@check("O16")
+def project_heads(subject: OpsSubject, run: Run) -> None:
+    """``project_heads`` multiplies every head with its own matrix of a ``stack``, maybe views of a fused tensor."""
+    bench = _Bench(subject, run)
+    with bench.probing("stack", "project_heads"):
+        bench.ops.project_heads(bench.heads(bench.normal(1, 2, 8)), bench.stack(bench.normal(2, 3, 8)))
+    for rows in ROWS:
+        for heads, length, features in ((3, 37, 29), (5, 9, 64), (1, 16, 21)):
+            x, values = bench.heads(bench.normal(rows, heads, length)), bench.normal(heads, features, length)
+            host, w = to_host(x), bench.rounded(values)
+            wanted = np.einsum("thi,hoi->tho", host, w)
+            bound = dot_tolerance(bench.dtype, length, np.einsum("thi,hoi->tho", np.abs(host), np.abs(w)))
+            got = bench.ops.project_heads(x, bench.stack(values))
+            bench.close(got, wanted, bound, "project_heads", rows=rows, heads=heads, length=length, features=features)
+
+
+EXPERTS, ROUTED = 16, 37  # experts of a router, and the length of its rows
+CLEAR = 1e-3  # least difference between what is chosen and what is not: far above the error of a float32 product
+_ROUTINGS = (
+    Routing(top_k=1, scores="softmax", normalised=False),
+    Routing(top_k=4, scores="softmax", normalised=True),
+    Routing(top_k=3, scores="sigmoid", normalised=False, scale=2.5),
+    Routing(top_k=4, scores="sigmoid", normalised=True, scale=2.5, groups=4, kept_groups=2),
+    Routing(top_k=2, scores="softmax", normalised=True, groups=2, kept_groups=1),
+    Routing(top_k=EXPERTS, scores="softmax", normalised=True),
+)
+
+
+def _routed(logits: Float64, routing: Routing, bias: Float64) -> tuple[list[int], Float64, float]:
+    """Of one row: the chosen experts, their weights, and the smallest difference that decided (equal ones aside)."""
+    scores = _sigmoid(logits) if routing.scores == "sigmoid" else _softmax(logits)
+    choice, least = scores + bias, np.inf
+
+    def best(values: Sequence[float], count: int) -> list[int]:
+        nonlocal least
+        order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+        ranked = [values[i] for i in order[: count + 1] if values[i] > -np.inf]
+        steps = [one - other for one, other in zip(ranked, ranked[1:], strict=False) if one != other]
+        least = min([least, *steps])
+        return order[:count]
+
+    if routing.groups > 1:
+        grouped = choice.reshape(routing.groups, -1)
+        kept = best([float(np.sort(group)[-2:].sum()) for group in grouped], routing.kept_groups)
+        masked = np.full_like(grouped, -np.inf)
+        masked[kept] = grouped[kept]
+        choice = masked.ravel()
+    ids = best(choice.tolist(), routing.top_k)
+    weights = scores[ids]
+    if routing.normalised:
+        weights = weights / (weights.sum() + 1e-20)
+    return ids, weights * routing.scale, least
+
+
+def _softmax(x: Float64) -> Float64:
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    law: Float64 = weights / weights.sum(-1, keepdims=True)
+    return law
+
+
+def _ties(rows: int) -> tuple[Float64, Float64]:
+    """Rows and a router of small whole numbers, whose logits are exact in any order of addition, and often equal."""
+    weight = np.zeros((EXPERTS, ROUTED))
+    weight[:, :8] = (np.arange(EXPERTS)[:, None] * np.arange(3, 11)) % 3 - 1.0
+    x = np.zeros((rows, ROUTED))  # the first row stays zero: all are equal
+    x[1:, :8] = np.random.default_rng(5).integers(-2, 3, (rows - 1, 8))
+    return x, weight
+
+
+@check("O17")
+def route(subject: OpsSubject, run: Run) -> None:
+    """``route`` chooses by score plus bias, equals by lower id, in kept groups only; weights are without the bias."""
+    bench = _Bench(subject, run)
+    with bench.probing("route"):
+        bench.ops.route(bench.act(bench.normal(1, 8)), bench.matrix(bench.normal(2, 8)), _ROUTINGS[0])
+    for routing in _ROUTINGS:
+        if routing.top_k < EXPERTS:
+            _check_ties(bench, routing)
+        # some choices below 0: a group that is masked with 0 instead of -inf would win
+        for bias in (None, bench.vector(bench.normal(EXPERTS) * 0.4 - 0.7)):
+            weight = bench.matrix(bench.normal(EXPERTS, ROUTED) / 3)
+            values = bench.normal(40 * max(ROWS), ROUTED)
+            added = np.zeros(EXPERTS) if bias is None else to_host(bias)
+            logits = to_host(bench.act(values)) @ to_host(weight).T
+            least = CLEAR / 10 if routing.top_k == EXPERTS else CLEAR
+            clear = [t for t in range(len(values)) if _routed(logits[t], routing, added)[2] > least]
+            for rows in ROWS:
+                chosen = clear[:rows]
+                expect(len(chosen) == rows, "the check found no clear cases")
+                got = bench.ops.route(bench.act(values[chosen]), weight, routing, bias)
+                _same_routes(bench, got, logits[chosen], routing, added, "route", biased=bias is not None)
+
+
+def _check_ties(bench: _Bench, routing: Routing) -> None:
+    for rows in (1, 5, 19):
+        x, weight = _ties(rows)
+        got = bench.ops.route(bench.act(x), bench.matrix(weight), routing)
+        _same_routes(bench, got, x @ weight.T, routing, np.zeros(EXPERTS), "route with equal scores")
+
+
+def _same_routes(
+    bench: _Bench, got: tuple[Any, Any], logits: Float64, routing: Routing, bias: Float64, what: str, **case: object
+) -> None:
+    wanted = [_routed(row, routing, bias) for row in logits]
+    ids, weights = to_host(got[0]), to_host(got[1])
+    case = {**case, "rows": len(logits), "routing": routing}
+    chosen = np.array([row[0] for row in wanted], np.float64)
+    expect(ids.shape == chosen.shape, f"{what}: the ids have another shape", got=ids.shape, expected=chosen.shape)
+    for t in range(len(logits)):
+        expect(np.array_equal(ids[t], chosen[t]), f"{what}: row {t} has other experts", got=ids[t], expected=chosen[t],
+               **case)  # fmt: skip
+    # a logit is off by at most the float32 error of its product, a score by no more than that, relatively
+    error = 4 * ROUTED * 2.0**-23 * (np.abs(logits).max() + 8.0) + 2.0**-18
+    truth = np.array([row[1] for row in wanted])
+    bench.close(weights, truth, np.abs(truth) * error + 1e-9, f"{what}: the weights", **case)
+
+
+class _Experts:
+    """A layer of small experts of which some are never chosen, and hold NaN."""
+
+    count, wide, length, never = 9, 19, 37, (2, 5, 8)
+
+    def __init__(self, bench: _Bench, rows: int) -> None:
+        self.bench = bench
+        shapes = [(self.wide, self.length), (self.wide, self.length), (self.length, self.wide)]
+        values = [bench.normal(self.count, *shape) / 3 for shape in shapes]
+        for one in values:
+            one[list(self.never)] = np.nan
+        self.experts = (bench.stack(values[0]), bench.stack(values[1]), bench.stack(values[2]))
+        self.hosts = [bench.rounded(one) for one in values]
+        gate, up, down = (bench.matrix(bench.normal(*shape) / 3) for shape in shapes)
+        self.shared = (gate, up, down)
+        self.shared_gate = bench.matrix(bench.normal(1, self.length) / 3)
+        self.x, self.residual = (bench.act(bench.normal(rows, self.length)) for _ in range(2))
+        self.router = bench.matrix(bench.normal(self.count, self.length) / 3)
+        self.bias = bench.vector(np.where(np.isin(np.arange(self.count), self.never), -10.0, 0.0))
+        self.routing = Routing(top_k=3, scores="sigmoid", normalised=True, scale=1.5)
+
+    def route(self, first: int, last: int) -> tuple[Any, Any]:
+        return self.bench.ops.route(self.x[first:last], self.router, self.routing, self.bias)
+
+    def run(self, first: int, last: int, chosen: tuple[Any, Any] | None = None, **shared: Any) -> Any:
+        chosen = self.route(first, last) if chosen is None else chosen
+        return self.bench.ops.moe(self.x[first:last], chosen, self.experts, self.residual[first:last], **shared)
+
+    def expert(self, x: Float64, gate: Float64, up: Float64, down: Float64) -> tuple[Float64, Float64]:
+        """``down(silu(gate x) * up x)`` of one row, and how far an op may be from it."""
+        dtype, eps = self.bench.dtype, self.bench.eps
+        gated, raised = gate @ x, up @ x
+        gate_error = dot_tolerance(dtype, self.length, np.abs(gate) @ np.abs(x))
+        up_error = dot_tolerance(dtype, self.length, np.abs(up) @ np.abs(x))
+        inner = _silu(gated) * raised
+        error = 1.1 * gate_error * (np.abs(raised) + up_error) + np.abs(_silu(gated)) * up_error + eps * np.abs(inner)
+        out = down @ inner
+        return out, np.abs(down) @ error + dot_tolerance(dtype, self.wide, np.abs(down) @ (np.abs(inner) + error))
+
+
+def _experts(bench: _Bench, rows: int) -> _Experts:
+    """Raises: NotApplicable where a backend has no experts."""
+    with bench.probing("stack", "route", "moe"):
+        layer = _Experts(bench, rows)
+        layer.run(0, 1)
+    return layer
+
+
+@check("O18")
+def moe(subject: OpsSubject, run: Run) -> None:
+    """``moe`` is the residual, the weighted sum of chosen experts and the gated shared one; others are not read."""
+    bench = _Bench(subject, run)
+    for rows in ROWS:
+        layer = _experts(bench, rows)
+        chosen = layer.route(0, rows)
+        ids, weights = to_host(chosen[0]).astype(int), to_host(chosen[1])
+        expect(not np.isin(ids, layer.never).any(), "route chose an expert with a bias of -10", got=ids)
+        x, residual = to_host(layer.x), to_host(layer.residual)
+        common = [to_host(one) for one in layer.shared]
+        gate = to_host(layer.shared_gate)[0]
+        for shared, gated in ((False, False), (True, False), (True, True)):
+            wanted, bound = residual.copy(), np.zeros_like(residual)
+            for t in range(rows):
+                for expert, weight in zip(ids[t], weights[t], strict=True):
+                    out, error = layer.expert(x[t], *(host[expert] for host in layer.hosts))
+                    wanted[t] += weight * out
+                    bound[t] += abs(weight) * (error + np.abs(out) * 2.0**-20)
+                if shared:
+                    out, error = layer.expert(x[t], *common)
+                    share = float(_sigmoid(gate @ x[t])) if gated else 1.0
+                    off = float(dot_tolerance(bench.dtype, layer.length, np.abs(gate) @ np.abs(x[t])))
+                    wanted[t] += share * out
+                    bound[t] += share * error + (np.abs(out) + error) * off * gated
+            bound += (bench.eps + 2.0**-18) * (np.abs(wanted) + np.abs(residual))
+            options = {**({"shared": layer.shared} if shared else {}),
+                       **({"shared_gate": layer.shared_gate} if gated else {})}  # fmt: skip
+            got = layer.run(0, rows, chosen, **options)
+            bench.close(got, wanted, bound, "moe", rows=rows, shared=shared, gated=gated)
+
+
+VOCAB, HEAD_LENGTH = 301, 37
+
+
+@check("O20")
+def pruned_head(subject: OpsSubject, run: Run) -> None:
+    """``pruned_head`` gives ``head``'s logits at the ids of ``head_rows`` and -inf elsewhere, added ids included."""
+    bench = _Bench(subject, run)
+    ops = bench.ops
+    values = bench.normal(VOCAB, HEAD_LENGTH)
+    weight = bench.matrix(values)
+    with bench.probing("head_rows", "pruned_head"):
+        ops.pruned_head(bench.act(bench.normal(1, HEAD_LENGTH)), ops.head_rows(weight, [1]))
+    ids = [0, VOCAB - 1, *range(40, 170, 3)]
+    base = ops.head_rows(weight, ids[::-1])
+    one = ops.head_rows(weight, [5, 40, 299], base)
+    other = ops.head_rows(weight, [200, 7], base)  # another continuation of the same rows
+    further = ops.head_rows(weight, [1, 2, 200], one)
+    known = [(base, ids), (one, [*ids, 5, 299]), (other, [*ids, 7, 200]), (further, [*ids, 1, 2, 5, 200, 299]),
+             (ops.head_rows(weight, [40], base), ids)]  # fmt: skip
+    for rows in ROWS:
+        x = bench.act(bench.normal(rows, HEAD_LENGTH))
+        host, w = to_host(x), to_host(weight)
+        truth, bound = host @ w.T, dot_tolerance(bench.dtype, HEAD_LENGTH, np.abs(host) @ np.abs(w).T)
+        for made, there in known:
+            wanted = sorted(set(there))
+            got = list(made.tokens)
+            expect(got == wanted, "head_rows has other ids, or in another order", got=got, expected=wanted)
+            logits = ops.pruned_head(x, made)
+            seen = check_views(logits, rows, VOCAB, [VOCAB - 1, *([3] * (rows - 1))])
+            left_out = np.setdiff1d(np.arange(VOCAB), wanted)
+            expect(
+                bool((seen[:, left_out] == -np.inf).all()), "an id without a row has a logit", rows=rows,
+                got=[int(i) for i in np.flatnonzero((seen > -np.inf).any(axis=0))], expected=wanted,
+            )  # fmt: skip
+            bench.close(seen[:, wanted], truth[:, wanted], bound[:, wanted], "pruned_head", rows=rows)
+    # equal logits, exact in whole numbers: the lower id is best, though its row stands behind
+    whole = np.tile(bench.rng.integers(-3, 4, (1, HEAD_LENGTH)).astype(np.float64), (VOCAB, 1))
+    equal = bench.matrix(whole)
+    made = ops.head_rows(equal, [9, 4], ops.head_rows(equal, [250, 30, 12]))
+    logits = ops.pruned_head(bench.act(whole[:2]), made)
+    expect(logits.argmax() == [4, 4], "equal logits go by ascending id", got=logits.argmax(), expected=[4, 4])
+    check_views(logits, 2, VOCAB, [250, 4])
+
+
 # --- rows, caches, inputs --------------------------------------------------------------------------------------------
 
 
@@ -370,6 +687,7 @@ def _row_ops(bench: _Bench, count: int) -> dict[str, Callable[[int, int], Any]]:
     heads, gates = (bench.heads(bench.normal(n, 3, HEAD_DIM)) for _ in range(2))
     head_vector, rope = bench.vector(bench.normal(HEAD_DIM)), Rope.of(1e4, HEAD_DIM)
     return {
+        **_optional_row_ops(bench, n),
         "project": lambda a, b: ops.project(x[a:b], (weight, other))[1],
         "linear": lambda a, b: ops.linear(x[a:b], weight, z[a:b]),
         "swiglu": lambda a, b: ops.swiglu(x[a:b], weight, other),
@@ -378,6 +696,30 @@ def _row_ops(bench: _Bench, count: int) -> dict[str, Callable[[int, int], Any]]:
         "gated_rms_norm": lambda a, b: ops.gated_rms_norm(heads[a:b], gates[a:b], head_vector, EPS),
         "head": lambda a, b: ops.head(x[a:b], table).rows(),
     }
+
+
+def _optional_row_ops(bench: _Bench, count: int) -> dict[str, Callable[[int, int], Any]]:
+    """Those that a backend may lack; clauses of their own say so."""
+    ops, found = bench.ops, {}
+    with contextlib.suppress(NotApplicable):
+        layer = _experts(bench, count)
+        shared = {"shared": layer.shared, "shared_gate": layer.shared_gate}
+        found["route, ids"] = lambda a, b: layer.route(a, b)[0]
+        found["route, weights"] = lambda a, b: layer.route(a, b)[1]
+        found["moe"] = lambda a, b: layer.run(a, b, **shared)
+    with contextlib.suppress(NotApplicable):
+        x, matrices = bench.heads(bench.normal(count, 3, 37)), bench.normal(3, 29, 37)
+        with bench.probing("stack", "project_heads"):
+            stack = bench.stack(matrices)
+            ops.project_heads(x[:1], stack)
+        found["project_heads"] = lambda a, b: ops.project_heads(x[a:b], stack)
+    with contextlib.suppress(NotApplicable):
+        weight, row = bench.matrix(bench.normal(VOCAB, 37)), bench.act(bench.normal(count, 37))
+        with bench.probing("head_rows", "pruned_head"):
+            rows = ops.head_rows(weight, [300, 5, 17], ops.head_rows(weight, range(0, 100, 3)))
+            ops.pruned_head(row[:1], rows)
+        found["pruned_head"] = lambda a, b: ops.pruned_head(row[a:b], rows).rows()
+    return found
 
 
 @check("O12")
@@ -431,7 +773,22 @@ def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]],
             at += rows
         return np.concatenate(out)
 
-    return {"attend": attending, "conv_window and gated_delta": ruling}
+    def compressed(passes: Sequence[int]) -> Float64:
+        cache, out, at = latent.cache(most + 3), [], 0
+        for rows in passes:
+            out.append(to_host(latent.run(cache, at, at + rows)))
+            cache.commit(rows)
+            at += rows
+        return np.concatenate(out)
+
+    found: dict[str, Callable[[Sequence[int]], Float64]] = {
+        "attend": attending,
+        "conv_window and gated_delta": ruling,
+    }
+    with contextlib.suppress(NotApplicable):
+        latent = _latent(bench, most)
+        found["attend_latent"] = compressed
+    return found
 
 
 def _saved(cache: Any) -> dict[str, Float64]:
@@ -491,8 +848,28 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
         saved, part = _saved(cache), slice(at, at + 1)
         return saved, to_host(bench.ops.attend(q[part], k[part], v[part], cache, scale=1.0))
 
+    def compressed(passes: Sequence[tuple[int, int]], poisoned: bool) -> tuple[dict[str, Float64], Float64]:
+        cache, at = latent.cache(rows + 9), 0
+        for decoded, kept in passes:
+            if poisoned:
+                nan_latent.run(cache, 0, rows)
+                cache.commit(0)
+            latent.run(cache, at, at + decoded)
+            cache.commit(kept)
+            at += kept
+        saved = _saved(cache)
+        return saved, to_host(latent.run(cache, at, at + 1))
+
+    caches = {"the delta cache": delta, "the KV cache": attention}
+    with contextlib.suppress(NotApplicable):
+        latent, nan_latent = _latent(bench, rows + 3), _Latent(bench, rows)
+        nan_latent.q, nan_latent.rows = (
+            bench.heads(np.full((rows, HEADS, LATENT), np.nan)),
+            bench.act(np.full((rows, LATENT), np.nan)),
+        )
+        caches["the latent cache"] = compressed
     for kept in range(rows + 1):
-        for name, play in (("the delta cache", delta), ("the KV cache", attention)):
+        for name, play in caches.items():
             wanted, last = play([(1, 1), (kept, kept)] if kept else [(1, 1)], False)
             for poisoned in (False, True):
                 got, after = play([(1, 1), (rows, kept)], poisoned)
@@ -542,6 +919,30 @@ def going_back(subject: OpsSubject, run: Run) -> None:
         if name in taken:
             bench.close(taken[name], to_host(array), 0.0, f"saved {name} after the cache went on")
     expect(kv.nbytes() > 0 and cache.nbytes() > 0, "nbytes counts")
+    with contextlib.suppress(NotApplicable):
+        _latent_goes_back(_latent(bench, 7))
+
+
+def _latent_goes_back(layer: _Latent) -> None:
+    """The latent cache alone: cut anywhere, saved and loaded as a copy."""
+    cache = layer.cache(8)
+    layer.run(cache, 0, 6)
+    cache.commit(6)
+    taken, held = cache.save(), _saved(cache)
+    expect(cache.truncate(2), "a latent cache goes back anywhere")
+    layer.run(cache, 6, 7)
+    cache.commit(1)
+    expect(cache.length == 3, "length counts committed rows", got=cache.length, expected=3)
+    other = layer.cache(8)
+    other.load(taken, 6)
+    expect(other.length == 6, "load sets the length", got=other.length, expected=6)
+    _same_saved(_saved(other), held, "a loaded latent cache after the original went on")
+    plain = layer.cache(8)
+    for first, last in ((0, 2), (6, 7)):
+        layer.run(plain, first, last)
+        plain.commit(last - first)
+    _same_saved(_saved(cache), _saved(plain), "a latent cache after truncate(2) and another row")
+    expect(cache.nbytes() > 0, "nbytes counts")
 
 
 @check("O15")
@@ -587,9 +988,36 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
     ops.gated_rms_norm(q, gate, dim, EPS)
     ops.concat(x, z)
     ops.head(x, weight).argmax()
+    _optional_untouched(bench, rows)
     cache = ops.new_delta(SHAPE)
     u, _ = layer.run(cache, 0, rows)
     convolved = to_host(u).copy()
     cache.commit(2)  # a cut may compute the rows again
     for array, old in zip([*watched, u], [*before, convolved], strict=True):
         expect(np.array_equal(to_host(array), old), "an input was changed", got=to_host(array), expected=old)
+
+
+def _optional_untouched(bench: _Bench, rows: int) -> None:
+    """The same for ops that a backend may lack."""
+    ops = bench.ops
+    cases: list[tuple[Callable[[], object], list[Any]]] = []
+    with contextlib.suppress(NotApplicable):
+        experts = _experts(bench, rows)
+        ids, weights = experts.route(0, rows)
+        shared = {"shared": experts.shared, "shared_gate": experts.shared_gate}
+        inputs = [experts.x, experts.residual, experts.router, experts.bias, *experts.shared, experts.shared_gate]
+        cases.append((lambda: experts.run(0, rows, (ids, weights), **shared), [*inputs, ids, weights]))
+    with contextlib.suppress(NotApplicable):
+        latent = _latent(bench, rows)
+        cases.append((lambda: latent.run(latent.cache(rows), 0, rows), [latent.q, latent.rows]))
+    with contextlib.suppress(NotApplicable):
+        x, weight = bench.act(bench.normal(rows, 37)), bench.matrix(bench.normal(VOCAB, 37))
+        with bench.probing("head_rows", "pruned_head"):
+            ops.pruned_head(x[:1], ops.head_rows(weight, [1]))
+        gathered = ops.head_rows(weight, [5, 9])
+        cases.append((lambda: ops.pruned_head(x, ops.head_rows(weight, [7], gathered)).argmax(), [x, weight]))
+    for call, watched in cases:
+        before = [to_host(array).copy() for array in watched]
+        call()
+        for array, old in zip(watched, before, strict=True):
+            expect(np.array_equal(to_host(array), old), "an input was changed", got=to_host(array), expected=old)

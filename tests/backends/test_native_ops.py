@@ -32,6 +32,7 @@ from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.errors import ConfigError, ContractError, ShapeError, StateError, UnsupportedError
+from specdec.folders import cache_folder
 
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8}
@@ -47,7 +48,7 @@ def _kernels(machine: str) -> Kernels:
     else:
         command = compiler.find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
         if not isinstance(command, KernelsUnavailable):
-            kernels = compiler.build(command, compiler.cache_dir(), machine)
+            kernels = compiler.build(command, cache_folder(), machine)
         else:
             kernels = command
     if isinstance(kernels, KernelsUnavailable):

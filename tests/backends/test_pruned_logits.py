@@ -23,6 +23,7 @@ from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Context, Sampling
 from specdec.errors import ConfigError, ContractError
+from specdec.folders import cache_folder
 from specdec.sampling import draft_token
 
 SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 300])
@@ -38,7 +39,7 @@ def ops(request: pytest.FixtureRequest) -> ReferenceOps:
     if isinstance(command, KernelsUnavailable):
         pytest.skip(command.reason)
     machine = None if request.param == "native" else request.param
-    kernels = compiler.build(command, compiler.cache_dir(), machine)
+    kernels = compiler.build(command, cache_folder(), machine)
     if isinstance(kernels, KernelsUnavailable):
         pytest.skip(kernels.reason)
     return NativeOps(torch.float32, kernels)

@@ -17,6 +17,15 @@ from tests.testing.broken import drafters, ops, policies, targets, verifiers
 COSTLY = ("D14", "V5")  # draw thousands of times; fewer where another clause is meant
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny arrays: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def caught(subject, under_test, meant) -> set[str]:
     """Ids of the checks that find something; those that are not meant look for a shorter time."""
     found = set()

@@ -10,9 +10,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
-from specdec.contract import DepthPolicySpec
+from specdec.backends.cpu.reference import ReferenceOps
+from specdec.contract import DepthPolicySpec, ForwardPass
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.errors import ConfigError, ContractError, UnknownNameError, UnsupportedError
@@ -169,6 +171,61 @@ def test_the_decorator_gives_one_item_per_check(check):
 )
 def test_known_failures_are_expected_by_the_decorator(check):
     check()
+
+
+# --- what a plugin may leave out -------------------------------------------------------------------------------------
+
+
+class LacksOps(ReferenceOps):
+    """Without a method, with one that says so, and with one that refuses."""
+
+    project_heads = None
+
+    def route(self, x, weight, routing, bias=None):
+        raise NotImplementedError("no experts here")
+
+    def new_latent(self, capacity, dims):
+        raise UnsupportedError("no latent attention here")
+
+
+def _outcome(id_: str, given: object):
+    check = _check(id_)
+    return run_check(check, as_subject(check.subject, given))
+
+
+def test_ops_that_a_backend_lacks_are_told_and_no_failure():
+    told = {id_: _outcome(id_, lambda: LacksOps(torch.float32)) for id_ in ("O16", "O17", "O18", "O19", "O20", "O12")}
+    skipped = {id_: outcome.detail for id_, outcome in told.items() if outcome.status is Status.NOT_APPLICABLE}
+    assert skipped.keys() == {"O16", "O17", "O18", "O19"}
+    for id_, reason in {"O16": "no project_heads", "O17": "no experts here", "O19": "no latent attention"}.items():
+        assert reason in skipped[id_]
+    assert told["O20"].status is told["O12"].status is Status.PASSED
+
+
+def test_an_op_that_refuses_only_some_cases_is_a_failure():
+    class FewExperts(ReferenceOps):
+        def route(self, x, weight, routing, bias=None):
+            if routing.groups > 1:
+                raise UnsupportedError("no groups")
+            return super().route(x, weight, routing, bias)
+
+    outcome = _outcome("O17", lambda: FewExperts(torch.float32))
+    assert outcome.status is Status.FAILED
+    assert "no groups" in outcome.detail
+
+
+def test_a_target_without_draft_heads_and_a_drafter_without_a_snapshot_are_told():
+    class NoHeads(TableModel):
+        def draft_head(self, tokens):
+            return ForwardPass.draft_head(self, tokens)
+
+    outcome = _outcome("F19", NoHeads.random(5, mtp=True))
+    assert outcome.status is Status.NOT_APPLICABLE
+    assert "offers no pruned draft head" in outcome.detail
+    assert _outcome("F19", TableModel.random(5)).status is Status.NOT_APPLICABLE
+    outcome = _outcome("D17", ngram_specs()[0])
+    assert outcome.status is Status.NOT_APPLICABLE
+    assert "snapshot" in outcome.detail
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

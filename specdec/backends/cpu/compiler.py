@@ -25,6 +25,7 @@ import structlog
 import torch  # noqa: F401  (first, so that its OpenMP runtime is the one that the kernels' soname resolves to)
 
 from specdec.errors import ConfigError, UnsupportedError
+from specdec.folders import cache_folder
 
 log = structlog.get_logger(__name__)
 
@@ -79,7 +80,7 @@ def load_kernels() -> Kernels | KernelsUnavailable:
         raise ConfigError(f"{SWITCH} takes auto, torch or native, got {wanted!r}")
     if wanted == "torch":
         return KernelsUnavailable(f"{SWITCH}=torch")
-    kernels = _load(os.environ.get("CXX", ""), str(cache_dir()), os.environ.get("PATH", ""))
+    kernels = _load(os.environ.get("CXX", ""), str(cache_folder()), os.environ.get("PATH", ""))
     if wanted == "native" and isinstance(kernels, KernelsUnavailable):
         raise UnsupportedError(
             f"{SWITCH}=native, but the native kernels are unavailable: {kernels.reason}",
@@ -87,14 +88,6 @@ def load_kernels() -> Kernels | KernelsUnavailable:
             try_="a C++17 compiler on PATH (or in CXX), or SPECDEC_CPU_KERNELS=auto",
         )
     return kernels
-
-
-def cache_dir() -> Path:
-    """Where built libraries are kept: SPECDEC_CACHE_DIR, else the user's cache directory."""
-    if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "specdec"
 
 
 @functools.cache  # one attempt per process and environment; a failed build is not repeated for every model

@@ -454,7 +454,7 @@ class RecordedPasses:
         self.recordings: dict[int, Recording | None] = {}  # by rows; None: they run eagerly
         self.best: Program | None = None  # of greedy chains
         self._head: Tensor | None = None  # that it reads
-        self._chains: dict[int, Any] = {}  # by rows of the first pass: its program, that of one row, and ``best``
+        self._chains: dict[int, tuple[Any, int] | None] = {}  # by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
@@ -479,8 +479,11 @@ class RecordedPasses:
             self.recordings[rows] = None
         return self.recordings[rows]
 
-    def chain(self, rows: int, head: Tensor, caches: Sequence[Cache]) -> Any:
-        """The programs of a greedy chain that begins with ``rows`` rows; None where a part of it is not recorded."""
+    def chain(self, rows: int, head: Tensor, caches: Sequence[Cache]) -> tuple[Any, int] | None:
+        """A greedy chain that begins with ``rows`` rows: its programs, and where its outputs begin in the work memory.
+
+        None where a part of it is not recorded.
+        """
         if head is not self._head:
             tape = Tape(self.ops, self.runner, (), 1, 0)
             try:
@@ -497,7 +500,8 @@ class RecordedPasses:
             if first is not None and one is not None and self.best is not None:
                 if not first.kept_bytes and not one.kept_bytes:  # a commit has nothing to do
                     numbers = [*first.run.addresses(), *one.run.addresses(), *self.best.addresses()]
-                    self._chains[rows] = (ctypes.c_int64 * len(numbers))(*numbers)
+                    programs = (ctypes.c_int64 * len(numbers))(*numbers)
+                    self._chains[rows] = programs, _aligned(max(first.work_bytes, one.work_bytes))
         return self._chains[rows]
 
 
@@ -574,13 +578,10 @@ class RecordedPass:
         row_bytes = passes.hidden_size * hidden.element_size()
         self._last = None
         with ops.lock:
-            programs = passes.chain(rows, head, self._caches)
-            if programs is None:
+            chain = passes.chain(rows, head, self._caches)
+            if chain is None:
                 return None
-            first, one = passes.recordings[rows], passes.recordings[1]
-            assert first is not None
-            assert one is not None
-            outputs = _aligned(max(first.work_bytes, one.work_bytes))
+            programs, outputs = chain
             logits = outputs + _aligned(end * row_bytes)
             work = ops.work(logits + 4 * head.shape[0])
             slots[WORK] = work

@@ -7,7 +7,8 @@ import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
 from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
-from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
+from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
+from specdec.backends.cpu.pruned import PrunedLogits
 from specdec.backends.cpu.reference import ReferenceOps
 
 
@@ -139,10 +140,156 @@ class ResidualInPlace(ReferenceOps):
         return super().linear(x, weight) if residual is None else residual.add_(super().linear(x, weight))
 
 
+class HeadsInReverse(ReferenceOps):
+    def project_heads(self, x, weights):
+        return super().project_heads(x, weights[::-1])
+
+
+class StackReadsOn(ReferenceOps):
+    """Matrices of a fused tensor are read as if nothing lay between them."""
+
+    def stack(self, tensors):
+        first = tensors[0]
+        rows, length = first.shape
+        together = first.as_strided((len(tensors), rows, length), (rows * length, length, 1))
+        return super().stack(list(together))
+
+
+class EqualScoresToTheHigherId(ReferenceOps):
+    def route(self, x, weight, routing, bias=None):
+        turned = None if bias is None else bias.flip(0)
+        ids, weights = super().route(x, weight.flip(0), routing, turned)
+        return len(weight) - 1 - ids, weights
+
+
+class MasksGroupsWithZero(ReferenceOps):
+    def route(self, x, weight, routing, bias=None):
+        if routing.groups == 1 or bias is None:
+            return super().route(x, weight, routing, bias)
+        logits = self._float32_product(x, weight)
+        scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
+        grouped = (scores + bias).view(len(x), routing.groups, -1)
+        worth = grouped.topk(2).values.sum(-1)
+        closed = torch.ones_like(worth).scatter(1, worth.topk(routing.kept_groups).indices, 0.0)
+        ids = grouped.masked_fill(closed[..., None] > 0, 0.0).flatten(1).topk(routing.top_k).indices
+        weights = scores.gather(1, ids)
+        return ids, (weights / weights.sum(-1, keepdim=True) if routing.normalised else weights) * routing.scale
+
+
+class BiasInTheWeights(ReferenceOps):
+    def route(self, x, weight, routing, bias=None):
+        ids, weights = super().route(x, weight, routing, bias)
+        return ids, weights if bias is None else weights + bias[ids]
+
+
+class RouterInBfloat16(ReferenceOps):
+    def route(self, x, weight, routing, bias=None):
+        return super().route(x.bfloat16().float(), weight, routing, bias)
+
+
+class RoutesRowsTogether(ReferenceOps):
+    def route(self, x, weight, routing, bias=None):
+        ids, weights = super().route(x, weight, routing, bias)
+        return ids, weights if len(x) == 1 else weights * (1 + 2**-22)
+
+
+class ReadsEveryExpert(ReferenceOps):
+    """Experts that nobody chose count with weight 0."""
+
+    def moe(self, x, chosen, experts, residual, *, shared=None, shared_gate=None):
+        ids, weights = chosen
+        count = len(experts[0])
+        every = torch.zeros(len(x), count).scatter(1, ids, weights)
+        everybody = torch.arange(count).expand(len(x), -1)
+        return super().moe(x, (everybody, every), experts, residual, shared=shared, shared_gate=shared_gate)
+
+
+class SharedExpertUngated(ReferenceOps):
+    def moe(self, x, chosen, experts, residual, *, shared=None, shared_gate=None):
+        return super().moe(x, chosen, experts, residual, shared=shared)
+
+
+class ExpertsInOneOrder(ReferenceOps):
+    """Outputs go to the slots in the order of the experts' ids; the weights stay in the order of the slots."""
+
+    def moe(self, x, chosen, experts, residual, *, shared=None, shared_gate=None):
+        ids, weights = chosen
+        ordered = (ids.sort(-1).values, weights)
+        return super().moe(x, ordered, experts, residual, shared=shared, shared_gate=shared_gate)
+
+
+class SumsIntoTheResidual(ReferenceOps):
+    def moe(self, x, chosen, experts, residual, *, shared=None, shared_gate=None):
+        return residual.copy_(super().moe(x, chosen, experts, residual, shared=shared, shared_gate=shared_gate))
+
+
+class MixesTheLastValues(ReferenceOps):
+    def attend_latent(self, q, row, cache, *, scale, value_dims):
+        return super().attend_latent(q, row, cache, scale=scale, value_dims=q.shape[2])[..., -value_dims:]
+
+
+class LatentRowsStay(ReferenceOps):
+    def new_latent(self, capacity, dims):
+        return _AllRows(capacity, dims, self.dtype)
+
+
+class _AllRows(CpuLatentCache):
+    def reserve(self, rows):
+        self.passed = rows
+        return super().reserve(rows)
+
+    def commit(self, rows):
+        super().commit(self.passed if rows else 0)
+
+
+class LatentSavesViews(ReferenceOps):
+    def new_latent(self, capacity, dims):
+        return _LatentViews(capacity, dims, self.dtype)
+
+
+class _LatentViews(CpuLatentCache):
+    def save(self):
+        return {"rows": self.keys[: self.length]}
+
+
+class HeadByPlace(ReferenceOps):
+    """Logits of a pruned head stand at the places of its rows."""
+
+    def pruned_head(self, x, rows):
+        full = torch.full((len(x), rows.vocab_size), -torch.inf)
+        values = torch.cat([self.head(x, part).array for part in rows.parts], dim=1)
+        full[:, : values.shape[1]] = values
+        return CpuLogits(full)
+
+
+class EqualLogitsByPlace(ReferenceOps):
+    def _pruned_logits(self, values, rows):
+        return _ByPlace(values, rows)
+
+
+class _ByPlace(PrunedLogits):
+    def argmax(self):
+        return [int(self._ids[row.argmax()]) for row in self._values]
+
+
+class ContinuationsOverwriteEachOther(ReferenceOps):
+    def head_rows(self, weight, tokens, base=None):
+        made = super().head_rows(weight, tokens, base)
+        if len(made.parts) > 1:
+            first = self.__dict__.setdefault("first", made)
+            common = min(len(first.parts[1]), len(made.parts[1]))
+            if first is not made and first.parts[1].data_ptr() != made.parts[1].data_ptr():
+                first.parts[1][:common] = made.parts[1][:common]
+        return made
+
+
 BROKEN = {
     PlusInBfloat16: ("O1",),
     ForgetsTheResidual: ("O2",),
-    GateAndUpSwapped: ("O3",),
+    GateAndUpSwapped: (
+        "O3",
+        "O18",
+    ),
     LayerNorm: (
         "O4",
         "O5",
@@ -155,7 +302,12 @@ BROKEN = {
     ConvolutionReversed: ("O7",),
     DecayForgotten: ("O8",),
     GateIsSigmoid: ("O9",),
-    LastBlockOfTheVocabularyMissing: ("O10",),
+    LastBlockOfTheVocabularyMissing: (
+        "O10",
+        "O17",
+        "O18",
+        "O20",
+    ),
     SidesSwapped: ("O11",),
     HiddenFromTheFront: ("O11",),
     RowsTogether: ("O12",),
@@ -167,4 +319,32 @@ BROKEN = {
         "O2",
         "O12",
     ),
+    HeadsInReverse: ("O16",),
+    StackReadsOn: (
+        "O16",
+        "O12",
+        "O18",
+    ),
+    EqualScoresToTheHigherId: ("O17",),
+    MasksGroupsWithZero: ("O17",),
+    BiasInTheWeights: ("O17",),
+    RouterInBfloat16: ("O17",),
+    RoutesRowsTogether: ("O12",),
+    ReadsEveryExpert: (
+        "O18",
+        "O12",
+    ),
+    SharedExpertUngated: ("O18",),
+    ExpertsInOneOrder: ("O18",),
+    SumsIntoTheResidual: (
+        "O15",
+        "O12",
+        "O18",
+    ),
+    MixesTheLastValues: ("O19",),
+    LatentRowsStay: ("O13",),
+    LatentSavesViews: ("O14",),
+    HeadByPlace: ("O20",),
+    EqualLogitsByPlace: ("O20",),
+    ContinuationsOverwriteEachOther: ("O20",),
 }
