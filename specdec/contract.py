@@ -141,7 +141,10 @@ class DraftHead(abc.ABC):
 
     @abc.abstractmethod
     def extended(self, tokens: Sequence[int]) -> DraftHead:
-        """A head with these ids too; the rows that it has already are shared, not copied."""
+        """A head with these ids too; the rows that it has already are shared, not copied.
+
+        Raises: PromptError for ids outside the vocabulary.
+        """
 
 
 @attrs.frozen

@@ -377,7 +377,7 @@ class Stream:
         """Take the tokens one by one until one of them ends the generation; returns how many were taken."""
         produced = len(self._session._tokens) - self._prompt_tokens
         if not self._settings.stop:
-            return self._cut_at_ids(emitted[: self._settings.max_new_tokens - produced], produced)
+            return self._cut_at_ids(emitted, produced)
         for taken, token in enumerate(emitted, start=1):
             if token in self._stop_ids:
                 self._reason = "stop"
@@ -394,7 +394,10 @@ class Stream:
         return len(emitted)
 
     def _cut_at_ids(self, emitted: tuple[int, ...], produced: int) -> int:
-        """The same where no string ends the generation, so that the text of all tokens can be had at once."""
+        """The same where no string ends the generation, so that the text of all tokens can be had at once.
+
+        A cycle emits no more than the room that there was for it.
+        """
         taken, shown = len(emitted), emitted
         if not self._stop_ids.isdisjoint(emitted):
             taken = next(i for i, token in enumerate(emitted, start=1) if token in self._stop_ids)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from specdec.cli import output
+from specdec.cli import measuring, output
 from specdec.cli.measuring import check_writable, config_of_length, progress, write_csv
 from specdec.cli.run_options import flag_overrides, interruptible
 from specdec.config import Choice, Override, RunConfig
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from specdec.measure import AcceptanceReport, ClassReport
 
-BROKEN_PROMISE = 1  # exit status when a mistake in the head changed the output
-INTERRUPTED = 130
 NEW_TOKENS = 48  # per prompt, where neither the configuration nor an option says
 SHOWN_DEPTHS = 8  # columns of predicted speed-ups on a terminal; --json and --csv have all
 SHOWN_MISMATCHES = 5
@@ -156,10 +154,10 @@ def accept(
             "changed some: this is a bug",
             err=True,
         )
-        ctx.exit(BROKEN_PROMISE)
+        ctx.exit(measuring.BROKEN_PROMISE)
     if report.partial:
         click.echo(f"interrupted: this is of {report.done} of {report.planned} prompts", err=True)
-        ctx.exit(INTERRUPTED)
+        ctx.exit(output.INTERRUPTED)
 
 
 def _config(file: pathlib.Path | None, overrides: Sequence[Override]) -> RunConfig:
@@ -212,8 +210,8 @@ def show(report: AcceptanceReport) -> None:
         section(
             "The MTP head with one mistake at a time",
             _ablations(report),
-            "at i: the cumulative rate at position i, over the same prompts. same output: prompts whose tokens are those of the right "
-            "head; a mistake in a drafter must never change them.",
+            "at i: the cumulative rate at position i, over the same prompts. same output: prompts whose tokens are "
+            "those of the right head; a mistake in a drafter must never change them.",
             *(f"{one.switch}: {one.mistake}{f' ({one.note})' if one.note else ''}." for one in report.ablations),
         )
     for notice in report.notices:
@@ -223,7 +221,9 @@ def show(report: AcceptanceReport) -> None:
 def _summary(report: AcceptanceReport) -> list[tuple[str, str]]:
     env = report.environment
     how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}, seed {report.seed}"
-    done = f"{report.done} of {report.planned} prompts, interrupted" if report.partial else f"{report.done} prompts"
+    done = output.count(report.done, "prompt")
+    if report.partial:
+        done = f"{report.done} of {report.planned} prompts, interrupted"
     chat = f", {report.overall.chat} of them in the chat template" if report.overall.chat else ""
     load = "" if env.load_1min is None else f", load {env.load_1min:.2f}"
     commit = f" ({env.commit})" if env.commit else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli import output
+from specdec.cli import measuring, output
 from specdec.cli.measuring import check_writable, config_of_length, progress, write_csv
 from specdec.cli.run_options import flag_overrides, interruptible
 from specdec.config import Override
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 96
 PER_CLASS = 3
-BROKEN_PROMISE = 1  # exit status when an exact verifier's output differs
-INTERRUPTED = 130
 
 _PATH = click.Path(path_type=pathlib.Path)
 
@@ -116,20 +114,20 @@ def bench(
         )
         with interruptible(run):
             report = run.run()
-    files = {"csv": csv_file, "plot": plot_file}
+    files = {"csv": csv_file, "plot": plot_file if report.overall is not None else None}  # nothing to draw then
     if as_json:
         output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})
     else:
         show(report)
     if csv_file is not None:
         write_csv(report.rows(), csv_file)
-    if plot_file is not None and report.overall is not None:
+    if files["plot"] is not None:
         from specdec.measure.bench_plot import plot_bench
 
-        plot_bench(report, plot_file)
+        plot_bench(report, files["plot"])
     if not as_json:
         for name, file in files.items():
-            if file is not None and file.exists():
+            if file is not None:
                 click.echo(f"{name}: {file}", err=True)
     if report.broken_promise:
         click.echo(
@@ -137,10 +135,10 @@ def bench(
             "this is a bug",
             err=True,
         )
-        ctx.exit(BROKEN_PROMISE)
+        ctx.exit(measuring.BROKEN_PROMISE)
     if report.partial:
         click.echo(f"interrupted: this is of {output.count(len(report.prompts), 'prompt')}", err=True)
-        ctx.exit(INTERRUPTED)
+        ctx.exit(output.INTERRUPTED)
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:
@@ -188,7 +186,7 @@ def show(report: BenchReport) -> None:
         most = max(report.reasons, key=lambda reason: report.reasons[reason])
         runs = sum(len(one.speculative) for one in report.prompts)
         off = sum(report.reasons.values())
-        console.print(f"note: speculation was off at the end of {off} of {output.count(runs, 'speculative run')}: {most}")
+        console.print(f"note: speculation was off at the end of {off} of {output.count(runs, 'run')}: {most}")
     for notice in report.notices:
         console.print(f"note: {notice}")
 

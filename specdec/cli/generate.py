@@ -13,8 +13,6 @@ from specdec.cli.run_report import report
 from specdec.config import load_config
 from specdec.errors import UnsupportedError
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-
 
 @click.command()
 @click.argument("config_file", metavar="[CONFIG]", required=False, type=click.Path(path_type=pathlib.Path))
@@ -95,4 +93,4 @@ def generate(
             **{"try": "another drafter (specdec plugins lists them), or leave out --strict-speculation"},
         )
     if told["finish_reason"] == "interrupted":
-        ctx.exit(INTERRUPTED)
+        ctx.exit(output.INTERRUPTED)

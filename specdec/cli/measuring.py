@@ -15,6 +15,7 @@ from specdec.cli import output
 from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import UnsupportedError
 
+BROKEN_PROMISE = 1  # exit status when outputs differ although verifier and backend promise that they cannot
 LENGTH_KEY = ("generation", "max_new_tokens")
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+INTERRUPTED = 130  # exit status after Ctrl-C
+
 _JSON = "specdec.json"  # keys of click's Context.meta, which nested contexts share
 _JSON_DONE = "specdec.json_done"
 _VERBOSE = "specdec.verbose"
@@ -89,6 +91,9 @@ class Group(click.Group):
 def _failures(ctx: click.Context | None) -> Iterator[None]:
     try:
         yield
+    except KeyboardInterrupt:  # click's own status for it is 1, which here means a broken promise
+        click.echo("interrupted", err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
     except SpecdecError as error:
         if ctx is not None and ctx.meta.get(_JSON) and not ctx.meta.get(_JSON_DONE):
             described = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
@@ -165,12 +170,17 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
     numbers = set(right)
     for number, column in enumerate(columns):
         made.add_column(
-            _HYPHENATED.get(column, column) if narrow else column,
+            _stacked(column) if narrow else column,
             justify="right" if column in numbers else "left",
             no_wrap=number == 0,
             overflow="fold",
         )
     return made
+
+
+def _stacked(heading: str) -> str:
+    """A heading with a line for every word, as narrow as it gets."""
+    return _HYPHENATED.get(heading, heading.replace(" ", "\n").replace("\n%", " %"))
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Table:

@@ -37,7 +37,21 @@ def _summary(told: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("deviation", f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at "
                       "most" if off else "none"),
     ]  # fmt: skip
+    if stats["draft"]:
+        rows.insert(5, ("draft", draft_line(stats["draft"])))
     return rows
+
+
+def draft_line(told: Mapping[str, Any]) -> str:
+    """What a drafter reports of itself, in one line; what is empty is left out."""
+    parts = []
+    for name, value in told.items():
+        if isinstance(value, Mapping):
+            parts += [f"{inner} ({draft_line(facts)})" if isinstance(facts, Mapping) else f"{inner} {facts}"
+                      for inner, facts in value.items()]  # fmt: skip
+        elif value not in ("", None):
+            parts.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(parts)
 
 
 def speculation_line(speculation: Mapping[str, Any]) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specdec.cli import output
+from specdec.cli.measuring import check_writable, progress
+from specdec.cli.run_options import interruptible
 from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
 if TYPE_CHECKING:
     from specdec.drafters.draft_vocabulary import DraftVocabulary, TokenCounts
     from specdec.pipeline import LanguageModel
+    from specdec.session import Stream
 
 PART = 1 << 18  # characters tokenised at a time; a part ends with a line
 
@@ -40,7 +41,9 @@ PART = 1 << 18  # characters tokenised at a time; a part ends with a line
     "-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key: target.dtype=float32."
 )
 @output.json_option
+@click.pass_context
 def vocab(
+    ctx: click.Context,
     model: str,
     texts: tuple[str, ...],
     prompts: str | None,
@@ -57,6 +60,8 @@ def vocab(
     that never occurred fill the rest, lowest first. The model's own outputs (--generate) cover more of what it will say
     than text does. Every tenth block of 256 tokens is not counted but measured: its share inside the first n ids is the
     coverage. Use the file with -s drafter.name=mtp -s drafter.vocabulary=OUT.
+
+    Ctrl-C ends --generate; the file then is of the tokens so far, and the exit status is 130.
     """
     if bool(texts) == bool(prompts):
         raise click.UsageError("Give either --text or --generate.")
@@ -65,6 +70,7 @@ def vocab(
     config = load_config(None, [*map(Override.parse, settings), Override(("target", "model"), model, "MODEL")])
     sources = [(name, _read(name)) for name in texts]
     asked = _prompts(prompts) if prompts else []
+    check_writable(file)
 
     import specdec
     from specdec.drafters.draft_vocabulary import TokenCounts, make_vocabulary
@@ -74,11 +80,18 @@ def vocab(
     counts = TokenCounts(lm.info.vocab_size)
     make_vocabulary(counts, lm.tokenizer, lm.info, size, {})  # a size that cannot be had should not take an hour
     made: dict[str, Any]
+    interrupted = False
     if texts:
         _count_texts(lm, sources, counts)
         made = {"text": [pathlib.Path(name).name for name in texts], "tokens": counts.total}
     else:
-        _count_outputs(lm, asked, tokens, counts, chat=chat)
+        outputs = _Outputs(lm, asked, tokens, counts, chat=chat)
+        with interruptible(outputs):
+            outputs.count()
+        interrupted = outputs.stopping
+        if interrupted and not counts.total:
+            click.echo("interrupted: nothing was generated, so no file was written", err=True)
+            ctx.exit(output.INTERRUPTED)
         made = {"generated_from": f"{len(asked)} prompts", "chat": chat, "tokens": counts.total}
     vocabulary = make_vocabulary(counts, lm.tokenizer, lm.info, size, made)
     vocabulary.write(file)
@@ -90,6 +103,9 @@ def vocab(
         })  # fmt: skip
     else:
         _show(vocabulary, counts, file)
+    if interrupted:
+        click.echo(f"interrupted: this is of {counts.total} of {tokens} tokens", err=True)
+        ctx.exit(output.INTERRUPTED)
 
 
 def _read(name: str) -> str:
@@ -121,13 +137,16 @@ def _prompts(name: str) -> list[str]:
 
 
 def _count_texts(lm: LanguageModel, sources: list[tuple[str, str]], counts: TokenCounts) -> None:
-    with _progress("counting", sum(len(text) for _, text in sources)) as advance:
+    done, planned = 0, sum(len(text) for _, text in sources)
+    with progress("counting", then="counting") as advance:
         for name, text in sources:
             if not text.strip():
                 raise PromptError(f"{name!r} has no text")
             for part in _parts(text):
                 counts.add(lm.tokenizer.encode(part, add_special=False))
-                advance(len(part))
+                done += len(part)
+                if advance is not None:
+                    advance(done, planned)
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -138,30 +157,37 @@ def _parts(text: str) -> Iterator[str]:
         at = end
 
 
-def _count_outputs(
-    lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool
-) -> None:  # fmt: skip
-    share = -(-tokens // len(prompts))
-    with _progress("generating", tokens) as advance:
-        for prompt in prompts:
-            result = lm.generate(prompt, chat=chat, max_new_tokens=min(share, tokens - counts.total), temperature=0.0)
-            counts.add(result.tokens)
-            advance(len(result.tokens))
-            if counts.total >= tokens:
-                return
+class _Outputs:
+    """Greedy outputs of a model under way, counted prompt by prompt; ``stop`` ends it and keeps what was counted."""
 
+    def __init__(
+        self, lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool
+    ) -> None:  # fmt: skip
+        self._lm, self._prompts, self._tokens, self._counts, self._chat = lm, prompts, tokens, counts, chat
+        self._stream: Stream | None = None
+        self.stopping = False
 
-@contextlib.contextmanager
-def _progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; nothing when that is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda amount: None
-        return
-    from rich.progress import Progress
+    def stop(self) -> None:
+        """End after the present cycle; safe from a signal handler."""
+        self.stopping = True
+        if self._stream is not None:
+            self._stream.stop()
 
-    with Progress(console=output.console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda amount: progress.advance(task, amount)
+    def count(self) -> None:
+        """Generate from each prompt its share of the tokens."""
+        counts, tokens = self._counts, self._tokens
+        share = -(-tokens // len(self._prompts))
+        with progress("generating") as advance:
+            for prompt in self._prompts:
+                if self.stopping or counts.total >= tokens:
+                    return
+                length = min(share, tokens - counts.total)
+                self._stream = self._lm.stream(prompt, chat=self._chat, max_new_tokens=length, temperature=0.0)
+                if self.stopping:  # the signal came before there was a stream to stop
+                    self._stream.stop()
+                counts.add(self._stream.result.tokens)
+                if advance is not None:
+                    advance(counts.total, tokens)
 
 
 def _show(vocabulary: DraftVocabulary, counts: TokenCounts, file: pathlib.Path) -> None:

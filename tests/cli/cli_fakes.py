@@ -48,6 +48,7 @@ class FakeStream:
             "tokens_per_second": 123.456,
             "seconds": {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "commit": 0.4},
             "depth": {"2": cycles},
+            "draft": {},
             "speculation": {
                 "active": active,
                 "drafter": self.lm.config.drafter.name,

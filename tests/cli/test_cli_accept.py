@@ -124,7 +124,7 @@ def test_ablations(accept):
     done = accept("--classes", "code", *SHORT, "--ablate", "gate-silu,no-prefill")
     assert done.exit_code == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "mistake position 0 position 1 tokens per cycle change 95 % interval same output" in text
+    assert "mistake at 0 at 1 tokens per cycle change 95 % interval same output" in text
     assert "a mistake in a drafter must never change them" in text
     for switch in ("gate-silu", "no-prefill"):
         assert f"{switch}: {SWITCHES[switch]}." in text
@@ -159,7 +159,7 @@ def test_the_ngram_drafter_is_measured_too(accept):
         (["--prompts", "empty.txt"], "the prompt file has no prompt"),
         (["--prompts", "broken.jsonl"], "a line of the prompt file is no JSON"),
         (["--ablate", "gate-slu"], "there is no ablation 'gate-slu'. Did you mean 'gate-silu'"),
-        (["--log", "no/such/log.jsonl"], "the log cannot be written: No such file"),
+        (["--log", "no/such/log.jsonl"], "no folder to write the file into"),
         (["--csv", "no/such/a.csv"], "there is no folder to write the file into"),
         (["--plot", "."], "there is no folder to write the file into, or it is a folder itself"),
         (["--depth", "0"], "0 is not in the range"),
@@ -229,6 +229,15 @@ def test_the_picture(accept, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert f"plot: {tmp_path / 'a.png'}" in done.stderr.replace("\n", "")
+
+
+def test_a_measurement_that_cannot_start_leaves_an_older_log(accept, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text("of yesterday\n")
+    done = accept(*SHORT[:-1], "99", "--log", log)
+    assert done.exit_code == 2
+    assert "the depth is 1 to" in done.stderr
+    assert log.read_text() == "of yesterday\n"
 
 
 @pytest.mark.usefixtures("no_load")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 
+import attrs
 import pytest
 
 import specdec
+from specdec.measure.arms import Arm
 from specdec.measure.bench import BenchRun
 from specdec.plugins import BUILT_INS, Registry
 
@@ -124,3 +127,34 @@ def test_a_broken_promise_is_an_exit_status(bench, monkeypatch):
     assert done.exit_code == 1
     assert "OUTPUTS DIFFER on 1 of 1 prompts" in done.stdout
     assert "this is a bug" in done.stderr
+
+
+def test_an_interruption_before_any_result_names_no_picture(bench, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def stop_at_once(run):
+        run.stop()
+        return ()
+
+    monkeypatch.setattr(BenchRun, "_warm_up", stop_at_once)
+    done = bench(*SHORT, "--classes", "code", "--plot", str(tmp_path / "a.png"))
+    assert done.exit_code == 130
+    assert "interrupted: this is of 0 prompts" in done.stderr
+    assert "plot:" not in done.stderr
+    assert not (tmp_path / "a.png").exists()
+    assert json.loads(bench(*SHORT, "--plot", str(tmp_path / "a.png"), "--json").stdout)["plot"] is None
+
+
+def test_reasons_of_many_runs_are_one_note(bench, monkeypatch):
+    numbers = itertools.count()
+
+    def run(arm, *args, **settings):
+        return attrs.evolve(go_on(arm, *args, **settings), reason=f"plain decoding is faster: {next(numbers)}")
+
+    go_on = Arm.run
+    monkeypatch.setattr(Arm, "run", run)
+    done = bench(*SHORT, "-s", "depth.depth=1")
+    assert done.exit_code == 0, done.stderr
+    notes = [line for line in done.stdout.splitlines() if "plain decoding is faster" in line]
+    assert len(notes) == 1
+    assert notes[0].startswith("note: speculation was off at the end of 8 of 8 runs: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
+import signal
 
 import pytest
 from click.testing import CliRunner
@@ -102,7 +103,7 @@ def test_the_table(text, tmp_path):
         (("--text", "TEXT", "--size", "3"), "asked for 3"),
         (("--text", "TEXT", "--size", "999999"), "asked for 999999"),
         (("--text", "TEXT", "--size", "0"), "--size"),
-        (("--text", "TEXT", "-o", "no/such/folder/v.json", "--size", "512"), "cannot write the draft vocabulary"),
+        (("--text", "TEXT", "-o", "no/such/folder/v.json", "--size", "512"), "no folder to write the file into"),
     ],
 )
 def test_bad_input(args, said, text, tmp_path):
@@ -117,3 +118,28 @@ def test_bad_input(args, said, text, tmp_path):
     assert said in done.stderr
     assert "Traceback" not in done.output
     assert not pathlib.Path(tmp_path / "v.json").exists()
+
+
+def test_an_interruption_keeps_what_was_counted(lm, tmp_path, monkeypatch):
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "v.json"
+    prompts.write_text("The first railway\nIn the year\nOnce upon\n")
+    stream, streams = lm.stream, []
+
+    def interrupted(*args, **kwargs):
+        streams.append(args)
+        if len(streams) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return stream(*args, **kwargs)
+
+    monkeypatch.setattr(lm, "stream", interrupted)
+    done = run("demo", "--generate", prompts, "--tokens", 60, "--size", 600, "-o", out)
+    assert done.exit_code == 130
+    assert "interrupted: this is of 20 of 60 tokens" in done.stderr
+    assert DraftVocabulary.read(out).made["tokens"] == 20
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    out.unlink()
+    streams[:] = [()]  # the next one is the second again: interrupted at once, there is nothing to keep
+    done = run("demo", "--generate", prompts, "--tokens", 60, "--size", 600, "-o", out)
+    assert done.exit_code == 130
+    assert "nothing was generated" in done.stderr
+    assert not out.exists()
