@@ -183,7 +183,11 @@ def build(config: RunConfig) -> LanguageModel:
         notices=notices,
     )
     lm.session()  # a drafter or policy that cannot start should say so now
-    costs = functools.cache(lambda file=None: costs_of(lm, lm.notices, file))
+    known = functools.cache(lambda file: costs_of(lm, lm.notices, file))
+
+    def costs(file: str | None = None) -> CostTable:  # in this form costs() and costs(None) measure once
+        return known(file)
+
     if config.depth.name == "auto" and _may_adapt(lm, costs):
         lm.depth_spec, lm.depth_config = _depth_policy(ADAPTIVE_DEPTH)
     prepare = lm.depth_spec.prepare

@@ -298,3 +298,14 @@ def test_without_a_drafter_nothing_is_measured_and_the_result_says_why(folder):
     assert lm.depth_spec.name == "fixed"
     assert lm.generate("x", max_new_tokens=3).stats.speculation()["reason"] == "drafter 'none' was chosen"
     assert not folder.exists()
+
+
+def test_a_start_measures_once_even_where_nothing_is_kept(folder, monkeypatch):
+    """``auto`` asks whether there are costs, then ``adaptive`` asks for them: a busy machine measured both times."""
+    measured = []
+    table = attrs.evolve(CostTable(verify={1: 1e-3, 2: 1e-3}, draft={0: 0.0, 1: 1e-4}, commit=0.0), steady=False)
+    monkeypatch.setattr("specdec.cost_file.measure_costs", lambda lm: measured.append(lm) or table)
+    lm = specdec.load()
+    assert lm.depth_spec.name == "adaptive"
+    assert len(measured) == 1
+    assert not list(folder.glob("*.json"))

@@ -144,7 +144,7 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-NARROW = 100  # columns of a terminal below which tables are set closer
+NARROW = 106  # columns of a terminal below which tables are set closer
 _HYPHENATED = {
     word.replace("-", ""): word.replace("-", "-\n")
     for word in ("posi-tion", "condi-tional", "cumu-lative", "specu-lative")

@@ -302,8 +302,8 @@ class AcceptanceRun:
             yield f"the drafter was switched off: {reason}"
         if self._environment.busy:
             yield (
-                f"the machine was busy (load {self._environment.load_1min:.2f} at the start): the acceptance is not "
-                "affected, the costs and what follows from them are"
+                f"the machine was busy (load {self._environment.load_1min:.2f} in the minute before): the acceptance "
+                "is not affected, the costs and what follows from them are"
             )
         clocked, expected = report.overall.cycle_seconds, report.costs[-1].seconds
         if clocked is not None and not expected / OTHER_CLOCK < clocked < expected * OTHER_CLOCK:

@@ -354,14 +354,14 @@ class BenchRun:
         yield from self._lm.notices
         if self._environment.busy:
             yield (
-                f"the machine was busy (load {self._environment.load_1min:.2f} at the start): both arms were "
+                f"the machine was busy (load {self._environment.load_1min:.2f} in the minute before): both arms were "
                 "disturbed, and the figures spread more"
             )
         for arm, share in report.explained.items():
             if abs(1 - share) > EXPLAINED:
                 yield (
-                    f"the phases account for {share:.1%} of the time of the {arm} cycles: more than "
-                    f"{EXPLAINED:.0%} lies outside them, so something is hidden"
+                    f"the phases account for {share:.1%} of the time of the {arm} cycles: more than {EXPLAINED:.0%} "
+                    "went elsewhere, to the depth policy, counters and observers, or to other programs"
                 )
 
 

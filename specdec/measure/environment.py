@@ -49,7 +49,7 @@ class Environment:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs had more than half of a core when this record was made."""
+        """Whether more than half of a core was in use, by anything, in the minute before this record was made."""
         return self.load_1min is not None and self.load_1min > 0.5
 
     def to_dict(self) -> dict[str, Any]:
