@@ -86,10 +86,13 @@ def compare(
     }
 
 
-def random_head(prompts: dict[str, list[int]], tokens: int, warm: int, repeats: int) -> dict[str, Any]:
-    """Plain decoding against the adaptive depth with a head that is never right."""
+def random_head(
+    prompts: dict[str, list[int]], tokens: int, warm: int, repeats: int, model: str | None
+) -> dict[str, Any]:
+    """Plain decoding against the adaptive depth with a head that is never right: the embedded model's replaced by
+    noise, or that of ``model`` as it is (the checkpoint of ``benchmarks.shape_0_8b``)."""
     with tempfile.TemporaryDirectory() as folder:
-        path = str(with_random_head(Path(folder)))
+        path = model or str(with_random_head(Path(folder)))
         arms = {
             "plain": specdec.load(path, drafter="none"),
             "adaptive": specdec.load(path, drafter="mtp", depth="adaptive"),
@@ -155,6 +158,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--deepest", type=int, default=4)
     parser.add_argument("--part", choices=("random_head", "demo", "bookkeeping"), action="append")
+    parser.add_argument("--model", help="a checkpoint whose MTP head is noise already, for random_head")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokenizer = specdec.load(drafter="none").tokenizer
@@ -164,7 +168,7 @@ def main() -> None:
             text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
         prompts[name] = tokenizer.encode(text, add_special=False)
     parts = {
-        "random_head": lambda: random_head(prompts, options.tokens, options.warm, options.repeats),
+        "random_head": lambda: random_head(prompts, options.tokens, options.warm, options.repeats, options.model),
         "demo": lambda: demo(prompts, options.tokens, options.warm, options.repeats, options.deepest),
         "bookkeeping": bookkeeping,
     }

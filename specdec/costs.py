@@ -68,7 +68,7 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
 
 
 def depths_that_fit(lm: LanguageModel, depths: Sequence[int] = DEPTHS) -> list[int]:
-    """Those of ``depths`` that a session has room for. Raises: UnsupportedError where that leaves nothing to compare."""
+    """Those of ``depths`` that a session has room for. Raises: UnsupportedError where fewer than two are left."""
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if len(allowed) < 2:
         raise UnsupportedError(

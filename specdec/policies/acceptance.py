@@ -53,6 +53,11 @@ class Acceptance:
             offers.append(offer)
         self.gains, self.offers = gains, offers
 
+    @property
+    def drafts(self) -> float:
+        """Decayed count of the cycles that told something about position 0."""
+        return self._gain_seen[0]
+
     def forget(self) -> None:
         """Count nothing that was seen: it is no longer true."""
         for counts in (self._gain_seen, self._gain_held, self._offer_seen, self._offer_held):

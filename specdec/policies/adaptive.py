@@ -25,6 +25,7 @@ STALE = 4  # plain cycles after which a drafter has catching up to do, and its n
 NEARER = 4  # speculation compares depths so many times as often as plain decoding probes: it loses less by that
 HOPELESS = 0.3  # acceptance at position 0 below which a rejected probe has no second cycle
 QUIET = 16  # plain cycles between two looks at their price, in a run of them
+PATIENCE = 6.0  # drafts before speculation goes off for the first time, the last of them of depth 1
 LASTING = 32  # cycles after which speculation has lasted
 MISSES = 8  # empty drafts whose mean is the price of one
 
@@ -76,6 +77,7 @@ class AdaptivePolicy(DepthPolicy):
         self._others = 0  # probes of other depths so far
         self._plain = 0  # plain cycles in a row
         self._lasted = 0  # cycles since speculation went on
+        self._patient = False  # whether speculation is on for the first time
         if self._learnt.last is not None:
             self._adopt(self._learnt.last)
         elif table is None:
@@ -84,6 +86,7 @@ class AdaptivePolicy(DepthPolicy):
         self._depth = 0
         self._rates = self._priced()
         self._depth = self._best()
+        self._patient = self._learnt.last is None and self._depth > 0
         if self._depth == 0 and not self._trials and self._learnt.last is None:
             self._tokens = self._distance  # nothing was drafted yet, and a table may be wrong: probe at once
 
@@ -172,6 +175,7 @@ class AdaptivePolicy(DepthPolicy):
                 self._distance = self._config.first_probe
             self._lasted = self._tokens = self._probe = 0
             self._second = False
+            self._patient = self._patient and depth > 0
         self._depth = depth
         if depth:
             self._lasted += 1
@@ -199,7 +203,10 @@ class AdaptivePolicy(DepthPolicy):
         rates, depth = self._rates, self._depth
         best = rates.index(max(rates))
         enough = rates[best] > rates[depth] * (1.0 + self._config.min_gain) or rates[depth] < rates[0]
-        return best if enough else depth
+        chosen = best if enough else depth
+        if chosen == 0 and depth and self._patient and self._acceptance.drafts < PATIENCE:
+            return 1  # two wrong drafts at the start are bad luck more often than a bad drafter
+        return chosen
 
 
 def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:
