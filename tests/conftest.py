@@ -38,6 +38,14 @@ settings.register_profile("nightly", max_examples=1000, stateful_step_count=60, 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+def pytest_runtest_teardown() -> None:
+    """The command line configures logging for its process; the next test starts from the defaults again."""
+    import structlog
+
+    if structlog.is_configured():
+        structlog.reset_defaults()
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., pathlib.Path]:
     """``checkpoint("qwen3_5", hidden=40)``: the folder of a tiny checkpoint, written once per session. Read only."""
