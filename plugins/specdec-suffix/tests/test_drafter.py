@@ -11,7 +11,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from specdec.config import structure_options
-from specdec.contract import Context, DrafterEnv, Sampling
+from specdec.contract import Context, DrafterEnv, PrepareEnv, Sampling
 from specdec.engine import Sequence, run_cycle
 from specdec.errors import ConfigError
 from specdec.plugins import Registry
@@ -42,7 +42,7 @@ def corpus_file(tmp_path_factory):
 
 def drafter(config: SuffixConfig) -> SuffixDrafter:
     return SuffixDrafter(
-        config, DrafterEnv(target=TARGET, state=TARGET.new_state(64), shared=load_corpus(config, TARGET))
+        config, DrafterEnv(target=TARGET, state=TARGET.new_state(64), shared=load_corpus(config, PrepareEnv(target=TARGET)))
     )
 
 
@@ -116,7 +116,7 @@ def test_no_draft_changes_the_output(corpus_file, config, depth, temperature, se
         tokens, stats = [1, 2], RunStats()
         state = target.new_state(200)
         config_here = attrs.evolve(config, corpus=corpus_file)
-        env = DrafterEnv(target=target, state=state, shared=load_corpus(config_here, target))
+        env = DrafterEnv(target=target, state=state, shared=load_corpus(config_here, PrepareEnv(target=target)))
         target.prefill(state, tokens[:-1])
         sequence = Sequence(
             target=target,
@@ -156,7 +156,7 @@ def test_a_corpus_of_text_takes_a_tokenizer(tmp_path):
     config = SuffixConfig(corpus=str(tmp_path / "corpus.txt"), tokenizer=str(tmp_path), factor=9)
     assert propose(drafter(config), [0, 1], depth=2) == (2, 0)
     with pytest.raises(ConfigError, match="is text, and no tokenizer is named"):
-        load_corpus(attrs.evolve(config, tokenizer=None), TARGET)
+        load_corpus(attrs.evolve(config, tokenizer=None), PrepareEnv(target=TARGET))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_an_unusable_corpus_is_an_error_with_its_reason(tmp_path, name, content,
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):
-        load_corpus(SuffixConfig(corpus=str(tmp_path / name)), TARGET)
+        load_corpus(SuffixConfig(corpus=str(tmp_path / name)), PrepareEnv(target=TARGET))
 
 
 # --- configuration and registration -----------------------------------------------------------------------------------
