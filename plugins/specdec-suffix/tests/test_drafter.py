@@ -41,9 +41,8 @@ def corpus_file(tmp_path_factory):
 
 
 def drafter(config: SuffixConfig) -> SuffixDrafter:
-    return SuffixDrafter(
-        config, DrafterEnv(target=TARGET, state=TARGET.new_state(64), shared=load_corpus(config, PrepareEnv(target=TARGET)))
-    )
+    corpus = load_corpus(config, PrepareEnv(target=TARGET))
+    return SuffixDrafter(config, DrafterEnv(target=TARGET, state=TARGET.new_state(64), shared=corpus))
 
 
 def propose(made: SuffixDrafter, tokens: list[int], depth: int = 8) -> tuple[int, ...]:
