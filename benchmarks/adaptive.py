@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import specdec
-from benchmarks.common import CHAT, PROMPTS, machine, median, save
+from benchmarks.common import encoded_prompts, machine, median, save
 from specdec.checkpoints import Checkpoint, locate
 from specdec.checkpoints.writer import write_checkpoint
 from specdec.contract import CycleRecord, Stats
@@ -161,12 +161,7 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint whose MTP head is noise already, for random_head")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    tokenizer = specdec.load(drafter="none").tokenizer
-    prompts = {}
-    for name, text in PROMPTS.items():
-        if name in CHAT:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
-        prompts[name] = tokenizer.encode(text, add_special=False)
+    prompts = encoded_prompts(specdec.load(drafter="none").tokenizer)
     parts = {
         "random_head": lambda: random_head(prompts, options.tokens, options.warm, options.repeats, options.model),
         "demo": lambda: demo(prompts, options.tokens, options.warm, options.repeats, options.deepest),

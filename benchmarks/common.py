@@ -24,6 +24,16 @@ PROMPTS = {
 CHAT = ("verbose thinking", "instruction")
 
 
+def encoded_prompts(tokenizer: Any) -> dict[str, list[int]]:
+    """Token ids of ``PROMPTS`` by class, messages in the chat template."""
+    prompts = {}
+    for name, text in PROMPTS.items():
+        if name in CHAT:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        prompts[name] = tokenizer.encode(text, add_special=False)
+    return prompts
+
+
 def machine() -> dict[str, Any]:
     """Where and with what a figure was measured."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import specdec
-from benchmarks.common import CHAT, PROMPTS, machine, median, save, seconds
+from benchmarks.common import encoded_prompts, machine, median, save, seconds
 from specdec.checkpoints import locate
 
 
@@ -83,12 +83,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, nargs="+", default=[2])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    tokenizer = specdec.load(drafter="none").tokenizer
-    prompts = {}
-    for name, text in PROMPTS.items():
-        if name in CHAT:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
-        prompts[name] = tokenizer.encode(text, add_special=False)
+    prompts = encoded_prompts(specdec.load(drafter="none").tokenizer)
     save(
         {
             "machine": machine(),

@@ -10,7 +10,15 @@ import attrs
 import click
 
 from specdec.cli import measuring, output
-from specdec.cli.measuring import check_writable, config_of_length, progress, write_csv
+from specdec.cli.measuring import (
+    check_writable,
+    chosen_prompts,
+    config_of_length,
+    named_files,
+    progress,
+    tell_files,
+    write_csv,
+)
 from specdec.cli.run_options import flag_overrides, interruptible
 from specdec.config import Choice, Override, RunConfig
 
@@ -95,22 +103,15 @@ def accept(
     import specdec
     from specdec.measure.acceptance import AcceptanceRun
     from specdec.measure.patterns import PatternLog
-    from specdec.measure.prompts import choose_prompts, load_prompts, own_prompts
 
     # all that can be wrong is said before weights are read
-    prompts = own_prompts() if prompts_file is None else load_prompts(prompts_file)
-    wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
-    chosen = choose_prompts(prompts, classes=wanted, per_class=per_class)
+    chosen = chosen_prompts(prompts_file, classes, per_class)
     switches: tuple[str, ...] = ()
     if ablate is not None:
         from specdec.models.ablation import parse_switches
 
         switches = parse_switches(ablate)
-    if plot_file is not None:
-        from specdec.audit import require_matplotlib
-
-        require_matplotlib()
-    check_writable(csv_file, plot_file, log_file)
+    check_writable(csv_file, log_file, plot=plot_file)
 
     log: PatternLog | None = None
     try:
@@ -135,7 +136,7 @@ def accept(
             log.close()
     files = {"log": log_file, "csv": csv_file, "plot": plot_file}
     if as_json:
-        output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})
+        output.print_json({**report.to_dict(), **named_files(files)})
     else:
         show(report)
     if csv_file is not None:
@@ -145,9 +146,7 @@ def accept(
 
         plot_acceptance(report, plot_file)
     if not as_json:
-        for name, file in files.items():
-            if file is not None:
-                click.echo(f"{name}: {file}", err=True)
+        tell_files(files)
     if report.broken_promise:
         click.echo(
             "the verifier promises the tokens of plain decoding and the backend its bits, and a mistake in the head "

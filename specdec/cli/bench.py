@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import measuring, output
-from specdec.cli.measuring import check_writable, config_of_length, progress, write_csv
+from specdec.cli.measuring import (
+    check_writable,
+    chosen_prompts,
+    config_of_length,
+    named_files,
+    progress,
+    tell_files,
+    write_csv,
+)
 from specdec.cli.run_options import flag_overrides, interruptible
 from specdec.config import Override
 
@@ -86,19 +94,12 @@ def bench(
 
     import specdec
     from specdec.measure.bench import BenchRun
-    from specdec.measure.prompts import choose_prompts, load_prompts, own_prompts
     from specdec.measure.synthetic import parse_profile
 
     # all that can be wrong is said before weights are read
-    prompts = own_prompts() if prompts_file is None else load_prompts(prompts_file)
-    wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
-    chosen = choose_prompts(prompts, classes=wanted, per_class=per_class)
+    chosen = chosen_prompts(prompts_file, classes, per_class)
     profile = None if synthetic is None else parse_profile(synthetic)
-    if plot_file is not None:
-        from specdec.audit import require_matplotlib
-
-        require_matplotlib()
-    check_writable(csv_file, plot_file)
+    check_writable(csv_file, plot=plot_file)
 
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
@@ -116,7 +117,7 @@ def bench(
             report = run.run()
     files = {"csv": csv_file, "plot": plot_file if report.overall is not None else None}  # nothing to draw then
     if as_json:
-        output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})
+        output.print_json({**report.to_dict(), **named_files(files)})
     else:
         show(report)
     if csv_file is not None:
@@ -126,9 +127,7 @@ def bench(
 
         plot_bench(report, files["plot"])
     if not as_json:
-        for name, file in files.items():
-            if file is not None:
-                click.echo(f"{name}: {file}", err=True)
+        tell_files(files)
     if report.broken_promise:
         click.echo(
             "the verifier promises the tokens of plain decoding and the backend its bits, and outputs differ: "

@@ -7,13 +7,17 @@ import csv
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
+import click
 
 from specdec.cli import output
 from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from specdec.measure.prompts import PromptSet
 
 BROKEN_PROMISE = 1  # exit status when outputs differ although verifier and backend promise that they cannot
 LENGTH_KEY = ("generation", "max_new_tokens")
@@ -52,11 +56,39 @@ def progress(
         )
 
 
-def check_writable(*files: pathlib.Path | None) -> None:
-    """Say before a long run that a file cannot be written after it. Raises: UnsupportedError naming the file."""
-    for file in files:
+def chosen_prompts(file: str | None, classes: str | None, per_class: int | None) -> PromptSet:
+    """The prompts of ``--prompts``, ``--classes`` and ``--per-class``. Raises: PromptError as the loader does."""
+    from specdec.measure.prompts import choose_prompts, load_prompts, own_prompts
+
+    prompts = own_prompts() if file is None else load_prompts(file)
+    wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
+    return choose_prompts(prompts, classes=wanted, per_class=per_class)
+
+
+def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None) -> None:
+    """Say before a long run that a file cannot be written after it, or a plot not drawn.
+
+    Raises: UnsupportedError naming the file, or matplotlib.
+    """
+    if plot is not None:
+        from specdec.audit import require_matplotlib
+
+        require_matplotlib()
+    for file in (*files, plot):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
             raise UnsupportedError("there is no folder to write the file into, or it is a folder itself", file=file)
+
+
+def named_files(files: Mapping[str, pathlib.Path | None]) -> dict[str, str | None]:
+    """What was written, for ``--json``."""
+    return {name: str(file) if file else None for name, file in files.items()}
+
+
+def tell_files(files: Mapping[str, pathlib.Path | None]) -> None:
+    """What was written, for people, on stderr."""
+    for name, file in files.items():
+        if file is not None:
+            click.echo(f"{name}: {file}", err=True)
 
 
 def write_csv(rows: Iterable[Mapping[str, Any]], file: pathlib.Path) -> None:
