@@ -264,6 +264,18 @@ class ForwardPass(abc.ABC):
         """
         return None
 
+    def greedy_cycles(
+        self, state: State, start: GreedyStart, *, stop_tokens: Sequence[int], limit: int
+    ) -> GreedyCycles | None:  # fmt: skip
+        """Whole greedy cycles that the device runs without asking the host, where this pass can do that.
+
+        From here on the state belongs to the cycles, until their ``close``. Generation ends on the device after the
+        first of ``stop_tokens`` and after ``limit`` >= 1 tokens; later cycles emit nothing and change nothing.
+        Tokens, state and drafts are those of ``decode_mtp``, ``decode`` and ``commit`` one after the other.
+        None: not offered, for these arguments or at all, and nothing has changed.
+        """
+        return None
+
     def draft_head(self, tokens: Sequence[int]) -> DraftHead:
         """The head that ``decode_mtp`` drafts with, cut to ``tokens``: its rows, gathered once into their own memory.
 
@@ -291,6 +303,68 @@ class ForwardPass(abc.ABC):
     @abc.abstractmethod
     def restore(self, snapshot: Snapshot) -> State:
         """A new state equal, bit for bit, to the one that ``snapshot`` was taken from."""
+
+
+@attrs.frozen
+class GreedyStart:
+    """What greedy drafting with an MTP head takes to go on from here.
+
+    Attributes:
+        tokens: the tokens after those of ``hidden``; the last one is the pending token.
+        hidden: hidden states of the committed positions whose true pairs the MTP cache does not hold yet, at least one.
+        head: the head to draft with; None for the full one.
+    """
+
+    tokens: tuple[int, ...]
+    hidden: Hidden
+    head: DraftHead | None = None
+
+
+@attrs.frozen
+class GreedyCycle:
+    """What one cycle of ``GreedyCycles`` did.
+
+    Attributes:
+        drafted: the K draft tokens; -1 from where the drafting head's logits were not finite.
+        accepted: how many of them the target would have chosen itself.
+        emitted: the tokens that it committed: accepted ones and the next token, cut where generation ended.
+    """
+
+    drafted: tuple[int, ...]
+    accepted: int
+    emitted: tuple[int, ...]
+
+
+class GreedyCycles(abc.ABC):
+    """Cycles in flight: each one drafts greedily, verifies, decides and commits on the device.
+
+    The host may submit a cycle before it has collected the one before, and so hides its own time.
+    """
+
+    @abc.abstractmethod
+    def submit(self, depth: int) -> None:
+        """Start a cycle of ``depth`` >= 1 draft tokens behind those in flight.
+
+        The caller sees to the room: every cycle in flight may append ``depth + 1`` rows.
+        """
+
+    @abc.abstractmethod
+    def collect(self) -> GreedyCycle:
+        """The outcome of the oldest cycle in flight, when it is there.
+
+        Raises: ContractError when the target's logits are not finite.
+        """
+
+    @abc.abstractmethod
+    def keep(self, tokens: int) -> None:
+        """Take back all but the first ``tokens`` >= 1 tokens that the last collected cycle emitted.
+
+        Only while no cycle is in flight. The last token that stays becomes the pending token.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> Hidden:
+        """Give the state back; ``hidden`` of a ``GreedyStart`` that goes on from here. No cycle may be in flight."""
 
 
 @attrs.frozen
@@ -482,6 +556,17 @@ class Drafter(abc.ABC):
         committed; ``context`` ends with the accepted tokens and ``verdict.next_token``.
         """
 
+    def hand_over(self, context: Context) -> GreedyStart | None:
+        """What the target needs to draft as this drafter would, all by itself (``ForwardPass.greedy_cycles``).
+
+        A drafter that says so drafts greedily with the target's MTP head, and does nothing but that, under the settings
+        in ``context``. It is not called again before ``take_back``. None, the default: ``propose`` goes on being asked.
+        """
+        return None
+
+    def take_back(self, hidden: Hidden) -> None:  # noqa: B027
+        """Go on after cycles that the target ran: ``hidden`` is what ``GreedyCycles.close`` gave."""
+
     def rewind(self, length: int) -> None:  # noqa: B027
         """Forget everything after the first ``length`` tokens that the target's state holds."""
 
@@ -510,6 +595,9 @@ class Verifier(abc.ABC):
     bound: float | None = None
     """What a BOUNDED verifier promises per token: the largest gap, in nats, to the best logit."""
     draft_noise: ClassVar[DraftNoise] = DraftNoise.COUPLED
+    greedy_is_argmax: ClassVar[bool] = False
+    """Whether, at temperature 0 and without filters, it accepts what equals the target's argmax and goes on with that:
+    the one decision that a device may take by itself."""
 
     @abc.abstractmethod
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:

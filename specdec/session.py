@@ -13,6 +13,7 @@ import attrs
 
 from specdec import engine
 from specdec.contract import Context, DrafterEnv, DrafterSnapshot, Snapshot, State, Stats
+from specdec.cycles import Cycles
 from specdec.errors import PromptError, SessionFileError, StateError
 from specdec.generation import make_sampling, override_generation
 from specdec.plugins import notify_cycle, registry
@@ -342,28 +343,39 @@ class Stream:
         sequence.logprobs = []
         policy = registry().make_depth_policy(lm.depth_spec, lm.depth_config, lm.depth_shared)
         session.prefill(stats, lambda: self.stopping)
+        cycles = Cycles(
+            sequence, self._cut, stats, stop_tokens=sorted(self._stop_ids), host_cuts=bool(self._settings.stop)
+        )
         asked = 0
-        while self._reason is None:
-            produced = len(session._tokens) - self._prompt_tokens
-            room = min(self._settings.max_new_tokens - produced, lm.capacity - len(session._tokens))
-            if self.stopping:
-                self._reason = "interrupted"
-            elif room <= 0:
-                self._reason = "context"
-            else:
-                started = perf_counter()
-                depth = max(0, min(policy.next_depth(stats), lm.info.max_rows - 1, room - 1))
-                asked = max(asked, depth)
-                record = engine.run_cycle(sequence, depth, self._cut, stats)
-                policy.record(record)
-                notify_cycle(record)
-                session.stats.cycles += 1
-                session.stats.tokens += len(record.emitted)
-                session.stats.count(record.offered, record.accepted)
-                stats.decode_seconds += perf_counter() - started
-            if self._piece:
-                piece, self._piece = self._piece, ""
-                yield piece
+        try:
+            while self._reason is None:
+                produced = len(session._tokens) - self._prompt_tokens
+                room = min(self._settings.max_new_tokens - produced, lm.capacity - len(session._tokens))
+                if self.stopping and not cycles.flying:
+                    self._reason = "interrupted"
+                elif room <= 0:
+                    self._reason = "context"
+                else:
+                    started = perf_counter()
+                    depth = max(0, min(policy.next_depth(stats), lm.info.max_rows - 1, room - 1))
+                    asked = max(asked, depth)
+                    record = cycles.run(0 if self.stopping else depth, room)
+                    policy.record(record)
+                    notify_cycle(record)
+                    session.stats.cycles += 1
+                    session.stats.tokens += len(record.emitted)
+                    session.stats.count(record.offered, record.accepted)
+                    stats.decode_seconds += perf_counter() - started
+                if self._piece:
+                    piece, self._piece = self._piece, ""
+                    yield piece
+            cycles.close()
+        except GeneratorExit:
+            cycles.close()
+            raise
+        except BaseException:
+            cycles.abandon()
+            raise
         tail = self._decoder.flush()
         if self._reason != "stop_string":
             emitted, matched = self._matcher.push(tail)

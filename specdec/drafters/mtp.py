@@ -31,6 +31,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSpec,
     ForwardOutput,
+    GreedyStart,
     Hidden,
     Need,
     PrepareEnv,
@@ -132,6 +133,21 @@ class MtpDrafter(Drafter):
         self._waiting.append(hidden if kept == len(hidden) else hidden[:kept])
         if len(self._waiting) > IDLE_CYCLES:
             self._feed(context, keep=1)
+
+    def hand_over(self, context: Context) -> GreedyStart | None:
+        sampling = context.sampling
+        greedy = sampling.temperature == 0 and is_plain(sampling) and not self._gate.enabled
+        if not greedy or self._missing or not self._waiting:
+            return None
+        if sum(map(len, self._waiting)) > WAITING_ROWS:
+            self._feed(context, keep=1)
+        head = None if self._choice is None else self._choice.follow(context)
+        tokens, hidden = self._take(context, keep=0)
+        return GreedyStart(tuple(tokens), hidden, head)
+
+    def take_back(self, hidden: Hidden) -> None:
+        self._waiting = [hidden]
+        self._fed = self._state.mtp_length
 
     def rewind(self, length: int) -> None:
         if self._choice is not None:

@@ -1,4 +1,4 @@
-"""Checks of targets: clauses F1 to F14 and F16 to F19. F15 stands in ``end_to_end``.
+"""Checks of targets: clauses F1 to F14 and F16 to F20. F15 stands in ``end_to_end``.
 
 The reference is the target itself, run plainly: a fresh state, one row per pass.
 """
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import ForwardOutput, Parity, State
+from specdec.contract import ForwardOutput, GreedyCycle, GreedyStart, Parity, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.testing.registry import Broken, ForwardPassSubject, Run, check, expect, not_applicable
+from specdec.testing.stepwise import StepwiseCycles
 from specdec.testing.strategies import Call, calls
 from specdec.testing.views import check_views
 
@@ -607,3 +608,68 @@ def info_sane(subject: ForwardPassSubject, run: Run) -> None:
     expect(type(info.mtp_layers) is int and info.mtp_layers >= 0, "mtp_layers is 0 or more", got=info.mtp_layers)
     expect(isinstance(info.parity, Parity), "parity is declared", got=info.parity)
     expect(model.info == info, "info changes", got=model.info, expected=info)
+
+
+@check("F20")
+def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
+    """What ``greedy_cycles`` drafts and emits, and the state that it leaves, are those of single passes."""
+    target = _Target(subject)
+    model = target.model
+    if target.info.mtp_layers == 0:
+        not_applicable("only an MTP head drafts, and this target has none")
+    tokens = target.tokens(range(6))
+    free = _cycles(target, tokens, [2] * 4, stop=(), limit=40)
+    if free is None:
+        not_applicable("greedy_cycles is not offered")
+    emitted = [token for cycle in free[0] for token in cycle.emitted]
+    ends = [emitted[len(emitted) // 2]]
+    for depths, stop, limit, keep in (
+        ([1], (), 40, 0), ([2, 3, 1, 2], (), 40, 0), ([3, 3], (), 40, 1), ([2] * 4, ends, 40, 0), ([2] * 4, (), 3, 0),
+        ([1, 2], (), 1, 0),
+    ):  # fmt: skip
+        case = {"depths": depths, "stop": stop, "limit": limit, "keep": keep}
+        got = _cycles(target, tokens, depths, stop, limit, keep)
+        wanted = _cycles(target, tokens, depths, stop, limit, keep, stepwise=True)
+        assert got is not None
+        assert wanted is not None
+        shown = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in got[0] if cycle.emitted]
+        truth = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in wanted[0] if cycle.emitted]
+        expect(shown == truth, "cycles of the target are those of single passes", got=shown, expected=truth, **case)
+        expect(got[1] == wanted[1], "the same number of tokens and pairs is held", got=got[1], expected=wanted[1], **case)
+        for ours, theirs in zip(got[2], wanted[2], strict=True):
+            target.equal(ours, theirs, "cycles of the target leave another state", **case)
+
+
+def _cycles(
+    target: _Target, tokens: list[int], depths: Sequence[int], stop: Sequence[int], limit: int, keep: int = 0,
+    *, stepwise: bool = False,
+) -> tuple[list[GreedyCycle], tuple[int, int], list[NDArray[np.float32]]] | None:  # fmt: skip
+    """Cycles of these depths, one in flight behind the other unless ``keep`` > 0 cuts the last one.
+
+    What they did; tokens and true pairs that the state holds; logits of the target and of the head after them.
+    """
+    model, state = target.model, target.state()
+    hidden = model.prefill(state, tokens[:-1]).need_hidden()
+    model.prefill_mtp(state, tokens[1:-1], hidden[:-1])
+    start = GreedyStart((tokens[-1],), hidden[-1:])
+    options: dict[str, Any] = {"stop_tokens": tuple(stop), "limit": limit}
+    made = StepwiseCycles(model, state, start, **options) if stepwise else model.greedy_cycles(state, start, **options)
+    if made is None:
+        return None
+    done: list[GreedyCycle] = []
+    for i, depth in enumerate(depths):
+        made.submit(depth)
+        if keep or i:
+            done.append(made.collect())
+    if not keep:
+        done.append(made.collect())
+    emitted = [token for cycle in done for token in cycle.emitted]
+    if keep:
+        made.keep(keep)
+        emitted = emitted[: len(emitted) - len(done[-1].emitted) + keep]
+    waiting = made.close()
+    held = [*tokens, *emitted]
+    size = (state.length, state.mtp_length)
+    pairs = held[len(held) - len(waiting) :]
+    after = model.decode_mtp(state, pairs, waiting).need_logits().rows()[0].copy()
+    return done, size, [target.next(state, held[-1]), after]

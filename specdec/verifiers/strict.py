@@ -16,6 +16,7 @@ class StrictVerifier(Verifier):
     """
 
     guarantee = Guarantee.EXACT
+    greedy_is_argmax = True
 
     def __init__(self, config: NoConfig | None = None) -> None:
         pass

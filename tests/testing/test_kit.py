@@ -34,6 +34,7 @@ from specdec.testing import (
 from specdec.testing.numerics import binomial_interval, chi_square_tail
 from specdec.testing.registry import Broken, Check, Run, as_subject, expect, run_check
 from tests.testing.broken import drafters, policies
+from tests.testing.broken.targets import RunsCycles
 
 CONTRACT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "contract"
 
@@ -223,6 +224,8 @@ def test_a_target_without_draft_heads_and_a_drafter_without_a_snapshot_are_told(
     assert outcome.status is Status.NOT_APPLICABLE
     assert "offers no pruned draft head" in outcome.detail
     assert _outcome("F19", TableModel.random(5)).status is Status.NOT_APPLICABLE
+    assert _outcome("F20", TableModel.random(5, mtp=True)).status is Status.NOT_APPLICABLE
+    assert _outcome("F20", RunsCycles.random(5, mtp=True)).status is Status.PASSED
     outcome = _outcome("D17", ngram_specs()[0])
     assert outcome.status is Status.NOT_APPLICABLE
     assert "snapshot" in outcome.detail

@@ -9,6 +9,7 @@ from specdec.contract import DraftHead, ForwardOutput
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
 from specdec.testing.models import Memory, TableHead, TableLogits, TableModel
+from specdec.testing.stepwise import StepwiseCycles
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
@@ -263,6 +264,55 @@ class _NoSum(TableLogits):
         return self._rows.max(axis=1).tolist()
 
 
+class _GoesOnBehindTheEnd(StepwiseCycles):
+    def submit(self, depth):
+        self._over, self._left = False, max(self._left, 1)
+        super().submit(depth)
+
+
+class _LosesWhatIsTakenBack(StepwiseCycles):
+    def keep(self, tokens):
+        super().keep(tokens)
+        self._rows = self._rows[1:] if len(self._rows) > 1 else self._rows
+
+
+class _IgnoresStopTokens(StepwiseCycles):
+    def __init__(self, target, state, start, *, stop_tokens, limit):
+        super().__init__(target, state, start, stop_tokens=(), limit=limit)
+
+
+class _KeepsARowTooFew(StepwiseCycles):
+    def _settle(self):
+        if len(self._emitted) > 1:
+            self._emitted = self._emitted[:-1]
+        super()._settle()
+
+
+class RunsCycles(TableModel):
+    """As it should be."""
+
+    cycles = StepwiseCycles
+
+    def greedy_cycles(self, state, start, **options):
+        return self.cycles(self, state, start, **options)
+
+
+class GoesOnBehindTheEnd(RunsCycles):
+    cycles = _GoesOnBehindTheEnd
+
+
+class LosesWhatIsTakenBack(RunsCycles):
+    cycles = _LosesWhatIsTakenBack
+
+
+class IgnoresStopTokens(RunsCycles):
+    cycles = _IgnoresStopTokens
+
+
+class KeepsARowTooFew(RunsCycles):
+    cycles = _KeepsARowTooFew
+
+
 BROKEN = {
     (ForgetsInLongPrompts, ()): (
         "F1",
@@ -308,4 +358,8 @@ BROKEN = {
     (ExtendsInPlace, (("mtp", True),)): ("F19",),
     (TakesAnyIdIntoAHead, (("mtp", True),)): ("F19",),
     (DraftsTheRunnerUp, (("mtp", True),)): ("F18",),
+    (GoesOnBehindTheEnd, (("mtp", True),)): ("F20",),
+    (LosesWhatIsTakenBack, (("mtp", True),)): ("F20",),
+    (IgnoresStopTokens, (("mtp", True),)): ("F20",),
+    (KeepsARowTooFew, (("mtp", True),)): ("F20",),
 }
