@@ -614,7 +614,6 @@ def info_sane(subject: ForwardPassSubject, run: Run) -> None:
 def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
     """What ``greedy_cycles`` drafts and emits, and the state that it leaves, are those of single passes."""
     target = _Target(subject)
-    model = target.model
     if target.info.mtp_layers == 0:
         not_applicable("only an MTP head drafts, and this target has none")
     tokens = target.tokens(range(6))
@@ -635,7 +634,9 @@ def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
         shown = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in got[0] if cycle.emitted]
         truth = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in wanted[0] if cycle.emitted]
         expect(shown == truth, "cycles of the target are those of single passes", got=shown, expected=truth, **case)
-        expect(got[1] == wanted[1], "the same number of tokens and pairs is held", got=got[1], expected=wanted[1], **case)
+        expect(
+            got[1] == wanted[1], "the same number of tokens and pairs is held", got=got[1], expected=wanted[1], **case
+        )
         for ours, theirs in zip(got[2], wanted[2], strict=True):
             target.equal(ours, theirs, "cycles of the target leave another state", **case)
 
