@@ -202,6 +202,8 @@ class ForwardPass(abc.ABC):
     """
 
     info: ModelInfo
+    runs_greedy_cycles: bool = False
+    """Whether ``greedy_cycles`` may give something else than None."""
     notices: Sequence[str] = ()
     """What a user should know about the load of another engine's model, one sentence each; results carry them."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import structlog
 import torch
 
 from specdec._version import __version__
@@ -26,6 +27,8 @@ from specdec.folders import cache_folder
 
 if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
+
+log = structlog.get_logger(__name__)
 
 FORMAT = 1
 SWITCH = "SPECDEC_COSTS"  # a folder for cost tables, or "off": keep none
@@ -104,7 +107,8 @@ def costs_of(lm: LanguageModel, notices: MutableSequence[str], file: str | Path 
             return table
         notices.append(f"cost table of another machine or installation ({'; '.join(differences)}): measured again")
     table = measure_costs(lm)
-    if not table.steady:  # the machine was busy; the next start may find a better moment
+    if not table.steady:
+        log.info("cost_table_not_kept", reason="repeats disagreed: the machine was busy; the next start measures again")
         return table
     try:
         write_costs(path, table, identity)

@@ -43,8 +43,11 @@ class Cycles:
         self._device: GreedyCycles | None = None
         self._flying: list[int] = []  # depths of the cycles in flight
         self._since = 0.0  # when the device began with the oldest of them
-        context = sequence.context
-        self._possible = sequence.verifier.greedy_is_argmax and context.sampling.logprobs is None
+        self._possible = (
+            sequence.target.runs_greedy_cycles
+            and sequence.verifier.greedy_is_argmax
+            and sequence.context.sampling.logprobs is None
+        )
 
     @property
     def flying(self) -> bool:

@@ -58,6 +58,16 @@ class MtpConfig:
     min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least probability of the best token
     min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
 
+    def __attrs_post_init__(self) -> None:
+        """Raises: ConfigError for settings of a draft vocabulary where there is none."""
+        fields = attrs.fields_dict(MtpConfig)
+        idle = [name for name in ("max_miss", "max_extra") if getattr(self, name) != fields[name].default]
+        if self.vocabulary is None and idle:
+            raise ConfigError(
+                f"drafter.{idle[0]} belongs to a draft vocabulary, and drafter.vocabulary names none",
+                try_="specdec vocab MODEL makes one; or leave the setting out",
+            )
+
 
 class MtpDrafter(Drafter):
     """Keeps ``state.mtp_length + waiting rows == state.length``: no position is ever skipped."""

@@ -620,6 +620,7 @@ def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
     free = _cycles(target, tokens, [2] * 4, stop=(), limit=40)
     if free is None:
         not_applicable("greedy_cycles is not offered")
+    expect(target.model.runs_greedy_cycles, "a target that runs greedy cycles says so", got=False, expected=True)
     emitted = [token for cycle in free[0] for token in cycle.emitted]
     ends = [emitted[len(emitted) // 2]]
     for depths, stop, limit, keep in (

@@ -292,6 +292,7 @@ class RunsCycles(TableModel):
     """As it should be."""
 
     cycles = StepwiseCycles
+    runs_greedy_cycles = True
 
     def greedy_cycles(self, state, start, **options):
         return self.cycles(self, state, start, **options)
