@@ -36,7 +36,7 @@ ROWS = (1, 2, 4, 8, 16)
 STREAM_BYTES = 1 << 30  # many times what a cache holds
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder: Path, config: dict[str, Any] = CONFIG) -> None:
     """Random BF16 weights of the published shape, with a byte-level tokenizer of the same vocabulary size or less."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -44,10 +44,10 @@ def write_checkpoint(folder: Path) -> None:
     from specdec.models.qwen3_5 import Qwen35Config, tensors
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
     weights = {}
-    for name, spec in tensors(Qwen35Config.parse(text_config(CONFIG))).items():
+    for name, spec in tensors(Qwen35Config.parse(text_config(config))).items():
         if spec.optional:
             continue
         scale = 0.02 if len(spec.shape) > 1 else 0.1

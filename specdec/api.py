@@ -36,7 +36,7 @@ def load(
         depth: tokens to draft per cycle (policy "fixed"), or a policy like the two above. The default is "adaptive"
             where the depth cannot change the output, else "fixed" with 2 tokens and a notice that says why.
         backend: "auto" or a backend's name.
-        dtype: "auto", "bfloat16" or "float32".
+        dtype: "auto", "bfloat16", "float32", or "float16" where the backend runs it.
 
     Raises: SpecdecError (CheckpointError, ConfigError, UnknownNameError, PluginError, UnsupportedError).
     """

@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from specdec.backends import Backend
+from specdec.backends.cuda.device import nvidia_here
 from specdec.checkpoints import (
     Checkpoint,
     TensorSpec,
@@ -44,6 +45,7 @@ from specdec.errors import CheckpointError, PluginError, PromptError, SpecdecErr
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
 from specdec.plugins import registry
+from specdec.probes import unproved
 from specdec.session import Session, Stream
 from specdec.telemetry import Result
 from specdec.text import Tokenizer
@@ -244,10 +246,12 @@ def load_target(config: RunConfig) -> LoadedTarget:
     tokenizer = Tokenizer.from_folder(folder)
     backend = _backend(asked.backend, with_notices)
     dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
-    decoded = torch.float32 if dtype == "float32" else torch.bfloat16
+    decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
     source = _audited(checkpoint, spec.tensors(family), asked.decoded_cache, decoded, with_notices)
     ops = backend.ops(dtype)
-    model: DecoderModel = spec.build(family, Weights(source, canonical_names(source.names), dtype=decoded), ops)
+    keeps: frozenset[str] = getattr(ops, "keeps", frozenset())
+    weights = Weights(source, canonical_names(source.names), dtype=decoded, keeps=keeps)
+    model: DecoderModel = spec.build(family, weights, ops)
     info = ModelInfo(
         family=spec.name,
         vocab_size=family.vocab_size,
@@ -267,7 +271,12 @@ def load_target(config: RunConfig) -> LoadedTarget:
     target = CausalLM(info, model)
     if ops.kernels.startswith("torch reference"):
         with_notices.append(f"slow kernels: {ops.kernels}")
-    if info.parity is Parity.BITWISE:
+    if info.parity is Parity.BITWISE and getattr(ops, "exact_needs_probe", False):
+        missing = unproved(target.info, asked.model)
+        if missing is not None:
+            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=missing)
+            with_notices.append(f"parity is numeric: {missing}")
+    if target.info.parity is Parity.BITWISE:
         broken = probe_rows(target)
         if broken is not None:
             target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=broken)
@@ -315,11 +324,12 @@ def family_of(model_config: Mapping[str, Any], folder: Path) -> ModelSpec:
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that most weights are stored in; quantised ones count as bfloat16, which they stand for."""
+    """The dtype that most weights are stored in; quantised ones count as the one that they stand for."""
     sizes: dict[str, int] = {}
     for found in formats_of(checkpoint).values():
         if found.error is None:
-            dtype = "bfloat16" if found.quantised else str(checkpoint.dtype(found.tensors[0])).removeprefix("torch.")
+            plain = str(checkpoint.dtype(found.tensors[0])).removeprefix("torch.")
+            dtype = plain if found.coding is None else found.coding.stands_for
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(found.shape)
     return max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
 
@@ -336,13 +346,20 @@ def _backend(name: str, notices: list[str]) -> Backend:
 
 
 def _auto_backend(notices: list[str]) -> str:
-    """``metal`` on Apple silicon where it can run, with a notice where it cannot; ``cpu`` everywhere else."""
-    if (platform.system(), platform.machine()) != ("Darwin", "arm64"):
+    """``metal`` on Apple silicon and ``cuda`` where there is an NVIDIA device, if they can run; else ``cpu``.
+
+    A device that is there and cannot be used is a notice, with the reason; a machine without one is none.
+    """
+    if (platform.system(), platform.machine()) == ("Darwin", "arm64"):
+        name = "metal"
+    elif nvidia_here():
+        name = "cuda"
+    else:
         return "cpu"
-    reason = registry().backend("metal", asked_by="target.backend = auto").available()
+    reason = registry().backend(name, asked_by="target.backend = auto").available()
     if reason is None:
-        return "metal"
-    notices.append(f'target.backend = "auto" runs on the cpu: the metal backend cannot run here: {reason}')
+        return name
+    notices.append(f'target.backend = "auto" runs on the cpu: the {name} backend cannot run here: {reason}')
     return "cpu"
 
 

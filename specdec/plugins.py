@@ -67,6 +67,7 @@ BUILT_INS = (
     "specdec.policies.adaptive",
     "specdec.processors.grammar",
     "specdec.backends.cpu",
+    "specdec.backends.cuda",
     "specdec.backends.metal",
     "specdec.models.qwen3_5",
     "specdec.models.qwen3_5_moe",

@@ -13,9 +13,11 @@ from specdec.checkpoints import Audit, Checkpoint, TensorSpec
 from specdec.checkpoints.quantised import TensorFormat, formats_of
 from specdec.contract import ModelSpec
 
-_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.|\.switch_mlp\.")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$")
+_BLOCK = re.compile(r"\.experts\.|\.switch_mlp\.")
 _COPY = re.compile(r"(^mtp\.lm_head|\.shared_head\.head|^mtp\..*embed_tokens|^layers\..*embed_tokens)\.weight$")
+_ABSORBED = re.compile(r"\.self_attn\.(embed_q|unembed_out)\.weight$")
 _MODULES = (  # in this order: the first that a name contains
     ("embed_tokens", "embedding"),
     ("lm_head", "head"),
@@ -23,6 +25,7 @@ _MODULES = (  # in this order: the first that a name contains
     (".self_attn.", "attention"),
     (".linear_attn.", "linear attention"),
     (".mlp.experts.", "experts"),
+    (".mlp.switch_mlp.", "experts"),
     (".mlp.shared_expert", "shared expert"),
     (".mlp.gate.", "router"),
     (".mlp.", "MLP"),
@@ -95,13 +98,17 @@ def describe(
 ) -> CheckpointReport:
     """Put a checkpoint's facts together."""
     formats = formats_of(checkpoint)
-    present = {name: tensor for name, tensor in expected.items() if not tensor.optional or name in formats}
+    if found.headless:
+        expected = {name: tensor for name, tensor in expected.items() if tensor.group != "mtp"}
+    present = {name: tensor for name, tensor in expected.items() if name in formats or tensor.required(formats)}
     return attrs.evolve(
         describe_config(str(checkpoint.path), checkpoint.config, spec, family, present),
         weights_present=True,
         formats=_by_module(formats, present),
         dtypes=_dtypes(checkpoint),
-        mtp=_mtp(family, [name for name, tensor in present.items() if tensor.group == "mtp" and name in formats]),
+        mtp=f"none: {found.headless}"
+        if found.headless
+        else _mtp(family, [name for name, tensor in present.items() if tensor.group == "mtp" and name in formats]),
         missing=list(found.missing),
         unused=list(found.unused),
         misshaped=[f"{name}: {got}, expected {wanted}" for name, got, wanted in found.misshaped],
@@ -157,12 +164,12 @@ def describe_foreign(
 
 
 def _one_layout(expected: Mapping[str, TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
-    """Without the second layout of each block of experts, and without optional copies of embedding and head."""
+    """One layout of each block of experts and latent attention, without optional copies of embedding and head."""
     fused = {name.split(".experts.")[0] for name in expected if _FUSED_EXPERTS.search(name)}
     for name, tensor in expected.items():
-        if _ONE_EXPERT.search(name) and name.split(".experts.")[0] in fused:
+        if _ONE_EXPERT.search(name) and _BLOCK.split(name)[0] in fused:
             continue
-        if tensor.optional and _COPY.search(name):
+        if tensor.optional and (_COPY.search(name) or _ABSORBED.search(name)):
             continue
         yield name, tensor
 
@@ -209,7 +216,7 @@ def _step(family: Any, expected: Mapping[str, TensorSpec], formats: Mapping[str,
         size = math.prod(tensor.shape)
         if name == "lm_head.weight" or (family.tied and name == "embed_tokens.weight"):
             head = size
-        share = chosen if ".mlp.experts." in name else 1.0
+        share = chosen if _BLOCK.search(name) else 1.0
         if "embed_tokens" in name and not (family.tied and tensor.group != "mtp"):
             share = 1.0 / tensor.shape[0]
         if tensor.group == "mtp":

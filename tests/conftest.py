@@ -13,7 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():  # tests/cuda interprets its kernels; triton reads this when anything imports it first
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; OpenMP threads that wait for theirs burn them
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; OpenMP threa
 # cost tables of tiny models do not belong into the user's cache; the workers of a run share this folder
 _COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")
 os.environ.setdefault("SPECDEC_COSTS", _COSTS.name)
+os.environ.setdefault("SPECDEC_PROBES", "off")  # what ``specdec doctor`` finds neither
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `from tests.tiny import ...`, however pytest was started

@@ -390,7 +390,8 @@ def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "f
         dtype=dtype,
         kernels=ops.kernels,
     )
-    weights = Weights(checkpoint, canonical_names(checkpoint.names), dtype=getattr(torch, dtype))
+    weights = Weights(checkpoint, canonical_names(checkpoint.names), dtype=getattr(torch, dtype),
+                      keeps=getattr(ops, "keeps", frozenset()))  # fmt: skip
     return CausalLM(info, spec.build(family, weights, ops))
 
 

@@ -15,7 +15,7 @@ class Backend(Protocol):
     # ``notices``, where it has some: what a user should know about it here, one sentence each; results carry them
 
     def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
-        """The activation dtype for ``requested`` ("auto", "bfloat16", "float32") and the reason for it.
+        """The activation dtype for ``requested`` ("auto", "bfloat16", "float16", "float32") and the reason for it.
 
         ``stored`` is the dtype of most weights in the checkpoint. Raises: ConfigError for a dtype it cannot run.
         """

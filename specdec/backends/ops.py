@@ -4,11 +4,12 @@ A backend implements these once; ``specdec.backends.cpu.reference`` is the truth
 
 Axes: T rows (consecutive token positions of one sequence, no batch axis), H hidden, N output features, nq / nkv query
 and key-value heads, D head size, R rotary dimensions, C convolution channels, Hk / Hv key and value heads of a linear
-layer, Dk / Dv their sizes, V vocabulary. "act" is the activation dtype (bfloat16 or float32).
+layer, Dk / Dv their sizes, V vocabulary. "act" is the activation dtype (bfloat16, float16 or float32).
 
 **Row invariance** is part of the contract: the bits of row t of any result depend on row t of the inputs and on the
 cached rows before it, never on T or on how earlier rows were grouped into passes. A backend that cannot keep this for
-up to ``max_rows`` rows declares ``Parity.NUMERIC``.
+up to ``max_rows`` rows declares ``Parity.NUMERIC``. One that has reason to believe it and could not be tried on its device
+sets ``exact_needs_probe = True`` beside ``Parity.BITWISE``: a load then asks for a stored probe (``specdec.probes``).
 
 Ops return new arrays and never write to their inputs; the caches own all mutation, and what an op writes to a cache is
 provisional until the cache's ``commit``.
@@ -182,7 +183,11 @@ class HeadRows(Protocol):
 
 
 class Ops(Protocol):
-    """The operations. Every weight is as ``weight()`` returned it."""
+    """The operations. Every weight is as ``weight()`` returned it.
+
+    An Ops that computes with quantised weights as they are stored says so in an attribute ``keeps: frozenset[str]`` of
+    formats ("fp8-block", "nvfp4", "mlx-affine"); without one all weights come decoded. See ``weight``.
+    """
 
     parity: Parity
     parity_reason: str
@@ -192,11 +197,17 @@ class Ops(Protocol):
     # --- weights and storage ---------------------------------------------------------------------------------------
 
     def weight(self, tensor: Array) -> Array:
-        """A checkpoint tensor (torch, on the host) as this backend computes with it: act dtype, 2-D ``[N, H]``."""
+        """A checkpoint tensor (torch, on the host) as this backend computes with it: act dtype, 2-D ``[N, H]``.
+
+        Of a format in ``keeps`` it is a ``specdec.checkpoints.quantised.StoredMatrix``, an embedding table and a head
+        too; what is returned for it is taken by every operation that takes a weight. ``StoredMatrix.decode`` is the way
+        out for sizes that have no kernel.
+        """
 
     def stack(self, tensors: Sequence[Array]) -> Array:
         """Checkpoint matrices of one shape ``[N, H]``, one per head or expert, as ``project_heads`` and ``moe`` take
-        them. A backend may keep them apart (views of a fused tensor stay views) or side by side."""
+        them. A backend may keep them apart (views of a fused tensor stay views) or side by side. Of a format in
+        ``keeps`` all are ``StoredMatrix`` of one layout, or all are tensors."""
 
     def vector(self, tensor: Array, *, plus: float = 0.0) -> Array:
         """A small float32 parameter, ``plus`` added in float32 (1.0 for norms stored as an offset from 1)."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from specdec.backends.ops import Array, Cache, Ops
+import attrs
+
+from specdec.backends.ops import Array, Cache, HeadRows, Ops
+from specdec.contract import GreedyCycle
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens, and hidden states ``[T, H]`` where it takes some.
@@ -62,6 +65,55 @@ class RecordsPasses(Protocol):
         ``caches`` are of the kinds that the body takes, empty and not used afterwards. ``hidden_size`` is H of the
         hidden states that it takes, 0 for none. A body that cannot be recorded runs eagerly, with the reason in
         ``eager_reason``.
+        """
+
+
+@attrs.frozen(kw_only=True)
+class CycleSetup:
+    """What cycles over a target's pass and its head's pass start from; see ``specdec.contract.GreedyStart``.
+
+    Attributes:
+        tokens: of the pairs that wait, the pending token last.
+        hidden: their hidden states ``[n, H]``.
+        lm_head: the target's output head ``[V, H]``, as ``weight()`` returned it.
+        draft_head: the one that drafts are made with; rows gathered from a head where it is pruned.
+        stop_tokens: generation ends after one of these.
+        limit: and after so many tokens.
+    """
+
+    tokens: tuple[int, ...]
+    hidden: Array
+    lm_head: Array
+    draft_head: Array | HeadRows
+    pruned: bool
+    stop_tokens: tuple[int, ...]
+    limit: int
+
+
+class PassCycles(Protocol):
+    """Greedy cycles over the caches of one sequence: ``specdec.contract.GreedyCycles`` over passes."""
+
+    def submit(self, depth: int) -> None:
+        """Start a cycle behind those in flight."""
+
+    def collect(self) -> GreedyCycle:
+        """The outcome of the oldest cycle in flight."""
+
+    def keep(self, tokens: int) -> None:
+        """Take back all but the first ``tokens`` tokens of the last collected cycle; none is in flight."""
+
+    def close(self) -> Array:
+        """Leave both passes' caches as single passes would; hidden states ``[n, H]`` of the pairs that wait then."""
+
+
+@runtime_checkable
+class RunsGreedyCycles(Protocol):
+    """Ops that can run whole greedy cycles without the host."""
+
+    def greedy_cycles(self, target: Pass, mtp: Pass, setup: CycleSetup) -> PassCycles | None:
+        """Cycles over these passes, which the same ops bound; None where they cannot run these. Nothing happened then.
+
+        The head's cache holds true pairs alone when this is called.
         """
 
 

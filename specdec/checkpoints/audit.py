@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -12,7 +12,17 @@ import torch
 
 from specdec.checkpoints.locate import listed
 from specdec.checkpoints.names import text_config
-from specdec.checkpoints.quantised import FLOATS, Formats, TensorFormat, check, decode, formats_of, quantisation
+from specdec.checkpoints.quantised import (
+    FLOATS,
+    Formats,
+    StoredMatrix,
+    TensorFormat,
+    alike,
+    check,
+    decode,
+    formats_of,
+    quantisation,
+)
 from specdec.checkpoints.reader import INDEX_FILE, Checkpoint
 from specdec.errors import CheckpointError, nearest
 
@@ -29,11 +39,20 @@ class TensorSpec:
         shape: as ``config.json`` implies it.
         optional: absent without an error.
         group: "model", or the part that it belongs to ("mtp"), whose absence has its own explanation.
+        mlx_shape: its shape where mlx-lm converted the checkpoint, when that is another one. A family that gives it
+            also reads what mlx-lm changes with it: norms that are offsets from 1 hold the factor itself then.
+        replaced_by: canonical name of a tensor that stands for this one where the files have it.
     """
 
     shape: tuple[int, ...]
     optional: bool = False
     group: str = "model"
+    mlx_shape: tuple[int, ...] | None = None
+    replaced_by: str = ""
+
+    def required(self, formats: Mapping[str, TensorFormat]) -> bool:
+        """Whether a checkpoint without the tensor is incomplete."""
+        return not self.optional and self.replaced_by not in formats
 
 
 @attrs.frozen(kw_only=True)
@@ -52,6 +71,7 @@ class Audit:
     ignored: list[str]  # names in the files
     errors: list[CheckpointError]  # what the lists mean, most telling first
     notices: list[str]  # one sentence each
+    headless: str = ""  # why the MTP head is not used, where mlx-lm converted the checkpoint
 
     def raise_for_errors(self) -> None:
         """Raise what makes the checkpoint unusable. Raises: CheckpointError naming file, tensor and shapes."""
@@ -69,34 +89,71 @@ class Weights:
         checkpoint: an open one.
         names: ``canonical_names`` of it; a plain tensor that they lack is not there.
         dtype: what quantised weights are decoded to: computed in float32, rounded once. bfloat16, which they are meant
-            to replace, unless the model computes in float32. Floating-point tensors stay in their own.
+            to replace, unless the model computes in another one. Floating-point tensors stay in their own.
+        keeps: formats that ``stored`` leaves packed (``StoredMatrix.format``); the backend's ``Ops.keeps``.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, names: Mapping[str, str], *, dtype: torch.dtype = torch.bfloat16
+        self,
+        checkpoint: Checkpoint,
+        names: Mapping[str, str],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        keeps: Collection[str] = frozenset(),
     ) -> None:
         self._checkpoint = checkpoint
         self._names = {
             name: found for name, found in formats_of(checkpoint).items() if name in names or found.tensors[1:]
         }
         self._dtype = dtype
+        self._keeps = frozenset(keeps)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A memory-mapped floating-point tensor, or a quantised one decoded into memory of its own.
 
         Raises: CheckpointError when there is none of that name, or it is in a format that is not read.
         """
-        found = self._names.get(name)
-        if found is None:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {name}", folder=self._checkpoint.path, nearest=nearest(name, self._names)
-            )
+        found = self._found(name)
         if found.coding is not None:
             return decode(found.coding, self._dtype)
         error = found.error or _not_floating(self._checkpoint, found.tensors[0])
         if error is not None:
             raise error
         return self._checkpoint.load(found.tensors[0])
+
+    def _found(self, name: str) -> TensorFormat:
+        found = self._names.get(name)
+        if found is None:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {name}", folder=self._checkpoint.path, nearest=nearest(name, self._names)
+            )
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, decoded. Raises: CheckpointError when there is none of that name."""
+        return self._found(name).shape
+
+    def stored(self, name: str) -> torch.Tensor | StoredMatrix:
+        """A matrix for ``Ops.weight``: packed where the backend keeps its format, else as ``weights[name]`` gives it.
+
+        Raises: CheckpointError as ``weights[name]`` does.
+        """
+        coding = self._found(name).coding
+        if coding is None or coding.kept_as not in self._keeps or len(coding.shape) != 2:
+            return self[name]
+        return coding.stored(0, self._dtype)
+
+    def stored_stack(self, names: str | Sequence[str]) -> Sequence[torch.Tensor] | Sequence[StoredMatrix]:
+        """Matrices for ``Ops.stack``: of several weights, or those that one weight ``[E, N, K]`` holds.
+
+        Packed where the backend keeps the format of all of them; otherwise none is. Raises: CheckpointError likewise.
+        """
+        if not isinstance(names, str):
+            return alike([self.stored(name) for name in names])
+        coding = self._found(names).coding
+        if coding is None or coding.kept_as not in self._keeps or len(coding.shape) != 3:
+            return self[names].unbind()
+        return alike([coding.stored(index, self._dtype) for index in range(coding.shape[0])])
 
     def get(self, name: str) -> torch.Tensor | None:
         """A tensor, or None when the checkpoint has none of that name."""
@@ -122,7 +179,11 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
         expected: canonical name -> spec, from a family's ``tensors``.
     """
     formats = formats_of(checkpoint)
-    missing = [name for name, spec in expected.items() if name not in formats and not spec.optional]
+    findings = _Findings(checkpoint, formats, expected)
+    headless = _headless(findings, formats, expected)
+    if headless:
+        expected = {name: spec for name, spec in expected.items() if spec.group != "mtp"}
+    missing = [name for name, spec in expected.items() if name not in formats and spec.required(formats)]
     unused = [name for name in formats if name not in expected]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     unreadable: list[tuple[str, str, str]] = []
@@ -132,12 +193,13 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
     for name in expected:
         if name not in formats:
             continue
-        found, wanted = formats[name], expected[name].shape
+        found, spec = formats[name], expected[name]
+        wanted = spec.shape
         error = found.error or (None if found.quantised else _not_floating(checkpoint, found.tensors[0]))
         if error is not None:
             unreadable.append((name, found.format, error.message))
             refused.append(error)
-        elif not _same_shape(name, found.shape, wanted):
+        elif found.shape != spec.mlx_shape and not _same_shape(name, found.shape, wanted):
             misshaped.append((name, found.shape, wanted))
         else:
             try:
@@ -150,7 +212,6 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
                 non_finite.append(name)
             elif zero and len(wanted) > 1:
                 all_zero.append(name)
-    findings = _Findings(checkpoint, formats, expected)
     return Audit(
         missing=missing,
         unused=unused,
@@ -167,10 +228,42 @@ def audit(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> Audit:
         ],
         notices=[
             *checkpoint.notices,
+            *filter(None, [headless]),
             *findings.all_zero(all_zero),
             *_unused_notices(unused),
             *_activation_notices(name for name in formats.activation_scales if name not in expected),
         ],
+        headless=headless,
+    )
+
+
+def _headless(findings: _Findings, formats: Formats, expected: Mapping[str, TensorSpec]) -> str:
+    """Why a checkpoint that mlx-lm converted has no MTP head to use; "" where it has, or mlx-lm is not the reason.
+
+    mlx-lm leaves heads out, and the promise in config.json. Other tools put them back; where the conversion changed the
+    norms of the layers, no name and no shape tells whether they changed the head's too.
+    """
+    head = [name for name, spec in expected.items() if spec.group == "mtp"]
+    if not head or not _by_mlx_lm(formats):
+        return ""
+    if not any(name in formats for name in head):
+        promised = not all(expected[name].optional for name in head)
+        return f"{findings.promise(head)}; mlx-lm leaves them out" if promised else ""
+    if any(name in formats and spec.mlx_shape == formats[name].shape for name, spec in expected.items()):
+        return (
+            "the MTP head is not used: mlx-lm's conversion adds 1 to the norms of the layers, and nothing in the files "
+            "tells whether that was done to the head's"
+        )
+    return ""
+
+
+def _by_mlx_lm(formats: Formats) -> bool:
+    """Whether names or shapes are those of mlx-lm's conversion."""
+    return any(
+        ".switch_mlp." in name
+        or any(tensor.endswith(".scales") for tensor in found.tensors[1:])
+        or ("conv1d" in name and len(found.shape) == 3 and found.shape[1:] == (found.shape[1], 1) != (1, 1))
+        for name, found in formats.items()
     )
 
 
@@ -198,7 +291,7 @@ def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> boo
     """Equal, or a depthwise convolution ``[C, 1, kc]`` stored as ``[C, kc]`` or the other way round.
 
     ``[C, kc, 1]`` is not accepted although it has as many values: that is MLX's layout, and conversions that use it
-    have changed the norms too.
+    have changed the norms too. A family that knows that says so in ``TensorSpec.mlx_shape``.
     """
     if got == wanted or "conv" not in name:
         return got == wanted
@@ -277,15 +370,21 @@ class _Findings:
             return None
         return f"{self._original(match)} {list(self._formats[match].shape)}"
 
-    def _no_mtp_head(self) -> CheckpointError:
+    def promise(self, head: list[str]) -> str:
+        """That the tensors ``head`` of an MTP head are absent."""
+        key = self._mtp_key()
+        promise = "" if key is None else f" ({key} = {text_config(self._checkpoint.config)[key]})"
+        prefix = "mtp." if head[0].startswith("mtp.") else ".".join(head[0].split(".")[:2]) + "."
+        return f"config.json promises an MTP head{promise} but there are no {prefix}* tensors"
+
+    def _mtp_key(self) -> str | None:
         config = text_config(self._checkpoint.config)
-        key = next((key for key in _MTP_KEYS if config.get(key) is not None), None)
-        promise = "" if key is None else f" ({key} = {config[key]})"
-        wanted = next(name for name, spec in self._expected.items() if spec.group == "mtp")
-        prefix = "mtp." if wanted.startswith("mtp.") else ".".join(wanted.split(".")[:2]) + "."
+        return next((key for key in _MTP_KEYS if config.get(key) is not None), None)
+
+    def _no_mtp_head(self) -> CheckpointError:
+        head, key = [name for name, spec in self._expected.items() if spec.group == "mtp"], self._mtp_key()
         return CheckpointError(
-            f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; "
-            "conversions often strip them",
+            f"{self.promise(head)}; conversions often strip them",
             file=self._source(),
             try_=f"the original checkpoint, or {key or _MTP_KEYS[0]} = 0 in config.json and another drafter",
         )

@@ -64,7 +64,7 @@ class DraftModelConfig:
 
     model: str = attrs.field(validator=_filled)  # a folder, a hub id, or "demo" (embedded)
     backend: str = attrs.field(default="auto", validator=_filled)
-    dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float32"))
+    dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     tokenizers: str = attrs.field(default="ids", validator=one_of("ids", "text"))  # "text": the model has its own
     min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # stop below this probability
     min_margin: float = attrs.field(

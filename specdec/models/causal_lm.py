@@ -8,8 +8,20 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops, Rewindable
-from specdec.backends.passes import ChainsGreedily, Pass, passes_of
-from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, ModelInfo, Snapshot, State, no_mtp_head
+from specdec.backends.passes import ChainsGreedily, CycleSetup, Pass, PassCycles, RunsGreedyCycles, passes_of
+from specdec.contract import (
+    DraftHead,
+    ForwardOutput,
+    ForwardPass,
+    GreedyCycle,
+    GreedyCycles,
+    GreedyStart,
+    Hidden,
+    ModelInfo,
+    Snapshot,
+    State,
+    no_mtp_head,
+)
 from specdec.errors import ContractError, PromptError, ShapeError, StateError
 from specdec.models.decoder import DecoderLayer, MtpHead
 
@@ -228,6 +240,35 @@ class CausalLM(ForwardPass):
                 state.mtp_true = true + rows
 
     @property
+    def runs_greedy_cycles(self) -> bool:  # type: ignore[override]  # it depends on the backend
+        """Whether the backend runs whole cycles, and there is a head to draft with."""
+        return self.model.mtp is not None and isinstance(self.ops, RunsGreedyCycles)
+
+    def greedy_cycles(
+        self, state: State, start: GreedyStart, *, stop_tokens: Sequence[int], limit: int
+    ) -> GreedyCycles | None:  # fmt: skip
+        state = _own(state)
+        if not isinstance(self.ops, RunsGreedyCycles) or state.mtp is None or state.mtp_pass is None:
+            return None
+        head = start.head
+        if head is not None and not (isinstance(head, PrunedHead) and head.target is self):
+            raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
+        self._check_pairs(start.tokens, start.hidden)
+        state.mtp.truncate(state.mtp_true)
+        setup = CycleSetup(
+            tokens=start.tokens,
+            hidden=self.ops.array(start.hidden),
+            lm_head=self.model.lm_head,
+            draft_head=self._mtp_lm_head if head is None else head.rows,
+            pruned=head is not None,
+            stop_tokens=tuple(stop_tokens),
+            limit=limit,
+        )
+        state.decoded = None
+        cycles = self.ops.greedy_cycles(state.target_pass, state.mtp_pass, setup)
+        return None if cycles is None else _StateCycles(self.ops, state, cycles)
+
+    @property
     def _mtp_lm_head(self) -> Array:
         return self.model.lm_head if self.model.mtp_lm_head is None else self.model.mtp_lm_head
 
@@ -284,6 +325,32 @@ class CausalLM(ForwardPass):
         if "last_hidden" in snapshot.arrays:
             state.last = self.ops.hidden(snapshot.arrays["last_hidden"])
         return state
+
+
+class _StateCycles(GreedyCycles):
+    """Cycles over the passes of one state, which is brought up to date when they end."""
+
+    def __init__(self, ops: Ops, state: SequenceState, cycles: PassCycles) -> None:
+        self._ops = ops
+        self._state = state
+        self._cycles = cycles
+
+    def submit(self, depth: int) -> None:
+        self._cycles.submit(depth)
+
+    def collect(self) -> GreedyCycle:
+        return self._cycles.collect()
+
+    def keep(self, tokens: int) -> None:
+        self._cycles.keep(tokens)
+
+    def close(self) -> Hidden:
+        state = self._state
+        hidden = self._ops.hidden(self._cycles.close())
+        assert state.mtp is not None
+        state.mtp_true = state.mtp.length
+        state.last = hidden[-1:]
+        return hidden
 
 
 class PrunedHead(DraftHead):

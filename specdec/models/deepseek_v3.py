@@ -112,14 +112,13 @@ def build_frame(config: ExtraLayerConfig, weights: Weights, ops: Ops, mixer: Cal
     """The model over ``ops``; ``mixer`` builds that of the layer with the given prefix."""
 
     def matrix(name: str) -> Array:
-        return ops.weight(weights[name])
+        return ops.weight(weights.stored(name))
 
     def vector(name: str) -> Array:
         return ops.vector(weights[name])
 
     def optional(name: str) -> Array | None:
-        found = weights.get(name)
-        return None if found is None else ops.weight(found)
+        return matrix(name) if name in weights else None
 
     def layer(i: int) -> DecoderLayer:
         prefix = f"layers.{i}."
@@ -134,7 +133,7 @@ def build_frame(config: ExtraLayerConfig, weights: Weights, ops: Ops, mixer: Cal
         )
 
     mtp, extra = None, f"layers.{config.layers}."
-    if config.mtp_layers:
+    if config.mtp_layers and f"{extra}eh_proj.weight" in weights:
         embed_norm, hidden_norm, last_norm = (vector(f"{extra}{name}.weight") for name in _MTP_NORMS)
         mtp = MtpHead(
             ops=ops, eps=config.eps, embed_norm=embed_norm, hidden_norm=hidden_norm, norm=last_norm,

@@ -22,7 +22,7 @@ def mlp_tensors(prefix: str, hidden: int, intermediate: int) -> dict[str, Tensor
 
 def build_mlp(ops: Ops, weights: Weights, prefix: str) -> GatedMlp:
     """A gated MLP from the tensors under ``prefix``."""
-    gate, up, down = (ops.weight(weights[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up", "down"))
+    gate, up, down = (ops.weight(weights.stored(f"{prefix}mlp.{name}_proj.weight")) for name in ("gate", "up", "down"))
     return GatedMlp(ops=ops, gate_proj=gate, up_proj=up, down_proj=down)
 
 
@@ -106,14 +106,14 @@ def build_dense(config: DenseConfig, weights: Weights, ops: Ops, attention: Call
             mlp=build_mlp(ops, weights, prefix),
         )
 
-    embed = ops.weight(weights["embed_tokens.weight"])
+    embed = ops.weight(weights.stored("embed_tokens.weight"))
     return DecoderModel(
         ops=ops,
         eps=config.eps,
         embed_tokens=embed,
         layers=tuple(layer(f"layers.{i}.") for i in range(config.layers)),
         norm=vector("norm.weight"),
-        lm_head=embed if config.tied else ops.weight(weights["lm_head.weight"]),
+        lm_head=embed if config.tied else ops.weight(weights.stored("lm_head.weight")),
         mtp=None,
         mtp_lm_head=None,
     )

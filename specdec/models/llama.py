@@ -102,7 +102,9 @@ def build(config: LlamaConfig, weights: Weights, ops: Ops) -> DecoderModel:
 def projections(ops: Ops, weights: Weights, prefix: str, *, biased: bool) -> dict[str, Any]:
     """The fields of ``Attention`` that hold projections and their biases."""
     prefix += "self_attn."
-    found: dict[str, Any] = {f"{name}_proj": ops.weight(weights[f"{prefix}{name}_proj.weight"]) for name in "qkvo"}
+    found: dict[str, Any] = {
+        f"{name}_proj": ops.weight(weights.stored(f"{prefix}{name}_proj.weight")) for name in "qkvo"
+    }
     if biased:
         found["biases"] = tuple(ops.weight(weights[f"{prefix}{name}_proj.bias"]) for name in "qkv")
     return found

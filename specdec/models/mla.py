@@ -12,6 +12,8 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C (equations 37 
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from specdec.backends.ops import Array, LatentCache, Ops, Rope
@@ -111,10 +113,13 @@ def latent_tensors(prefix: str, hidden: int, shape: LatentShape) -> dict[str, Te
     """The tensors of a latent-attention layer."""
     prefix += "self_attn."
     queries = shape.heads * (shape.nope_dim + shape.rope_dim)
+    both, absorbed = (shape.heads * (shape.nope_dim + shape.value_dim), shape.kv_rank), f"{prefix}embed_q.weight"
     expected = {
         f"{prefix}kv_a_proj_with_mqa.weight": TensorSpec((shape.row, hidden)),
         f"{prefix}kv_a_layernorm.weight": TensorSpec((shape.kv_rank,)),
-        f"{prefix}kv_b_proj.weight": TensorSpec((shape.heads * (shape.nope_dim + shape.value_dim), shape.kv_rank)),
+        f"{prefix}kv_b_proj.weight": TensorSpec(both, replaced_by=absorbed),
+        absorbed: TensorSpec((shape.heads, shape.kv_rank, shape.nope_dim), optional=True),
+        f"{prefix}unembed_out.weight": TensorSpec((shape.heads, shape.value_dim, shape.kv_rank), optional=True),
         f"{prefix}o_proj.weight": TensorSpec((hidden, shape.heads * shape.value_dim)),
     }
     if not shape.q_rank:
@@ -130,22 +135,27 @@ def build_latent(ops: Ops, weights: Weights, prefix: str, shape: LatentShape, ep
     """A latent-attention layer from the tensors under ``prefix``.
 
     ``kv_b_proj`` holds per head the rows of k_nope, then those of v. The former are transposed once here, which copies
-    them; the latter stay where they are.
+    them; the latter stay where they are. mlx-lm's conversion has done that and has ``embed_q`` and ``unembed_out``.
     """
     prefix += "self_attn."
-    up = weights[f"{prefix}kv_b_proj.weight"]
-    heads = up.reshape(shape.heads, shape.nope_dim + shape.value_dim, shape.kv_rank)
+    if f"{prefix}embed_q.weight" in weights:
+        key_up: Any = weights.stored_stack(f"{prefix}embed_q.weight")
+        value_up: Any = weights.stored_stack(f"{prefix}unembed_out.weight")
+    else:
+        heads = weights[f"{prefix}kv_b_proj.weight"].reshape(shape.heads, -1, shape.kv_rank)
+        key_up = heads[:, : shape.nope_dim].transpose(1, 2).contiguous().unbind()
+        value_up = heads[:, shape.nope_dim :].unbind()
     ranked = shape.q_rank > 0
     return LatentAttention(
         ops=ops,
         shape=shape,
         eps=eps,
-        q_a=ops.weight(weights[f"{prefix}q_a_proj.weight"]) if ranked else None,
+        q_a=ops.weight(weights.stored(f"{prefix}q_a_proj.weight")) if ranked else None,
         q_norm=ops.vector(weights[f"{prefix}q_a_layernorm.weight"]) if ranked else None,
-        q_b=ops.weight(weights[f"{prefix}q_b_proj.weight" if ranked else f"{prefix}q_proj.weight"]),
-        kv_a=ops.weight(weights[f"{prefix}kv_a_proj_with_mqa.weight"]),
+        q_b=ops.weight(weights.stored(f"{prefix}q_b_proj.weight" if ranked else f"{prefix}q_proj.weight")),
+        kv_a=ops.weight(weights.stored(f"{prefix}kv_a_proj_with_mqa.weight")),
         kv_norm=ops.vector(weights[f"{prefix}kv_a_layernorm.weight"]),
-        key_up=ops.stack(heads[:, : shape.nope_dim].transpose(1, 2).contiguous().unbind()),
-        value_up=ops.stack(heads[:, shape.nope_dim :].unbind()),
-        o_proj=ops.weight(weights[f"{prefix}o_proj.weight"]),
+        key_up=ops.stack(key_up),
+        value_up=ops.stack(value_up),
+        o_proj=ops.weight(weights.stored(f"{prefix}o_proj.weight")),
     )

@@ -1,10 +1,11 @@
 """The block of experts that stands in for the MLP of a layer: router, routed experts, shared expert.
 
-Routed experts are stored in one of two layouts, which may differ from layer to layer (an MTP layer often has the
-other one), so each prefix is looked at by itself:
+Routed experts are stored in one of three layouts, which may differ from layer to layer (an MTP layer often has
+another one), so each prefix is looked at by itself:
 
 * fused: ``experts.gate_up_proj [E, 2 I, H]`` (gate rows first), ``experts.down_proj [E, H, I]``, no ``.weight``;
-* apart: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``.
+* apart: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``;
+* stacked, as mlx-lm converts them: ``switch_mlp.gate_proj.weight`` and ``up_proj [E, I, H]``, ``down_proj [E, H, I]``.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class SparseMoe:
 
 
 def moe_tensors(prefix: str, hidden: int, shape: MoeShape) -> dict[str, TensorSpec]:
-    """The tensors of a block under ``prefix``; both layouts of the experts, optional, as either may be there."""
+    """The tensors of a block under ``prefix``; all layouts of the experts, optional, as any may be there."""
     prefix += "mlp."
     count, inner = shape.experts, shape.intermediate
     expected = {
@@ -135,6 +136,8 @@ def moe_tensors(prefix: str, hidden: int, shape: MoeShape) -> dict[str, TensorSp
         expected[f"{prefix}experts.{e}.gate_proj.weight"] = TensorSpec((inner, hidden), optional=True)
         expected[f"{prefix}experts.{e}.up_proj.weight"] = TensorSpec((inner, hidden), optional=True)
         expected[f"{prefix}experts.{e}.down_proj.weight"] = TensorSpec((hidden, inner), optional=True)
+    for name, matrix in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+        expected[f"{prefix}switch_mlp.{name}_proj.weight"] = TensorSpec((count, *matrix), optional=True)
     if shape.corrected:
         expected[f"{prefix}gate.e_score_correction_bias"] = TensorSpec((count,))
     if shape.shared:
@@ -151,27 +154,29 @@ def build_moe(ops: Ops, weights: Weights, prefix: str, shape: MoeShape) -> Spars
     """A block of experts from the tensors under ``prefix``. Raises: CheckpointError when an expert is missing."""
     prefix += "mlp."
 
-    def matrices(name: str) -> tuple[Any, ...]:
-        return tuple(weights[f"{prefix}experts.{e}.{name}_proj.weight"] for e in range(shape.experts))
+    def matrices(name: str) -> Any:
+        if f"{prefix}switch_mlp.{name}_proj.weight" in weights:  # mlx-lm's conversion
+            return weights.stored_stack(f"{prefix}switch_mlp.{name}_proj.weight")
+        return weights.stored_stack([f"{prefix}experts.{e}.{name}_proj.weight" for e in range(shape.experts)])
 
     if f"{prefix}experts.gate_up_proj" in weights:
-        both, down = weights[f"{prefix}experts.gate_up_proj"], weights[f"{prefix}experts.down_proj"]
-        gates: Any = both[:, : shape.intermediate].unbind()  # views: nothing is copied
-        ups: Any = both[:, shape.intermediate :].unbind()
-        downs: Any = down.unbind()
+        both = weights.stored_stack(f"{prefix}experts.gate_up_proj")
+        gates: Any = [matrix[: shape.intermediate] for matrix in both]  # views: nothing is copied
+        ups: Any = [matrix[shape.intermediate :] for matrix in both]
+        downs: Any = weights.stored_stack(f"{prefix}experts.down_proj")
     else:
         gates, ups, downs = matrices("gate"), matrices("up"), matrices("down")
     shared = None
     if shape.shared:
         names = (f"{prefix}{shape.shared}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        gate, up, last = (ops.weight(weights[name]) for name in names)
+        gate, up, last = (ops.weight(weights.stored(name)) for name in names)
         shared = GatedMlp(ops=ops, gate_proj=gate, up_proj=up, down_proj=last)
     return SparseMoe(
         ops=ops,
         routing=shape.routing,
-        router=ops.weight(weights[f"{prefix}gate.weight"]),
+        router=ops.weight(weights.stored(f"{prefix}gate.weight")),
         bias=ops.vector(weights[f"{prefix}gate.e_score_correction_bias"]) if shape.corrected else None,
         experts=(ops.stack(gates), ops.stack(ups), ops.stack(downs)),
         shared=shared,
-        shared_gate=ops.weight(weights[f"{prefix}shared_expert_gate.weight"]) if shape.shared_gated else None,
+        shared_gate=ops.weight(weights.stored(f"{prefix}shared_expert_gate.weight")) if shape.shared_gated else None,
     )

@@ -72,7 +72,7 @@ def build(config: Qwen3Config, weights: Weights, ops: Ops) -> DecoderModel:
     rope = Rope.of(config.theta, config.head_dim)
 
     def attention(prefix: str) -> Attention:
-        q, k, v, o = (ops.weight(weights[f"{prefix}self_attn.{name}_proj.weight"]) for name in "qkvo")
+        q, k, v, o = (ops.weight(weights.stored(f"{prefix}self_attn.{name}_proj.weight")) for name in "qkvo")
         q_norm, k_norm = (ops.vector(weights[f"{prefix}self_attn.{name}_norm.weight"]) for name in "qk")
         return Attention(
             ops=ops, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, eps=config.eps,

@@ -115,7 +115,9 @@ def _delta_tensors(prefix: str, hidden: int, shape: DeltaShape) -> dict[str, Ten
         f"{prefix}in_proj_z.weight": TensorSpec((values, hidden)),
         f"{prefix}in_proj_b.weight": TensorSpec((shape.value_heads, hidden)),
         f"{prefix}in_proj_a.weight": TensorSpec((shape.value_heads, hidden)),
-        f"{prefix}conv1d.weight": TensorSpec((shape.channels, 1, shape.kernel)),
+        f"{prefix}conv1d.weight": TensorSpec(
+            (shape.channels, 1, shape.kernel), mlx_shape=(shape.channels, shape.kernel, 1)
+        ),
         f"{prefix}A_log": TensorSpec((shape.value_heads,)),
         f"{prefix}dt_bias": TensorSpec((shape.value_heads,)),
         f"{prefix}norm.weight": TensorSpec((shape.value_dim,)),
@@ -167,15 +169,18 @@ def build(config: Qwen35Config, weights: Weights, ops: Ops) -> DecoderModel:
 def build_hybrid(config: HybridConfig, weights: Weights, ops: Ops, mlp: Callable[[str], Mlp]) -> DecoderModel:
     """The model over ``ops``; ``mlp`` builds what stands behind the mixer of the layer with the given prefix.
 
-    Without ``mtp.fc.weight`` there is no head, whatever the config promises; the audit has had its say before.
+    Without ``mtp.fc.weight`` there is no head, whatever the config promises; the audit has had its say before. Neither
+    is there one where mlx-lm's conversion changed the norms: see ``_converted``.
     """
     rope = Rope.of(config.theta, config.rotary_dims)
+    converted = _converted(config, weights)
+    offset = 0.0 if converted else 1.0
 
     def matrix(name: str) -> Array:
-        return ops.weight(weights[name])
+        return ops.weight(weights.stored(name))
 
     def norm(name: str) -> Array:
-        return ops.vector(weights[name], plus=1.0)
+        return ops.vector(weights[name], plus=offset)
 
     def attention(prefix: str) -> Attention:
         q, k, v, o = (matrix(f"{prefix}{name}_proj.weight") for name in "qkvo")
@@ -206,13 +211,13 @@ def build_hybrid(config: HybridConfig, weights: Weights, ops: Ops, mlp: Callable
         )  # fmt: skip
 
     mtp = None
-    if config.mtp_layers and "mtp.fc.weight" in weights:
+    if config.mtp_layers and "mtp.fc.weight" in weights and not converted:
         embed_norm, hidden_norm, last_norm = (norm(f"mtp.{name}.weight") for name in _MTP_NORMS)
         mtp = MtpHead(
             ops=ops, eps=config.eps, embed_norm=embed_norm, hidden_norm=hidden_norm, norm=last_norm,
             fc=matrix("mtp.fc.weight"), layer=layer("mtp.layers.0.", "full_attention"),
         )  # fmt: skip
-    own_head = weights.get("mtp.lm_head.weight") if mtp else None
+    own_head = mtp is not None and "mtp.lm_head.weight" in weights
     embed = matrix("embed_tokens.weight")
     return DecoderModel(
         ops=ops,
@@ -222,8 +227,27 @@ def build_hybrid(config: HybridConfig, weights: Weights, ops: Ops, mlp: Callable
         norm=norm("norm.weight"),
         lm_head=embed if config.tied else matrix("lm_head.weight"),
         mtp=mtp,
-        mtp_lm_head=None if own_head is None else ops.weight(own_head),
+        mtp_lm_head=matrix("mtp.lm_head.weight") if own_head else None,
     )
+
+
+def _converted(config: HybridConfig, weights: Weights) -> bool:
+    """Whether mlx-lm converted the weights: their convolutions are ``[C, kc, 1]`` then, and norms hold the factor.
+
+    The two go together by mlx-lm's own rule: it adds the 1 where it turns the convolutions. It knows the norms of the
+    layers alone, so that those of an MTP head that was put back may be either. Raises: CheckpointError for both layouts
+    of convolutions in one checkpoint.
+    """
+    linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    names = [f"layers.{i}.linear_attn.conv1d.weight" for i in linear]
+    turned = [name for name in names if weights.shape(name) == (config.delta.channels, config.delta.kernel, 1)]
+    if turned and len(turned) < len(names):
+        plain = next(name for name in names if name not in turned)
+        raise CheckpointError(
+            f"{turned[0]} is in MLX's layout and {plain} is not, which leaves open what the norms hold",
+            try_="the original checkpoint",
+        )
+    return bool(turned)
 
 
 @hookimpl

@@ -14,6 +14,7 @@ import torch
 
 from specdec.backends.ops import DeltaShape, Ops
 from specdec.checkpoints import TensorSpec, Weights
+from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import ModelSpec
 from specdec.hookspecs import hookimpl
 from specdec.models.causal_lm import DecoderModel
@@ -71,20 +72,32 @@ class _Ungrouped(Weights):
         self._shape = shape
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        fused, rows = self._place(name)
+        return self._weights[fused] if rows is None else self._weights[fused][rows]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        fused, rows = self._place(name)
+        return self._weights.shape(fused) if rows is None else (len(rows), *self._weights.shape(fused)[1:])
+
+    def stored(self, name: str) -> torch.Tensor | StoredMatrix:
+        fused, rows = self._place(name)
+        return self._weights.stored(fused) if rows is None else self._weights.stored(fused)[rows]
+
+    def _place(self, name: str) -> tuple[str, torch.Tensor | None]:
+        """Where a weight is: the name of what holds it, and which rows of that, int64; None for all."""
         parts = name.split(".", 2)
-        fused = _FUSED.get(parts[-1])
-        if fused is None:
-            return self._weights[name]
-        together = self._weights[f"{parts[0]}.{parts[1]}.{fused}"]
-        shape, hidden = self._shape, together.shape[1]
+        last = _FUSED.get(parts[-1])
+        if last is None:
+            return name, None
+        fused, shape = f"{parts[0]}.{parts[1]}.{last}", self._shape
         ratio = shape.value_heads // shape.key_heads
         values = ratio * shape.value_dim
         sizes = [shape.key_dim, shape.key_dim, values, values] if "qkvz" in fused else [ratio, ratio]
-        heads = together.reshape(shape.key_heads, -1, hidden)
-        pieces = [piece.reshape(-1, hidden) for piece in torch.split(heads, sizes, dim=1)]
+        heads = torch.arange(self._weights.shape(fused)[0]).reshape(shape.key_heads, -1)
+        pieces = [piece.reshape(-1) for piece in torch.split(heads, sizes, dim=1)]
         if name.endswith("in_proj_qkv.weight"):
-            return torch.cat(pieces[:3])
-        return pieces[3 if name.endswith("in_proj_z.weight") else 0 if name.endswith("in_proj_b.weight") else 1]
+            return fused, torch.cat(pieces[:3])
+        return fused, pieces[3 if name.endswith("in_proj_z.weight") else 0 if name.endswith("in_proj_b.weight") else 1]
 
     def get(self, name: str) -> torch.Tensor | None:
         return self[name] if name in self else None

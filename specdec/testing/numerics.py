@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 MERGE_BELOW = 5.0  # expected counts under which the chi-square approximation is not trusted; such cells are merged
 
-EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Distance from 1 to the next number; rounding to nearest moves a value by at most half of it, relatively."""
+
+SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+"""Distance between the numbers next to 0, which no rounding is finer than."""
 
 
 @attrs.frozen
@@ -119,7 +122,9 @@ def dot_tolerance(dtype: str, length: int, magnitude: NDArray[np.float64], round
 
 
 def to_host(array: Any) -> NDArray[np.float64]:
-    """A backend's array (torch, MLX, numpy) as float64; float32 and bfloat16 values are exact in it."""
+    """A backend's array (torch, MLX, numpy), or a weight that can ``decode``, as float64; no value is rounded."""
+    if hasattr(array, "decode"):
+        array = array.decode()
     if hasattr(array, "detach"):  # torch, whose numpy() knows no bfloat16
         return np.asarray(array.detach().float().cpu().numpy(), np.float64)
     if type(array).__module__.split(".")[0] == "mlx":

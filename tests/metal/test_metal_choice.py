@@ -102,7 +102,7 @@ def test_dtypes() -> None:
 
     backend = MetalBackend()
     assert backend.choose_dtype("auto", "float32")[0] == "float32"
-    assert backend.choose_dtype("auto", "float16")[0] == "bfloat16"
+    assert backend.choose_dtype("auto", "float16")[0] == "float16"
     assert backend.choose_dtype("bfloat16", "float32") == ("bfloat16", "asked for")
     with pytest.raises(ConfigError, match="float8"):
         backend.choose_dtype("float8", "float32")

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
+from specdec.backends.metal.quantised import Matrix, joined, product, take
 from specdec.contract import Hidden, Logits
 from specdec.errors import ContractError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from specdec.contract import Float32
 
-_TORCH = {mx.bfloat16: torch.bfloat16, mx.float32: torch.float32}
+_TORCH = {mx.bfloat16: torch.bfloat16, mx.float16: torch.float16, mx.float32: torch.float32}
 
 
 def from_host(tensor: Any, dtype: mx.Dtype) -> mx.array:
@@ -128,39 +129,36 @@ class MetalHeadRows:
     """Rows of a head, gathered: those that other heads share, and behind them those that were added.
 
     Attributes:
-        parts: weights ``[n, H]``, one or two.
+        parts: weights ``[n, H]``, one or two, packed where the head is.
         ids: token id of every row ``[n]`` int32, in the order of the parts.
         vocab_size: V.
     """
 
     __slots__ = ("ids", "parts", "tokens", "vocab_size")
 
-    def __init__(self, parts: tuple[mx.array, ...], ids: NDArray[np.int32], vocab_size: int) -> None:
+    def __init__(self, parts: tuple[Matrix, ...], ids: NDArray[np.int32], vocab_size: int) -> None:
         self.parts = parts
         self.ids = ids
         self.vocab_size = vocab_size
         self.tokens: tuple[int, ...] = tuple(np.sort(ids).tolist())
 
     @classmethod
-    def of(cls, weight: mx.array, tokens: Sequence[int]) -> MetalHeadRows:
+    def of(cls, weight: Matrix, tokens: Sequence[int]) -> MetalHeadRows:
         """The rows of ``weight [V, H]`` for these ids."""
         ids = np.unique(np.array(list(tokens), dtype=np.int32))
-        rows = weight[mx.array(ids)]
-        mx.eval(rows)
-        return cls((rows,), ids, int(weight.shape[0]))
+        return cls((joined([take(weight, mx.array(ids))]),), ids, int(weight.shape[0]))
 
-    def extended(self, weight: mx.array, tokens: Sequence[int]) -> MetalHeadRows:
+    def extended(self, weight: Matrix, tokens: Sequence[int]) -> MetalHeadRows:
         """These rows and those for ids that are not here; the first part is shared, not copied."""
         missing = np.setdiff1d(np.array(list(tokens), dtype=np.int32), self.ids)
         if not len(missing):
             return self
-        added = mx.concatenate([*self.parts[1:], weight[mx.array(missing)]])
-        mx.eval(added)
+        added = joined([*self.parts[1:], take(weight, mx.array(missing))])
         return MetalHeadRows((self.parts[0], added), np.concatenate([self.ids, missing]), self.vocab_size)
 
     def logits(self, x: mx.array) -> MetalLogits:
         """Logits of ``x [T, H]`` over the whole vocabulary, -inf where there is no row."""
-        values = mx.concatenate([x @ part.T for part in self.parts], axis=1).astype(mx.float32)
+        values = mx.concatenate([product(x, part) for part in self.parts], axis=1).astype(mx.float32)
         full = mx.full((x.shape[0], self.vocab_size), -mx.inf, dtype=mx.float32)
         full[:, mx.array(self.ids)] = values
         return MetalLogits(full)

@@ -13,7 +13,7 @@ except ImportError as error:  # the package without its library, as mlx alone is
 
 from specdec.backends.metal.ops import MetalOps
 
-DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
 
 class MetalBackend:
@@ -37,9 +37,9 @@ class MetalBackend:
         if requested in DTYPES:
             return requested, "asked for"
         if requested != "auto":
-            raise ConfigError(f"target.dtype takes auto, {' or '.join(DTYPES)} on the metal backend, got {requested!r}")
-        if stored == "float32":
-            return "float32", "auto: the checkpoint is stored in float32"
+            raise ConfigError(f"target.dtype takes auto, {', '.join(DTYPES)} on the metal backend, got {requested!r}")
+        if stored in ("float32", "float16"):
+            return stored, f"auto: the checkpoint is stored in {stored}"
         return "bfloat16", f"auto: the checkpoint is stored in {stored}"
 
     def ops(self, dtype: str) -> MetalOps:

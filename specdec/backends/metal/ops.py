@@ -13,8 +13,10 @@ import numpy as np
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
 from specdec.backends.metal.passes import MetalPasses
+from specdec.backends.metal.quantised import KEEPS, Matrix, PackedMatrix, packed, product, take
 from specdec.backends.ops import Cache, DeltaShape, Rope, Routing
 from specdec.backends.passes import Body
+from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Hidden, Parity
 from specdec.errors import ContractError
 
@@ -31,6 +33,7 @@ class MetalOps:
     """Ops in plain MLX operations. See ``specdec.backends.ops.Ops`` for what each one computes."""
 
     max_rows = MAX_ROWS
+    keeps = KEEPS
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self.dtype = dtype
@@ -49,10 +52,16 @@ class MetalOps:
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
-    def weight(self, tensor: Any) -> mx.array:
-        return from_host(tensor, self.dtype)
+    def weight(self, tensor: Any) -> Any:
+        if not isinstance(tensor, StoredMatrix):
+            return from_host(tensor, self.dtype)
+        found = packed([tensor], self.dtype, wide=self._wide)
+        return self.weight(tensor.decode()) if found is None else found.first()
 
-    def stack(self, tensors: Sequence[Any]) -> mx.array:
+    def stack(self, tensors: Sequence[Any]) -> Matrix:
+        if isinstance(tensors[0], StoredMatrix):
+            found = packed(tensors, self.dtype, wide=self._wide)
+            return self.stack([tensor.decode() for tensor in tensors]) if found is None else found
         stacked = mx.stack([self.weight(tensor) for tensor in tensors])
         mx.eval(stacked)
         return stacked
@@ -73,24 +82,25 @@ class MetalOps:
 
     # --- dense -----------------------------------------------------------------------------------------------------
 
-    def embed(self, table: mx.array, tokens: Sequence[int]) -> mx.array:
-        return table[mx.array(list(tokens), mx.int32)]
+    def embed(self, table: Matrix, tokens: Sequence[int]) -> mx.array:
+        rows = take(table, mx.array(list(tokens), mx.int32))
+        return rows.decoded(self.dtype) if isinstance(rows, PackedMatrix) else rows
 
     def project(
-        self, x: mx.array, weights: Sequence[mx.array], biases: Sequence[mx.array | None] = ()
+        self, x: mx.array, weights: Sequence[Matrix], biases: Sequence[mx.array | None] = ()
     ) -> tuple[mx.array, ...]:
         biases = biases or [None] * len(weights)
         return tuple(self.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
-    def project_heads(self, x: mx.array, weights: mx.array) -> mx.array:
-        return (x.transpose(1, 0, 2) @ weights.swapaxes(1, 2)).transpose(1, 0, 2)
+    def project_heads(self, x: mx.array, weights: Matrix) -> mx.array:
+        return product(x.transpose(1, 0, 2), weights).transpose(1, 0, 2)
 
-    def linear(self, x: mx.array, weight: mx.array, residual: mx.array | None = None) -> mx.array:
-        y = x @ weight.T
+    def linear(self, x: mx.array, weight: Matrix, residual: mx.array | None = None) -> mx.array:
+        y = product(x, weight)
         return y if residual is None else y + residual
 
-    def swiglu(self, x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
-        return self._gated(x @ gate.T, x @ up.T)
+    def swiglu(self, x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
+        return self._gated(product(x, gate), product(x, up))
 
     def _gated(self, gate: mx.array, up: mx.array) -> mx.array:
         return (_silu(gate.astype(mx.float32)) * up.astype(mx.float32)).astype(self.dtype)
@@ -104,7 +114,7 @@ class MetalOps:
     # --- experts ---------------------------------------------------------------------------------------------------
 
     def route(
-        self, x: mx.array, weight: mx.array, routing: Routing, bias: mx.array | None = None
+        self, x: mx.array, weight: Matrix, routing: Routing, bias: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
         logits = _float32_product(x, weight)
         sigmoid = routing.scores == "sigmoid"
@@ -123,9 +133,9 @@ class MetalOps:
         return ids, weights * routing.scale
 
     def moe(
-        self, x: mx.array, chosen: tuple[mx.array, mx.array], experts: tuple[mx.array, mx.array, mx.array],
-        residual: mx.array, *, shared: tuple[mx.array, mx.array, mx.array] | None = None,
-        shared_gate: mx.array | None = None,
+        self, x: mx.array, chosen: tuple[mx.array, mx.array], experts: tuple[Matrix, Matrix, Matrix],
+        residual: mx.array, *, shared: tuple[Matrix, Matrix, Matrix] | None = None,
+        shared_gate: Matrix | None = None,
     ) -> mx.array:  # fmt: skip
         ids, weights = chosen
         gates, ups, downs = experts
@@ -143,8 +153,10 @@ class MetalOps:
             total = total + common
         return (total + residual.astype(mx.float32)).astype(self.dtype)
 
-    def _expert_product(self, x: mx.array, stack: mx.array, ids: mx.array) -> mx.array:
+    def _expert_product(self, x: mx.array, stack: Matrix, ids: mx.array) -> mx.array:
         """``x [T, 1 or k, 1, I]`` with the transposed matrices ``[O, I]`` of the experts ``ids [T, k]``."""
+        if isinstance(stack, PackedMatrix):
+            return stack.product(x, ids)
         if self._wide:
             x, stack = x.astype(mx.float32), stack.astype(mx.float32)
         return mx.gather_mm(x, stack.swapaxes(-1, -2), rhs_indices=ids).astype(self.dtype)
@@ -222,10 +234,10 @@ class MetalOps:
 
     # --- head and rows ---------------------------------------------------------------------------------------------
 
-    def head(self, x: mx.array, weight: mx.array) -> MetalLogits:
-        return MetalLogits((x @ weight.T).astype(mx.float32))
+    def head(self, x: mx.array, weight: Matrix) -> MetalLogits:
+        return MetalLogits(product(x, weight).astype(mx.float32))
 
-    def head_rows(self, weight: mx.array, tokens: Sequence[int], base: Any = None) -> MetalHeadRows:
+    def head_rows(self, weight: Matrix, tokens: Sequence[int], base: Any = None) -> MetalHeadRows:
         if base is None:
             return MetalHeadRows.of(weight, tokens)
         return _own(base).extended(weight, tokens)
@@ -256,9 +268,9 @@ def _unit(x: mx.array) -> mx.array:
     return x * mx.rsqrt(x.square().sum(axis=-1, keepdims=True) + 1e-6)
 
 
-def _float32_product(x: mx.array, weight: mx.array) -> mx.array:
+def _float32_product(x: mx.array, weight: Matrix) -> mx.array:
     """``x @ w.T`` not rounded to act."""
-    return x.astype(mx.float32) @ weight.astype(mx.float32).T
+    return product(x.astype(mx.float32), weight if isinstance(weight, PackedMatrix) else weight.astype(mx.float32))
 
 
 def _best(values: mx.array, count: int) -> mx.array:

@@ -5,6 +5,7 @@ from specdec.checkpoints.quantised.coding import Coding, Condition, Format, chec
 from specdec.checkpoints.quantised.formats import FORMATS, Formats, TensorFormat, formats_of
 from specdec.checkpoints.quantised.hints import Hints, quantisation
 from specdec.checkpoints.quantised.parts import FLOATS
+from specdec.checkpoints.quantised.stored import StoredMatrix, alike
 
 __all__ = [
     "FLOATS",
@@ -15,7 +16,9 @@ __all__ = [
     "Format",
     "Formats",
     "Hints",
+    "StoredMatrix",
     "TensorFormat",
+    "alike",
     "check",
     "decode",
     "formats_of",

@@ -13,6 +13,7 @@ import torch
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts
 from specdec.checkpoints.quantised.scales import Grid, matrices
+from specdec.checkpoints.quantised.stored import StoredMatrix
 
 _SLAB = 2**20  # values decoded at a time: 4 MB of float32, which stays in the cache
 
@@ -31,7 +32,8 @@ class Format(Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Coding(ABC):
-    """One weight in one format: ``value = (code - offset) * scale``, in float32, rounded once to the wanted dtype.
+    """One weight in one format: ``value = (code - offset) * scale + bias``, in float32 step by step, rounded to the
+    wanted dtype at the end.
 
     Attributes:
         parts: the tensors.
@@ -55,6 +57,27 @@ class Coding(ABC):
     def scales(self) -> torch.Tensor:
         """All scales combined: float32 ``[M or 1, A, B]`` as ``grid`` says. Raises: CheckpointError for bad values."""
 
+    @property
+    def stands_for(self) -> str:
+        """The dtype that the weight was in before it was quantised, as far as the format tells."""
+        return "bfloat16"
+
+    @property
+    def kept_as(self) -> str:
+        """What a backend calls the format that keeps it packed (see ``StoredMatrix``); "" where none can."""
+        return ""
+
+    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
+        """Matrix ``index`` of the weight as the files have it; ``dtype`` is what it would be decoded to.
+
+        Raises: CheckpointError when its scales are not sound.
+        """
+        raise AssertionError(f"{self.label} is not kept packed")
+
+    def biases(self) -> torch.Tensor | None:
+        """What is added behind the scales, float32 in their shape, or None. Raises: CheckpointError for bad values."""
+        return None
+
     def offsets(self) -> torch.Tensor | None:
         """Zero points, float32 in the shape of the scales, or None. Raises: CheckpointError for bad values."""
         return None
@@ -76,12 +99,14 @@ class Coding(ABC):
 
     def values(self, slabs: Iterable[tuple[int, int]] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """``(start, stop, values)`` for the given ranges of rows, or all slabs: float32 ``[stop - start, K]``."""
-        scales, offsets, order = self.scales(), self.offsets(), self.order()
+        scales, offsets, biases, order = self.scales(), self.offsets(), self.biases(), self.order()
         for start, stop in self.slabs() if slabs is None else slabs:
             values = self.codes(start, stop)
             if offsets is not None:
                 self._combine(values, self._rows(offsets, start, stop), order, torch.Tensor.sub_)
             self._combine(values, self._rows(scales, start, stop), order, torch.Tensor.mul_)
+            if biases is not None:
+                self._combine(values, self._rows(biases, start, stop), order, torch.Tensor.add_)
             yield start, stop, values
 
     def _rows(self, grid: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -100,7 +125,7 @@ class Coding(ABC):
         order: torch.Tensor | None,
         apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Subtract or multiply in place what ``grid [R, B]`` has for each block of columns."""
+        """Subtract, multiply or add in place what ``grid [R, B]`` has for each block of columns."""
         if order is not None:
             apply(values, grid[:, order])
             return
@@ -152,16 +177,18 @@ class Condition:
 def check(coding: Coding) -> Condition:
     """Look at every scale and, where a code can be NaN, at every code, without keeping the decoded weight.
 
-    Raises: CheckpointError naming the tensor for a scale that is NaN, infinite or negative.
+    Raises: CheckpointError naming the tensor for a scale that is NaN, infinite or negative (MLX's affine ones may be).
     """
-    scales = coding.scales()
+    scales, biases = coding.scales(), coding.biases()
     coding.offsets()
     coding.order()
     if coding.has_nan():
         return Condition(finite=False, zero=False)
     # exact, yet cheap: only a weight whose largest scale and code would overflow together is decoded for it
-    highest = float(scales.max()) if scales.numel() else 0.0
-    if highest * coding.largest > torch.finfo(torch.bfloat16).max:
+    highest = float(scales.abs().max()) * coding.largest if scales.numel() else 0.0
+    if biases is not None and biases.numel():
+        highest += float(biases.abs().max())
+    if highest > torch.finfo(torch.bfloat16).max:
         for _, _, values in coding.values():
             if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
                 return Condition(finite=False, zero=False)

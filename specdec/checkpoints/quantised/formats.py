@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import attrs
 
 from specdec.checkpoints.names import canonical_names
-from specdec.checkpoints.quantised import fp4, fp8, packed
+from specdec.checkpoints.quantised import fp4, fp8, mlx, packed
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, parts_of
@@ -16,7 +16,7 @@ from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
 # Each is asked in this order whether a weight's tensors look like it; dtypes keep them apart.
-FORMATS: tuple[Format, ...] = (fp8.FORMAT, fp4.FORMAT, packed.PACKED, packed.PLAIN)
+FORMATS: tuple[Format, ...] = (fp8.FORMAT, fp4.FORMAT, packed.PACKED, packed.PLAIN, mlx.FORMAT)
 
 
 @attrs.frozen(kw_only=True)
@@ -25,8 +25,8 @@ class TensorFormat:
 
     Attributes:
         format: for people and for counting: "bf16", "f32", "fp8-block 128x128", "fp8 per tensor", "fp8 per channel",
-            "mxfp8", "nvfp4", "mxfp4", "int4 g128", "int8 per channel", ...; the method's name where it is refused
-            ("gptq", "mlx affine", "unknown (U8)").
+            "mxfp8", "nvfp4", "mxfp4", "int4 g128", "int8 per channel", "mlx-affine 4 bits g64", ...; the method's name
+            where it is refused ("gptq", "unknown (U8)").
         shape: of the weight, decoded.
         stored_bytes: in the files, scales and the like included.
         tensors: names in the files of all tensors that make it up, codes first.

@@ -20,7 +20,17 @@ import torch
 from specdec.checkpoints.quantised.coding import Coding, look_up
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, only
-from specdec.checkpoints.quantised.scales import EXPONENTS, blocks, check_dtype, load_scales, misfit, tiled, whole
+from specdec.checkpoints.quantised.scales import (
+    EXPONENTS,
+    blocks,
+    check_dtype,
+    load_scales,
+    matrices,
+    misfit,
+    tiled,
+    whole,
+)
+from specdec.checkpoints.quantised.stored import StoredMatrix
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float32)  # by nibble; -0 is kept
@@ -38,7 +48,7 @@ class Fp4Coding(Coding):
     def codes(self, start: int, stop: int) -> torch.Tensor:
         axes = len(self.shape) - 1
         raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=axes)
-        return look_up(_PAIRS, raw.view(torch.uint8).flatten()).view(stop - start, -1)
+        return numbers(raw.view(torch.uint8).view(stop - start, -1))
 
     def scales(self) -> torch.Tensor:
         scales = load_scales(self.parts, "scale").reshape(self.grid.shape)  # the other is one, or one per matrix
@@ -47,6 +57,47 @@ class Fp4Coding(Coding):
         if "global_scale" in self.parts.roles:
             return scales / load_scales(self.parts, "global_scale", zero=False).reshape(-1, 1, 1)
         return scales
+
+    @property
+    def kept_as(self) -> str:
+        return "nvfp4" if self.label == "nvfp4" else ""
+
+    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
+        count, rows, columns = matrices(self.shape)
+        checkpoint, groups = self.parts.checkpoint, self.grid.shape[2]
+        codes = checkpoint.load(self.parts.codes).view(torch.uint8).view(count, rows, columns // 2)[index]
+        scale = checkpoint.load(self.parts.original("scale")).view(count, rows, groups)[index]
+        divisor = None
+        if "scale_2" in self.parts.roles:
+            whole_scale = _of_matrix(load_scales(self.parts, "scale_2"), index)
+        else:
+            divisor = _of_matrix(load_scales(self.parts, "global_scale", zero=False), index)
+            whole_scale = 1.0 / divisor
+        return stored_nvfp4(codes, scale, whole_scale, columns, dtype, divisor)
+
+
+def numbers(octets: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[R, K/2]`` as float32 ``[R, K]``."""
+    return look_up(_PAIRS, octets.flatten()).view(octets.shape[0], -1)
+
+
+def stored_nvfp4(
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, columns: int, dtype: torch.dtype,
+    divisor: torch.Tensor | None = None,
+) -> StoredMatrix:  # fmt: skip
+    """A matrix of NVFP4 from its parts, as ``StoredMatrix`` lists them."""
+    return StoredMatrix(
+        format="nvfp4", shape=(len(codes), columns),
+        parts={"codes": codes, "scale": scale, "global_scale": global_scale},
+        meta={"block_rows": 1, "block_columns": 16, "group": 16, "bits": 4},
+        dtype=dtype, numbers=numbers, divisor=divisor,
+    )  # fmt: skip
+
+
+def _of_matrix(scales: torch.Tensor, index: int) -> torch.Tensor:
+    """The scale of one matrix ``[1]`` out of one for each, or one for all."""
+    flat = scales.flatten()
+    return flat if len(flat) == 1 else flat[index : index + 1]
 
 
 class Fp4:

@@ -25,10 +25,12 @@ from specdec.checkpoints.quantised.scales import (
     check_dtype,
     label,
     load_scales,
+    matrices,
     misfit,
     tiled,
     whole,
 )
+from specdec.checkpoints.quantised.stored import StoredMatrix
 
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).view(256, 1)  # by byte
 _USUAL = (128, 128)
@@ -42,10 +44,23 @@ class Fp8Coding(Coding):
     largest: ClassVar[float] = 448.0
 
     def codes(self, start: int, stop: int) -> torch.Tensor:
-        return look_up(_E4M3, self._raw(start, stop).view(torch.uint8).flatten()).view(stop - start, -1)
+        return numbers(self._raw(start, stop).view(stop - start, -1).view(torch.uint8))
 
     def scales(self) -> torch.Tensor:
         return load_scales(self.parts, "scale").reshape(self.grid.shape)
+
+    @property
+    def kept_as(self) -> str:
+        return "fp8-block" if self.label.startswith("fp8-block") else ""
+
+    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
+        count, rows, columns = matrices(self.shape)
+        codes = self.parts.checkpoint.load(self.parts.codes).view(torch.uint8).view(count, rows, columns)[index]
+        meta = {"block_rows": self.grid.rows, "block_columns": self.grid.columns, "group": self.grid.columns, "bits": 8}
+        return StoredMatrix(
+            format="fp8-block", shape=(rows, columns), parts={"codes": codes, "scale": self.scales()[index]}, meta=meta,
+            dtype=dtype, numbers=numbers,
+        )  # fmt: skip
 
     def has_nan(self) -> bool:
         # 0x7F is the largest int8, 0xFF the largest uint8: two reductions without a copy
@@ -57,6 +72,11 @@ class Fp8Coding(Coding):
 
     def _raw(self, start: int, stop: int) -> torch.Tensor:
         return self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
+
+
+def numbers(octets: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[R, K]`` as float32 ``[R, K]``."""
+    return look_up(_E4M3, octets.flatten()).view(octets.shape)
 
 
 class Fp8:

@@ -7,15 +7,17 @@ from typing import Any
 
 import attrs
 
-from specdec.checkpoints.names import text_config
+from specdec.checkpoints.names import canonical_name, text_config
 
 _KEYS = ("quantization_config", "quantization")
+_MLX_KEYS = ("group_size", "bits", "mode")
 
 
 @attrs.frozen(kw_only=True)
 class Hints:
     """Sizes that the config names anywhere. Which module has which of them, and whether it is quantised at all, is
-    never read from the config: its lists of excluded modules are often wrong.
+    never read from the config: its lists of excluded modules are often wrong. MLX's sizes are the exception: its
+    tensors leave them open, and its own loader takes them by module from there.
 
     Attributes:
         method: ``quant_method`` (or the like) and the key that it stands under, for people; None without one.
@@ -23,6 +25,8 @@ class Hints:
         groups: columns that share a scale, of integer weights.
         bits: bits of an integer weight.
         channels: some integer weights have one scale per row, or one alone.
+        mlx: what MLX's section says of all modules, None without such a section.
+        mlx_modules: what it says of single ones, by canonical name.
     """
 
     method: str | None = None
@@ -30,6 +34,8 @@ class Hints:
     groups: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     channels: bool = False
+    mlx: Mapping[str, Any] | None = None
+    mlx_modules: Mapping[str, Any] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Hints:
@@ -51,9 +57,12 @@ class Hints:
                 groups[group] = None
             else:
                 channels = True
+        mlx = next((given[key] for key in reversed(_KEYS) if _is_mlx(given.get(key))), None)
         return cls(
-            method=quantisation(config), blocks=tuple(blocks), groups=tuple(groups), bits=tuple(bits), channels=channels
-        )
+            method=quantisation(config), blocks=tuple(blocks), groups=tuple(groups), bits=tuple(bits),
+            channels=channels, mlx=mlx,
+            mlx_modules={canonical_name(path): value for path, value in (mlx or {}).items() if path not in _MLX_KEYS},
+        )  # fmt: skip
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:
@@ -67,6 +76,11 @@ def quantisation(config: Mapping[str, Any]) -> str | None:
                     return f"{section[method]} (config.json, {key}.{method})"
             return f"config.json, {key}"
     return None
+
+
+def _is_mlx(section: Any) -> bool:
+    """Whether a section is MLX's: sizes at its top and no method, which GPTQ and AWQ name beside the same sizes."""
+    return isinstance(section, Mapping) and {"group_size", "bits"} <= set(section) and "quant_method" not in section
 
 
 def _schemes(section: Any) -> Iterator[Mapping[str, Any]]:

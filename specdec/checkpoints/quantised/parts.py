@@ -20,6 +20,9 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
     "shape": ("weight_shape",),
     "zero_point": ("weight_zero_point",),
     "g_idx": ("weight_g_idx",),
+    "mlx_scale": ("scales",),  # MLX's three; "bias" is a parameter of the layer, "biases" belong to the groups
+    "mlx_bias": ("biases",),
+    "mlx_global_scale": ("global_scale",),
 }
 _BARE_ROLES: Mapping[str, tuple[str, ...]] = {
     "scale": ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale", "_scales"),
@@ -168,7 +171,7 @@ def _siblings(stem: str, names: Mapping[str, str]) -> tuple[str, dict[str, str],
     for role, words in _ROLES.items():
         candidates = [f"{stem}.{word}" for word in words]
         if not dotted:
-            candidates += [stem + suffix for suffix in _BARE_ROLES[role]]
+            candidates += [stem + suffix for suffix in _BARE_ROLES.get(role, ())]
         found = [candidate for candidate in candidates if candidate in names]
         if found:
             roles[role] = found[0]

@@ -11,7 +11,9 @@ from specdec.checkpoints.quantised.parts import FLOATS, Parts
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
-_ORIGINAL = "the checkpoint in bfloat16 that it was made from, or one in FP8, NVFP4, MXFP4 or compressed-tensors"
+_ORIGINAL = (
+    "the checkpoint in bfloat16 that it was made from, or one in FP8, NVFP4, MXFP4, compressed-tensors or MLX's layout"
+)
 # Last word of the tensor that holds the codes -> siblings that go with it, and the method.
 _CODES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "qweight": (("qzeros", "scales", "g_idx"), "gptq or awq"),
@@ -42,10 +44,7 @@ def refusals(checkpoint: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str
                     method = known
             found[f"{module}.weight"] = method, [name, *(f"{module}.{word}" for word in siblings)]
         elif last == "weight" and checkpoint.stored_dtype(original) not in FLOATS:
-            if f"{module}.scales" in names:
-                method = "mlx affine" if f"{module}.biases" in names else "mlx"
-                found[name] = method, [name, f"{module}.scales", f"{module}.biases"]
-            elif f"{module}.SCB" in names:
+            if f"{module}.SCB" in names:
                 found[name] = "bitsandbytes", [name, f"{module}.SCB", f"{module}.weight_format"]
         elif ".weight." in name:
             weight = name.partition(".weight.")[0] + ".weight"

@@ -75,13 +75,14 @@ def label(grid: Grid, shape: Sequence[int]) -> str:
     return "per channel" if grid.columns == k else f"g{grid.columns}"
 
 
-def load_scales(parts: Parts, role: str, *, zero: bool = True) -> torch.Tensor:
+def load_scales(parts: Parts, role: str, *, zero: bool = True, signed: bool = False) -> torch.Tensor:
     """The values of a scale tensor in float32, in the shape of the file, checked.
 
     Args:
         parts: of the weight.
-        role: "scale", "scale_2" or "global_scale".
+        role: "scale", "scale_2", "global_scale", "mlx_scale" or "mlx_bias".
         zero: a scale of 0 is sound (it makes a block of zeros).
+        signed: so is a negative one.
 
     Raises: CheckpointError naming the tensor for NaN, infinity, a negative value, or 0 where it is divided by.
     """
@@ -94,7 +95,7 @@ def load_scales(parts: Parts, role: str, *, zero: bool = True) -> torch.Tensor:
             raise parts.error(f"the scale {name} holds the E8M0 code 255, which is NaN", try_=AGAIN)
         return scales
     scales = stored.to(torch.float32)
-    finite, negative = bool(torch.isfinite(scales).all()), bool((scales < 0).any())
+    finite, negative = bool(torch.isfinite(scales).all()), not signed and bool((scales < 0).any())
     if not finite or negative:
         what = "NaN or infinity" if not finite else "a negative value, and scales are magnitudes"
         raise parts.error(f"the scale {name} holds {what}", try_=AGAIN)

@@ -183,8 +183,6 @@ FOREIGN: dict[str, tuple[q.Tensors, dict[str, Any], str]] = {
                       "weight.quant_map": torch.ones(16), "weight.quant_state.bitsandbytes__nf4": torch.ones(9).byte()},
                      {"quant_method": "bitsandbytes"}, "weight"),
     "hqq": ({"W_q": torch.ones(10, 10).byte(), "scale": torch.ones(10)}, {}, "W_q"),
-    "mlx affine": ({"weight": torch.ones(200, 40).to(torch.uint32), "scales": torch.ones(200, 5),
-                    "biases": torch.ones(200, 5)}, {"group_size": 64, "bits": 4}, "weight"),
 }  # fmt: skip
 
 

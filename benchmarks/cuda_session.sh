@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Check and measure the CUDA backend on a machine that is lent for a few calls of ten minutes each.
+#
+#   bash benchmarks/cuda_session.sh first|second|third OUT [EARLIER]
+#
+# OUT takes the figures (cuda.json, cuda.png) and the log of this call; EARLIER is the cuda.json of the call before.
+#
+#   first   device tests, gates of all shapes, passes and generations of the 0.8B shape
+#   second  passes and generations of the 4B and 9B shapes, then the kernels
+#   third   transformers, the embedded model, and what the first two had no time for
+#
+# Where a machine lacks Python packages, WHEELS names a folder of wheels to install first, into a folder of their own.
+# PYTHON names the interpreter. The status is that of the first step that failed; later steps run all the same.
+set -uo pipefail
+
+call=${1:?first, second or third}
+out=${2:?a folder for the figures}
+earlier=${3:-}
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+exec > >(tee -a "$out/$call.log") 2>&1
+
+if [[ -n ${WHEELS:-} ]]; then
+  site=$(mktemp -d)
+  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl || exit 2
+  export PYTHONPATH=$site:${PYTHONPATH:-}
+fi
+export PYTHONPATH=$PWD:${PYTHONPATH:-} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+
+status=0
+step() { # seconds, command...
+  local limit=$1
+  shift
+  echo "--- $*"
+  timeout --signal=INT --kill-after=10 "$limit" "$@"
+  local code=$?
+  ((code == 0 || status != 0)) || status=$code
+  echo "--- $1 ended with $code after ${SECONDS} s"
+}
+measure() { # seconds, arguments of benchmarks.cuda...
+  local limit=$1
+  shift
+  step "$limit" "$python" -m benchmarks.cuda --out "$out" ${earlier:+--earlier "$earlier"} --plot "$@"
+}
+
+case $call in
+first)
+  step 200 "$python" -m pytest -q -x -p no:cacheprovider -m gpu tests/cuda
+  measure 120 --stage models --shapes 0.8b --total 1.8
+  measure 240 --stage check --shapes 0.8b 4b 9b --total 3.5
+  ;;
+second)
+  measure 300 --stage models --shapes 4b 9b --minutes 4 --total 4.5
+  measure 260 --stage kernels --shapes 0.8b 4b 9b --total 4
+  ;;
+third)
+  measure 330 --stage transformers --shapes 9b 4b 0.8b --total 5
+  measure 60 --stage demo --total 0.9
+  measure 180 --stage check models kernels --total 2.5
+  ;;
+*)
+  echo "first, second or third, not $call" >&2
+  exit 2
+  ;;
+esac
+exit "$status"

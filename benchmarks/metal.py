@@ -1,0 +1,666 @@
+"""The metal backend on this machine, in one command: kernels, row costs of the 0.8B shape, the demo model.
+
+    python -m benchmarks.metal [--only kernels,models,demo] [--repeats 7] [--folder DIR] [--json FILE]
+    python -m benchmarks.metal --smoke        tiny sizes: shows that everything runs, and measures nothing
+
+Prints tables in Markdown, to be pasted into a report, and writes all figures with ``--json``. Needs MLX. Without a
+Metal device it runs on MLX's CPU device and says so in the first line: own kernels are then their MLX references, and
+no figure says anything about a GPU. The 0.8B checkpoints (random weights, bfloat16 and 4 bits, 2 GB) are written into a
+temporary folder unless ``--folder`` names one.
+
+How it measures. All in one process; arms take turns within each repeat, ratios are taken within a repeat, medians are
+printed. A kernel is timed in chains: each call needs the result of the one before through two tiny operations, and
+reads another copy of its weights or caches, so that nothing comes from a cache. The graph of a chain is built before
+the clock starts. A link is what such a chain takes per call without a kernel; it is printed, not subtracted. ``of
+stream`` is the bytes that a call must move, over its time, over the bandwidth of reading a large array in this process.
+``bits`` compares every row of a call with the same row alone, ``off`` the values with those of the first arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.common import machine, seconds
+from benchmarks.shape_0_8b import CONFIG, write_checkpoint
+from specdec.backends.metal.kernels.attention import attend
+from specdec.backends.metal.kernels.delta import DeltaRows, gated_delta
+from specdec.backends.metal.kernels.expert_matvec import expert_matvec
+from specdec.backends.metal.kernels.greedy_head import greedy_head
+from specdec.backends.metal.kernels.kernel import Executor, OnMetal
+from specdec.backends.metal.kernels.matvec import matvec
+from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec
+from specdec.backends.metal.quantised import PackedMatrix
+
+PARTS = ("kernels", "models", "demo")
+GROUP, BITS = 64, 4  # of the quantised weights
+EXACT_ROWS = 8  # rows of a call whose bits are compared
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """What is run, and how large."""
+
+    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+    hidden: int = 1024
+    intermediate: int = 3584
+    vocab: int = 248320
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 256
+    delta_heads: int = 16
+    delta_dim: int = 128
+    experts: tuple[int, int, int, int] = (64, 8, 512, 2048)  # E, of which k per row, features, length
+    contexts: tuple[int, ...] = (256, 2048, 8192)
+    stream_bytes: int = 1 << 30
+    rotate_bytes: int = 512 << 20  # copies of weights that a chain goes through, more than a GPU's last-level cache
+    chain_seconds: float = 0.05
+    chain_calls: int = 100  # at most
+    demo_tokens: int = 128
+    demo_prompts: int = 2  # per class
+    config: dict[str, Any] = attrs.field(factory=lambda: CONFIG)
+
+
+SMOKE = Sizes(
+    rows=(1, 2, 3), hidden=64, intermediate=128, vocab=512, heads=4, kv_heads=2, head_dim=32, delta_heads=2,
+    delta_dim=32, experts=(4, 2, 32, 64), contexts=(8,), stream_bytes=1 << 20, rotate_bytes=1 << 16,
+    chain_seconds=0.0, chain_calls=2, demo_tokens=6, demo_prompts=1,
+    config={
+        **CONFIG, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "max_position_embeddings": 512,
+    },
+)  # fmt: skip
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One way to compute one thing.
+
+    Attributes:
+        what: the operation and its sizes; arms of one ``what`` compute the same.
+        arm: whose kernel.
+        run: ``run(first, rows, copy, link)`` gives ``[rows, ...]`` from the rows ``first`` to ``first + rows``;
+            ``link`` is a zero of shape ``[1]`` that has to be added to an input.
+        moved: bytes that a call with so many rows must move.
+        copies: how many copies of weights or caches rotate.
+    """
+
+    what: str
+    arm: str
+    run: Callable[[int, int, int, mx.array], mx.array]
+    moved: Callable[[int], int]
+    copies: int
+
+
+class Lab:
+    """Random arrays, and where own kernels run."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        self.executor: Executor | None = OnMetal() if self.on_gpu else None
+        self.own = "own" if self.on_gpu else "own (reference)"
+        mx.random.seed(0)
+
+    def normal(self, *shape: int, std: float = 1.0, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
+        made = (mx.random.normal(shape) * std).astype(dtype)
+        mx.eval(made)
+        return made
+
+    def copies(self, nbytes: int) -> int:
+        """How many copies of so many bytes a chain has to go through."""
+        return max(1, min(64, -(-self.sizes.rotate_bytes // nbytes)))
+
+    def stock_product(self, x: mx.array, weight: PackedMatrix) -> mx.array:
+        if self.on_gpu:
+            return weight.product(x)
+        return _wide(weight).product(x.astype(mx.float32))
+
+
+def cases(lab: Lab) -> Iterator[list[Case]]:
+    """Groups of arms that compute the same, each with its inputs."""
+    sizes = lab.sizes
+    values = sizes.delta_heads * sizes.delta_dim
+    shapes = {
+        "q, k, v of a linear layer": (3 * values, sizes.hidden),
+        "z of a linear layer": (values, sizes.hidden),
+        "out of a linear layer": (sizes.hidden, values),
+        "gate or up": (sizes.intermediate, sizes.hidden),
+        "down": (sizes.hidden, sizes.intermediate),
+    }
+    for name, (features, length) in shapes.items():
+        yield from _products(lab, f"{name} {features}x{length}", features, length)
+    yield from _experts(lab)
+    yield from _heads(lab)
+    for context in sizes.contexts:
+        yield _attention(lab, context)
+    yield _delta(lab)
+
+
+def _products(lab: Lab, what: str, features: int, length: int) -> Iterator[list[Case]]:
+    x = lab.normal(max(lab.sizes.rows), length)
+    dense = [lab.normal(features, length, std=length**-0.5) for _ in range(lab.copies(features * length * 2))]
+    nbytes = features * length * 2
+    yield [
+        Case(
+            what=f"{what} bf16", arm="stock", copies=len(dense), moved=lambda rows: nbytes,
+            run=lambda first, rows, copy, link: (x[first : first + rows] + link) @ dense[copy].T,
+        ),
+        Case(
+            what=f"{what} bf16", arm=lab.own, copies=len(dense), moved=lambda rows: nbytes,
+            run=lambda first, rows, copy, link: matvec(
+                x[first : first + rows] + link, dense[copy], dtype=mx.bfloat16, executor=lab.executor
+            ),
+        ),
+    ]  # fmt: skip
+    packed = [_packed(lab, features, length) for _ in range(lab.copies(features * length // 2))]
+    packed_bytes = sum(array.nbytes for array in packed[0].parts())
+    yield [
+        Case(
+            what=f"{what} 4-bit", arm="stock", copies=len(packed), moved=lambda rows: packed_bytes,
+            run=lambda first, rows, copy, link: lab.stock_product(x[first : first + rows] + link, packed[copy]),
+        ),
+        Case(
+            what=f"{what} 4-bit", arm=lab.own, copies=len(packed), moved=lambda rows: packed_bytes,
+            run=lambda first, rows, copy, link: quantised_matvec(
+                x[first : first + rows] + link, packed[copy], dtype=mx.bfloat16, executor=lab.executor
+            ),
+        ),
+    ]  # fmt: skip
+
+
+def _packed(lab: Lab, *shape: int) -> PackedMatrix:
+    codes, scales, biases = mx.quantize(lab.normal(*shape, std=shape[-1] ** -0.5), group_size=GROUP, bits=BITS)
+    mx.eval(codes, scales, biases)
+    return PackedMatrix(codes=codes, scales=scales, biases=biases, group=GROUP, bits=BITS)
+
+
+def _experts(lab: Lab) -> Iterator[list[Case]]:
+    """One matrix of the experts that a router chose, other ones for every row."""
+    count, slots, features, length = lab.sizes.experts
+    x = lab.normal(max(lab.sizes.rows), 1, length)
+    ids = mx.argsort(lab.normal(max(lab.sizes.rows), count), axis=-1)[:, :slots].astype(mx.int32)
+    mx.eval(ids)
+    dense, packed = lab.normal(count, features, length, std=length**-0.5), _packed(lab, count, features, length)
+    stacks: tuple[tuple[str, Any, int], ...] = (
+        ("bf16", dense, dense.nbytes),
+        ("4-bit", packed, sum(array.nbytes for array in packed.parts())),
+    )
+    for storage, weight, nbytes in stacks:
+
+        def stock(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
+            part = slice(first, first + rows)
+            given = (x[part] + link)[:, :, None]
+            if isinstance(weight, PackedMatrix):
+                kept = weight if lab.on_gpu else _wide(weight)
+                return kept.product(given if lab.on_gpu else given.astype(mx.float32), ids[part])[:, :, 0]
+            matrices = weight.swapaxes(-1, -2)
+            if not lab.on_gpu:  # MLX's CPU device has this product in float32 only
+                given, matrices = given.astype(mx.float32), matrices.astype(mx.float32)
+            return mx.gather_mm(given, matrices, rhs_indices=ids[part])[:, :, 0]
+
+        def own(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
+            part = slice(first, first + rows)
+            return expert_matvec(x[part] + link, weight, ids[part], dtype=mx.bfloat16, executor=lab.executor)
+
+        moved = nbytes * slots // count
+        for_all: dict[str, Any] = {
+            "what": f"{slots} of {count} experts {features}x{length} {storage}",
+            "copies": 1,
+            "moved": lambda rows, moved=moved: moved,  # at one row; more rows may share experts
+        }
+        yield [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+
+
+def _wide(weight: PackedMatrix) -> PackedMatrix:
+    """Scales in float32: MLX's CPU device sums in their dtype."""
+    return attrs.evolve(weight, scales=weight.scales.astype(mx.float32), biases=weight.biases.astype(mx.float32))
+
+
+def _heads(lab: Lab) -> Iterator[list[Case]]:
+    """The choice of a token: logits and argmax against one kernel without logits."""
+    sizes = lab.sizes
+    x = lab.normal(max(sizes.rows), sizes.hidden)
+    what = f"head and argmax {sizes.vocab}x{sizes.hidden}"
+    dense = lab.normal(sizes.vocab, sizes.hidden, std=sizes.hidden**-0.5)
+    packed = _packed(lab, sizes.vocab, sizes.hidden)
+    heads: tuple[tuple[str, Any, int], ...] = (
+        ("bf16", dense, dense.nbytes),
+        ("4-bit", packed, sum(array.nbytes for array in packed.parts())),
+    )
+    for storage, weight, nbytes in heads:
+
+        def stock(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
+            given = x[first : first + rows] + link
+            logits = lab.stock_product(given, weight) if isinstance(weight, PackedMatrix) else given @ weight.T
+            return mx.argmax(logits, axis=-1).astype(mx.int32)[:, None]
+
+        def own(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
+            return greedy_head(x[first : first + rows] + link, [weight], executor=lab.executor)[:, None]
+
+        for_all: dict[str, Any] = {
+            "what": f"{what} {storage}",
+            "copies": 1,
+            "moved": lambda rows, nbytes=nbytes: nbytes,
+        }
+        yield [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+
+
+def _attention(lab: Lab, context: int) -> list[Case]:
+    sizes, most = lab.sizes, max(lab.sizes.rows)
+    bucket = -(-(context + most) // 256) * 256
+    shape = (1, sizes.kv_heads, bucket, sizes.head_dim)
+    nbytes = 2 * context * sizes.kv_heads * sizes.head_dim * 2
+    copies = lab.copies(nbytes)
+    keys, values = ([lab.normal(*shape) for _ in range(copies)] for _ in range(2))
+    q = lab.normal(most, sizes.heads, sizes.head_dim)
+    scale = sizes.head_dim**-0.5
+
+    lengths = [mx.array([context + first], mx.int32) for first in range(most)]
+    mx.eval(lengths)
+
+    def stock(first: int, rows: int, copy: int, link: mx.array) -> mx.array:
+        given = (q[first : first + rows] + link).transpose(1, 0, 2)[None]
+        end = context + first + rows
+        k, v = keys[copy][:, :, :end], values[copy][:, :, :end]
+        if not lab.on_gpu:
+            given, k, v = (array.astype(mx.float32) for array in (given, k, v))
+        mask = "causal" if rows > 1 else None
+        out = mx.fast.scaled_dot_product_attention(given, k, v, scale=scale, mask=mask)
+        return out[0].transpose(1, 0, 2).astype(mx.bfloat16)
+
+    def own(first: int, rows: int, copy: int, link: mx.array) -> mx.array:
+        return attend(
+            q[first : first + rows] + link, keys[copy], values[copy], lengths[first], scale=scale, dtype=mx.bfloat16,
+            executor=lab.executor,
+        )  # fmt: skip
+
+    for_all: dict[str, Any] = {
+        "what": f"attention {sizes.heads}/{sizes.kv_heads} heads of {sizes.head_dim}, {context} tokens",
+        "copies": copies,
+        "moved": lambda rows: nbytes,
+    }
+    return [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+
+
+def _delta(lab: Lab) -> list[Case]:
+    """Rows of the delta rule. A call begins with row 0: a row alone is the last one of a call that ends with it."""
+    sizes, most = lab.sizes, max(lab.sizes.rows)
+    heads, dim = sizes.delta_heads, sizes.delta_dim
+    nbytes = 2 * heads * dim * dim * 4  # read and written
+    copies = lab.copies(nbytes // 2)
+    states = [lab.normal(heads, dim, dim, dtype=mx.float32) for _ in range(copies)]
+    q, k = (_unit(lab.normal(most, heads, dim, dtype=mx.float32)) for _ in range(2))
+    v = lab.normal(most, heads, dim)
+    g, beta = (mx.sigmoid(lab.normal(most, heads, dtype=mx.float32)) for _ in range(2))
+    past, kept = DeltaRows.none(heads, dim, heads, dim), mx.array([0], mx.int32)
+    mx.eval(q, k, g, beta, kept)
+
+    def stock(first: int, rows: int, copy: int, link: mx.array) -> mx.array:
+        upto = first + rows
+        given = v[:upto].astype(mx.float32) + link
+        out, after = mx.fast.gated_delta_update(
+            q[None, :upto], k[None, :upto], given[None], g[None, :upto], beta[None, :upto], states[copy][None]
+        )
+        return _with_state(out[0, first:], after[0])
+
+    def own(first: int, rows: int, copy: int, link: mx.array) -> mx.array:
+        upto = first + rows
+        given = v[:upto] + link
+        out, state, _ = gated_delta(
+            states[copy], past, kept, q[:upto], k[:upto], given, g[:upto], beta[:upto], dtype=mx.bfloat16,
+            executor=lab.executor,
+        )  # fmt: skip
+        return _with_state(out[first:], state)
+
+    for_all: dict[str, Any] = {
+        "what": f"delta rule {heads} heads of {dim}x{dim}", "copies": copies, "moved": lambda rows: nbytes,
+    }  # fmt: skip
+    return [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+
+
+def _unit(x: mx.array) -> mx.array:
+    return x * mx.rsqrt(x.square().sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def _with_state(out: mx.array, state: mx.array) -> mx.array:
+    """The result, in need of the matrix: a call that leaves it uncomputed would be cheap."""
+    return out + (state[0, 0, :1] * 0).astype(out.dtype)
+
+
+@attrs.frozen(kw_only=True)
+class Timed:
+    """One arm of one kernel at every row count."""
+
+    what: str
+    arm: str
+    milliseconds: dict[int, float]
+    ratio: dict[int, float]  # to one row
+    of_stream: float  # at one row
+    bits: str  # whether rows have the bits that they have alone
+    off: float | None  # largest difference from the stock arm, in shares of its largest value; None for that arm
+
+
+def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed], float]:
+    """Every arm of every case, and the seconds of a link of the chains."""
+    sizes = lab.sizes
+    link = _seconds_of(lab, lambda first, rows, copy, zero: zero + 1.0, 1, 1)
+    timed: list[Timed] = []
+    for group in cases(lab):
+        times: dict[tuple[str, int], list[float]] = {(case.arm, rows): [] for case in group for rows in sizes.rows}
+        for repeat in range(repeats + 1):
+            for case in group if repeat % 2 else reversed(group):
+                for rows in sizes.rows:
+                    took = _seconds_of(lab, case.run, rows, case.copies)
+                    if repeat:  # the first compiles
+                        times[case.arm, rows].append(took)
+        stock = _host(group[0].run(0, max(sizes.rows), 0, mx.zeros(1)))
+        for case in group:
+            one = times[case.arm, 1]
+            median = {rows: statistics.median(times[case.arm, rows]) for rows in sizes.rows}
+            got = _host(case.run(0, max(sizes.rows), 0, mx.zeros(1)))
+            timed.append(
+                Timed(
+                    what=case.what, arm=case.arm,
+                    milliseconds={rows: 1e3 * took for rows, took in median.items()},
+                    ratio={
+                        rows: statistics.median(a / b for a, b in zip(times[case.arm, rows], one, strict=True))
+                        for rows in sizes.rows
+                    },
+                    of_stream=case.moved(1) / median[1] / bandwidth,
+                    bits=_bits(case, sizes),
+                    off=None if case is group[0] else float(np.abs(got - stock).max() / max(np.abs(stock).max(), 1e-9)),
+                )
+            )  # fmt: skip
+        mx.clear_cache()
+    return timed, link
+
+
+def _seconds_of(lab: Lab, run: Callable[[int, int, int, mx.array], mx.array], rows: int, copies: int) -> float:
+    """Seconds per call of a chain, in which each call waits for the one before."""
+
+    def chain(calls: int) -> float:
+        zero = mx.zeros(1)
+        mx.eval(zero)
+
+        link = zero
+        for call in range(calls):
+            link = run(0, rows, call % copies, link.astype(mx.bfloat16)).reshape(-1)[:1].astype(mx.float32) * 0
+        return seconds(lambda: mx.eval(link))
+
+    first = chain(2) / 2
+    calls = max(2, min(lab.sizes.chain_calls, int(lab.sizes.chain_seconds / max(first, 1e-7))))
+    return chain(calls) / calls
+
+
+def _bits(case: Case, sizes: Sizes) -> str:
+    """In calls of which row counts a row has other bits than alone."""
+    zero = mx.zeros(1, dtype=mx.bfloat16)
+    most = min(EXACT_ROWS, max(sizes.rows))
+    alone = np.concatenate([_host(case.run(row, 1, 0, zero)) for row in range(most)])
+    differing = [
+        rows
+        for rows in range(2, most + 1)
+        if not np.array_equal(_host(case.run(0, rows, 0, zero)), alone[:rows])
+    ]  # fmt: skip
+    return f"equal 2-{most}" if not differing else f"differ {','.join(map(str, differing))}"
+
+
+def _host(array: mx.array) -> np.ndarray[Any, Any]:
+    return np.array(array.astype(mx.float32))
+
+
+def stream_bandwidth(nbytes: int, repeats: int) -> dict[str, float]:
+    """Bytes per second of reading an array much larger than any cache: best and median of ``repeats``."""
+    words = mx.ones((nbytes // 4,), dtype=mx.float32)
+    mx.eval(words)
+    mx.eval(words.max())
+    times = [seconds(lambda: mx.eval(words.max())) for _ in range(max(3, repeats))]
+    return {"best": nbytes / min(times), "median": nbytes / statistics.median(times)}
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def write_quantised(source: Path, folder: Path) -> None:
+    """The checkpoint of ``source`` with its matrices in MLX's 4-bit affine layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization"] = {"group_size": GROUP, "bits": BITS}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    weights: dict[str, mx.array] = {}
+    loaded: Any = mx.load(str(source / "model.safetensors"))
+    for name, array in loaded.items():
+        if array.ndim == 2 and array.shape[1] % GROUP == 0 and name.endswith(".weight"):
+            module = name.removesuffix(".weight")
+            parts = mx.quantize(array, group_size=GROUP, bits=BITS)
+            weights |= {f"{module}.{part}": made for part, made in zip(("weight", "scales", "biases"), parts)}  # noqa: B905
+        else:
+            weights[name] = array
+        mx.eval(list(weights.values()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+def measure_models(folder: Path, sizes: Sizes, repeats: int, bandwidth: float) -> dict[str, Any]:
+    """r(M), a draft step and the share of the stream's bandwidth, for bfloat16 and 4-bit weights."""
+    from specdec.config import RunConfig, TargetConfig
+    from specdec.doctor import measure_row_costs
+    from specdec.pipeline import load_target
+
+    plain, packed = folder / "bf16", folder / "4-bit"
+    if not (plain / "model.safetensors").exists():
+        write_checkpoint(plain, sizes.config)
+    if not (packed / "model.safetensors").exists():
+        write_quantised(plain, packed)
+    found: dict[str, Any] = {}
+    for name, path in (("bf16", plain), ("4-bit", packed)):
+        target = load_target(RunConfig(target=TargetConfig(model=str(path), backend="metal"))).target
+        costs = measure_row_costs(target, context=min(256, target.info.max_positions // 2), repeats=repeats)
+        loaded: Any = mx.load(str(path / "model.safetensors"))
+        step_bytes = sum(array.nbytes for key, array in loaded.items() if not key.startswith("mtp."))
+        del loaded
+        found[name] = {
+            "bytes_per_step": step_bytes,
+            "of_stream": step_bytes / costs.rows[0].seconds / bandwidth,
+            "rows": {row.rows: {"milliseconds": 1e3 * row.seconds, "ratio": row.ratio} for row in costs.rows},
+            "draft_step": {
+                "milliseconds": None if costs.draft_step is None else 1e3 * costs.draft_step,
+                "of_plain_step": None if costs.draft_step is None else costs.draft_step / costs.rows[0].seconds,
+            },
+            "best_depth": {f"{a:.0%}": costs.best_depth(a) for a in (0.6, 0.7, 0.8, 0.9)},
+            "steady": costs.steady,
+            "parity": target.info.parity.value,
+            "parity_reason": target.info.parity_reason,
+            "kernels": target.info.kernels,
+        }
+        del target
+        mx.clear_cache()
+    return found
+
+
+def measure_demo(sizes: Sizes) -> dict[str, Any]:
+    """The demo model on this backend, plain against speculative (A B B A), outputs compared."""
+    import specdec
+    from specdec.measure.bench import BenchRun
+    from specdec.measure.prompts import choose_prompts, own_prompts
+
+    lm = specdec.load(backend="metal", depth=2)
+    chosen = choose_prompts(own_prompts(), per_class=sizes.demo_prompts)
+    report = BenchRun(lm, chosen, model="demo", max_new_tokens=sizes.demo_tokens, temperature=0.0).run()
+    overall = report.overall
+    if overall is None:
+        raise SystemExit("the demo was measured to no end")
+    return {
+        "plain": overall.plain,
+        "speculative": overall.speculative,
+        "speedup": overall.speedup,
+        "tokens_per_cycle": overall.tokens_per_cycle,
+        "accepted": list(overall.accepted),
+        "reached": list(overall.reached),
+        "offered": list(overall.offered),
+        "milliseconds": {timing.what: timing.median_ms for timing in report.timings},
+        "outputs_differ": sum(prompt.differs_at is not None for prompt in report.prompts),
+        "prompts": len(report.prompts),
+        "parity": lm.info.parity.value,
+        "notices": list(lm.notices),
+    }
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def device() -> dict[str, Any]:
+    """MLX and what it runs on."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    told = mx.device_info() if on_gpu else {}
+    return {
+        "mlx": mx.__version__,
+        "gpu": on_gpu,
+        "device": str(told.get("device_name", "MLX's CPU device")),
+        "architecture": str(told.get("architecture", "")),
+        "memory_bytes": int(told.get("memory_size", 0)) or None,
+    }
+
+
+def markdown(record: dict[str, Any]) -> Iterator[str]:
+    """The lines to paste."""
+    where = record["device"]
+    yield f"## specdec on {where['device']} (MLX {where['mlx']})"
+    yield ""
+    if not where["gpu"]:
+        yield "**No Metal device: this ran on MLX's CPU device. No figure here says anything about a GPU.**"
+        yield ""
+    if record["smoke"]:
+        yield "**Smoke test with tiny sizes: no figure here means anything.**"
+        yield ""
+    told = record["machine"]
+    stream = record["stream"]
+    yield f"specdec {told['commit']}, python {told['python']}, torch {told['torch']}, load {told['load_1min']:.1f}"
+    yield f"`{told['command']}`"
+    yield ""
+    yield f"Stream read: {stream['median'] / 1e9:.1f} GB/s (best {stream['best'] / 1e9:.1f})"
+    if "kernels" in record:
+        yield from ("", f"### Kernels (a link of the chain takes {record['link_microseconds']:.1f} us)", "")
+        yield from _kernel_table(record["kernels"])
+    if "models" in record:
+        yield from ("", "### 0.8B shape, random weights", "")
+        yield from _model_table(record["models"])
+    if "demo" in record:
+        yield from ("", "### Demo model", "", *_demo_lines(record["demo"]))
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
+    yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(headings, widths, strict=True)) + " |"
+    yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    for row in rows:
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+
+
+def _kernel_table(kernels: list[dict[str, Any]]) -> Iterator[str]:
+    counts = list(kernels[0]["ratio"])
+    headings = ("kernel", "arm", "ms (1 row)", "of stream", *(f"r({rows})" for rows in counts[1:]), "bits", "off")
+    yield from _table(
+        headings,
+        [
+            (
+                one["what"], one["arm"], f"{one['milliseconds'][counts[0]]:.4f}", f"{one['of_stream']:.0%}",
+                *(f"{one['ratio'][rows]:.2f}" for rows in counts[1:]), one["bits"],
+                "" if one["off"] is None else f"{one['off']:.1e}",
+            )
+            for one in kernels
+        ],
+    )  # fmt: skip
+
+
+def _model_table(models: dict[str, Any]) -> Iterator[str]:
+    counts = list(next(iter(models.values()))["rows"])
+    headings = (
+        "weights", "ms (1 row)", "of stream", *(f"r({rows})" for rows in counts[1:]), "draft step", "parity",
+        "best depth at 60/70/80/90 %",
+    )  # fmt: skip
+    rows = []
+    for name, one in models.items():
+        step = one["draft_step"]["of_plain_step"]
+        depths = ", ".join(f"{depth} ({speedup:.2f}x)" for depth, speedup in one["best_depth"].values())
+        rows.append(
+            (
+                name, f"{one['rows'][counts[0]]['milliseconds']:.3f}", f"{one['of_stream']:.0%}",
+                *(f"{one['rows'][count]['ratio']:.2f}" for count in counts[1:]),
+                "none" if step is None else f"{step:.2f}", one["parity"], depths,
+            )
+        )  # fmt: skip
+    yield from _table(headings, rows)
+    for name, one in models.items():
+        busy = "" if one["steady"] else "; repeats differed by more than a quarter"
+        yield from ("", f"{name}: {one['kernels']}; {one['parity']}: {one['parity_reason']}{busy}")
+
+
+def _demo_lines(demo: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"plain {demo['plain']:.1f} tokens/s, speculative {demo['speculative']:.1f} (depth 2): "
+        f"{demo['speedup']:.2f}x, {demo['tokens_per_cycle']:.2f} tokens per cycle, "
+        f"accepted of reached {demo['accepted']} of {demo['reached']}"
+    )
+    yield ""
+    yield from _table(("step", "ms"), [(what, f"{took:.3f}") for what, took in demo["milliseconds"].items()])
+    yield ""
+    yield f"outputs of {demo['outputs_differ']} of {demo['prompts']} prompts differ; parity {demo['parity']}"
+    for notice in demo["notices"]:
+        yield f"notice: {notice}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--folder", type=Path, help="keep the 0.8B checkpoints here")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    parts = options.only.split(",")
+    if unknown := sorted(set(parts) - set(PARTS)):
+        parser.error(f"--only takes {', '.join(PARTS)}, got {', '.join(unknown)}")
+    if options.repeats < 1:
+        parser.error("--repeats takes 1 or more")
+    if options.smoke and options.folder is not None:
+        parser.error("--smoke writes checkpoints of its own, --folder would keep them")
+    sizes = SMOKE if options.smoke else Sizes()
+    repeats = min(options.repeats, 2) if options.smoke else options.repeats
+    lab = Lab(sizes)
+    record: dict[str, Any] = {"machine": machine(), "device": device(), "smoke": options.smoke}
+    if not lab.on_gpu:
+        print("No Metal device: running on MLX's CPU device.\n", flush=True)
+    record["stream"] = stream_bandwidth(sizes.stream_bytes, repeats)
+    bandwidth = record["stream"]["median"]
+    if "kernels" in parts:
+        timed, link = time_kernels(lab, repeats, bandwidth)
+        record["kernels"] = [attrs.asdict(one) for one in timed]
+        record["link_microseconds"] = 1e6 * link
+    if "models" in parts:
+        with tempfile.TemporaryDirectory() as temporary:
+            record["models"] = measure_models(options.folder or Path(temporary), sizes, repeats, bandwidth)
+    if "demo" in parts:
+        record["demo"] = measure_demo(sizes)
+    print("\n".join(markdown(record)))
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Weights that stay packed: MLX's affine format, computed with by MLX's own products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import attrs
+import mlx.core as mx
+
+from specdec.checkpoints.quantised import StoredMatrix
+
+KEEPS = frozenset({"mlx-affine"})
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUPS = (32, 64, 128)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PackedMatrix:
+    """A matrix ``[N, K]``, or a stack of them ``[E, N, K]``: ``W = code * scale + bias`` per group of columns.
+
+    Scales are in act dtype where they are stored in it, else in float32, and then so are the products: MLX's CPU device
+    would sum in a narrower one.
+    """
+
+    codes: mx.array  # uint32 [..., N, K * bits / 32]
+    scales: mx.array  # [..., N, K / group]
+    biases: mx.array
+    group: int
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the decoded matrix or stack."""
+        return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group)
+
+    def parts(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Codes, scales and biases."""
+        return self.codes, self.scales, self.biases
+
+    def first(self) -> PackedMatrix:
+        """The first matrix of a stack."""
+        codes, scales, biases = (part[0] for part in self.parts())
+        mx.eval(codes, scales, biases)
+        return attrs.evolve(self, codes=codes, scales=scales, biases=biases)
+
+    def take(self, rows: mx.array) -> PackedMatrix:
+        """Some rows of a matrix, packed."""
+        codes, scales, biases = (part[rows] for part in self.parts())
+        return attrs.evolve(self, codes=codes, scales=scales, biases=biases)
+
+    def decoded(self, dtype: mx.Dtype) -> mx.array:
+        """All of it in ``dtype``: computed in float32, rounded once."""
+        scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
+        return mx.dequantize(self.codes, scales, biases, group_size=self.group, bits=self.bits).astype(dtype)
+
+    def product(self, x: mx.array, experts: mx.array | None = None) -> mx.array:
+        """``x @ w.T`` in the dtype of x; of a stack matrix by matrix, or with the matrices that ``experts`` names."""
+        if experts is None:
+            y = mx.quantized_matmul(x, *self.parts(), group_size=self.group, bits=self.bits)
+        else:
+            y = mx.gather_qmm(x, *self.parts(), rhs_indices=experts, group_size=self.group, bits=self.bits)
+        return y.astype(x.dtype)
+
+
+Matrix: TypeAlias = mx.array | PackedMatrix
+
+
+def packed(matrices: Sequence[StoredMatrix], dtype: mx.Dtype, *, wide: bool) -> PackedMatrix | None:
+    """Matrices of one layout side by side ``[E, N, K]``; None where MLX has no product for their sizes.
+
+    ``wide``: products are float32 whatever the scales are stored in.
+    """
+    meta = matrices[0].meta
+    if meta["bits"] not in _BITS or meta["group"] not in _GROUPS:
+        return None
+    codes = mx.stack([mx.array(one.parts["codes"].contiguous().numpy()) for one in matrices])
+    stored = str(matrices[0].parts["scale"].dtype).removeprefix("torch.")
+    kept = mx.float32 if wide or getattr(mx, stored, None) != dtype else dtype
+    scales, biases = (
+        mx.stack([mx.array(one.parts[part].float().numpy()).astype(kept) for one in matrices])
+        for part in ("scale", "bias")
+    )
+    mx.eval(codes, scales, biases)
+    return PackedMatrix(codes=codes, scales=scales, biases=biases, group=meta["group"], bits=meta["bits"])
+
+
+def product(x: mx.array, weight: Matrix) -> mx.array:
+    """``x @ w.T`` in the dtype of x."""
+    return weight.product(x) if isinstance(weight, PackedMatrix) else x @ weight.swapaxes(-1, -2)
+
+
+def joined(weights: Sequence[Matrix]) -> Matrix:
+    """Rows of matrices of one layout, one below the other, and computed."""
+    one = weights[0]
+    if not isinstance(one, PackedMatrix):
+        rows = mx.concatenate(list(weights))
+        mx.eval(rows)
+        return rows
+    codes, scales, biases = (mx.concatenate(list(parts)) for parts in zip(*(w.parts() for w in weights), strict=True))
+    mx.eval(codes, scales, biases)
+    return attrs.evolve(one, codes=codes, scales=scales, biases=biases)
+
+
+def take(weight: Matrix, rows: mx.array) -> Matrix:
+    """Some rows, packed where the weight is."""
+    return weight.take(rows) if isinstance(weight, PackedMatrix) else weight[rows]

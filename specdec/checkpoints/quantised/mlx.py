@@ -1,0 +1,193 @@
+"""MLX's layout: ``X.weight`` uint32 ``[..., N, K * bits / 32]`` with ``X.scales`` and, in affine mode, ``X.biases``.
+
+A row is a little-endian stream of bits: code j has bits ``j * bits`` to ``(j + 1) * bits`` of its words. By ``mode``:
+
+* ``affine``: unsigned codes of 2, 3, 4, 5, 6 or 8 bits, scales (of either sign) and biases per 32, 64 or 128 columns,
+  ``W = code * scale + bias``.
+* ``mxfp4``, ``mxfp8`` and ``nvfp4``: the formats of those names, the scales as bytes, without biases.
+
+The tensors do not tell bits and columns per scale apart; ``config.json`` does, in ``quantization``: for all modules,
+and by path for those that have other ones.
+
+Source: the documentation of ``mlx.core.quantize`` and ``mlx.core.dequantize`` in MLX 0.32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from specdec.checkpoints.quantised.coding import Coding, look_up
+from specdec.checkpoints.quantised.fp4 import Fp4Coding, stored_nvfp4
+from specdec.checkpoints.quantised.fp8 import Fp8Coding
+from specdec.checkpoints.quantised.hints import Hints
+from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
+from specdec.checkpoints.quantised.scales import AGAIN, check_dtype, load_scales, matrices, misfit, read, tiled
+from specdec.checkpoints.quantised.stored import StoredMatrix
+
+BITS = (2, 3, 4, 5, 6, 8)
+_SIZES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # mode -> columns per scale, bits
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class AffineCoding(Coding):
+    """Unsigned codes, scales and biases."""
+
+    largest: ClassVar[float] = 255.0
+    bits: int
+
+    def codes(self, start: int, stop: int) -> torch.Tensor:
+        raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
+        return unpack(raw.view(stop - start, -1), self.bits)
+
+    def scales(self) -> torch.Tensor:
+        return load_scales(self.parts, "mlx_scale", signed=True).reshape(self.grid.shape)
+
+    def biases(self) -> torch.Tensor:
+        return load_scales(self.parts, "mlx_bias", signed=True).reshape(self.grid.shape)
+
+    @property
+    def stands_for(self) -> str:
+        return _DTYPES[str(self.parts.dtype_of("mlx_scale"))]
+
+    @property
+    def kept_as(self) -> str:
+        return "mlx-affine"
+
+    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
+        count, rows, columns = matrices(self.shape)
+
+        def part(name: str) -> torch.Tensor:
+            return self.parts.checkpoint.load(name).view(count, rows, -1)[index]
+
+        group = self.grid.columns
+        return StoredMatrix(
+            format="mlx-affine", shape=(rows, columns),
+            parts={"codes": part(self.parts.codes), "scale": part(self.parts.original("mlx_scale")),
+                   "bias": part(self.parts.original("mlx_bias"))},
+            meta={"block_rows": 1, "block_columns": group, "group": group, "bits": self.bits},
+            dtype=dtype, numbers=functools.partial(unpack, bits=self.bits),
+        )  # fmt: skip
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MlxFp4Coding(Fp4Coding):
+    """MXFP4 or NVFP4 in words."""
+
+    def scales(self) -> torch.Tensor:
+        if self.label == "mxfp4":
+            return load_scales(self.parts, "mlx_scale").reshape(self.grid.shape)
+        name = self.parts.original("mlx_scale")
+        scales = read(self.parts.checkpoint, name).view(torch.float8_e4m3fn).to(torch.float32)
+        if not bool((scales >= 0).all()):
+            raise self.parts.error(f"the scale {name} holds NaN or a negative value", try_=AGAIN)
+        return scales.reshape(self.grid.shape)
+
+    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
+        count, rows, columns = matrices(self.shape)
+        checkpoint, name = self.parts.checkpoint, self.parts.original("mlx_scale")
+        codes = checkpoint.load(self.parts.codes).view(torch.uint8).view(count, rows, columns // 2)[index]
+        scale = checkpoint.load(name).view(torch.float8_e4m3fn).view(count, rows, -1)[index]
+        return stored_nvfp4(codes, scale, torch.ones(1), columns, dtype)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MlxFp8Coding(Fp8Coding):
+    """MXFP8 in words."""
+
+    def scales(self) -> torch.Tensor:
+        return load_scales(self.parts, "mlx_scale").reshape(self.grid.shape)
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint32 ``[R, W]`` as float32 ``[R, W * 32 / bits]``: the unsigned codes."""
+    octets = words.contiguous().view(torch.uint8)  # little-endian, as safetensors is
+    if 8 % bits == 0:
+        return look_up(_tables(bits), octets.flatten()).view(len(words), -1)
+    # eight codes fill as many bytes as they have bits
+    parts = octets.view(len(words), -1, bits).to(torch.int64)
+    stream = (parts << 8 * torch.arange(bits)).sum(-1, keepdim=True)
+    codes: torch.Tensor = stream >> bits * torch.arange(8) & (2**bits - 1)
+    return codes.to(torch.float32).view(len(words), -1)
+
+
+@functools.cache
+def _tables(bits: int) -> torch.Tensor:
+    """By byte: the codes in it, float32 ``[256, 8 / bits]``, lowest bits first."""
+    codes: torch.Tensor = torch.arange(256).unsqueeze(1) >> torch.arange(0, 8, bits) & (2**bits - 1)
+    return codes.to(torch.float32)
+
+
+class Mlx:
+    """The format: uint32 words with ``scales``."""
+
+    name = "mlx"
+
+    def looks_like(self, parts: Parts) -> bool:
+        return parts.dtype == "U32" and parts.codes.endswith("weight") and "mlx_scale" in parts.roles
+
+    def coding(self, parts: Parts, hints: Hints) -> Coding:
+        mode, group, bits = _sizes(parts, hints)
+        if len(parts.shape) < 2 or parts.shape[-1] * 32 % bits:
+            raise parts.error(
+                f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of {bits}-bit codes"
+            )
+        shape = (*parts.shape[:-1], parts.shape[-1] * 32 // bits)
+        grid = tiled(shape, parts.shape_of("mlx_scale"), 1, group)
+        if grid is None or shape[-1] % group:
+            wanted = [*shape[:-1], shape[-1] / group if shape[-1] % group else shape[-1] // group]
+            raise misfit(parts, "mlx_scale", f"{wanted} for {bits} bits and groups of {group} columns (config.json)")
+        if mode == "affine":
+            only(parts, "mlx_scale", "mlx_bias")
+            for role in ("mlx_scale", "mlx_bias"):
+                check_dtype(parts, role, FLOATS)
+            if parts.shape_of("mlx_bias") != parts.shape_of("mlx_scale"):
+                raise misfit(parts, "mlx_bias", f"{list(parts.shape_of('mlx_scale'))}, as the scales")
+            return AffineCoding(
+                parts=parts, label=f"mlx-affine {bits} bits g{group}", shape=shape, grid=grid, bits=bits
+            )
+        only(parts, "mlx_scale")
+        check_dtype(parts, "mlx_scale", ("U8",))
+        if mode == "mxfp8":
+            return MlxFp8Coding(parts=parts, label=mode, shape=shape, grid=grid)
+        return MlxFp4Coding(parts=parts, label=mode, shape=shape, grid=grid, stacked=False)
+
+
+def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:
+    """Mode, columns per scale and bits of a weight, from the config. Raises: CheckpointError where it does not say."""
+    if hints.mlx is None:
+        raise parts.error(
+            f"the tensor {parts.codes} is in MLX's layout, and config.json has no 'quantization' with its "
+            "'group_size' and 'bits'",
+            try_="the config.json that was written with the weights",
+        )
+    module = parts.name.removesuffix(".weight")
+    own = hints.mlx_modules.get(module, True)
+    if own is False:
+        raise parts.error(
+            f"the tensor {parts.codes} is quantised, and config.json says that {module} is not",
+            try_="config.json and weights of one and the same checkpoint",
+        )
+    told: Any = hints.mlx if own is True else own
+    mode = told.get("mode", "affine") if isinstance(told, dict) else None
+    if mode not in _SIZES:
+        raise parts.error(
+            f"the tensor {parts.codes} is quantised with MLX's mode {mode!r}, which is not read",
+            read=", ".join(_SIZES),
+        )
+    usual_group, usual_bits = _SIZES[mode]
+    group, bits = (told.get(key) or usual for key, usual in (("group_size", usual_group), ("bits", usual_bits)))
+    allowed = BITS if mode == "affine" else (usual_bits,)
+    if bits not in allowed or type(group) is not int or group < 1 or (mode != "affine" and group != usual_group):
+        raise parts.error(
+            f"the tensor {parts.codes}: config.json says {bits!r} bits and groups of {group!r} columns in mode {mode}, "
+            "which is not read"
+        )
+    return mode, group, bits
+
+
+FORMAT = Mlx()

@@ -1,0 +1,331 @@
+"""MLX's layout: decoded as MLX does; checkpoints as mlx-lm converts them are the models that they were made from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import specdec
+import tests.tiny_families  # noqa: F401  # registers the writers of its families
+from specdec.checkpoints import Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.checkpoints.quantised import formats_of
+from specdec.cli import main
+from specdec.config import RunConfig, TargetConfig
+from specdec.errors import CheckpointError
+from specdec.pipeline import _stored_dtype, load_target
+from specdec.plugins import registry
+from specdec.report import _one_layout
+from tests import tiny
+from tests.checkpoints.quantised import mlx_layout
+from tests.checkpoints.quantised.quantisers import Tensors
+from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
+
+X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
+PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
+SMALL = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}
+DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {**SMALL, **DELTA, "intermediate": 96, "tied": False},
+    "qwen3_5_moe": {**SMALL, **DELTA, "inner": 32, "shared": 32, "experts": 4},
+    "qwen3_next": {**SMALL, **DELTA, "inner": 32, "shared": 32, "experts": 4},
+    "qwen3": {**SMALL, "intermediate": 96},
+    "llama": {**SMALL, "intermediate": 96},
+    "qwen2": {**SMALL, "intermediate": 96, "tied": False},
+    "glm4_moe": {**SMALL, "intermediate": 96, "inner": 32, "experts": 4},
+    "deepseek_v3": {"hidden": 64, "heads": 2, "nope": 32, "rope": 32, "value": 32, "kv_lora": 32, "q_lora": 32,
+                    "intermediate": 96, "inner": 32, "experts": 4},
+}  # fmt: skip
+
+
+def opened(folder: Path, parts: Tensors, **quantization: Any) -> Checkpoint:
+    config = {"quantization": quantization} if quantization else {}
+    return Checkpoint.open(write_checkpoint(folder, config, {X + name: part for name, part in parts.items()}))
+
+
+def decoded(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
+    return Weights(checkpoint, canonical_names(checkpoint.names), dtype=dtype)[NAME]
+
+
+def logits(folder: Path, kernels: str) -> torch.Tensor:
+    target = tiny.make_target(folder, kernels=kernels)
+    rows = target.decode(target.new_state(32), PROMPT).need_logits().rows()
+    return torch.as_tensor(rows).clone()
+
+
+def assert_same_logits(one: Path, other: Path) -> None:
+    """Bit for bit with the native kernels; torch's own products depend on where in a file a tensor begins."""
+    for kernels in tiny.kernels_available():
+        got, wanted = logits(one, kernels), logits(other, kernels)
+        assert wanted.std() > 0.5
+        if kernels == "native":
+            assert torch.equal(got, wanted)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+def made(tmp_path: Path, family: str, **more: Any) -> tuple[Path, Path]:
+    source = tiny.WRITERS[family](tmp_path / "source", **FAMILIES[family])
+    return mlx_layout.convert(tmp_path, source, family, **more)
+
+
+# --- one weight ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path: Path, bits: int) -> None:
+    """Every size of group, stacks of experts, scales of both signs; in float32 bit for bit, and rounded once."""
+
+    @given(
+        rows=st.integers(1, 40), groups=st.integers(1, 5), seed=st.integers(0, 999),
+        group=st.sampled_from([32, 64, 128]),
+        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), stacked=st.booleans(),
+    )  # fmt: skip
+    def check(rows: int, groups: int, seed: int, group: int, dtype: torch.dtype, stacked: bool) -> None:
+        shape = (3, rows, groups * group) if stacked else (rows, groups * group)
+        weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+        parts, values = mlx_layout.affine(weight, bits, group, dtype)
+        assert groups * rows < 2 or bool((parts["scales"] < 0).any())
+        checkpoint = opened(tmp_path / f"{seed}", parts, group_size=group, bits=bits, mode="affine")
+        found = formats_of(checkpoint)[NAME]
+        assert (found.format, found.shape) == (f"mlx-affine {bits} bits g{group}", shape)
+        for wanted in (torch.float32, torch.bfloat16, torch.float16):
+            assert_same_bits(decoded(checkpoint, wanted), values)
+
+    check()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_decoding_has_the_bits_of_mlx(tmp_path: Path, bits: int, group: int) -> None:
+    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+    weight = mx.array(drawn(bits, 24, 3 * group))
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        codes, scales, biases = mx.quantize(weight.astype(dtype), group_size=group, bits=bits)
+        wide = (scales.astype(mx.float32), biases.astype(mx.float32))
+        wanted = np.array(mx.dequantize(codes, *wide, group_size=group, bits=bits))
+        stored = getattr(torch, str(dtype).rpartition(".")[2])
+        parts = {"weight": torch.from_numpy(np.array(codes)), "scales": torch.from_numpy(np.array(wide[0])).to(stored),
+                 "biases": torch.from_numpy(np.array(wide[1])).to(stored)}  # fmt: skip
+        checkpoint = opened(tmp_path / str(dtype), parts, group_size=group, bits=bits)
+        assert_same_bits(decoded(checkpoint, torch.float32), wanted)
+        assert np.abs(wanted - np.array(weight)).max() < np.abs(np.array(weight)).max() / 2  # it is that weight
+
+
+@pytest.mark.parametrize(("mode", "label"), [("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")])
+def test_the_other_modes_have_the_bits_of_mlx_too(tmp_path: Path, mode: str, label: str) -> None:
+    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+    group, bits = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}[mode]
+    for shape in ((24, 96), (3, 8, 64)):
+        codes, scales = mx.quantize(mx.array(drawn(3, *shape)), mode=mode)
+        wanted = np.array(mx.dequantize(codes, scales, mode=mode, dtype=mx.float32))
+        parts = {"weight": torch.from_numpy(np.array(codes)), "scales": torch.from_numpy(np.array(scales))}
+        checkpoint = opened(tmp_path / str(len(shape)), parts, group_size=group, bits=bits, mode=mode)
+        assert formats_of(checkpoint)[NAME].format == label
+        assert_same_bits(decoded(checkpoint, torch.float32), wanted)
+        assert audit(checkpoint, {NAME: TensorSpec(shape)}).errors == []
+        parts["scales"] = torch.full_like(parts["scales"], 255)
+        checkpoint = opened(tmp_path / f"{len(shape)} broken", parts, group_size=group, bits=bits, mode=mode)
+        assert "NaN" in str(audit(checkpoint, {NAME: TensorSpec(shape)}).errors[0])
+
+
+Change = Callable[[Tensors], None]
+
+
+def put(name: str, value: torch.Tensor | None) -> Change:
+    def change(parts: Tensors) -> None:
+        parts.pop(name)
+        if value is not None:
+            parts[name] = value
+
+    return change
+
+
+def add(name: str, value: torch.Tensor) -> Change:
+    return lambda parts: parts.update({name: value})
+
+
+USUAL = {"group_size": 64, "bits": 4}
+NAN = torch.full((20, 5), float("nan"))
+REFUSED: dict[str, tuple[Change, dict[str, Any], list[str]]] = {
+    "no config": (add("scales", torch.ones(20, 5)), {}, ["is in MLX's layout", "no 'quantization'"]),
+    "bits of the config": (add("scales", torch.ones(20, 5)), {"group_size": 64, "bits": 8},
+                           ["scales has the shape [20, 5]", "for 8 bits and groups of 64"]),
+    "group of the config": (add("scales", torch.ones(20, 5)), {"group_size": 128, "bits": 4},
+                            ["scales has the shape [20, 5]", "groups of 128"]),
+    "bits that do not exist": (add("scales", torch.ones(20, 5)), {"group_size": 64, "bits": 7},
+                               ["says 7 bits and groups of 64", "not read"]),
+    "another mode": (add("scales", torch.ones(20, 5)), {**USUAL, "mode": "nf4"},
+                     ["MLX's mode 'nf4', which is not read"]),
+    "not quantised": (add("scales", torch.ones(20, 5)), {**USUAL, X.removesuffix("."): False},
+                      ["is quantised, and config.json says that layers.0.mlp.up_proj is not"]),
+    "no scales": (put("scales", None), USUAL, ["no known format"]),
+    "no biases": (put("biases", None), USUAL, ["needs biases beside it"]),
+    "other biases": (put("biases", torch.ones(20, 4)), USUAL, ["biases has the shape [20, 4]", "takes [20, 5]"]),
+    "integers as scales": (put("scales", torch.ones(20, 5).int()), USUAL, ["scales is stored as I32"]),
+    "NaN as scales": (put("scales", NAN), USUAL, ["scales holds NaN or infinity"]),
+    "NaN as biases": (put("biases", NAN), USUAL, ["biases holds NaN or infinity"]),
+    "a scale per tensor": (add("global_scale", torch.ones(1)), USUAL,
+                           ["global_scale stands beside", "no known meaning"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case: str) -> None:
+    change, quantization, facts = REFUSED[case]
+    parts, _ = mlx_layout.affine(drawn(0, 20, 320), 4, 64)
+    expected = {NAME: TensorSpec((20, 320))}
+    assert audit(opened(tmp_path / "sound", parts, **USUAL), expected).errors == []
+    change(parts)
+    checkpoint = opened(tmp_path / "broken", parts, **quantization)
+    text = str(audit(checkpoint, expected).errors[0])
+    for fact in [X, "model.safetensors", "try:", *facts]:
+        assert fact in text
+    with pytest.raises(CheckpointError):
+        decoded(checkpoint, torch.float32)
+
+
+def test_a_large_bias_that_overflows_is_found(tmp_path: Path) -> None:
+    parts, _ = mlx_layout.affine(drawn(0, 20, 320), 4, 64)
+    checkpoint = opened(tmp_path, parts | {"biases": torch.full((20, 5), 3.4e38)}, **USUAL)
+    assert audit(checkpoint, {NAME: TensorSpec((20, 320))}).non_finite == [NAME]
+
+
+def test_the_dtype_of_the_scales_is_that_of_the_model(tmp_path: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        parts, _ = mlx_layout.affine(drawn(0, 20, 320), 4, 64, dtype)
+        assert _stored_dtype(opened(tmp_path / str(dtype), parts, **USUAL)) == str(dtype).removeprefix("torch.")
+
+
+# --- whole checkpoints -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [mlx_layout.four_bits, mlx_layout.plain], ids=["quantised", "plain"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_converted_checkpoint_is_its_hugging_face_twin(tmp_path: Path, family: str, sizes: mlx_layout.Sizes) -> None:
+    """Names, stacks of experts, turned convolutions, norms with the 1 in them, overrides by path: the same logits."""
+    mlx, twin = made(tmp_path, family, sizes=sizes)
+    formats = {found.format for found in formats_of(Checkpoint.open(mlx)).values()}
+    if sizes is mlx_layout.plain:
+        assert formats == {"f32"}
+    else:
+        routed = family in ("qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3")
+        assert formats == {"f32", "mlx-affine 4 bits g32"} | ({"mlx-affine 8 bits g32"} if routed else set())
+    assert_same_logits(mlx, twin)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe"])
+def test_a_head_that_mlx_lm_left_out_is_a_notice(tmp_path: Path, family: str) -> None:
+    mlx, _ = made(tmp_path, family)
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(mlx))))
+    assert loaded.target.info.mtp_layers == 0
+    told = [notice for notice in loaded.notices if "promises an MTP head" in notice]
+    counted = family != "qwen3_next"  # whose config promises nothing
+    assert len(told) == counted
+    for notice in told:
+        assert re.search(r"\((mtp_num_hidden_layers|num_nextn_predict_layers) = 1\)", notice)
+        assert "mlx-lm leaves them out" in notice
+    report = specdec.inspect_checkpoint(str(mlx))
+    assert report.missing == report.unused == report.problems == []
+    assert report.mtp.startswith("none")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_head_whose_norms_may_be_either_is_not_used(tmp_path: Path, family: str) -> None:
+    mlx, twin = made(tmp_path, family, keep_head=True)
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(mlx), dtype="float32")))
+    assert loaded.target.info.mtp_layers == 0
+    assert any("the MTP head is not used: mlx-lm's conversion adds 1" in notice for notice in loaded.notices)
+    assert any("of an MTP head not used" in notice for notice in loaded.notices)
+    report = specdec.inspect_checkpoint(str(mlx))
+    assert "adds 1 to the norms" in report.mtp
+    assert_same_logits(mlx, twin)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_head_without_such_norms_is_used(tmp_path: Path, family: str) -> None:
+    mlx, _ = made(tmp_path, family, keep_head=True)
+    assert load_target(RunConfig(target=TargetConfig(model=str(mlx)))).target.info.mtp_layers == 1
+
+
+def test_quantising_alone_leaves_the_head_and_the_norms_as_they_are(tmp_path: Path) -> None:
+    """Tensors in MLX's format under the original names and shapes: raw norms, as the convolutions say."""
+    source = tiny.write_qwen3_5(tmp_path / "source", **FAMILIES["qwen3_5"])
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    stored: Tensors = {}
+    plain: Tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        stored[name] = plain[name] = tensor
+        if tensor.dim() == 2 and "norm" not in name:
+            parts, values = mlx_layout.affine(tensor.numpy(), 6, 32)
+            stored |= {name.removesuffix("weight") + suffix: part for suffix, part in parts.items()}
+            plain[name] = torch.from_numpy(values)
+    told = {**config, "quantization": {"group_size": 32, "bits": 6}}
+    for folder, given_config, tensors in (("mlx", told, stored), ("twin", config, plain)):
+        tiny.write_tokenizer(write_checkpoint(tmp_path / folder, given_config, tensors))
+    found = []
+    for folder in ("mlx", "twin"):
+        target = tiny.make_target(tmp_path / folder)
+        state = target.new_state(32)
+        out = target.decode(state, PROMPT)
+        target.commit(state, len(PROMPT))
+        drafted = target.decode_mtp(state, PROMPT[1:], out.need_hidden()[:-1])
+        found.append([torch.as_tensor(one.need_logits().rows()).clone() for one in (out, drafted)])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+def test_convolutions_in_both_layouts_are_refused(tmp_path: Path) -> None:
+    mlx, _ = made(tmp_path, "qwen3_5", sizes=mlx_layout.plain)
+    tensors = load_file(mlx / "model.safetensors")
+    name = "language_model.model.layers.1.linear_attn.conv1d.weight"
+    tensors[name] = tensors[name].transpose(1, 2)
+    write_checkpoint(mlx, json.loads((mlx / "config.json").read_text(encoding="utf-8")), tensors)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.linear_attn\.conv1d\.weight is not"):
+        load_target(RunConfig(target=TargetConfig(model=str(mlx))))
+
+
+def test_the_decoded_cache_holds_a_converted_checkpoint(tmp_path: Path) -> None:
+    mlx, twin = made(tmp_path, "qwen3_next")
+    asked = TargetConfig(model=str(mlx), dtype="float32", decoded_cache=str(tmp_path / "cache"))
+    for _ in range(2):
+        target = load_target(RunConfig(target=asked)).target
+        rows = target.decode(target.new_state(32), PROMPT).need_logits().rows()
+        wanted = load_target(RunConfig(target=TargetConfig(model=str(twin), dtype="float32"))).target
+        np.testing.assert_allclose(rows, wanted.decode(wanted.new_state(32), PROMPT).need_logits().rows(), 0, 1e-4)
+
+
+def test_info_names_the_format_and_counts_experts_once(tmp_path: Path) -> None:
+    mlx, twin = made(tmp_path, "qwen3_5_moe")
+    reports = [specdec.inspect_checkpoint(str(folder)) for folder in (mlx, twin)]
+    assert reports[0].parameters == reports[1].parameters
+    assert {row.module for row in reports[0].formats} == {row.module for row in reports[1].formats}
+    assert {row.format for row in reports[0].formats if row.module == "experts"} == {"mlx-affine 4 bits g32"}
+    assert reports[0].decode_step is not None
+    assert reports[1].decode_step is not None
+    assert reports[0].decode_step.weights == reports[1].decode_step.weights
+    outcome = CliRunner().invoke(main, ["info", str(mlx)])
+    assert outcome.exit_code == 0
+    assert "mlx-affine 4 bits g32" in outcome.output
+
+
+def test_config_alone_counts_each_layout_once() -> None:
+    """Latent attention and experts have optional tensors of mlx-lm's conversion; a report from the config has one."""
+    spec = registry().model("deepseek_v3", asked_by="a test")
+    family = spec.parse({"model_type": "deepseek_v3", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2,
+                         "num_attention_heads": 2, "intermediate_size": 96, "first_k_dense_replace": 1,
+                         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 32,
+                         "hidden_act": "silu", "rms_norm_eps": 1e-6})  # fmt: skip
+    names = [name for name, _ in _one_layout(spec.tensors(family))]
+    assert not [name for name in names if "switch_mlp" in name or "embed_q" in name or "unembed_out" in name]
+    assert "layers.0.self_attn.kv_b_proj.weight" in names

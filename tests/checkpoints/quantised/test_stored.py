@@ -1,0 +1,304 @@
+"""Matrices that stay packed: what their parts mean, what they decode to, and that families hand them to an Ops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from specdec.backends.cpu.reference import ReferenceOps
+from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_checkpoint
+from specdec.checkpoints.quantised import StoredMatrix, alike, formats_of
+from specdec.config import RunConfig, TargetConfig
+from specdec.pipeline import load_target
+from tests import tiny, tiny_families
+from tests.checkpoints.quantised import mlx_layout
+from tests.checkpoints.quantised import quantisers as q
+from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
+from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
+
+X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CONFIG = {
+    "quantization": {"group_size": 32, "bits": 4},  # MLX's
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+KEPT: Mapping[str, Any] = {  # quantiser -> format, and the tensors of a matrix [..., N, K] with what they mean
+    "fp8-block": ("fp8-block", lambda w: q.fp8_block(w, dtype=torch.bfloat16)),
+    "fp8-block e8m0": ("fp8-block", lambda w: q.fp8_block(w, name="scale", e8m0=True)),
+    "nvfp4": ("nvfp4", q.nvfp4),
+    "nvfp4 packed": ("nvfp4", lambda w: q.nvfp4(w, packed=True)),
+    "mlx-affine": ("mlx-affine", lambda w: mlx_layout.affine(w, 4, 32, torch.bfloat16)),
+}
+ALL = frozenset({"fp8-block", "nvfp4", "mlx-affine"})
+
+
+def opened(folder: Path, parts: q.Tensors) -> Checkpoint:
+    return Checkpoint.open(write_checkpoint(folder, CONFIG, {X + name: part for name, part in parts.items()}))
+
+
+def weights(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, keeps: frozenset[str] = ALL) -> Weights:
+    return Weights(checkpoint, canonical_names(checkpoint.names), dtype=dtype, keeps=keeps)
+
+
+def meaning(matrix: StoredMatrix) -> np.ndarray:
+    """The values by the docstring of ``StoredMatrix`` alone, in float64."""
+    parts, codes = matrix.parts, matrix.parts["codes"].numpy()
+    if matrix.format == "fp8-block":
+        numbers = q.e4m3_value(matrix.parts["codes"])
+    elif matrix.format == "nvfp4":
+        numbers = q.E2M1[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(len(codes), -1)
+    else:
+        bits = matrix.meta["bits"]
+        single = np.unpackbits(codes.view(np.uint8), axis=-1, bitorder="little").reshape(len(codes), -1, bits)
+        numbers = (single * 2.0 ** np.arange(bits)).sum(-1)
+    scale = parts["scale"]
+    spread = [
+        q.spread(grid.astype(np.float64), matrix.shape, matrix.meta["block_rows"], matrix.meta["block_columns"])
+        for grid in (
+            q.e4m3_value(scale) if matrix.format == "nvfp4" else scale.float().numpy(),
+            parts["bias"].float().numpy() if "bias" in parts else np.zeros(scale.shape),
+        )
+    ]
+    factor = float(parts["global_scale"]) if "global_scale" in parts else 1.0
+    return numbers.astype(np.float64) * spread[0] * factor + spread[1]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path: Path, name: str) -> None:
+    kept_as, quantise = KEPT[name]
+
+    @given(rows=st.integers(1, 300), groups=st.integers(1, 9), seed=st.integers(0, 999))
+    def check(rows: int, groups: int, seed: int) -> None:
+        parts, _ = quantise(drawn(seed, rows, 32 * groups))
+        checkpoint = opened(tmp_path / f"{rows}-{groups}-{seed}", parts)
+        for dtype in DTYPES:
+            held = weights(checkpoint, dtype)
+            matrix = held.stored(NAME)
+            assert isinstance(matrix, StoredMatrix)
+            assert (matrix.format, matrix.shape) == (kept_as, held.shape(NAME))
+            assert_same_bits(matrix.decode(), held[NAME])
+        assert matrix.nbytes == sum(part.nbytes for part in matrix.parts.values())
+        wanted = meaning(matrix)
+        np.testing.assert_allclose(held[NAME].numpy(), wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
+
+    check()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_codes_are_views_of_the_file(tmp_path: Path, name: str) -> None:
+    kept_as, quantise = KEPT[name]
+    parts, _ = quantise(drawn(1, 140, 64))
+    checkpoint = opened(tmp_path, parts)
+    matrix = weights(checkpoint).stored(NAME)
+    assert isinstance(matrix, StoredMatrix)
+    codes, scale = formats_of(checkpoint)[NAME].tensors[:2]
+    assert matrix.parts["codes"].data_ptr() == checkpoint.load(codes).data_ptr()
+    assert kept_as == "fp8-block" or matrix.parts["scale"].data_ptr() == checkpoint.load(scale).data_ptr()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path: Path, name: str) -> None:
+    """Slices as views where they are whole blocks, rows by index where rows share no scale; decoded otherwise."""
+    kept_as, quantise = KEPT[name]
+    parts, _ = quantise(drawn(2, 300, 64))
+    matrix = weights(opened(tmp_path, parts)).stored(NAME)
+    assert isinstance(matrix, StoredMatrix)
+    whole, blocks = matrix.decode(), matrix.meta["block_rows"]
+
+    @given(start=st.integers(0, 299), count=st.integers(1, 300), seed=st.integers(0, 99))
+    def check(start: int, count: int, seed: int) -> None:
+        stop = min(start + count, 300)
+        order = torch.randperm(300, generator=torch.Generator().manual_seed(seed))[:count]
+        for rows in (slice(start, stop), slice(128, stop), slice(start, None), slice(0, 256), order):
+            if isinstance(rows, slice) and rows.stop is not None and rows.start >= rows.stop:
+                continue
+            part, wanted = matrix[rows], whole[rows]
+            aligned = blocks == 1
+            if blocks > 1 and isinstance(rows, slice):
+                aligned = rows.start % blocks == 0 and rows.stop in (None, 128, 256, 300)
+            assert isinstance(part, StoredMatrix) == aligned
+            assert_same_bits(part.decode() if isinstance(part, StoredMatrix) else part, wanted)
+            if isinstance(part, StoredMatrix):
+                assert part.shape == tuple(wanted.shape)
+                assert part.nbytes < matrix.nbytes or len(wanted) == 300
+
+    check()
+    assert kept_as != "fp8-block" or blocks == 128
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_stacks_are_taken_apart(tmp_path: Path, name: str) -> None:
+    """Matrices of a stack, each with its own scale per tensor where it has one."""
+    _, quantise = KEPT[name]
+    parts, _ = quantise(drawn(3, 3, 140, 64))
+    if name == "nvfp4":
+        parts["weight_scale_2"] = torch.tensor([0.5, 0.25, 3.0])
+    if name == "nvfp4 packed":
+        parts["weight_global_scale"] = torch.tensor([0.3, 0.7, 3.0])
+    held = weights(opened(tmp_path, parts))
+    stack = held.stored_stack(NAME)
+    assert len(stack) == 3
+    for matrix, wanted in zip(stack, held[NAME], strict=True):
+        assert isinstance(matrix, StoredMatrix)
+        assert_same_bits(matrix.decode(), wanted)
+    assert isinstance(held.stored(NAME), torch.Tensor)  # no matrix
+    plain = weights(held._checkpoint, keeps=frozenset()).stored_stack(NAME)
+    for matrix, wanted in zip(plain, held[NAME], strict=True):
+        assert isinstance(matrix, torch.Tensor)
+        assert_same_bits(matrix, wanted)
+
+
+@pytest.mark.parametrize("name", q.QUANTISERS)
+def test_only_what_is_asked_for_stays_packed(tmp_path: Path, name: str) -> None:
+    parts, _ = q.QUANTISERS[name](drawn(4, 64, 64))
+    checkpoint = opened(tmp_path, parts)
+    label, _ = q.label(name)
+    for keeps in (frozenset[str](), frozenset({"nvfp4"}), frozenset({"fp8-block"}), ALL):
+        found = weights(checkpoint, keeps=keeps).stored(NAME)
+        wanted = any(label.split()[0] == kept for kept in keeps)
+        assert isinstance(found, StoredMatrix) == wanted, (name, keeps)
+
+
+def test_a_stack_of_several_layouts_is_decoded(tmp_path: Path) -> None:
+    tensors: q.Tensors = {}
+    for e, (parts, _) in enumerate((q.nvfp4(drawn(5, 32, 64)), q.nvfp4(drawn(6, 32, 64)), q.fp8_block(drawn(7, 32, 64)),
+                                    mlx_layout.affine(drawn(8, 32, 64), 4, 32),
+                                    mlx_layout.affine(drawn(9, 32, 64), 4, 32, torch.bfloat16))):  # fmt: skip
+        tensors |= {f"model.experts.{e}.{name}": part for name, part in parts.items()}
+    held = weights(Checkpoint.open(write_checkpoint(tmp_path, CONFIG, tensors)))
+
+    def packed(*experts: int) -> set[bool]:
+        stack = held.stored_stack([f"experts.{e}.weight" for e in experts])
+        for e, matrix in zip(experts, stack, strict=True):
+            value = matrix.decode() if isinstance(matrix, StoredMatrix) else matrix
+            assert_same_bits(value, held[f"experts.{e}.weight"])
+        return {isinstance(matrix, StoredMatrix) for matrix in stack}
+
+    assert packed(0, 1) == packed(3) == {True}
+    assert packed(0, 2) == packed(0, 1, 3) == packed(3, 4) == {False}
+    assert alike([torch.ones(2)])[0].shape == (2,)
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+
+class Recording(ReferenceOps):
+    """The torch reference, which keeps formats by decoding them itself, and remembers what it was given."""
+
+    def __init__(self, keeps: frozenset[str]) -> None:
+        super().__init__(torch.float32)
+        self.keeps = keeps
+        self.packed: list[StoredMatrix] = []
+
+    def weight(self, tensor: Any) -> Any:
+        assert isinstance(tensor, StoredMatrix | torch.Tensor)
+        if isinstance(tensor, StoredMatrix):
+            self.packed.append(tensor)
+            tensor = tensor.decode()
+        return super().weight(tensor)
+
+    def stack(self, tensors: Sequence[Any]) -> Any:
+        kinds = {isinstance(tensor, StoredMatrix) for tensor in tensors}
+        assert len(kinds) == 1
+        return super().stack([self.weight(tensor) for tensor in tensors])
+
+
+def quantised(folder: Path, family: str, name: str) -> Path:
+    """A tiny checkpoint with every matrix in one format, the MTP head too where the layout has one."""
+    source = tiny.WRITERS[family](folder / "source", **FAMILIES[family])
+    if name == "mlx-affine":
+        return mlx_layout.convert(folder, source, family)[0]
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = CONFIG["quantization_config"]
+    stored: q.Tensors = {}
+    for original, tensor in load_file(source / "model.safetensors").items():
+        if tensor.dim() != 2 or not original.endswith(".weight") or "norm" in original:
+            stored[original] = tensor
+            continue
+        parts, _ = KEPT[name][1](tensor.numpy())
+        stored |= {original.removesuffix("weight") + suffix: part for suffix, part in parts.items()}
+    tiny.write_tokenizer(write_checkpoint(folder / "stored", config, stored))
+    return folder / "stored"
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "nvfp4 packed", "mlx-affine"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_hand_over_what_is_kept(tmp_path: Path, family: str, name: str) -> None:
+    """Every quantised matrix reaches ``weight`` or ``stack`` as it is stored, tables and experts too; the rest decoded.
+
+    What is not handed over as it is: ``kv_b_proj``, which is split and turned, and fused projections whose rows are
+    put into another order, in a format whose rows share scales.
+    """
+    folder = quantised(tmp_path, family, name)
+    kept_as = KEPT[name][0]
+    formats = formats_of(Checkpoint.open(folder))
+    reordered = ("in_proj_qkvz.weight", "in_proj_ba.weight") if kept_as == "fp8-block" else ()
+    tied = json.loads((folder / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"]
+    wanted = {
+        key: found
+        for key, found in formats.items()
+        if found.coding is not None
+        and found.coding.kept_as == kept_as
+        and not key.endswith(("kv_b_proj.weight", *reordered))
+        and not (tied and key == "lm_head.weight")
+    }
+    assert {"embed_tokens.weight"} < set(wanted)
+    keeping, plain = Recording(frozenset({kept_as})), Recording(frozenset())
+    targets = [tiny.make_target(folder, ops=ops) for ops in (keeping, plain)]
+    assert not plain.packed
+    assert {matrix.format for matrix in keeping.packed} == {kept_as}
+    values = sum(matrix.shape[0] * matrix.shape[1] for matrix in keeping.packed)
+    assert values == sum(int(np.prod(found.shape)) for found in wanted.values())
+    rows = [target.decode(target.new_state(32), PROMPT).need_logits().rows().copy() for target in targets]
+    assert rows[0].std() > 0.5
+    assert np.array_equal(*rows)
+
+
+def test_fused_experts_stay_packed_where_blocks_allow(tmp_path: Path) -> None:
+    """``gate_up_proj`` is cut in two: at a block of rows it stays packed, elsewhere both halves are decoded."""
+    source = tiny_families.write_qwen3_5_moe(
+        tmp_path / "source", **FAMILIES["qwen3_5_moe"], layouts=("fused",), mtp_layout="fused"
+    )
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for block, cut in (((16, 24), True), ((24, 16), False)):  # 32 rows each
+        stored: q.Tensors = {}
+        for name, tensor in load_file(source / "model.safetensors").items():
+            stored[name] = tensor
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                parts, _ = q.fp8_block(tensor.numpy(), block)
+                stored[name], stored[f"{name}_scale_inv"] = parts["weight"], parts["weight_scale_inv"]
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
+        folder = write_checkpoint(tmp_path / str(cut), config, stored)
+        keeping, plain = Recording(ALL), Recording(frozenset())
+        rows = []
+        for ops in (keeping, plain):
+            target = tiny.make_target(folder, ops=ops)
+            rows.append(target.decode(target.new_state(32), PROMPT).need_logits().rows().copy())
+        assert np.array_equal(*rows)
+        blocks = 3  # two layers and the head's
+        assert len(keeping.packed) == blocks * 4 * (3 if cut else 1)
+
+
+def test_the_pipeline_asks_the_ops_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = quantised(tmp_path, "qwen3_5", "nvfp4")
+    made: list[Recording] = []
+
+    def ops(self: Any, dtype: str) -> Recording:
+        made.append(Recording(frozenset({"nvfp4"})))
+        return made[-1]
+
+    monkeypatch.setattr("specdec.backends.cpu.backend.CpuBackend.ops", ops)
+    load_target(RunConfig(target=TargetConfig(model=str(folder), dtype="float32", backend="cpu")))
+    assert len(made[0].packed) > 20
+    monkeypatch.undo()
+    native = load_target(RunConfig(target=TargetConfig(model=str(folder), dtype="float32", backend="cpu")))
+    assert native.target.info.mtp_layers == 1  # ops that declare nothing get tensors

@@ -1,0 +1,239 @@
+"""Weights in MLX's affine format on MLX's own products, and models in float16.
+
+Products are compared in float32: in a narrower dtype MLX's CPU device rounds every partial sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from specdec.backends.metal.ops import MetalOps  # noqa: E402
+from specdec.backends.metal.quantised import PackedMatrix  # noqa: E402
+from specdec.backends.ops import Routing  # noqa: E402
+from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_checkpoint  # noqa: E402
+from specdec.checkpoints.quantised import StoredMatrix  # noqa: E402
+from specdec.config import RunConfig, TargetConfig  # noqa: E402
+from specdec.contract import Parity  # noqa: E402
+from specdec.errors import ConfigError  # noqa: E402
+from specdec.models.parity import probe_rows  # noqa: E402
+from specdec.pipeline import load_target  # noqa: E402
+from specdec.testing import OpsSubject  # noqa: E402
+from specdec.testing.numerics import to_host  # noqa: E402
+from specdec.testing.registry import Subject, check_subjects  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.checkpoints.quantised import mlx_layout  # noqa: E402
+from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT  # noqa: E402
+
+DTYPES = ("float32", "float16", "bfloat16")
+exact = pytest.mark.skipif(
+    MetalOps(mx.float32).parity is not Parity.BITWISE, reason="rows are the same bits on MLX's CPU device on Linux only"
+)
+
+
+class Stack:
+    """Random matrices ``[E, N, K]`` as a checkpoint has them, and their values in float64."""
+
+    def __init__(self, folder: Path, shape: tuple[int, ...], bits: int, group: int, dtype: str, seed: int) -> None:
+        weight = np.random.default_rng(seed).standard_normal(shape) * shape[-1] ** -0.5
+        parts, values = mlx_layout.affine(weight.astype(np.float32), bits, group, getattr(torch, dtype))
+        self.values = values.astype(np.float64)
+        config = {"quantization": {"bits": bits, "group_size": group}}
+        checkpoint = Checkpoint.open(write_checkpoint(folder, config, {f"x.{name}": p for name, p in parts.items()}))
+        held = Weights(checkpoint, canonical_names(checkpoint.names), dtype=torch.float32, keeps=MetalOps.keeps)
+        self.matrices: Any = held.stored_stack("x.weight")
+        assert all(isinstance(matrix, StoredMatrix) for matrix in self.matrices)
+
+
+def close(got: Any, wanted: np.ndarray, dtype: str = "float32", terms: Any = 0.0) -> None:
+    """Within rounding of the largest value, or of the terms that it is a sum of."""
+    got = to_host(got)
+    assert got.shape == wanted.shape
+    size = max(np.abs(wanted).max(initial=1e-6), np.max(terms))
+    assert np.abs(got - wanted).max() <= {"float32": 1e-5, "float16": 0.006, "bfloat16": 0.04}[dtype] * size
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_every_product_has_the_values_of_the_decoded_weight(
+    tmp_path_factory: pytest.TempPathFactory, bits: int
+) -> None:
+    @given(
+        rows=st.integers(1, 19), features=st.integers(4, 40), groups=st.integers(1, 4), seed=st.integers(0, 2**20),
+        group=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES), stored=st.sampled_from(DTYPES),
+    )  # fmt: skip
+    def check(rows: int, features: int, groups: int, seed: int, group: int, dtype: str, stored: str) -> None:
+        ops = MetalOps(getattr(mx, dtype))
+        length, experts, rng = groups * group, 3, np.random.default_rng(seed)
+        stack = Stack(tmp_path_factory.mktemp("x"), (experts, features, length), bits, group, stored, seed)
+        w, up, _ = stack.values
+        given_x = ops.hidden(torch.from_numpy(rng.standard_normal((rows, length)).astype(np.float32))).array
+        x = to_host(given_x).astype(np.float64)
+        matrix, other = (ops.weight(one) for one in stack.matrices[:2])
+        assert isinstance(matrix, PackedMatrix)
+        assert matrix.shape == (features, length)
+        size = np.abs(x) @ np.abs(w).T
+        close(ops.linear(given_x, matrix), x @ w.T, dtype, size)
+        close(ops.project(given_x, (matrix, other))[1], x @ up.T, dtype, size)
+        close(ops.swiglu(given_x, matrix, other), silu(x @ w.T) * (x @ up.T), dtype, size * size)
+        close(ops.head(given_x, matrix).rows(), x @ w.T, dtype, size)
+        tokens = rng.integers(0, features, rows).tolist()
+        got = ops.embed(matrix, tokens)
+        wanted = torch.from_numpy(w[tokens]).float().to(getattr(torch, dtype)).double().numpy()
+        assert np.array_equal(to_host(got), wanted)  # a row is decoded as the loader decodes
+        ids, weights = ops.route(given_x, matrix, Routing(top_k=2, scores="softmax", normalised=False))
+        scores = np.exp(x @ w.T - (x @ w.T).max(1, keepdims=True))
+        scores /= scores.sum(1, keepdims=True)
+        close(weights, np.take_along_axis(scores, to_host(ids).astype(int), 1))  # not rounded to act
+        each = ops.hidden(torch.from_numpy(rng.standard_normal((rows, experts * length)).astype(np.float32))).array
+        each = each.reshape(rows, experts, length)
+        by_head = np.stack([to_host(each)[:, h] @ stack.values[h].T for h in range(experts)], axis=1)
+        close(ops.project_heads(each, ops.stack(stack.matrices)), by_head, dtype, size)
+        some = rng.choice(features, 2, replace=False).tolist()
+        gathered = ops.head_rows(matrix, some[:1])
+        gathered = ops.head_rows(matrix, some, gathered)
+        assert isinstance(gathered.parts[0], PackedMatrix)
+        pruned = to_host(ops.pruned_head(given_x, gathered).rows())
+        close(pruned[:, some], (x @ w.T)[:, some], dtype, size)
+        assert np.isneginf(np.delete(pruned, some, axis=1)).all()
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_stay_packed(tmp_path: Path, bits: int, dtype: str) -> None:
+    """Against the same block with its experts decoded."""
+    ops, rng, hidden, inner = MetalOps(getattr(mx, dtype)), np.random.default_rng(bits), 64, 32
+    shapes = {"gate": (5, inner, hidden), "up": (5, inner, hidden), "down": (5, hidden, inner)}
+    stacks = [Stack(tmp_path / name, shape, bits, 32, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())]
+    shared_gate = Stack(tmp_path / "shared", (1, 1, hidden), 8, 32, dtype, 9).matrices[0]
+    x, residual = (
+        ops.hidden(torch.from_numpy(rng.standard_normal((7, hidden)).astype(np.float32))).array for _ in range(2)
+    )
+    chosen = (mx.array(rng.integers(0, 5, (7, 2)).astype(np.int32)), mx.array(rng.random((7, 2)).astype(np.float32)))
+    found = []
+    for wanted in (lambda one: one, lambda one: one.decode()):
+        experts: Any = tuple(ops.stack([wanted(one) for one in stack.matrices]) for stack in stacks)
+        shared: Any = tuple(ops.weight(wanted(stack.matrices[0])) for stack in stacks)
+        gate = ops.weight(wanted(shared_gate))
+        assert isinstance(experts[0], PackedMatrix) == (not found)
+        found.append(to_host(ops.moe(x, chosen, experts, residual, shared=shared, shared_gate=gate)))
+    close(found[0], found[1], dtype, 4.0)
+    assert np.abs(found[1] - to_host(residual)).max() > 0.3
+
+
+def test_a_size_without_a_product_is_decoded(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, (2, 12, 48), 4, 16, "float32", 0)  # groups of 16, which MLX does not have
+    ops = MetalOps(mx.float32)
+    assert np.array_equal(np.array(ops.weight(stack.matrices[0])), stack.values[0].astype(np.float32))
+    assert np.array_equal(np.array(ops.stack(stack.matrices)), stack.values.astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """``converted(family, dtype)``: a checkpoint as mlx-lm writes it, and its twin."""
+    written: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def get(family: str, dtype: str = "float32") -> tuple[Path, Path]:
+        if (family, dtype) not in written:
+            folder = tmp_path_factory.mktemp(family)
+            source = tiny.WRITERS[family](folder / "source", **FAMILIES[family])
+            written[family, dtype] = mlx_layout.convert(folder, source, family, dtype=getattr(torch, dtype))
+        return written[family, dtype]
+
+    return get
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_model_has_the_logits_of_its_twin(converted: Callable[..., tuple[Path, Path]], family: str) -> None:
+    """The twin decoded, on the torch reference; a prompt, and a pass of several rows behind it."""
+    mlx, twin = converted(family)
+    ops = MetalOps(mx.float32)
+    found = []
+    for target in (tiny.make_target(mlx, ops=ops), tiny.make_target(twin)):
+        state = target.new_state(32)
+        target.prefill(state, PROMPT)
+        found.append(target.decode(state, [3, 1, 4, 1, 5]).need_logits().rows().copy())
+        if target.ops is ops:
+            model = target.model
+            assert isinstance(model.lm_head, PackedMatrix)
+            assert isinstance(model.embed_tokens, PackedMatrix)
+            held = sum(part.nbytes for part in model.embed_tokens.parts())
+            assert held < 4 * model.embed_tokens.shape[0] * model.embed_tokens.shape[1] / 2.5  # and not decoded beside
+    assert np.ptp(found[1]) > 5
+    assert np.abs(found[0] - found[1]).max() <= 2e-4
+
+
+@exact
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
+def test_rows_have_the_same_bits_in_any_company(
+    converted: Callable[..., tuple[Path, Path]], family: str, dtype: str
+) -> None:
+    mlx, _ = converted(family, dtype)
+    assert probe_rows(tiny.make_target(mlx, dtype=dtype, ops=MetalOps(getattr(mx, dtype)))) is None
+
+
+# --- float16 ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_operations_in_float16() -> None:
+    check_subjects(
+        "metal float16", {Subject.OPS: OpsSubject(make=lambda: MetalOps(mx.float16))}, effort=0.5
+    ).raise_for_failures()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float16_is_closer_to_float32_than_bfloat16_is(checkpoint: Callable[..., Path], family: str) -> None:
+    folder = checkpoint(family, **FAMILIES[family])
+    rows = {}
+    for dtype in DTYPES:
+        target = tiny.make_target(folder, dtype=dtype, ops=MetalOps(getattr(mx, dtype)))
+        rows[dtype] = target.decode(target.new_state(32), PROMPT[:2]).need_logits().rows().copy()
+    off = {dtype: np.abs(rows[dtype] - rows["float32"]).mean() for dtype in DTYPES}
+    assert 0 < off["float16"] < off["bfloat16"] / 3
+
+
+def test_a_checkpoint_in_float16_runs_in_float16(tmp_path: Path) -> None:
+    folder = tiny.write_qwen3_5(tmp_path / "f16", dtype="float16")
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(folder), backend="metal")))
+    assert (loaded.target.info.dtype, loaded.target.info.dtype_reason) == (
+        "float16", "auto: the checkpoint is stored in float16"
+    )  # fmt: skip
+    state = loaded.target.new_state(64)
+    loaded.target.prefill(state, PROMPT)
+    taken = loaded.target.snapshot(state)
+    wanted = loaded.target.decode(state, [7, 8]).need_logits().rows().copy()
+    again = loaded.target.restore(taken)
+    assert np.array_equal(loaded.target.decode(again, [7, 8]).need_logits().rows(), wanted)
+    loaded.target.commit(state, 1)
+    assert len(tiny.plain_run(loaded.target, PROMPT, 4)) == 4
+
+
+def test_scales_in_float16_make_a_model_in_float16(converted: Callable[..., tuple[Path, Path]]) -> None:
+    """Most of its parameters are codes, which count as what their scales are stored in."""
+    mlx, _ = converted("qwen3", "float16")
+    target: Any = load_target(RunConfig(target=TargetConfig(model=str(mlx), backend="metal"))).target
+    assert target.info.dtype == "float16"
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    assert target.model.embed_tokens.scales.dtype == (mx.float16 if on_gpu else mx.float32)
+
+
+def test_the_cpu_backend_has_no_float16(tmp_path: Path) -> None:
+    folder = tiny.write_qwen3(tmp_path / "f16", dtype="float16")
+    with pytest.raises(ConfigError, match=r"takes auto, bfloat16 or float32 on the cpu backend, got 'float16'"):
+        load_target(RunConfig(target=TargetConfig(model=str(folder), backend="cpu", dtype="float16")))
+    assert load_target(RunConfig(target=TargetConfig(model=str(folder), backend="cpu"))).target.info.dtype != "float16"
