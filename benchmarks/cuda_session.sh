@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Check and measure the CUDA backend on a machine that is lent for a few calls of ten minutes each.
+# Check and measure the CUDA backend in three calls of at most ten minutes each.
 #
 #   bash benchmarks/cuda_session.sh first|second|third OUT [EARLIER]
 #
 # OUT takes the figures (cuda.json, cuda.png) and the log of this call; EARLIER is the cuda.json of the call before.
 #
-#   first   device tests, gates of all shapes, passes and generations of the 0.8B shape
+#   first   device tests, passes and generations of the 0.8B shape, gates of all shapes
 #   second  passes and generations of the 4B and 9B shapes, then the kernels
 #   third   transformers, the embedded model, and what the first two had no time for
 #
@@ -17,51 +17,59 @@ call=${1:?first, second or third}
 out=${2:?a folder for the figures}
 earlier=${3:-}
 python=${PYTHON:-python3}
-cd "$(dirname "$0")/.."
-mkdir -p "$out"
-exec > >(tee -a "$out/$call.log") 2>&1
-
-if [[ -n ${WHEELS:-} ]]; then
-  site=$(mktemp -d)
-  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl || exit 2
-  export PYTHONPATH=$site:${PYTHONPATH:-}
-fi
-export PYTHONPATH=$PWD:${PYTHONPATH:-} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-
 status=0
+
 step() { # seconds, command...
-  local limit=$1
+  local limit=$1 code
   shift
   echo "--- $*"
-  timeout --signal=INT --kill-after=10 "$limit" "$@"
-  local code=$?
-  ((code == 0 || status != 0)) || status=$code
-  echo "--- $1 ended with $code after ${SECONDS} s"
+  timeout --signal=INT --kill-after=15 "$limit" "$@"
+  code=$?
+  if ((status == 0)); then status=$code; fi
+  echo "--- ended with $code, ${SECONDS} s into the call"
 }
+
 measure() { # seconds, arguments of benchmarks.cuda...
   local limit=$1
   shift
   step "$limit" "$python" -m benchmarks.cuda --out "$out" ${earlier:+--earlier "$earlier"} --plot "$@"
 }
 
-case $call in
-first)
-  step 200 "$python" -m pytest -q -x -p no:cacheprovider -m gpu tests/cuda
-  measure 120 --stage models --shapes 0.8b --total 1.8
-  measure 240 --stage check --shapes 0.8b 4b 9b --total 3.5
-  ;;
-second)
-  measure 300 --stage models --shapes 4b 9b --minutes 4 --total 4.5
-  measure 260 --stage kernels --shapes 0.8b 4b 9b --total 4
-  ;;
-third)
-  measure 330 --stage transformers --shapes 9b 4b 0.8b --total 5
-  measure 60 --stage demo --total 0.9
-  measure 180 --stage check models kernels --total 2.5
-  ;;
-*)
-  echo "first, second or third, not $call" >&2
-  exit 2
-  ;;
-esac
-exit "$status"
+run() {
+  if [[ -n ${WHEELS:-} ]]; then
+    local site
+    site=$(mktemp -d)
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl ||
+      return 2
+    PYTHONPATH=$site:${PYTHONPATH:-}
+  fi
+  export PYTHONPATH=$PWD:${PYTHONPATH:-} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+  case $call in
+  first)
+    step 200 "$python" -m pytest -q -n 8 -p no:cacheprovider tests/cuda
+    measure 120 --stage models --shapes 0.8b --total 1.7
+    measure 240 --stage check --shapes 0.8b,4b,9b --total 3.5
+    ;;
+  second)
+    measure 310 --stage models --shapes 4b,9b --total 4.5
+    measure 260 --stage kernels --shapes 9b,0.8b,4b --total 4
+    ;;
+  third)
+    measure 330 --stage transformers --shapes 9b,4b,0.8b --total 5
+    measure 60 --stage demo --total 0.9
+    measure 180 --stage check,models,kernels --total 2.5
+    ;;
+  *)
+    echo "first, second or third, not $call" >&2
+    return 2
+    ;;
+  esac
+  return "$status"
+}
+
+mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
+if [[ -n $earlier ]]; then earlier=$(realpath "$earlier") || exit 2; fi
+if [[ -n ${WHEELS:-} ]]; then WHEELS=$(realpath "$WHEELS") || exit 2; fi
+cd "$(dirname "$0")/.." || exit 2
+run 2>&1 | tee -a "$out/$call.log"
+exit "${PIPESTATUS[0]}"

@@ -4,9 +4,9 @@
     python -m benchmarks.metal --smoke        tiny sizes: shows that everything runs, and measures nothing
 
 Prints tables in Markdown, to be pasted into a report, and writes all figures with ``--json``. Needs MLX. Without a
-Metal device it runs on MLX's CPU device and says so in the first line: own kernels are then their MLX references, and
-no figure says anything about a GPU. The 0.8B checkpoints (random weights, bfloat16 and 4 bits, 2 GB) are written into a
-temporary folder unless ``--folder`` names one.
+Metal device it runs on MLX's CPU device, slowly, and says so in the first line: own kernels are then their MLX
+references, and no figure says anything about a GPU. The 0.8B checkpoints (random weights, bfloat16 and 4 bits, 2 GB)
+are written into a temporary folder unless ``--folder`` names one.
 
 How it measures. All in one process; arms take turns within each repeat, ratios are taken within a repeat, medians are
 printed. A kernel is timed in chains: each call needs the result of the one before through two tiny operations, and
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -361,6 +362,7 @@ def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed],
     link = _seconds_of(lab, lambda first, rows, copy, zero: zero + 1.0, 1, 1)
     timed: list[Timed] = []
     for group in cases(lab):
+        print(group[0].what, file=sys.stderr, flush=True)
         times: dict[tuple[str, int], list[float]] = {(case.arm, rows): [] for case in group for rows in sizes.rows}
         for repeat in range(repeats + 1):
             for case in group if repeat % 2 else reversed(group):

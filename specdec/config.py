@@ -109,6 +109,7 @@ class TargetConfig:
     model: str = attrs.field(default="demo", validator=_filled)  # a folder, a hub id, or "demo" (embedded)
     revision: str | None = None  # a hub branch, tag or commit
     backend: str = attrs.field(default="auto", validator=_filled)
+    backend_options: Mapping[str, Any] = attrs.field(factory=dict)  # as written; the backend's class structures them
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
     decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))  # a folder
@@ -324,7 +325,7 @@ def _with_sources(config: RunConfig, sources: Mapping[tuple[str, ...], str]) -> 
     choices = {table: getattr(config, table) for table in PLUGIN_TABLES}
     return attrs.evolve(
         config,
-        target=attrs.evolve(config.target, source=of("target", ("model", "backend"))),
+        target=attrs.evolve(config.target, source=of("target", ("model", "backend", "backend_options"))),
         **{
             table: attrs.evolve(choice, source=of(table, ("name", *choice.options)))
             for table, choice in choices.items()

@@ -26,7 +26,7 @@ from specdec.checkpoints import (
     text_config,
 )
 from specdec.checkpoints.quantised import DecodedCache, formats_of
-from specdec.config import Choice, RunConfig, TargetConfig, structure_choice
+from specdec.config import Choice, RunConfig, TargetConfig, structure_choice, structure_options
 from specdec.contract import (
     DepthPolicySpec,
     DrafterSpec,
@@ -244,7 +244,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
     spec = family_of(model_config, checkpoint.path)
     family = spec.parse(model_config)
     tokenizer = Tokenizer.from_folder(folder)
-    backend = _backend(asked.backend, with_notices)
+    backend = _backend(asked.backend, with_notices, asked.backend_options, asked.source)
     dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
     decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
     source = _audited(checkpoint, spec.tensors(family), asked.decoded_cache, decoded, with_notices)
@@ -334,13 +334,14 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
 
 
-def _backend(name: str, notices: list[str]) -> Backend:
+def _backend(name: str, notices: list[str], options: Mapping[str, Any] | None = None, source: str = "") -> Backend:
     """The backend of that name, or the one that ``auto`` means here; what it has to say joins ``notices``."""
     spec = registry().backend(_auto_backend(notices) if name == "auto" else name, asked_by="target.backend")
     reason = spec.available()
     if reason is not None:
         raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
-    backend: Backend = _constructed("backend", spec.name, lambda: spec.factory(spec.config()))
+    config: Any = structure_options(options or {}, spec.config, "target.backend_options", source)
+    backend: Backend = _constructed("backend", spec.name, lambda: spec.factory(config))
     notices += getattr(backend, "notices", ())
     return backend
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ if torch.cuda.is_available():
     pytest.skip("kernels run on the device here; the benchmark itself is what to run", allow_module_level=True)
 
 from benchmarks.cuda import __main__ as script
-from benchmarks.cuda import kernels, models, smoke, timing
+from benchmarks.cuda import kernels, models, others, smoke, timing
 from benchmarks.cuda.record import Record
 from benchmarks.cuda.report import lines
 from benchmarks.cuda.shapes import BANDWIDTH, PROFILE, SHAPES, TOY, Costs, predict
@@ -38,7 +39,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[timing.Lab]:
     torch.set_num_threads(threads)
 
 
-# --- arithmetic ---------------------------------------------------------------------------------------------------------
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_the_documented_predictions_are_those_of_the_model() -> None:
     assert BANDWIDTH == 4.3e12
 
 
-# --- weights ------------------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -121,7 +122,7 @@ def test_made_weights_are_all_there_and_the_same_each_time() -> None:
         assert one[name].dtype == (torch.bfloat16 if len(size) == 2 else torch.float32)
 
 
-# --- gates --------------------------------------------------------------------------------------------------------------
+# --- gates ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_kernel_whose_rows_lean_on_each_other_fails_its_check() -> None:
@@ -168,9 +169,10 @@ def test_a_failed_gate_or_part_is_a_failed_run(
 ) -> None:
     """The exit status says it, the end of the output says it, and the record keeps it; other parts still run."""
     monkeypatch.setattr(kernels, "cases", lambda *_: iter(()))
+    monkeypatch.setattr(others, "cases", lambda *_: iter(()))
     monkeypatch.setattr(models, "gates", lambda *_, **__: {"failures": ["row 3 has other bits"]})
     monkeypatch.setattr(kernels, "products", lambda shape: [("none", 1)])
-    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check", "kernels"]
+    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check,kernels"]
     assert script.main(arguments) == 1
     assert "FAILED: toy, whole model: row 3 has other bits" in capsys.readouterr().out
     kept = json.loads((tmp_path / "cuda.json").read_text())
@@ -179,7 +181,7 @@ def test_a_failed_gate_or_part_is_a_failed_run(
     assert "complete" not in kept["results"]["kernels"]["toy"]
 
 
-# --- record -------------------------------------------------------------------------------------------------------------
+# --- record -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_measured_before_an_end_is_kept_and_gone_on_from(tmp_path: pathlib.Path) -> None:
@@ -205,21 +207,21 @@ def test_what_was_measured_before_an_end_is_kept_and_gone_on_from(tmp_path: path
 
 
 def test_nothing_is_started_when_time_is_up(tmp_path: pathlib.Path, lab: timing.Lab) -> None:
-    arguments = ["--smoke", "--out", str(tmp_path), "--total", "0", "--stage", "check", "models", "demo"]
+    arguments = ["--smoke", "--out", str(tmp_path), "--total", "0", "--stage", "check,models,demo"]
     assert script.main(arguments) == 0
     kept = json.loads((tmp_path / "cuda.json").read_text())
     assert set(kept["results"]) == {"stream"}
-    assert [entry["reason"] for entry in kept["skipped"]] == ["no time was left"] * 3
+    assert [entry["reason"] for entry in kept["skipped"]] == ["no time was left"] * 4
 
 
-# --- everything ---------------------------------------------------------------------------------------------------------
+# --- everything -------------------------------------------------------------------------------------------------------
 
 
 def test_all_of_it_runs_on_the_host(
     tmp_path: pathlib.Path, lab: timing.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The stand-in device, a toy, a few tokens: checks pass, figures are there and say that they are none."""
-    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check", "models", "kernels", "demo"]
+    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check,models,kernels,demo"]
     assert script.main(arguments) == 0
     output = capsys.readouterr().out
     assert "not a measurement" in output
@@ -260,3 +262,36 @@ def test_the_stream_kernel_reads_every_word_once() -> None:
 
 def test_the_profile_is_the_published_one() -> None:
     assert PROFILE == (0.763, 0.623, 0.459, 0.396)
+
+
+def test_a_session_goes_through_its_steps_whatever_one_of_them_gives(tmp_path: pathlib.Path) -> None:
+    """The shell script, with a stand-in for the interpreter that fails in the device tests."""
+    calls = tmp_path / "calls"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n[ "$2" != pytest ] || exit 5\n')
+    python.chmod(0o755)
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text("{}")
+    root = DOCUMENT.parent.parent
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
+
+    def session(*arguments: str) -> tuple[int, list[str]]:
+        calls.write_text("")
+        command = ["bash", str(root / "benchmarks" / "cuda_session.sh"), *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        return done.returncode, calls.read_text().splitlines()
+
+    status, first = session("first", "out")
+    assert status == 5
+    assert [line.split()[1] for line in first] == ["pytest", "benchmarks.cuda", "benchmarks.cuda"]
+    assert "ended with 5" in (tmp_path / "out" / "first.log").read_text()
+    named = set()
+    for call in ("first", "second", "third"):
+        status, lines_ = session(call, "out", "earlier.json")
+        assert status == (5 if call == "first" else 0)
+        for line in lines_:
+            if "benchmarks.cuda" in line:
+                assert f"--out {tmp_path}/out --earlier {earlier}" in line
+                named.update(line.split("--stage ")[1].split(" --")[0].split(","))
+    assert named == set(script.STAGES) - {"stream"}
+    assert session("fourth", "out")[0] == 2

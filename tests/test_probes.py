@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import probes
 from specdec.backends.cpu.reference import ReferenceOps
+from specdec.backends.ops import Ops
 from specdec.config import RunConfig, TargetConfig
 from specdec.contract import ModelInfo, Parity
-from specdec.doctor import RowCosts, make_record, probe_bits, promise
-from specdec.doctor.operations import note_calls, over
+from specdec.doctor import RowCosts, make_record, measure_row_costs, probe_bits, promise
+from specdec.doctor.operations import NO_ROWS, ROW_ARGUMENTS, note_calls, over
 from specdec.errors import UnsupportedError
 from specdec.measure.speed_model import expected_tokens
 from specdec.pipeline import load_target
 from specdec.plugins import BUILT_INS, Registry, use_registry
 from specdec.probes import Finding, ProbeIdentity, ProbeRecord, RowCost, read_probe, stored_probe, unproved, write_probe
+from specdec.testing import Memory, TableModel
 from tests import tiny
 from tests.tiny_families import FAMILIES
 from tests.wrong_ops import FROM, ROWS, Leaky, ProbedBackend, wrong_ops
@@ -323,6 +327,22 @@ def test_a_pass_that_changes_from_time_to_time_is_found(checkpoint, monkeypatch)
     assert any("twice" in finding.subject for finding in differing(target))
 
 
+@pytest.mark.parametrize("memory", list(Memory))
+def test_another_engines_model_is_compared_by_passes(memory):
+    """There are no operations to look at; its own word and whole passes are what a promise can rest on."""
+    table = np.random.default_rng(0).dirichlet(np.ones(7), size=(7, 7))
+    tilt = 0.0 if memory is Memory.CONVOLUTION else 0.3
+    target = TableModel(table, memory=memory, tilt=tilt, mtp_table=table, max_positions=64, max_rows=6)
+    findings, notes = probe_bits(target, (5,))
+    assert {finding.kind for finding in findings} == {"pass", "state", "draft"}
+    assert all(finding.equal for finding in findings)
+    assert len(notes) == 1
+    record = make_record(target, findings, notes, measure_row_costs(target, repeats=3))
+    assert not record.passed
+    assert [row.rows for row in record.costs] == [1, 2, 3, 4, 5, 6]
+    assert promise(target, record, None).exact == (target.info.parity is Parity.BITWISE)
+
+
 def test_an_operation_that_nobody_knows_is_told(make_target):
     target = make_target("qwen3")
 
@@ -335,6 +355,14 @@ def test_an_operation_that_nobody_knows_is_told(make_target):
     noted._ops = More(target.ops.dtype)
     noted.warp(1)
     assert noted.unknown == {"warp"}
+
+
+def test_every_operation_of_the_protocol_is_known():
+    """A new operation with rows needs a line here, or no model that runs it can be shown to be exact."""
+    methods = {name for name, value in vars(Ops).items() if callable(value) and not name.startswith("_")}
+    assert methods == {*ROW_ARGUMENTS, *NO_ROWS}
+    for name, rows in ROW_ARGUMENTS.items():
+        assert set(rows) <= set(inspect.signature(getattr(Ops, name)).parameters)
 
 
 def test_weights_of_another_storage_are_operations_of_their_own(make_target):

@@ -16,6 +16,7 @@ from specdec.cli.audit import audit
 from specdec.cli.bench import bench
 from specdec.cli.chat import chat
 from specdec.cli.check import check
+from specdec.cli.doctor import doctor
 from specdec.cli.generate import generate
 from specdec.cli.info import info
 from specdec.cli.plugins import plugins
@@ -39,6 +40,7 @@ main.add_command(audit)
 main.add_command(bench)
 main.add_command(chat)
 main.add_command(check)
+main.add_command(doctor)
 main.add_command(generate)
 main.add_command(info)
 main.add_command(plugins)

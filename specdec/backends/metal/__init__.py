@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, Literal
 
-from specdec.contract import BackendSpec, NoConfig
+import attrs
+
+from specdec.contract import BackendSpec
 from specdec.hookspecs import hookimpl
 
 
-def _build(config: NoConfig) -> Any:
+@attrs.frozen(kw_only=True)
+class MetalConfig:
+    """Options of ``[target.backend_options]``.
+
+    Attributes:
+        mode: ``exact`` runs specdec's kernels, which give a row the same bits in any company; ``fast`` MLX's own.
+    """
+
+    mode: Literal["exact", "fast"] = "exact"
+
+
+def _build(config: MetalConfig) -> Any:
     from specdec.backends.metal.backend import MetalBackend
 
-    return MetalBackend()
+    return MetalBackend(config.mode)
 
 
 def _available() -> str | None:
@@ -30,7 +43,8 @@ def specdec_backends() -> list[BackendSpec]:
         BackendSpec(
             name="metal",
             factory=_build,
+            config=MetalConfig,
             available=_available,
-            help="MLX's stock kernels: Apple silicon, or its CPU device",
+            help="MLX: Apple silicon, or its CPU device",
         )
     ]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from specdec.backends.metal.quantised import Matrix, joined, product, take
+from specdec.backends.metal.quantised import Matrix, joined, take
 from specdec.contract import Hidden, Logits
 from specdec.errors import ContractError
 
@@ -131,14 +131,17 @@ class MetalHeadRows:
     Attributes:
         parts: weights ``[n, H]``, one or two, packed where the head is.
         ids: token id of every row ``[n]`` int32, in the order of the parts.
+        part_ids: the same part by part, on the device.
         vocab_size: V.
     """
 
-    __slots__ = ("ids", "parts", "tokens", "vocab_size")
+    __slots__ = ("ids", "part_ids", "parts", "tokens", "vocab_size")
 
     def __init__(self, parts: tuple[Matrix, ...], ids: NDArray[np.int32], vocab_size: int) -> None:
         self.parts = parts
         self.ids = ids
+        ends = np.cumsum([part.shape[0] for part in parts])
+        self.part_ids = tuple(mx.array(some) for some in np.split(ids, ends[:-1]))
         self.vocab_size = vocab_size
         self.tokens: tuple[int, ...] = tuple(np.sort(ids).tolist())
 
@@ -156,9 +159,8 @@ class MetalHeadRows:
         added = joined([*self.parts[1:], take(weight, mx.array(missing))])
         return MetalHeadRows((self.parts[0], added), np.concatenate([self.ids, missing]), self.vocab_size)
 
-    def logits(self, x: mx.array) -> MetalLogits:
-        """Logits of ``x [T, H]`` over the whole vocabulary, -inf where there is no row."""
-        values = mx.concatenate([product(x, part) for part in self.parts], axis=1).astype(mx.float32)
-        full = mx.full((x.shape[0], self.vocab_size), -mx.inf, dtype=mx.float32)
+    def spread(self, values: mx.array) -> MetalLogits:
+        """Logits over the whole vocabulary from ``values [T, n]`` of these rows, float32; -inf where there is none."""
+        full = mx.full((values.shape[0], self.vocab_size), -mx.inf, dtype=mx.float32)
         full[:, mx.array(self.ids)] = values
         return MetalLogits(full)

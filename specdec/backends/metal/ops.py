@@ -1,54 +1,103 @@
-"""The ops on MLX arrays, with MLX's stock kernels. Graphs are lazy: nothing here waits for the device."""
+"""The ops on MLX arrays. Graphs are lazy: nothing here waits for the device.
+
+Two modes (docs/decisions/010-metal-modes.md). ``exact`` computes passes of up to ``max_rows`` rows with specdec's own
+kernels, so that no row depends on its company; ``fast`` uses MLX's stock kernels throughout.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
+from specdec.backends.metal.cycles import MetalCycles, cycles_over
+from specdec.backends.metal.device import DeviceLength, DeviceTokens, Length, rows_from
+from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernels, StockKernels, updated
+from specdec.backends.metal.kernels import lanes
+from specdec.backends.metal.kernels.kernel import Executor, OnMetal
 from specdec.backends.metal.passes import MetalPasses
-from specdec.backends.metal.quantised import KEEPS, Matrix, PackedMatrix, packed, product, take
+from specdec.backends.metal.quantised import KEEPS, Matrix, PackedMatrix, packed, take
 from specdec.backends.ops import Cache, DeltaShape, Rope, Routing
-from specdec.backends.passes import Body
+from specdec.backends.passes import Body, CycleSetup, Pass
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Hidden, Parity
 from specdec.errors import ContractError
 
-MAX_ROWS = 16
+Mode = Literal["exact", "fast"]
+MAX_ROWS = 16  # of a pass that is no prompt, where no kernel of ours sets a lower limit
 _ON_LINUX = (
     "MLX's CPU device on Linux gives a row the same bits in any company; it promises nothing, so every load probes it"
 )
-_ELSEWHERE = (
-    "MLX's stock kernels may sum a row alone in another order than among others; near-ties may fall differently"
+_OWN = (
+    f"specdec's kernels give a row the same bits in any company of up to {lanes.MAX_ROWS} rows; longer chunks of a "
+    "prompt are computed by MLX's stock kernels, with other bits"
+)
+_STOCK = (
+    'mode = "fast": MLX\'s stock kernels may sum a row alone in another order than among others; near-ties may fall '
+    "differently"
 )
 
 
 class MetalOps:
-    """Ops in plain MLX operations. See ``specdec.backends.ops.Ops`` for what each one computes."""
+    """Ops in MLX operations. See ``specdec.backends.ops.Ops`` for what each one computes.
 
-    max_rows = MAX_ROWS
+    Args:
+        dtype: act.
+        mode: whose kernels compute passes of a few rows.
+        executor: who runs specdec's kernels; by default the GPU where MLX has one, else nobody: their references in
+            MLX operations are used.
+    """
+
     keeps = KEEPS
 
-    def __init__(self, dtype: mx.Dtype) -> None:
+    def __init__(self, dtype: mx.Dtype, *, mode: Mode = "exact", executor: Executor | None = None) -> None:
         self.dtype = dtype
+        self.mode = mode
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        self.kernels = f"MLX {mx.__version__}, stock kernels of the {'GPU' if on_gpu else 'CPU'}"
-        if sys.platform == "linux" and not on_gpu:
-            self.parity, self.parity_reason = Parity.BITWISE, _ON_LINUX
-        else:
-            self.parity, self.parity_reason = Parity.NUMERIC, _ELSEWHERE
+        if executor is None and on_gpu:
+            executor = OnMetal()
+        device = "GPU" if on_gpu else "CPU"
         # products that MLX's CPU device does not have in other dtypes, or whose parts it would round
         self._wide = not on_gpu and dtype != mx.float32
+        stock = StockKernels(self._wide)
+        self._few: KernelSet = stock
+        self._many: KernelSet = stock
+        self.max_rows = MAX_ROWS
+        self.exact_needs_probe = False
+        if mode == "fast":
+            self.kernels = f"MLX {mx.__version__}, stock kernels of the {device}"
+            self.parity, self.parity_reason = Parity.NUMERIC, _STOCK
+            return
+        self._few = OwnKernels(executor)
+        self.parity = Parity.BITWISE
+        if executor is None:
+            self._many = self._few  # references keep rows apart in a company of any size
+            self.kernels = f"MLX {mx.__version__}, operations of the {device} in place of specdec's kernels"
+            self.parity_reason = _ON_LINUX
+            self.exact_needs_probe = sys.platform != "linux"
+        else:
+            self.max_rows = lanes.MAX_ROWS
+            self.kernels = f"specdec's Metal kernels on MLX {mx.__version__}; prompts with its stock kernels"
+            self.parity_reason = _OWN
+            self.exact_needs_probe = on_gpu
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> MetalPasses:
         """Nothing is recorded: MLX builds the graph anew. See ``specdec.backends.metal.passes``."""
         return MetalPasses(body)
+
+    def greedy_cycles(self, target: Pass, mtp: Pass, setup: CycleSetup) -> MetalCycles | None:
+        return cycles_over(self, target, mtp, setup)
+
+    def _set(self, rows: int) -> KernelSet:
+        """Whose kernels compute a pass of so many rows."""
+        return self._few if rows <= self.max_rows else self._many
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
@@ -83,7 +132,8 @@ class MetalOps:
     # --- dense -----------------------------------------------------------------------------------------------------
 
     def embed(self, table: Matrix, tokens: Sequence[int]) -> mx.array:
-        rows = take(table, mx.array(list(tokens), mx.int32))
+        ids = tokens.ids if isinstance(tokens, DeviceTokens) else mx.array(list(tokens), mx.int32)
+        rows = take(table, ids)
         return rows.decoded(self.dtype) if isinstance(rows, PackedMatrix) else rows
 
     def project(
@@ -93,17 +143,21 @@ class MetalOps:
         return tuple(self.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     def project_heads(self, x: mx.array, weights: Matrix) -> mx.array:
-        return product(x.transpose(1, 0, 2), weights).transpose(1, 0, 2)
+        rows, heads, _ = x.shape
+        ids = mx.broadcast_to(mx.arange(heads, dtype=mx.int32), (rows, heads))
+        return self._set(rows).expert_product(x, weights, ids, dtype=self.dtype)
 
     def linear(self, x: mx.array, weight: Matrix, residual: mx.array | None = None) -> mx.array:
-        y = product(x, weight)
-        return y if residual is None else y + residual
+        return self._set(x.shape[0]).product(x, weight, residual, dtype=self.dtype)
 
     def swiglu(self, x: mx.array, gate: Matrix, up: Matrix) -> mx.array:
-        return self._gated(product(x, gate), product(x, up))
+        return self._gated(self._float32_product(x, gate), self._float32_product(x, up))
+
+    def _float32_product(self, x: mx.array, weight: Matrix) -> mx.array:
+        return self._set(x.shape[0]).product(x, weight, dtype=mx.float32)
 
     def _gated(self, gate: mx.array, up: mx.array) -> mx.array:
-        return (_silu(gate.astype(mx.float32)) * up.astype(mx.float32)).astype(self.dtype)
+        return (_silu(gate) * up).astype(self.dtype)
 
     def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
         return mx.fast.rms_norm(x.astype(mx.float32), weight, eps).astype(self.dtype)
@@ -116,20 +170,20 @@ class MetalOps:
     def route(
         self, x: mx.array, weight: Matrix, routing: Routing, bias: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        logits = _float32_product(x, weight)
+        logits = self._float32_product(x.astype(mx.float32), weight)
         sigmoid = routing.scores == "sigmoid"
         scores = mx.sigmoid(logits) if sigmoid else mx.softmax(logits, axis=-1, precise=True)
         choice = scores if bias is None else scores + bias
         if routing.groups > 1:
             grouped = choice.reshape(x.shape[0], routing.groups, -1)
-            worth = mx.take_along_axis(grouped, _best(grouped, 2), axis=-1).sum(axis=-1)
+            worth = _in_order(mx.take_along_axis(grouped, _best(grouped, 2), axis=-1))[..., 0]
             kept = _best(worth, routing.kept_groups)
             open_ = (kept[:, :, None] == mx.arange(routing.groups)).any(axis=1)
             choice = mx.where(open_[:, :, None], grouped, -mx.inf).reshape(choice.shape)
         ids = _best(choice, routing.top_k)
         weights = mx.take_along_axis(scores, ids, axis=-1)
         if routing.normalised:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (_in_order(weights) + 1e-20)
         return ids, weights * routing.scale
 
     def moe(
@@ -139,31 +193,22 @@ class MetalOps:
     ) -> mx.array:  # fmt: skip
         ids, weights = chosen
         gates, ups, downs = experts
-        each = x[:, None, None]  # [T, 1, 1, H], against [T, k] experts
-        gated = self._gated(self._expert_product(each, gates, ids), self._expert_product(each, ups, ids))
-        parts = self._expert_product(gated, downs, ids)[:, :, 0].astype(mx.float32)  # [T, k, H]
-        total = weights[:, :1] * parts[:, 0]
-        for slot in range(1, ids.shape[1]):
-            total = total + weights[:, slot : slot + 1] * parts[:, slot]
+        kernels = self._set(x.shape[0])
+        each = x[:, None]  # [T, 1, H], for all of a row's experts
+        gate, up = (kernels.expert_product(each, stack, ids, dtype=mx.float32) for stack in (gates, ups))
+        parts = kernels.expert_product(self._gated(gate, up), downs, ids, dtype=self.dtype).astype(mx.float32)
+        total = _in_order(weights[:, :, None] * parts, axis=1)[:, 0]
         if shared is not None:
             gate, up, down = shared
             common = self.linear(self.swiglu(x, gate, up), down).astype(mx.float32)
             if shared_gate is not None:
-                common = common * mx.sigmoid(_float32_product(x, shared_gate))
+                common = common * mx.sigmoid(self._float32_product(x.astype(mx.float32), shared_gate))
             total = total + common
         return (total + residual.astype(mx.float32)).astype(self.dtype)
 
-    def _expert_product(self, x: mx.array, stack: Matrix, ids: mx.array) -> mx.array:
-        """``x [T, 1 or k, 1, I]`` with the transposed matrices ``[O, I]`` of the experts ``ids [T, k]``."""
-        if isinstance(stack, PackedMatrix):
-            return stack.product(x, ids)
-        if self._wide:
-            x, stack = x.astype(mx.float32), stack.astype(mx.float32)
-        return mx.gather_mm(x, stack.swapaxes(-1, -2), rhs_indices=ids).astype(self.dtype)
-
     # --- attention -------------------------------------------------------------------------------------------------
 
-    def norm_rope(self, x: mx.array, weight: mx.array | None, eps: float, rope: Rope, position: int) -> mx.array:
+    def norm_rope(self, x: mx.array, weight: mx.array | None, eps: float, rope: Rope, position: Length) -> mx.array:
         wide = x.astype(mx.float32)
         if weight is not None:
             wide = mx.fast.rms_norm(wide, weight, eps).astype(self.dtype).astype(mx.float32)
@@ -176,31 +221,25 @@ class MetalOps:
     def attend(
         self, q: mx.array, k: mx.array, v: mx.array, cache: MetalKVCache, *, scale: float, gate: mx.array | None = None
     ) -> mx.array:
-        out = self._mixed(q, *cache.append(k, v), scale)
+        keys, values = cache.append(k, v)
+        wide = self.dtype if gate is None else mx.float32
+        out = self._set(q.shape[0]).attend(q, keys, values, cache.length, scale=scale, dtype=wide)
         if gate is not None:
-            out = out.astype(mx.float32) * mx.sigmoid(gate.astype(mx.float32))
-        return out.astype(self.dtype).reshape(q.shape[0], -1)
+            out = (out * mx.sigmoid(gate.astype(mx.float32))).astype(self.dtype)
+        return out.reshape(q.shape[0], -1)
 
     def attend_latent(
         self, q: mx.array, row: mx.array, cache: MetalLatentCache, *, scale: float, value_dims: int
     ) -> mx.array:
         rows = cache.append(row)
-        return self._mixed(q, rows, rows[..., :value_dims], scale).astype(self.dtype)
-
-    def _mixed(self, q: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Causal attention of ``q [T, nq, D]``, the last T of the S rows ``[1, nkv, S, ...]``: ``[T, nq, Dv]``."""
-        if self._wide:
-            q, keys, values = (array.astype(mx.float32) for array in (q, keys, values))
-        mask = "causal" if q.shape[0] > 1 else None
-        heads = q.transpose(1, 0, 2)[None]
-        out = mx.fast.scaled_dot_product_attention(heads, keys, values, scale=scale, mask=mask)
-        return out[0].transpose(1, 0, 2)
+        return self._set(q.shape[0]).attend(
+            q, rows, rows, cache.length, scale=scale, dtype=self.dtype, value_dims=value_dims
+        )
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
 
     def conv_window(self, x: mx.array, weight: mx.array, cache: MetalDeltaCache) -> mx.array:
-        cache.raw = mx.concatenate([cache.window, x])
-        wide, rows = cache.raw.astype(mx.float32), x.shape[0]
+        wide, rows = cache.convolve(x).astype(mx.float32), x.shape[0]
         total = wide[:rows] * weight[:, 0]
         for tap in range(1, weight.shape[1]):
             total = total + wide[tap : tap + rows] * weight[:, tap]
@@ -211,22 +250,28 @@ class MetalOps:
         shape: DeltaShape,
     ) -> mx.array:  # fmt: skip
         rows, keys = u.shape[0], shape.key_heads * shape.key_dim
-        wide = u.astype(mx.float32)
-        q = _unit(wide[:, :keys].reshape(rows, shape.key_heads, -1)) * shape.key_dim**-0.5
-        k = _unit(wide[:, keys : 2 * keys].reshape(rows, shape.key_heads, -1))
-        v = wide[:, 2 * keys :].reshape(rows, shape.value_heads, -1)
-        decay = mx.exp(-mx.exp(a_log) * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0.0))  # softplus
-        beta = mx.sigmoid(b.astype(mx.float32))
-        state = cache.state[None]
-
-        def run(count: int) -> tuple[mx.array, mx.array]:
-            inputs = (array[None, :count] for array in (q, k, v, decay, beta))
-            out, after = mx.fast.gated_delta_update(*inputs, state)
-            return out[0], after[0]
-
-        out, cache.after = run(rows)
-        cache.replay = lambda count: run(count)[1]
-        return out.astype(self.dtype)
+        split = [keys, 2 * keys]
+        q, k, v = (
+            part.reshape(rows, heads, -1)
+            for part, heads in zip(
+                mx.split(u, split, axis=1), (shape.key_heads, shape.key_heads, shape.value_heads), strict=True
+            )
+        )
+        block = DeltaInputs(
+            q=_unit(q) * shape.key_dim**-0.5,
+            k=_unit(k),
+            v=v,
+            g=mx.exp(-mx.exp(a_log) * mx.logaddexp(a.astype(mx.float32) + dt_bias, 0.0)),  # softplus
+            beta=mx.sigmoid(b.astype(mx.float32)),
+        )
+        state = cache.state
+        if rows > self.max_rows:
+            out, after = updated(state.matrix(), block)
+            cache.follow_whole(after)
+            return out.astype(self.dtype)
+        out, base, past = self._few.delta(state.base, state.past, state.kept, block, dtype=self.dtype)
+        cache.follow(base, past)
+        return out
 
     def gated_rms_norm(self, x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
         normed = mx.fast.rms_norm(x.astype(mx.float32), weight, eps)
@@ -235,7 +280,7 @@ class MetalOps:
     # --- head and rows ---------------------------------------------------------------------------------------------
 
     def head(self, x: mx.array, weight: Matrix) -> MetalLogits:
-        return MetalLogits(product(x, weight).astype(mx.float32))
+        return MetalLogits(self._float32_product(x, weight))
 
     def head_rows(self, weight: Matrix, tokens: Sequence[int], base: Any = None) -> MetalHeadRows:
         if base is None:
@@ -243,7 +288,15 @@ class MetalOps:
         return _own(base).extended(weight, tokens)
 
     def pruned_head(self, x: mx.array, rows: Any) -> MetalLogits:
-        return _own(rows).logits(x)
+        return _own(rows).spread(mx.concatenate([self._float32_product(x, part) for part in _own(rows).parts], axis=1))
+
+    def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
+        """The token that ``head(x).argmax()`` or ``pruned_head(x).argmax()`` gives for every row, on the device.
+
+        Int32 ``[T]``; -1 where those would raise. ``parts`` and ``ids`` are the whole head and None, or the parts of
+        gathered rows and the token ids of each.
+        """
+        return self._set(x.shape[0]).best(x, parts, ids)
 
     def hidden(self, x: Any) -> MetalHidden:
         return MetalHidden(from_host(x, self.dtype))
@@ -265,12 +318,17 @@ def _silu(x: mx.array) -> mx.array:
 
 
 def _unit(x: mx.array) -> mx.array:
-    return x * mx.rsqrt(x.square().sum(axis=-1, keepdims=True) + 1e-6)
+    """``x * rsqrt(sum(x^2) + 1e-6)`` over the last axis in float32, as an RMS norm: that sums every row alone."""
+    size = x.shape[-1]
+    return mx.fast.rms_norm(x.astype(mx.float32), None, 1e-6 / size) * size**-0.5
 
 
-def _float32_product(x: mx.array, weight: Matrix) -> mx.array:
-    """``x @ w.T`` not rounded to act."""
-    return product(x.astype(mx.float32), weight if isinstance(weight, PackedMatrix) else weight.astype(mx.float32))
+def _in_order(parts: mx.array, axis: int = -1) -> mx.array:
+    """The sum over an axis, first to last, which keeps the axis; a reduction's order may depend on other axes."""
+    first, *others = mx.split(parts, parts.shape[axis], axis=axis)
+    for other in others:
+        first = first + other
+    return first
 
 
 def _best(values: mx.array, count: int) -> mx.array:
@@ -285,11 +343,60 @@ def _best(values: mx.array, count: int) -> mx.array:
     return mx.argsort(keys, axis=-1)[..., :count].astype(mx.int32)
 
 
+def _turns(rope: Rope, position: Length, rows: int) -> tuple[mx.array, mx.array]:
+    """Cosines and sines ``[T, 1, R/2]`` float32, the same for all layers of a pass."""
+    if not isinstance(position, DeviceLength):
+        return _turns_at(rope, position, rows)
+    if (rope, rows) not in position.kept:
+        tables = _angles(rope).on_device(position.bound + rows)
+        cos, sin = (rows_from(table, position.array, rows) for table in tables)
+        position.kept[rope, rows] = cos, sin
+    found: tuple[mx.array, mx.array] = position.kept[rope, rows]
+    return found
+
+
 @functools.lru_cache(maxsize=8)
-def _turns(rope: Rope, position: int, rows: int) -> tuple[mx.array, mx.array]:
-    """Cosines and sines ``[T, 1, R/2]`` float32, the same for all layers of a pass.
+def _turns_at(rope: Rope, position: int, rows: int) -> tuple[mx.array, mx.array]:
+    cos, sin = _angles(rope).on_host(position + rows)
+    made = mx.array(cos[position : position + rows]), mx.array(sin[position : position + rows])
+    mx.eval(made)
+    return made
+
+
+@functools.lru_cache(maxsize=8)
+def _angles(rope: Rope) -> _Angles:
+    return _Angles(rope)
+
+
+class _Angles:
+    """Cosines and sines of the positions from 0 on, ``[S, 1, R/2]`` float32; grows as they are needed.
 
     Computed on the host: a GPU's own functions lose digits at angles as large as positions are.
     """
-    angles = np.arange(position, position + rows, dtype=np.float32)[:, None] * np.array(rope.inv_freq, np.float32)
-    return mx.array(np.cos(angles)[:, None]), mx.array(np.sin(angles)[:, None])
+
+    def __init__(self, rope: Rope) -> None:
+        self._frequencies = np.array(rope.inv_freq, np.float32)
+        empty = np.zeros((0, 1, len(rope.inv_freq)), np.float32)
+        self._tables = empty, empty
+        self._made: tuple[mx.array, mx.array] | None = None
+        self._lock = threading.Lock()
+
+    def on_host(self, size: int) -> tuple[Any, Any]:
+        """Tables of ``size`` positions or more."""
+        with self._lock:
+            have = len(self._tables[0])
+            if have < size:
+                new = max(size, have + have // 2, 1024)
+                angles = np.arange(have, new, dtype=np.float32)[:, None, None] * self._frequencies
+                added = np.cos(angles), np.sin(angles)
+                self._tables = tuple(np.concatenate(pair) for pair in zip(self._tables, added, strict=True))  # type: ignore[assignment]
+            return self._tables
+
+    def on_device(self, size: int) -> tuple[mx.array, mx.array]:
+        """The same numbers as MLX arrays."""
+        tables = self.on_host(size)
+        made = self._made
+        if made is None or made[0].shape[0] < size:
+            self._made = made = mx.array(tables[0]), mx.array(tables[1])
+            mx.eval(made)
+        return made

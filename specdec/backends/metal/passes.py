@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,25 +15,26 @@ class MetalPass:
     """A body over the caches of one sequence.
 
     Everything that a pass leaves behind is started with it: a prompt whose logits nobody reads would otherwise grow
-    one graph, and keep all that its chunks computed on the way.
+    one graph, and keep all that its chunks computed on the way. A commit leaves nothing to compute.
     """
 
     def __init__(self, body: Body, caches: Sequence[Any]) -> None:
-        self._body = body
-        self._caches = caches
+        self.body = body
+        self.caches = caches
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
-        x = self._body(self._caches, tokens, hidden)
-        self._start(x)
+        x = self.body(self.caches, tokens, hidden)
+        start([x], self.caches)
         return x
 
     def commit(self, rows: int) -> None:
-        for cache in self._caches:
+        for cache in self.caches:
             cache.commit(rows)
-        self._start()
 
-    def _start(self, *more: Array) -> None:
-        mx.async_eval(*more, *(array for cache in self._caches for array in cache.arrays()))
+
+def start(arrays: Iterable[mx.array], caches: Iterable[Any]) -> None:
+    """Begin to compute arrays and whatever caches hold; afterwards any thread may use them."""
+    mx.async_eval(*arrays, *(array for cache in caches for array in cache.arrays()))
 
 
 class MetalPasses:

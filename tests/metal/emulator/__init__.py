@@ -1,8 +1,8 @@
 """Runs the Metal source of MLX custom kernels on Linux: the text that MLX would compile, under g++, thread by thread.
 
-It finds what is wrong whatever the hardware: accesses outside a buffer, races, divergent collectives, values that nobody
-wrote. It shows what a result depends on: the order of threads, the order of sums, contraction. It says nothing about
-speed, registers, or the accuracy of the GPU's functions.
+It finds what is wrong whatever the hardware: accesses outside a buffer, races in threadgroup memory, divergent
+collectives, values that nobody wrote. It shows what a result depends on: the order of threads, the order of sums,
+contraction. It says nothing about speed, registers, races in device memory, or the accuracy of the GPU's functions.
 """
 
 from tests.metal.emulator.driver import Emulated, emulate, unavailable
@@ -22,6 +22,7 @@ from tests.metal.emulator.errors import (
     Uninitialised,
 )
 from tests.metal.emulator.knobs import ORDERS, TREES, Knobs, every_knob, some_knobs
+from tests.metal.emulator.lint import Finding, forbidden, plain_multiply_adds
 
 __all__ = [
     "ORDERS",
@@ -33,6 +34,7 @@ __all__ = [
     "EmulatorUnavailable",
     "Endless",
     "Fault",
+    "Finding",
     "ForbiddenError",
     "KernelError",
     "Knobs",
@@ -43,6 +45,8 @@ __all__ = [
     "Uninitialised",
     "emulate",
     "every_knob",
+    "forbidden",
+    "plain_multiply_adds",
     "some_knobs",
     "unavailable",
 ]

@@ -51,6 +51,7 @@ _KERNEL = (
     "-Wno-sign-compare",
 )
 _COMPILE_SECONDS = 120
+_GCC = 12  # the first with -ftrivial-auto-var-init
 _MAX_THREADS = 1024
 _INT_POISON = 0xA5  # floats are poisoned with 0xFF, a NaN that no arithmetic of the host makes
 _RUNNING = threading.Lock()  # the runtime has one set of fibers
@@ -129,6 +130,9 @@ def _unavailable(path: str) -> str | None:
         return "the emulator runs on Linux only"
     if shutil.which("g++", path=path) is None:
         return "g++ is not on PATH"
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, timeout=60).stdout.strip()
+    if not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < _GCC:
+        return f"the emulator needs g++ {_GCC} or newer, found {version!r}"
     if not _fuses():
         return "this processor has no fused multiply-add, without which contraction cannot be shown"
     return None
@@ -447,4 +451,5 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(("flags", "Features", "model name"))}))
+    wanted = ("flags", "Features", "model name")
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(wanted)}))

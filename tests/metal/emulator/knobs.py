@@ -1,4 +1,4 @@
-"""What Metal leaves open, as settings of a run: in which order threads run, how sums are formed, whether it contracts."""
+"""What Metal leaves open, as settings of a run: the order of threads, the order of sums, contraction."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def forbidden(text: str) -> list[Finding]:
 def plain_multiply_adds(text: str) -> list[Finding]:
     """Places where a float product is added to something without ``fma``: whether they fuse is the compiler's choice.
 
-    Seen is what stands in one expression. Left out are products of integers alone (names declared with integer types,
-    names in capitals, which are template arguments here, literals, and what is cast to an integer) and all in ``[...]``.
+    Seen is what stands in one expression. Left out are everything in ``[...]`` and products of integers alone: names
+    declared with integer types, names in capitals (template arguments here), literals, and what is cast to an integer.
     """
     lines = text.splitlines()
     found = [t for t in code(text)]
@@ -70,9 +70,7 @@ def plain_multiply_adds(text: str) -> list[Finding]:
             start, end = _term(found, at, types)
             if not _all_integers(found[start:end], integers) and _is_added(found, start, end, types):
                 places.append(token.line)
-    return [
-        Finding(line, lines[line - 1].strip(), "adds a product without fma") for line in sorted(set(places))
-    ]
+    return [Finding(line, lines[line - 1].strip(), "adds a product without fma") for line in sorted(set(places))]
 
 
 # ------------------------------------------------------------------------------------------------------- what is not
@@ -200,13 +198,13 @@ def _recursion(found: list[Token]) -> Iterator[tuple[int, str]]:
         called = {a.text for a, b in zip(body, body[1:], strict=False) if a.kind == "name" and b == "("}
         calls.setdefault(name.text, set()).update(called)
         lines[name.text] = name.line
-    for name in calls:
+    for function in calls:
         seen: set[str] = set()
-        waiting = list(calls[name])
+        waiting = list(calls[function])
         while waiting:
             other = waiting.pop()
-            if other == name:
-                yield lines[name], f"calls {name} from itself, and Metal has no recursion"
+            if other == function:
+                yield lines[function], f"calls {function} from itself, and Metal has no recursion"
                 break
             if other in calls and other not in seen:
                 seen.add(other)
@@ -339,7 +337,8 @@ def _operand_before(found: list[Token], at: int, types: set[str]) -> int:
             at = _open(found, at, "<", ">")
         before = found[at - 1] if at else None
         if token in (")", "]", ">"):
-            if before is not None and (before.kind == "name" and before.text not in _NOT_VALUES or before in ("]", ")")):
+            called = before is not None and before.kind == "name" and before.text not in _NOT_VALUES
+            if called or before in ("]", ")"):
                 at -= 1
                 continue
             if token == ")" and before == ">":

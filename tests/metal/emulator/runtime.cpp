@@ -526,6 +526,7 @@ void emu_threadgroup_barrier(bool orders_memory, int line) {
   at_barrier = 0;
   if (orders_memory) ++epoch;
   for (unsigned i = 0; i < live_threads; ++i) fibers[i].state = State::READY;
+  to_scheduler();  // the last to come is not the first to go on, unless the order says so
 }
 
 void* emu_threadgroup_memory(unsigned id, size_t bytes, size_t align, size_t item, const char* name) {

@@ -11,23 +11,23 @@ from tests.metal.emulator.errors import ForbiddenError
 from tests.metal.emulator.export import Exported, Parameter
 from tests.metal.emulator.tokens import Token, tokens
 
-_THREAD = {  # attribute: (type, expression)
-    "thread_position_in_grid": ("uint3", "emu_uint3(t.position_in_grid)"),
-    "thread_position_in_threadgroup": ("uint3", "emu_uint3(t.position_in_threadgroup)"),
-    "threadgroup_position_in_grid": ("uint3", "emu_uint3(t.threadgroup_position)"),
-    "threads_per_grid": ("uint3", "emu_uint3(t.threads_per_grid)"),
-    "grid_size": ("uint3", "emu_uint3(t.threads_per_grid)"),
-    "threadgroups_per_grid": ("uint3", "emu_uint3(t.threadgroups_per_grid)"),
-    "threads_per_threadgroup": ("uint3", "emu_uint3(t.threads_per_threadgroup)"),
-    "dispatch_threads_per_threadgroup": ("uint3", "emu_uint3(t.dispatched_per_threadgroup)"),
-    "thread_index_in_threadgroup": ("uint", "t.index_in_threadgroup"),
-    "thread_index_in_simdgroup": ("uint", "t.index_in_simdgroup"),
-    "thread_index_in_quadgroup": ("uint", "t.index_in_simdgroup % 4"),
-    "quadgroup_index_in_threadgroup": ("uint", "t.index_in_threadgroup / 4"),
-    "simdgroup_index_in_threadgroup": ("uint", "t.simdgroup_index"),
-    "simdgroups_per_threadgroup": ("uint", "t.simdgroups_per_threadgroup"),
-    "threads_per_simdgroup": ("uint", "emu::LANES"),
-    "thread_execution_width": ("uint", "emu::LANES"),
+_THREAD = {  # attribute: expression over the thread t
+    "thread_position_in_grid": "emu_uint3(t.position_in_grid)",
+    "thread_position_in_threadgroup": "emu_uint3(t.position_in_threadgroup)",
+    "threadgroup_position_in_grid": "emu_uint3(t.threadgroup_position)",
+    "threads_per_grid": "emu_uint3(t.threads_per_grid)",
+    "grid_size": "emu_uint3(t.threads_per_grid)",
+    "threadgroups_per_grid": "emu_uint3(t.threadgroups_per_grid)",
+    "threads_per_threadgroup": "emu_uint3(t.threads_per_threadgroup)",
+    "dispatch_threads_per_threadgroup": "emu_uint3(t.dispatched_per_threadgroup)",
+    "thread_index_in_threadgroup": "t.index_in_threadgroup",
+    "thread_index_in_simdgroup": "t.index_in_simdgroup",
+    "thread_index_in_quadgroup": "t.index_in_simdgroup % 4",
+    "quadgroup_index_in_threadgroup": "t.index_in_threadgroup / 4",
+    "simdgroup_index_in_threadgroup": "t.simdgroup_index",
+    "simdgroups_per_threadgroup": "t.simdgroups_per_threadgroup",
+    "threads_per_simdgroup": "emu::LANES",
+    "thread_execution_width": "emu::LANES",
 }
 
 
@@ -58,7 +58,7 @@ def _argument(kernel: str, index: int, parameter: Parameter) -> str:
         return pointer if parameter.pointer else "*" + pointer
     if parameter.name not in _THREAD:
         raise ForbiddenError(kernel, f"uses the attribute {parameter.name}, which the emulator does not have")
-    return _THREAD[parameter.name][1]
+    return _THREAD[parameter.name]
 
 
 def _rewrite(kernel: str, text: str) -> str:
@@ -191,7 +191,7 @@ class _Rewriter:
         while True:
             name = self._next()
             if name is None or name.kind != "name":
-                raise ForbiddenError(self._kernel, f"has a threadgroup declaration that is not understood (line {line})")
+                raise ForbiddenError(self._kernel, f"has a threadgroup declaration that is not clear (line {line})")
             self._at += 1
             dimensions, depth = "", 0
             while (token := self._next()) is not None and not (depth == 0 and token in (",", ";", "=", "(", "{")):

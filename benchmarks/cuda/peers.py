@@ -1,0 +1,192 @@
+"""Beside others: the same shapes in transformers' ``generate``, over the same weights; and the embedded model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from importlib import util
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benchmarks.cuda.models import Model, prompt_of
+from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, Shape
+from benchmarks.cuda.timing import Lab
+from benchmarks.cuda.weights import MadeWeights
+from specdec.measure.arms import Arm
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "static cache, compiled": {"cache_implementation": "static"},
+    "dynamic cache": {},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+}
+"""What ``generate`` is tried with, most promising first; the fastest one counts."""
+SKIPPED_STEPS = 4  # the first ones of a generation are not counted: prompt, warm-up of a graph
+
+
+def hf_model(shape: Shape, lab: Lab, dtype: torch.dtype, *, agreement: float | None) -> Any:
+    """transformers' model of a shape with our weights in it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = dict(shape.config)
+    made = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device(lab.place):
+        model: Any = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
+    weights = MadeWeights(shape, lab.place, dtype=dtype, agreement=agreement)
+    filled = set()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            canonical = name.removeprefix("model.")
+            parameter.copy_(weights[canonical])
+            filled.add(canonical)
+    left = {name for name in weights if not name.startswith("mtp.")} - filled
+    if left - {"lm_head.weight"}:
+        raise AssertionError(f"transformers has no place for {sorted(left)[:3]}")
+    return model.eval()
+
+
+class Theirs:
+    """``generate`` at one setting; seconds per token by a stamp after every step."""
+
+    def __init__(self, model: Any, lab: Lab, settings: dict[str, Any]) -> None:
+        from transformers import StoppingCriteria
+
+        class Stamps(StoppingCriteria):
+            """Never stops; keeps the time of every step."""
+
+            def __init__(self) -> None:
+                self.times: list[float] = []
+
+            def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+                lab.synchronise()
+                self.times.append(perf_counter())
+                return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+        self._model, self._lab, self._settings, self._stamps = model, lab, settings, Stamps
+
+    def run(self, prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
+        """Tokens per second after the first steps, and the tokens."""
+        stamps = self._stamps()
+        ids = torch.tensor([list(prompt)], device=self._lab.place)
+        with torch.inference_mode():
+            out = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+                stopping_criteria=[stamps], pad_token_id=0, eos_token_id=None, **self._settings,
+            )  # fmt: skip
+        skipped = min(SKIPPED_STEPS, len(stamps.times) - 2)
+        counted = stamps.times[skipped:]
+        return (len(counted) - 1) / (counted[-1] - counted[0]), out[0, len(prompt) :].tolist()
+
+
+def beside_transformers(
+    model: Model, depth: int, out: dict[str, Any], write: Callable[[], None], *, agreement: float | None, tokens: int,
+    repeats: int, skip: Callable[[str, str], None], out_of_time: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
+    """Tokens per second of ours, plain and speculative, and of ``generate`` at each setting, in turns."""
+    import transformers
+
+    shape, lab = model.shape, model.lab
+    prompt = prompt_of(shape, shape.context)
+    capacity = shape.context + tokens + 24
+    ours = {
+        "plain": Arm(model.pipeline("none", 0, capacity=capacity)),
+        "speculative": Arm(model.pipeline("mtp", depth, capacity=capacity)),
+    }
+    theirs = hf_model(shape, lab, model.dtype, agreement=agreement)
+    out |= {
+        "transformers": transformers.__version__, "depth": depth, "tokens": tokens, "context": shape.context,
+        "kernel_packages": {name: util.find_spec(name) is not None for name in ("fla", "causal_conv1d", "kernels")},
+        "settings": {},
+    }  # fmt: skip
+    for setting, options in SETTINGS.items():
+        if "compiled" in setting and not lab.real:
+            skip(setting, "compiling takes minutes, and its speed without a device says nothing")
+            continue
+        if out_of_time():
+            skip(setting, "no time was left")
+            continue
+        began = perf_counter()
+        arm = Theirs(theirs, lab, options)
+        try:
+            for _ in range(2 if lab.real else 1):
+                arm.run(prompt, tokens)
+        except Exception as error:  # noqa: BLE001  a setting that this model of theirs does not take
+            skip(setting, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+            continue
+        warm_up = perf_counter() - began
+        rates: dict[str, list[float]] = {"plain": [], "speculative": [], "theirs": []}
+        for _ in range(repeats):
+            for name in ("plain", "speculative", "theirs", "theirs", "speculative", "plain"):
+                if name == "theirs":
+                    rate, generated = arm.run(prompt, tokens)
+                else:
+                    run = ours[name].run(prompt, max_new_tokens=tokens)
+                    rate = run.rate
+                    if name == "plain":
+                        expected = list(run.tokens)
+                rates[name].append(rate)
+        middle = {name: statistics.median(values) for name, values in rates.items()}
+        out["settings"][setting] = {
+            "warm_up_seconds": warm_up,
+            "tokens_per_second": middle,
+            "spread": {name: [min(values), max(values)] for name, values in rates.items()},
+            "ratio": {name: middle[name] / middle["theirs"] for name in ours},
+            "same_tokens": sum(a == b for a, b in zip(expected, generated, strict=False)) / max(1, len(generated)),
+        }
+        write()
+    if out["settings"]:
+        best = max(out["settings"], key=lambda name: out["settings"][name]["tokens_per_second"]["theirs"])
+        out["best_setting"] = best
+        out["ratio"] = out["settings"][best]["ratio"]
+        out["targets"] = dict(AGAINST_TRANSFORMERS)
+    write()
+
+
+def demo(
+    lab: Lab, out: dict[str, Any], write: Callable[[], None], *, tokens: int, repeats: int, depths: Sequence[int]
+) -> list[str]:
+    """The embedded model on the device: plain against speculative by class of prompt; returns broken parity."""
+    import specdec
+    from benchmarks.common import encoded_prompts
+
+    failures: list[str] = []
+    backend = "cuda" if lab.real else "cpu"
+    began = perf_counter()
+    plain = specdec.load(drafter="none", backend=backend)
+    out |= {"backend": backend, "load_seconds": perf_counter() - began, "device": plain.info.device,
+            "kernels": plain.info.kernels, "parity": plain.info.parity.value, "notices": plain.notices}  # fmt: skip
+    if plain.info.parity.value != "bitwise":
+        failures.append(f"the embedded model: parity is {plain.info.parity.value}: {plain.info.parity_reason}")
+    prompts = encoded_prompts(plain.tokenizer)
+    host = specdec.load(drafter="none", backend="cpu") if lab.real else plain
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True}
+    out["depths"] = {}
+    for depth in depths:
+        speculative = specdec.load(depth=depth, backend=backend)
+        arms = {"plain": Arm(plain), "speculative": Arm(speculative)}
+        classes: dict[str, Any] = {}
+        for name, prompt in prompts.items():
+            rates: dict[str, list[float]] = {"plain": [], "speculative": []}
+            outputs = {}
+            for warmed in arms.values():
+                warmed.run(prompt, **settings)
+            for _ in range(repeats):
+                for kind in (*arms, *reversed(arms)):
+                    outputs[kind] = arms[kind].run(prompt, **settings)
+                    rates[kind].append(outputs[kind].rate)
+            if outputs["plain"].tokens != outputs["speculative"].tokens:
+                failures.append(f"the embedded model, depth {depth}, {name!r}: speculative tokens differ")
+            reference = host.generate(prompt, **settings).tokens if lab.real else list(outputs["plain"].tokens)
+            equal = [a == b for a, b in zip(reference, outputs["plain"].tokens, strict=True)]
+            a, b = (statistics.median(rates[kind]) for kind in ("plain", "speculative"))
+            cycles = outputs["speculative"].cycles
+            classes[name] = {
+                "plain_tokens_per_second": a, "speculative_tokens_per_second": b, "ratio": b / a,
+                "tokens_per_cycle": len(outputs["speculative"].tokens) / len(cycles),
+                "as_on_the_host_until": equal.index(False) if False in equal else None,
+            }  # fmt: skip
+        ratios = [entry["ratio"] for entry in classes.values()]
+        out["depths"][str(depth)] = {"classes": classes, "mean_ratio": sum(ratios) / len(ratios)}
+        write()
+    return failures

@@ -1,0 +1,160 @@
+"""What was asked, what was found: the table of targets, figures and ratios, and the chart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, INVARIANCE_PRICE, SHAPES, predict
+
+FIELDS = ("decode_of_bound", "verify_4", "draft", "speedup")
+TITLES = {
+    "decode_of_bound": "decode / bandwidth bound",
+    "verify_4": "verify(4) / decode",
+    "draft": "draft step, pruned / decode",
+    "speedup": 'net speed-up, profile "mixed"',
+}
+
+
+@attrs.frozen(kw_only=True)
+class Line:
+    """One target."""
+
+    shape: str
+    quantity: str
+    target: float
+    least: bool  # the figure should reach the target; else it should stay below
+    predicted: float | None
+    figure: float | None  # None: not measured
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """The figure over the target."""
+        return None if self.figure is None else self.figure / self.target
+
+    @property
+    def met(self) -> bool | None:
+        if self.figure is None:
+            return None
+        return self.figure >= self.target if self.least else self.figure <= self.target
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**attrs.asdict(self), "ratio": self.ratio, "met": self.met}
+
+
+def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
+    """Every target, with its figure where there is one."""
+    for name, shape in SHAPES.items():
+        model = results.get("models", {}).get(name, {})
+        predicted = predict(shape)
+        guesses = {
+            "decode_of_bound": predicted.decode_of_bound, "verify_4": predicted.verify_4, "draft": predicted.draft,
+            "speedup": predicted.costs.best()[1],
+        }  # fmt: skip
+        speedup, note = _speedup(model)
+        figures = {
+            "decode_of_bound": _at(model, "decode", "of_bound"), "verify_4": _at(model, "verify", "4", "of_decode"),
+            "draft": _at(model, "draft", "pruned", "of_decode"), "speedup": speedup,
+        }  # fmt: skip
+        for field in FIELDS:
+            target = getattr(shape.targets, field)
+            if target is not None:
+                yield Line(
+                    shape=name, quantity=TITLES[field], target=target, least=field in ("decode_of_bound", "speedup"),
+                    predicted=guesses[field], figure=figures[field], note=note if field == "speedup" else "",
+                )  # fmt: skip
+    for name in SHAPES:
+        found = results.get("transformers", {}).get(name, {})
+        for arm, target in AGAINST_TRANSFORMERS.items():
+            yield Line(
+                shape=name, quantity=f"{arm} / transformers' generate", target=target, least=True, predicted=None,
+                figure=_at(found, "ratio", arm), note=found.get("best_setting", ""),
+            )  # fmt: skip
+    for name in SHAPES:
+        found = results.get("kernels", {}).get(name, {})
+        yield Line(
+            shape=name, quantity="our products / cuBLAS at one row", target=INVARIANCE_PRICE, least=False,
+            predicted=1.0, figure=_at(found, "price"),
+        )  # fmt: skip
+
+
+def _speedup(model: Mapping[str, Any]) -> tuple[float | None, str]:
+    """The best depth's speed-up: by generations where there were some, else by the identity over passes."""
+    generation = model.get("generation", {})
+    found = [(entry[arm]["speedup"], depth, arm) for depth, entry in generation.items() for arm in ("made", "coin")]
+    if found:
+        speedup, depth, arm = max(found)
+        where = "cycles on the device" if generation[depth]["cycles_on_the_device"] and arm == "made" else "the engine"
+        bare = generation[depth][arm]["speedup_over_graph_decode"]
+        return speedup, f"depth {depth}, {where}, seconds of {arm} cycles; {bare:.2f} over a decode as a graph"
+    identity = model.get("speedup_by_identity")
+    if identity:
+        return identity["speedup"], f"depth {identity['best_depth']}, added up from passes: no generation was timed"
+    return None, ""
+
+
+def _at(tree: Any, *keys: str) -> float | None:
+    for key in keys:
+        if not isinstance(tree, Mapping) or key not in tree:
+            return None
+        tree = tree[key]
+    return float(tree)
+
+
+def print_kernels(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """One line per kernel: microseconds, share of the stream read, price of more rows."""
+    for name, found in results.get("kernels", {}).items():
+        print(f"\nkernels of {name}")
+        for case, entry in found.get("cases", {}).items():
+            rows = entry["rows"]
+            cells = [f"T={count} {1e6 * row['median']:.1f} us x{row['of_one_row']:.2f}" for count, row in rows.items()]
+            first = next(iter(rows.values()))
+            share = f"{first['of_bandwidth']:.2f} BW" if first["bytes"] else "-"
+            print(f"  {case:38} {share:>8}  {'  '.join(cells)}")
+        for product, entry in found.get("prices", {}).items():
+            ours, cublas = entry["ours"]["median"], entry["cublas"]["median"]
+            print(f"  price of {product:29} {entry['ratio']:8.3f}  {1e6 * ours:.1f} us, cuBLAS {1e6 * cublas:.1f} us")
+
+
+def print_table(data: Mapping[str, Any], *, real: bool) -> list[Line]:
+    """The table last, since the end of an output is what is read."""
+    results = data["results"]
+    print_kernels(results)
+    found = list(lines(results))
+    print(f"\n{'shape':6} {'quantity':34} {'target':>9} {'predicted':>9} {'figure':>8} {'ratio':>6}")
+    for line in found:
+        sign = ">=" if line.least else "<="
+        predicted = "-" if line.predicted is None else f"{line.predicted:.3f}"
+        figure, ratio, verdict = "-", "-", "not measured"
+        if line.figure is not None and line.ratio is not None:
+            figure, ratio, verdict = f"{line.figure:.3f}", f"{line.ratio:.2f}", "met" if line.met else "MISSED"
+        print(
+            f"{line.shape:6} {line.quantity:34} {sign} {line.target:<6} {predicted:>9} {figure:>8} {ratio:>6}  "
+            + verdict
+            + (f"  ({line.note})" if line.note else "")
+        )
+    if not real:
+        print("\nnot a measurement: kernels were interpreted on the host, and the shape is a toy")
+    return found
+
+
+def plot(found: list[Line], path: Path) -> None:
+    """Figure over target, a bar each. Raises: UnsupportedError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    from specdec.measure.plots import COLOURS, save_figure
+
+    known = [line for line in found if line.ratio is not None]
+    figure = Figure(figsize=(10, 1.2 + 0.32 * max(1, len(known))), layout="constrained")
+    axes = figure.subplots()
+    for place, line in enumerate(reversed(known)):
+        axes.barh(place, line.ratio or 0.0, color=COLOURS[2] if line.met else COLOURS[1])
+        axes.text(0.01, place, f" {line.figure:.3f} ({'>=' if line.least else '<='} {line.target:g})", va="center")
+    axes.set_yticks(range(len(known)), [f"{line.shape}: {line.quantity}" for line in reversed(known)])
+    axes.axvline(1.0, color="#5f6368", linewidth=1, linestyle="--")
+    axes.set(xlabel="figure over target (green: met)")
+    save_figure(figure, path)

@@ -1,0 +1,246 @@
+"""Shapes that are measured, the bytes that their passes read, and what the model of decoding predicts for them.
+
+Bytes of a pass of T rows behind a context: every matrix once, keys and values of the context once, and the recurrent
+states read once and written T times (a state is kept per row, so that rolling back costs nothing).
+
+    t = bytes / (STREAMED * bandwidth) + kernels * GAP
+
+``STREAMED`` (what a large streaming product reaches of the stream-read bandwidth) and ``GAP`` (seconds from one kernel
+to the next one that needs its result, inside a graph) are assumptions of the predictions; they are what the first
+measurements should replace.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from specdec.measure.synthetic import PROFILES
+
+CONTEXT = 2048
+DRAFT_ROWS = 32768  # of a pruned draft head
+BANDWIDTH = 4.3e12  # bytes per second of a stream read on an H200, until measured
+STREAMED = 0.93
+GAP = 1.5e-6
+PER_ROW = 1.0e-6  # seconds of one more row of the recurrence, per linear layer
+DRAFT_STREAMED = 0.8  # the matrices of a draft step are smaller
+DRAFT_LATENCY = 30e-6
+BOOKKEEPING = 6e-6  # accept and commit
+DEPTHS = (1, 2, 3, 4)  # as deep as the profile "mixed" was published
+
+# kernels of the design: what one launch does is named in docs/performance.md
+DELTA_LAYER_KERNELS = 5
+ATTENTION_LAYER_KERNELS = 7
+PASS_KERNELS = 6  # embedding, final norm, head, fold of the head's tiles, the table in, the commit
+
+
+@attrs.frozen(kw_only=True)
+class Targets:
+    """What is asked of a shape: least fractions and speed-ups, largest ratios. None: nothing is."""
+
+    decode_of_bound: float | None = None
+    verify_4: float | None = None
+    draft: float | None = None
+    speedup: float | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """A Qwen3.5 shape."""
+
+    name: str
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    value_heads: int
+    tied: bool
+    key_heads: int = 16
+    linear_dim: int = 128
+    head_dim: int = 256
+    vocabulary: int = 248320
+    draft_rows: int = DRAFT_ROWS
+    context: int = CONTEXT
+    targets: Targets = Targets()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``config.json`` of a checkpoint of this shape."""
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.linear_dim, "linear_value_head_dim": self.linear_dim,
+            "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+            "max_position_embeddings": 32768, "tie_word_embeddings": self.tied, "hidden_act": "silu",
+            "mtp_num_hidden_layers": 1, "layer_types": self._layer_types(),
+        }  # fmt: skip
+
+    def _layer_types(self) -> list[str]:
+        """Every fourth layer attends; of fewer than four the last one does."""
+        every = min(4, self.layers)
+        return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(self.layers)]
+
+    @functools.cached_property
+    def family(self) -> Any:
+        """The family's own config."""
+        from specdec.models.qwen3_5 import Qwen35Config
+
+        return Qwen35Config.parse(self.config)
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by canonical name."""
+        from specdec.models.qwen3_5 import tensors
+
+        return {name: spec.shape for name, spec in tensors(self.family).items() if not spec.optional}
+
+    @property
+    def attention_layers(self) -> int:
+        return int(self.family.layer_types.count("full_attention"))
+
+    @property
+    def delta_layers(self) -> int:
+        return self.layers - self.attention_layers
+
+    # --- bytes -------------------------------------------------------------------------------------------------------
+
+    def _values(self, *, mtp: bool) -> int:
+        aside = ("embed_tokens.", "lm_head.")
+        return sum(
+            math.prod(shape) for name, shape in self.tensors.items()
+            if name.startswith("mtp.") is mtp and not name.startswith(aside)
+        )  # fmt: skip
+
+    @property
+    def head_bytes(self) -> int:
+        return 2 * self.vocabulary * self.hidden
+
+    def kv_bytes(self, context: int, layers: int) -> int:
+        return context * layers * 2 * self.kv_heads * self.head_dim * 2
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all recurrent states, once."""
+        return self.delta_layers * self.value_heads * self.linear_dim**2 * 4
+
+    def pass_bytes(self, rows: int, context: int | None = None) -> int:
+        """What a target pass of ``rows`` rows must move, its head included."""
+        at = self.context if context is None else context
+        matrices = 2 * self._values(mtp=False) + self.head_bytes
+        return matrices + self.kv_bytes(at, self.attention_layers) + (1 + rows) * self.state_bytes
+
+    def draft_bytes(self, head_rows: int, context: int | None = None) -> int:
+        """What one MTP step must move."""
+        at = self.context if context is None else context
+        return 2 * self._values(mtp=True) + 2 * head_rows * self.hidden + self.kv_bytes(at, 1)
+
+
+SHAPES = {
+    "0.8b": Shape(
+        name="0.8b", hidden=1024, layers=24, intermediate=3584, heads=8, kv_heads=2, value_heads=16, tied=True,
+        targets=Targets(decode_of_bound=0.55, verify_4=1.12, draft=0.12, speedup=1.4),
+    ),
+    "4b": Shape(
+        name="4b", hidden=2560, layers=32, intermediate=9216, heads=16, kv_heads=4, value_heads=32, tied=True,
+        targets=Targets(decode_of_bound=0.80, verify_4=1.08, draft=0.07, speedup=2.0),
+    ),
+    "9b": Shape(
+        name="9b", hidden=4096, layers=32, intermediate=12288, heads=16, kv_heads=4, value_heads=32, tied=False,
+        targets=Targets(decode_of_bound=0.85, verify_4=1.06, draft=0.065, speedup=2.1),
+    ),
+}  # fmt: skip
+TOY = Shape(
+    name="toy", hidden=32, layers=2, intermediate=48, heads=1, kv_heads=1, value_heads=1, key_heads=1, linear_dim=16,
+    head_dim=16, vocabulary=96, tied=True, draft_rows=48, context=3,
+)  # fmt: skip
+"""For runs without a device: all layer kinds, no size."""
+
+AGAINST_TRANSFORMERS = {"speculative": 5.0, "plain": 2.0}
+INVARIANCE_PRICE = 1.05  # our product at one row over cuBLAS', at most
+IDENTITY = 0.03  # what a generation may take more or less than its parts
+PROFILE = PROFILES["mixed"]
+
+
+# --- speed-ups -------------------------------------------------------------------------------------------------------
+
+
+def conditional(cumulative: Sequence[float], depth: int) -> list[float]:
+    """Conditional acceptances of the first ``depth`` positions."""
+    before = (1.0, *cumulative)
+    return [rate / last for last, rate in zip(before, cumulative, strict=False)][:depth]
+
+
+@attrs.frozen(kw_only=True)
+class Costs:
+    """Seconds of the parts of a cycle."""
+
+    decode: float
+    verify: Mapping[int, float]  # by rows
+    draft: float  # one step
+    bookkeeping: float
+
+    def cycle(self, depth: int) -> float:
+        return self.verify[depth + 1] + depth * self.draft + self.bookkeeping
+
+    def speedup(self, depth: int, cumulative: Sequence[float] = PROFILE) -> float:
+        """Tokens per second of cycles of ``depth`` over those of plain decoding."""
+        from specdec.measure.speed_model import expected_tokens
+
+        return expected_tokens(conditional(cumulative, depth)) * self.decode / self.cycle(depth)
+
+    def best(self, cumulative: Sequence[float] = PROFILE) -> tuple[int, float]:
+        """The depth with the largest speed-up among those whose pass was timed, and that speed-up."""
+        depths = [depth for depth in DEPTHS if depth + 1 in self.verify]
+        return max(((depth, self.speedup(depth, cumulative)) for depth in depths), key=lambda pair: pair[1])
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Prediction:
+    """What the model says of a shape, in seconds."""
+
+    bound: float  # of a decode, at the full bandwidth
+    kernels: int
+    costs: Costs
+
+    @property
+    def decode_of_bound(self) -> float:
+        return self.bound / self.costs.decode
+
+    @property
+    def verify_4(self) -> float:
+        return self.costs.verify[4] / self.costs.decode
+
+    @property
+    def draft(self) -> float:
+        return self.costs.draft / self.costs.decode
+
+
+def predict(shape: Shape, bandwidth: float = BANDWIDTH, gap: float = GAP) -> Prediction:
+    """The model of the module's docstring; more rows add the bytes of their states and a step of the recurrence."""
+    kernels = shape.delta_layers * DELTA_LAYER_KERNELS + shape.attention_layers * ATTENTION_LAYER_KERNELS + PASS_KERNELS
+
+    def verify(rows: int) -> float:
+        more = (shape.pass_bytes(rows) - shape.pass_bytes(1)) / bandwidth
+        return decode + more + PER_ROW * (rows - 1) * shape.delta_layers
+
+    bound = shape.pass_bytes(1) / bandwidth
+    decode = bound / STREAMED + kernels * gap
+    draft = shape.draft_bytes(shape.draft_rows) / (DRAFT_STREAMED * bandwidth) + DRAFT_LATENCY
+    costs = Costs(
+        decode=decode,
+        verify={rows: verify(rows) for rows in range(1, DEPTHS[-1] + 2)},
+        draft=draft,
+        bookkeeping=BOOKKEEPING,
+    )
+    return Prediction(bound=bound, kernels=kernels, costs=costs)

@@ -1,0 +1,36 @@
+"""The CUDA backend: Triton kernels and CUDA graphs. Its spec imports neither triton nor the ops until one is built."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from specdec.contract import BackendSpec, NoConfig
+from specdec.hookspecs import hookimpl
+
+
+def _build(config: NoConfig) -> Any:
+    from specdec.backends.cuda.backend import CudaBackend
+
+    return CudaBackend()
+
+
+def _available() -> str | None:
+    """Looks for triton without importing it, then asks torch about the device."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'specdec-framework[cuda]')"
+    from specdec.backends.cuda.device import unusable
+
+    return unusable()
+
+
+@hookimpl
+def specdec_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="cuda",
+            factory=_build,
+            available=_available,
+            help="Triton kernels and CUDA graphs: NVIDIA GPUs from Ampere on",
+        )
+    ]

@@ -1,0 +1,411 @@
+"""Per-layer state on the device, behind an address table: kernels never get an address or a length from the host.
+
+Every cache owns one row of the table (columns in ``kernels.launch``), and the host keeps a mirror of it: it knows what
+it launched, so nothing is ever read back. Rows are changed by launches and copies that stand in line with the passes.
+Memory grows by stages up to the capacity; the addresses change then, and graphs that know the table's row alone do not.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from specdec.backends.cuda.arrays import Convolved
+from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
+from specdec.backends.cuda.memory import rows_for
+from specdec.backends.ops import DeltaShape
+from specdec.errors import StateError
+
+MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
+FIRST_SLOTS = 6  # states of a new delta cache: passes of up to 5 rows; longer ones make it MAX_ROWS + 1
+MORE_ROOM = "target.capacity below that, which ends sessions earlier; fewer open sessions; a quantised checkpoint"
+
+
+class Kind(enum.IntEnum):
+    """What a commit does to a row of the table."""
+
+    ROWS = 0  # LENGTH += kept
+    STATES = 1  # and SLOT moves on by as many states
+
+
+class Position(int):
+    """A cache's committed length, which knows the table row that holds it: kernels read it there."""
+
+    row: Tensor
+
+    def __new__(cls, length: int, row: Tensor) -> Position:
+        made = super().__new__(cls, length)
+        made.row = row
+        return made
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class DeviceCache:
+    """What the caches share: the row, its mirror, and when memory is taken."""
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, device: Device, capacity: int) -> None:
+        self.device = device
+        self.capacity = capacity
+        self.row = torch.empty(COLUMNS, dtype=torch.int64, device=device.place)
+        self._length = 0
+        self._pending: int | None = None  # rows of the pass that is not committed yet
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+        return Position(self._length, self.row)
+
+    @property
+    def bound(self) -> int:
+        """Rows that memory was taken for: no pass reads behind them."""
+        raise NotImplementedError
+
+    def entries(self) -> list[int]:
+        """The row of the table, as the host knows it."""
+        raise NotImplementedError
+
+    def adopt(self, row: Tensor) -> None:
+        """Keep the row in a table with others from now on; ``write_rows`` fills it."""
+        self.row = row
+
+    def write(self) -> None:
+        """Bring the row on the device to what the host knows."""
+        write_rows([self], self.row[None])
+
+    def reserve(self, rows: int) -> None:
+        """Make room for a pass of ``rows`` rows behind the committed ones.
+
+        Raises: StateError above the capacity, OutOfMemory.
+        """
+        end = self._length + rows
+        if end > self.capacity:
+            raise StateError(f"the cache holds {self.capacity} tokens, {end} are needed")
+        self.make_room(end, rows)
+        self._pending = rows
+
+    def make_room(self, end: int, rows: int) -> bool:
+        """Have memory for ``end`` rows in all and passes of ``rows`` rows; whether that moved it.
+
+        Rows and states that the device has, but the host has not counted yet, move along.
+        Raises: StateError above the capacity, OutOfMemory.
+        """
+        raise NotImplementedError
+
+    def commit(self, rows: int) -> None:
+        """Keep the first ``rows`` rows of the last pass, or drop them all."""
+        if rows:
+            self.advance(rows)
+            self.write()
+        self._pending = None
+
+    def advance(self, rows: int) -> None:
+        """Count ``rows`` rows that the table's row has been advanced by already."""
+        self._length += rows
+        self._pending = None
+
+    def advances_alone(self) -> bool:
+        """Whether the launch that commits a pass of up to ``MAX_ROWS`` rows is right for the last one."""
+        return self._pending is None or self._pending <= MAX_ROWS
+
+
+class CudaKVCache(DeviceCache):
+    """Keys and values ``[bound, nkv, D]`` in act dtype; rows at and behind ``length`` are stale or provisional."""
+
+    kind = Kind.ROWS
+
+    def __init__(self, device: Device, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__(device, capacity)
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.keys, self.values = self._taken(2, rows_for(0, 0, capacity), dtype)
+        self.write()
+
+    def _taken(self, count: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
+        size = (rows, self.kv_heads, self.head_dim)
+        nbytes = count * rows * self.kv_heads * self.head_dim * dtype.itemsize
+        with self.device.guarded(f"keys and values of {rows} tokens in one layer", nbytes, MORE_ROOM):
+            return [torch.empty(size, dtype=dtype, device=self.device.place) for _ in range(count)]
+
+    @property
+    def bound(self) -> int:
+        return self.keys.shape[0]
+
+    def entries(self) -> list[int]:
+        return [self._length, self.keys.data_ptr(), self.values.data_ptr(), self.bound, 0, 0, 0, 0]
+
+    def make_room(self, end: int, rows: int) -> bool:
+        wanted = rows_for(end, self.bound, self.capacity)
+        if wanted == self.bound:
+            return False
+        self._grow(wanted)
+        self.write()
+        return True
+
+    def _grow(self, rows: int) -> None:
+        self.keys, self.values = self._longer(self.keys, rows), self._longer(self.values, rows)
+
+    def _longer(self, held: Tensor, rows: int) -> Tensor:
+        (made,) = self._taken(1, rows, held.dtype)
+        made[: len(held)] = held
+        return made
+
+    def truncate(self, length: int) -> bool:
+        self._length, self._pending = length, None
+        self.write()
+        return True
+
+    def save(self) -> dict[str, Tensor]:
+        return {"keys": self.keys[: self._length].clone(), "values": self.values[: self._length].clone()}
+
+    def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
+        self._length, self._pending = 0, None
+        self.make_room(length, 0)
+        self.keys[:length] = arrays["keys"]
+        self.values[:length] = arrays["values"]
+        self._length = length
+        self.write()
+
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class CudaLatentCache(CudaKVCache):
+    """Rows of latent attention ``[bound, 1, D]``: keys are whole rows, values their first entries. Kept once."""
+
+    def __init__(self, device: Device, capacity: int, dims: int, dtype: torch.dtype) -> None:
+        DeviceCache.__init__(self, device, capacity)
+        self.kv_heads, self.head_dim = 1, dims
+        (self.keys,) = self._taken(1, rows_for(0, 0, capacity), dtype)
+        self.write()
+
+    @property
+    def rows(self) -> Tensor:
+        """``[bound, D]``."""
+        return self.keys[:, 0]
+
+    def entries(self) -> list[int]:
+        return [self._length, self.keys.data_ptr(), 0, self.bound, 0, 0, 0, 0]
+
+    def _grow(self, rows: int) -> None:
+        self.keys = self._longer(self.keys, rows)
+
+    def save(self) -> dict[str, Tensor]:
+        return {"rows": self.keys[: self._length].clone()}
+
+    def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
+        self._length, self._pending = 0, None
+        self.make_room(length, 0)
+        self.keys[:length] = arrays["rows"]
+        self._length = length
+        self.write()
+
+    def nbytes(self) -> int:
+        return self.keys.nbytes
+
+
+class CudaDeltaCache(DeviceCache):
+    """Recurrent matrices ``[S, Hv, Dk, Dv]`` float32, one per slot, and a ring ``[W, C]`` of raw convolution rows.
+
+    A pass of T rows leaves the matrix after row t in the slot ``SLOT + 1 + t``, and the raw row of position p stands at
+    ``p % W``: a commit of any number of rows is a matter of counting. A prompt leaves only its last matrix, in the next
+    slot, and is committed whole.
+    """
+
+    kind = Kind.STATES
+
+    def __init__(self, device: Device, shape: DeltaShape, dtype: torch.dtype) -> None:
+        super().__init__(device, 2**62)  # a state has no length
+        self.shape = shape
+        self._slot = 0
+        window = shape.kernel - 1
+        self.ring_rows = 32
+        while self.ring_rows < window + MAX_ROWS:
+            self.ring_rows *= 2
+        self.states = self._taken(FIRST_SLOTS)
+        self.ring = torch.zeros(self.ring_rows, shape.channels, dtype=dtype, device=device.place)
+        self._marks: list[tuple[int, Tensor, Tensor]] = []
+        self._convolved: weakref.ref[Convolved] | None = None
+        self._tail: Tensor | None = None
+        self.write()
+
+    def _taken(self, slots: int) -> Tensor:
+        shape = self.shape
+        size = (slots, shape.value_heads, shape.key_dim, shape.value_dim)
+        nbytes = 4 * slots * shape.value_heads * shape.key_dim * shape.value_dim
+        setting = "a smaller depth, fewer open sessions, or a quantised checkpoint"
+        with self.device.guarded(f"the recurrent state of one layer ({slots} rows)", nbytes, setting):
+            return torch.zeros(size, dtype=torch.float32, device=self.device.place)
+
+    @property
+    def bound(self) -> int:
+        return 0
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.states.shape[0]
+
+    @property
+    def state(self) -> Tensor:
+        """The committed matrices ``[Hv, Dk, Dv]``, where they lie."""
+        return self.states[self._slot]
+
+    def entries(self) -> list[int]:
+        addresses = [self.states.data_ptr(), self.ring.data_ptr()]
+        return [self._length, *addresses, self.slots, self._slot, self.ring_rows, 0, 0]
+
+    def make_room(self, end: int, rows: int) -> bool:
+        self._tail = None
+        needed = rows + 1 if rows <= MAX_ROWS else 2  # of a prompt the last one is left
+        if needed <= self.slots:
+            return False
+        before = self.states
+        self.states = self._taken(MAX_ROWS + 1)
+        order = [(self._slot + at) % len(before) for at in range(len(before))]  # the committed one first
+        for to, at in zip(self.states, order, strict=False):
+            to.copy_(before[at])
+        self._slot = 0
+        self.write()
+        return True
+
+    def commit(self, rows: int) -> None:
+        if rows and self._pending is None:
+            raise StateError("commit without a pass before it")
+        if rows and not self.advances_alone() and rows != self._pending:
+            raise StateError(f"a prompt of {self._pending} rows is committed whole, asked for {rows}")
+        waiting = None if self._convolved is None else self._convolved()
+        if waiting is not None:  # somebody may still ask for it, and it is computed from the rows before this pass
+            waiting.tensor()
+        super().commit(rows)
+
+    def convolved(self, waiting: Convolved) -> Convolved:
+        """Remember a convolution that is not computed yet."""
+        self._convolved = weakref.ref(waiting)
+        return waiting
+
+    def advance(self, rows: int) -> None:
+        if rows:
+            self._slot = (self._slot + (rows if self.advances_alone() else 1)) % self.slots
+        super().advance(rows)
+        if rows and self._tail is not None:
+            count = len(self._tail)
+            at = torch.arange(self._length - count, self._length, device=self.ring.device) % self.ring_rows
+            self.ring[at] = self._tail
+        self._tail = None
+
+    def window(self) -> Tensor:
+        """A copy of the last kc-1 raw rows, oldest first; zeros before the first token."""
+        window = torch.zeros(self.shape.kernel - 1, self.shape.channels, dtype=self.ring.dtype, device=self.ring.device)
+        for at, position in self._window_positions():
+            window[at] = self.ring[position % self.ring_rows]
+        return window
+
+    def _window_positions(self) -> list[tuple[int, int]]:
+        """Rows of the window that exist, and their positions."""
+        taps = self.shape.kernel - 1
+        return [(at, self._length - taps + at) for at in range(taps) if self._length - taps + at >= 0]
+
+    def keep_tail(self, raw: Tensor) -> None:
+        """Remember the raw rows ``[T, C]`` at a prompt's end: they are written when it is committed.
+
+        Sooner they would overwrite those that a dropped prompt must leave.
+        """
+        self._tail = raw[-self.ring_rows :]
+
+    def mark(self) -> None:
+        """Keep a copy of the committed state as a point that ``truncate`` can return to."""
+        if not self._marks or self._marks[-1][0] != self._length:
+            self._marks = [*self._marks[-MARKS + 1 :], (self._length, self.state.clone(), self.window())]
+
+    def marks(self) -> list[int]:
+        """Lengths that ``truncate`` can return to: the marks, the present length and 0."""
+        return [0, *(length for length, _, _ in self._marks), self._length]
+
+    def truncate(self, length: int) -> bool:
+        self._pending = None
+        if length == self._length:
+            return True
+        if length == 0:
+            self.state.zero_()
+            self._length, self._marks = 0, []
+        else:
+            self._marks = [mark for mark in self._marks if mark[0] <= length]
+            if not self._marks or self._marks[-1][0] != length:
+                return False
+            self._become(*self._marks[-1])
+        self.write()
+        return True
+
+    def _become(self, length: int, state: Tensor, window: Tensor) -> None:
+        self._length = length
+        self.state.copy_(state)
+        for at, position in self._window_positions():
+            self.ring[position % self.ring_rows] = window[at]
+
+    def save(self) -> dict[str, Tensor]:
+        return {"state": self.state.clone(), "window": self.window()}
+
+    def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
+        self._pending, self._marks = None, []
+        self._become(length, arrays["state"], arrays["window"].to(self.ring.device))
+        self.write()
+
+    def nbytes(self) -> int:
+        marks = sum(state.nbytes + window.nbytes for _, state, window in self._marks)
+        return self.states.nbytes + self.ring.nbytes + marks
+
+
+def write_rows(caches: Sequence[DeviceCache], table: Tensor) -> None:
+    """Bring the rows ``[caches, 8]`` of a table to what the host knows of the caches, in one copy."""
+    entries = [entry for cache in caches for entry in cache.entries()]
+    caches[0].device.upload(entries, torch.int64, table.view(-1))
+
+
+# --- what stands for a cache while a pass is captured -----------------------------------------------------------------
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise StateError("a cache's length is calculated with outside the kernels, so that a graph would keep its value")
+
+
+class UnknownLength:
+    """A length that only the device knows, in a row of the table; whoever calculates with it is stopped."""
+
+    __slots__ = ("row",)
+
+    def __init__(self, row: Tensor) -> None:
+        self.row = row
+
+    __int__ = __index__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __mod__ = __rmod__ = _refuse
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __divmod__ = __pow__ = _refuse
+
+
+class CapturedCache:
+    """A cache of any sequence: what is the same for all of them, and a row of the static table."""
+
+    def __init__(self, cache: Any, row: Tensor, bound: int) -> None:
+        self.kind = cache.kind
+        self.row = row
+        self.bound = bound  # at least that of every sequence that replays
+        self.length = UnknownLength(row)
+        if isinstance(cache, CudaDeltaCache):
+            self.shape = cache.shape
+        else:
+            self.kv_heads, self.head_dim = cache.kv_heads, cache.head_dim
+
+    def reserve(self, rows: int) -> None:
+        """The replay makes room."""
+
+    def convolved(self, waiting: Convolved) -> Convolved:
+        """Nobody asks for it after the pass."""
+        return waiting

@@ -1,0 +1,226 @@
+"""Where kernels run: a CUDA device and its graphs, behind a protocol that tests fill with a device of their own.
+
+Nothing here imports triton, and asking what a machine has creates no CUDA context unless a device is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.backends.cuda.memory import out_of_memory
+from specdec.errors import UnsupportedError
+
+CAPABILITY = (8, 0)  # Ampere: bfloat16 in the tensor cores, and copies that do not go through registers
+
+
+class Graph(Protocol):
+    """Launches that were captured, over the buffers that they were captured with."""
+
+    def replay(self) -> None:
+        """Launch them again, behind what the device has been given so far."""
+
+
+class Marker(Protocol):
+    """A place in line behind what the device had been given."""
+
+    def wait(self) -> None:
+        """Until the device has got there."""
+
+
+class Device(Protocol):
+    """What the ops ask of the place where their tensors lie.
+
+    Attributes:
+        place: torch's name of it.
+        name: the same for people.
+        label: what tile tables are chosen by, such as "sm_90".
+    """
+
+    place: torch.device
+    name: str
+    label: str
+
+    def capture(self, body: Callable[[], None]) -> Graph:
+        """What ``body`` launches, as a graph.
+
+        ``body`` runs once for real before it is captured, so that every kernel is compiled and every workspace exists.
+        Under capture it must do nothing that a replay could not repeat: no reading by the host, no other buffers.
+        """
+
+    def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Integers from the host, in ``out`` where given, without waiting for the device."""
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that the device reads and writes without a detour."""
+
+    def marker(self) -> Marker:
+        """A marker behind everything launched so far."""
+
+    def synchronise(self) -> None:
+        """Wait until everything launched so far is done."""
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that can be allocated now, and bytes of the device."""
+
+    def guarded(self, what: str, nbytes: int | None, setting: str) -> contextlib.AbstractContextManager[None]:
+        """A context whose allocations, of ``nbytes`` in all, fail with an error that says what they were for.
+
+        Raises: OutOfMemory, naming ``setting`` as what would help.
+        """
+
+    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
+        """Seconds that the device takes for ``body``, the mean of ``repeats`` runs in a row."""
+
+
+class _EventMarker:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaDevice:
+    """The current CUDA device. Graphs share one pool of memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        index = torch.cuda.current_device()
+        self.place = torch.device("cuda", index)
+        major, minor = torch.cuda.get_device_capability(index)
+        self.name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}, CUDA {torch.version.cuda})"
+        self.label = f"sm_{major}{minor}"
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._capturing = threading.Lock()  # torch captures one graph at a time in a process
+
+    def capture(self, body: Callable[[], None]) -> Graph:
+        with self._capturing, torch.cuda.device(self.place):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                self._pool = torch.cuda.graph_pool_handle()
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            with torch.cuda.stream(self._stream):
+                body()
+            before.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # other threads may go on allocating while this one captures
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                body()
+            before.wait_stream(self._stream)
+            return graph
+
+    def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        # the allocator of pinned memory keeps a block until the copy out of it is done
+        host = torch.tensor(values, dtype=dtype).pin_memory()
+        if out is None:
+            return host.to(self.place, non_blocking=True)
+        return out.copy_(host, non_blocking=True)
+
+    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+
+    def marker(self) -> Marker:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _EventMarker(event)
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self.place)
+
+    def memory(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self.place)
+        held = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
+        return free + held, total
+
+    @contextlib.contextmanager
+    def guarded(self, what: str, nbytes: int | None, setting: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = self.memory()
+            raise out_of_memory(what, nbytes, free, total, setting) from error
+
+    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        for _ in range(repeats):
+            body()
+        last.record()
+        last.synchronize()
+        elapsed_ms: float = first.elapsed_time(last)
+        return elapsed_ms / 1000 / repeats
+
+
+# --- what this machine has --------------------------------------------------------------------------------------------
+
+
+def nvidia_here() -> bool:
+    """Whether the machine shows an NVIDIA device to this process, usable or not."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
+        return False  # hidden on purpose
+    return _device_files() or (torch.version.cuda is not None and torch.cuda.device_count() > 0)
+
+
+def _device_files() -> bool:
+    """The driver's device files: /dev/nvidia0 and so on, or those of WSL."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
+
+
+def unusable() -> str | None:
+    """None where a CUDA device can run the kernels, else why not and what would help."""
+    if torch.version.hip is not None:
+        return "this torch was built for ROCm, and the kernels are written for CUDA (try a CUDA build of torch)"
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA (install one of torch's CUDA builds)"
+    if not torch.cuda.is_available():
+        return _why_not_available()
+    try:
+        found = torch.cuda.get_device_capability()
+        name = torch.cuda.get_device_name()
+    except RuntimeError as error:  # a device that cannot be talked to: a broken driver, another mode
+        return _first_line(error)
+    if found < CAPABILITY:
+        return (
+            f"{name} has compute capability {found[0]}.{found[1]}; the kernels take {CAPABILITY[0]}.{CAPABILITY[1]} "
+            "or newer (Ampere: A100, RTX 30 and later)"
+        )
+    return None
+
+
+def _why_not_available() -> str:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every CUDA device (unset it)"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # torch says here what is wrong: no driver, or one that is too old
+        text = _first_line(error)
+        if "too old" in text:
+            return (
+                f"the NVIDIA driver is too old for this torch, which was built for CUDA {torch.version.cuda} "
+                f"(install a newer driver, or a torch built for an older CUDA): {text}"
+            )
+        return f"no CUDA device was found: {text}"
+    return "no CUDA device was found"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def open_device() -> CudaDevice:
+    """The current CUDA device. Raises: UnsupportedError with the reason where there is none that the kernels run on."""
+    reason = unusable()
+    if reason is not None:
+        raise UnsupportedError(f"the cuda backend cannot run here: {reason}", try_='target.backend = "cpu"')
+    return CudaDevice()

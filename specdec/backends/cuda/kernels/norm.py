@@ -1,0 +1,165 @@
+"""RMS norms, on their own and as the prologue of a product: what a product reads of x is normalised on the way in.
+
+Both forms run the same functions on tiles of the same shape, so that a row has the same bits in either.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.backends.cuda.kernels.launch import MAX_ROWS, dtype_of, interpreting, launch, rounded
+from specdec.errors import ShapeError
+
+PLAIN = tl.constexpr(0)
+RMS = tl.constexpr(1)
+GATED = tl.constexpr(2)
+
+
+@attrs.frozen(eq=False)
+class Rms:
+    """Prologue: ``x * rsqrt(mean(x^2) + eps) * weight`` in float32, rounded to x's dtype. ``weight`` float32 [K]."""
+
+    weight: Tensor
+    eps: float
+
+
+@attrs.frozen(eq=False)
+class GatedRms:
+    """Prologue: ``rms_norm(x) * silu(z)`` per head, rounded once; ``z [T, heads, D]``, ``weight`` float32 ``[D]``."""
+
+    z: Tensor
+    weight: Tensor
+    eps: float
+
+
+Prologue = Rms | GatedRms
+
+
+def block_of(k: int) -> int:
+    """Columns of x that ``inverse_rms`` reads at once: a function of K alone, since it decides bits."""
+    return min(4096 if interpreting() else 512, max(16, int(triton.next_power_of_2(k))))
+
+
+def fusible(heads_dim: int) -> bool:
+    """Whether a head of so many values is one tile of a product, so that ``GatedRms`` can be its prologue."""
+    return heads_dim in (16, 32, 64, 128)
+
+
+@triton.jit
+def inverse_rms(x_ptr, stride, rows, T, K, eps, BLOCK: tl.constexpr):
+    """``rsqrt(mean(x^2) + eps)`` of rows ``rows [16]`` of x, those below T: float32 ``[16]``."""
+    total = tl.zeros((16, BLOCK), tl.float32)
+    columns = tl.arange(0, BLOCK)
+    for start in range(0, K, BLOCK):
+        mask = (rows < T)[:, None] & (start + columns < K)[None, :]
+        part = tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + start + columns[None, :], mask=mask, other=0.0)
+        wide = part.to(tl.float32)
+        total += wide * wide
+    return tl.rsqrt(tl.sum(total, 1) / K + eps)
+
+
+@triton.jit
+def normed(part, scale, weight):
+    """``part [16, B]`` times ``scale [16]`` times ``weight [B]``: float32."""
+    return part.to(tl.float32) * scale[:, None] * weight[None, :]
+
+
+@triton.jit
+def gated(part, gate, weight, D, eps):
+    """``rms_norm(part) * silu(gate)`` of one head ``[16, B]``, zeros behind its D values: float32."""
+    wide = part.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+    wide_gate = gate.to(tl.float32)
+    return normed(part, scale, weight) * (wide_gate * tl.sigmoid(wide_gate))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rms_kernel(x_ptr, stride, T, weight_ptr, eps, out_ptr, K, BLOCK: tl.constexpr, OUT: tl.constexpr):
+    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    scale = inverse_rms(x_ptr, stride, rows, T, K, eps, BLOCK)
+    columns = tl.arange(0, BLOCK)
+    for start in range(0, K, BLOCK):
+        inside = start + columns < K
+        mask = (rows < T)[:, None] & inside[None, :]
+        part = tl.load(x_ptr + rows[:, None].to(tl.int64) * stride + start + columns[None, :], mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + start + columns, mask=inside, other=0.0)
+        at = out_ptr + rows[:, None].to(tl.int64) * K + start + columns[None, :]
+        tl.store(at, rounded(normed(part, scale, weight), OUT), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gated_kernel(
+    x_ptr, x_stride, z_ptr, z_stride, T, weight_ptr, eps, out_ptr, K, D, BLOCK: tl.constexpr, OUT: tl.constexpr
+):
+    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    inside = tl.arange(0, BLOCK) < D
+    columns = tl.program_id(1).to(tl.int64) * D + tl.arange(0, BLOCK)
+    mask = (rows < T)[:, None] & inside[None, :]
+    wide_rows = rows[:, None].to(tl.int64)
+    part = tl.load(x_ptr + wide_rows * x_stride + columns[None, :], mask=mask, other=0.0)
+    gate = tl.load(z_ptr + wide_rows * z_stride + columns[None, :], mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + tl.arange(0, BLOCK), mask=inside, other=0.0)
+    tl.store(out_ptr + wide_rows * K + columns[None, :], rounded(gated(part, gate, weight, D, eps), OUT), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """RMS norm over the last axis of ``x [..., K]``, any number of rows: the same shape and dtype, contiguous.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
+    """
+    k = x.shape[-1]
+    flat, stride = strided(x.reshape(-1, k))
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device) if out is None else out
+    launch(
+        _rms_kernel, (-(-len(flat) // MAX_ROWS),), flat, stride, len(flat), weight, eps, out, k,
+        BLOCK=block_of(k), OUT=dtype_of(x.dtype),
+    )  # fmt: skip
+    return out.view(x.shape)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` in float64, not rounded."""
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """``rms_norm(x) * silu(z)`` per head of ``x, z [T, heads, D]``: ``[T, heads * D]``, any number of rows."""
+    rows, heads, dim = x.shape
+    if z.shape != x.shape:
+        raise ShapeError(f"a gate should have the shape of what it gates, {list(x.shape)}, got {list(z.shape)}")
+    flat, stride = strided(x.reshape(rows, heads * dim))
+    gate, gate_stride = strided(z.reshape(rows, heads * dim))
+    out = torch.empty(rows, heads * dim, dtype=x.dtype, device=x.device) if out is None else out
+    launch(
+        _gated_kernel, (-(-rows // MAX_ROWS), heads), flat, stride, gate, gate_stride, rows, weight, eps, out,
+        heads * dim, dim, BLOCK=max(16, triton.next_power_of_2(dim)), OUT=dtype_of(x.dtype),
+    )  # fmt: skip
+    return out
+
+
+def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``gated_rms_norm`` in float64, not rounded."""
+    return (rms_norm_reference(x, weight, eps) * torch.nn.functional.silu(z.double())).flatten(1)
+
+
+def strided(x: Tensor) -> tuple[Tensor, int]:
+    """Rows ``[T, K]`` and their stride, so that kernels are specialised alike for every T and every view.
+
+    Triton compiles apart what is a multiple of 16 and what is not, so either all rows of a width are aligned to 16
+    bytes or none counts as such: what is not is copied. The stride of a single row means nothing and becomes K.
+    """
+    rows, k = x.shape
+    if x.stride(1) != 1 and k > 1:
+        return x.contiguous(), k
+    stride = x.stride(0) if rows > 1 else k
+    if k % 16:
+        return (x, k) if stride == k else (x.contiguous(), k)
+    if stride % 16 or x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format), k
+    return x, stride

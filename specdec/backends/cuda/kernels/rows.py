@@ -1,0 +1,73 @@
+"""Rows moved about: the embedding of tokens whose ids lie on the device, and two activations put side by side."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.backends.cuda.kernels.launch import launch
+
+_BLOCK = 1024  # values that one program moves
+
+
+@triton.jit
+def _embed(table, ids, out, row_stride, vocabulary, hidden, BLOCK: tl.constexpr):
+    t = tl.program_id(0)
+    token = tl.load(ids + t).to(tl.int64)
+    token = tl.where((token >= 0) & (token < vocabulary), token, 0)  # a head that found no token says -1
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(table + token * row_stride + at, at < hidden)
+    tl.store(out + t * hidden + at, row, at < hidden)
+
+
+def embed(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of ``table [V, H]`` for ids ``[T]`` int32 on the device: ``[T, H]``. Row 0 for an id that is none."""
+    rows, hidden = len(ids), table.shape[1]
+    out = torch.empty(rows, hidden, dtype=table.dtype, device=table.device)
+    block = min(_BLOCK, triton.next_power_of_2(hidden))
+    launch(
+        _embed, (rows, triton.cdiv(hidden, block)), table, ids, out, table.stride(0), table.shape[0], hidden,
+        BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def embed_reference(table: Tensor, ids: Tensor) -> Tensor:
+    """``embed`` in torch."""
+    known = (ids >= 0) & (ids < table.shape[0])
+    return table[torch.where(known, ids, 0).long()]
+
+
+@triton.jit
+def _concat(a, b, out, heads, left, right, a_row, a_head, a_value, b_row, b_head, b_value, BLOCK: tl.constexpr):
+    place = tl.program_id(0)
+    t = (place // heads).to(tl.int64)
+    h = place % heads
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(a + t * a_row + h * a_head + at * a_value, at < left)
+    behind = at - left
+    second = tl.load(b + t * b_row + h * b_head + behind * b_value, (behind >= 0) & (behind < right))
+    row = out + place.to(tl.int64) * (left + right)
+    tl.store(row + at, tl.where(at < left, first, second), at < left + right)
+
+
+def concat(a: Tensor, b: Tensor) -> Tensor:
+    """``[T, (n,) A]`` and ``[T, (n,) B]`` of one dtype and any strides side by side: ``[T, (n,) A + B]``."""
+    wide_a, wide_b = (x if x.ndim == 3 else x.unsqueeze(1) for x in (a, b))
+    rows, heads, left = wide_a.shape
+    right = wide_b.shape[2]
+    out = torch.empty(*a.shape[:-1], left + right, dtype=a.dtype, device=a.device)
+    block = min(_BLOCK, triton.next_power_of_2(left + right))
+    launch(
+        _concat, (rows * heads, triton.cdiv(left + right, block)), wide_a, wide_b, out, heads, left, right,
+        *wide_a.stride(), *wide_b.stride(), BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def concat_reference(a: Tensor, b: Tensor) -> Tensor:
+    """``concat`` in torch."""
+    return torch.cat([a, b], dim=-1)

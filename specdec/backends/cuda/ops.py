@@ -1,0 +1,409 @@
+"""The ops on a CUDA device: Triton kernels for passes of up to 16 rows, torch's library for prompts.
+
+Nothing here reads from the device. An op whose result the next one can take along hands on a ``Deferred``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import structlog
+import torch
+from torch import Tensor
+
+from specdec.backends.cuda import prompts
+from specdec.backends.cuda.arrays import (
+    Convolved,
+    CudaHeadRows,
+    CudaHidden,
+    CudaLogits,
+    CudaPrunedLogits,
+    GatedNormed,
+    Normed,
+    Rotated,
+    Stats,
+    materialised,
+)
+from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, UnknownLength
+from specdec.backends.cuda.cycles import cycles_over
+from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.kernels import attention, delta, delta_chunked, gemm, head, heads, latent, moe, norm, rope
+from specdec.backends.cuda.kernels import rows as row_kernels
+from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
+from specdec.backends.cuda.kernels.norm import GatedRms, Prologue, Rms
+from specdec.backends.cuda.kernels.packed import Layout
+from specdec.backends.cuda.kernels.route import choose, choose_reference
+from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
+from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
+from specdec.backends.ops import Cache, DeltaShape, Rope, Routing
+from specdec.backends.passes import Body, CycleSetup, PassCycles
+from specdec.checkpoints.quantised.stored import StoredMatrix, alike
+from specdec.contract import Hidden, Logits, Parity
+from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
+
+log = structlog.get_logger(__name__)
+
+_ALIGNED = 16  # bytes
+_LOADING = "a smaller or quantised checkpoint; on a machine with several devices CUDA_VISIBLE_DEVICES chooses one"
+
+
+class CudaOps:
+    """See ``specdec.backends.ops.Ops`` for what each op computes."""
+
+    max_rows = MAX_ROWS
+    keeps = frozenset({"fp8-block", "nvfp4"})
+
+    def __init__(
+        self, device: Device, dtype: torch.dtype, *, eager_reason: str = "", kernels: str = "Triton kernels"
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.eager_reason = eager_reason
+        self.kernels = f"{kernels}, interpreted on the host" if interpreting() else kernels
+        self.parity = Parity.BITWISE
+        self.parity_reason = (
+            f"one compiled kernel serves 1 to {MAX_ROWS} rows and sums in one order, so that verification has the bits "
+            "of decoding; longer prompt chunks are computed in bulk, so that another chunking of a prompt may round "
+            "differently"
+        )
+        self._decoded: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        self._stacks: weakref.WeakKeyDictionary[ExpertStack, Tensor] = weakref.WeakKeyDictionary()
+        self._frequencies: dict[Rope, Tensor] = {}
+
+    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> CudaPasses:
+        """Passes that are captured as graphs when they are first run, one for each number of rows."""
+        return CudaPasses(self, body, len(caches), hidden_size, self.eager_reason)
+
+    def greedy_cycles(self, target: Any, mtp: Any, setup: CycleSetup) -> PassCycles | None:
+        """Whole cycles as one graph each. See ``specdec.backends.cuda.cycles``."""
+        return cycles_over(self, target, mtp, setup)
+
+    # --- weights and storage ---------------------------------------------------------------------------------------
+
+    def weight(self, tensor: Any) -> Weight:
+        if isinstance(tensor, StoredMatrix):
+            return self._packed(tensor)
+        with self.device.guarded(f"a weight of shape {list(tensor.shape)}", tensor.numel() * self.dtype.itemsize,
+                                 _LOADING):  # fmt: skip
+            return DenseWeight(tensor.to(self.device.place).to(self.dtype))
+
+    def _packed(self, stored: StoredMatrix) -> Weight:
+        """A quantised matrix as its kernel reads it, or decoded where none does."""
+        if stored.format not in self.keeps:
+            raise UnsupportedError(f"the cuda backend does not keep {stored.format} weights packed")
+        place, meta = self.device.place, stored.meta
+        with self.device.guarded(f"a weight of shape {list(stored.shape)}", stored.nbytes, _LOADING):
+            parts = {name: part.to(place) for name, part in stored.parts.items()}
+        made: Weight
+        try:
+            if stored.format == "fp8-block":
+                block = (meta["block_rows"], meta["block_columns"])
+                made = Fp8BlockWeight(parts["codes"].view(torch.uint8), parts["scale"].float(), block)
+            else:
+                made = Nvfp4Weight(parts["codes"], parts["scale"].view(torch.uint8), parts["global_scale"].float())
+            Layout.of(made)
+        except (UnsupportedError, ShapeError) as refusal:
+            log.info("weight_is_decoded", format=stored.format, shape=list(stored.shape), reason=str(refusal))
+            return self.weight(stored.decode())
+        return made
+
+    def stack(self, tensors: Sequence[Any]) -> ExpertStack:
+        tensors = alike(tensors)
+        first = tensors[0]
+        if isinstance(first, StoredMatrix):
+            packed: Any = [self.weight(tensor) for tensor in tensors]
+            return ExpertStack(packed)
+        rows, columns = first.shape
+        unit = _ALIGNED // self.dtype.itemsize
+        apart = -(-rows * columns // unit) * unit  # every matrix begins where kernels may read 16 bytes at once
+        nbytes = len(tensors) * apart * self.dtype.itemsize
+        with self.device.guarded(f"{len(tensors)} weights of shape {[rows, columns]}", nbytes, _LOADING):
+            memory = torch.empty(len(tensors) * apart, dtype=self.dtype, device=self.device.place)
+        whole = memory.as_strided((len(tensors), rows, columns), (apart, columns, 1))
+        for held, tensor in zip(whole, tensors, strict=True):
+            held.copy_(tensor)
+        parts: Any = [DenseWeight(part) for part in whole]
+        stack = ExpertStack(parts)
+        self._stacks[stack] = whole
+        return stack
+
+    def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
+        return (tensor.to(torch.float32) + plus).to(self.device.place)
+
+    def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> CudaKVCache:
+        return CudaKVCache(self.device, capacity, kv_heads, head_dim, self.dtype)
+
+    def new_latent(self, capacity: int, dims: int) -> CudaLatentCache:
+        return CudaLatentCache(self.device, capacity, dims, self.dtype)
+
+    def new_delta(self, shape: DeltaShape) -> CudaDeltaCache:
+        return CudaDeltaCache(self.device, shape, self.dtype)
+
+    def _matrix(self, weight: Any) -> Tensor:
+        """A weight whose rows are looked up: itself, or decoded once and kept."""
+        if isinstance(weight, DenseWeight):
+            return weight.tensor
+        if weight not in self._decoded:
+            self._decoded[weight] = weight.decode().to(self.dtype)
+        return self._decoded[weight]
+
+    # --- dense -----------------------------------------------------------------------------------------------------
+
+    def embed(self, table: Weight, tokens: Sequence[int]) -> Tensor:
+        matrix = self._matrix(table)
+        if isinstance(tokens, DeviceTokens):
+            return row_kernels.embed(matrix, tokens.ids)
+        for row, token in enumerate(tokens):
+            if not 0 <= token < matrix.shape[0]:
+                raise ContractError(f"token {token} of row {row} is not in the vocabulary (0..{matrix.shape[0] - 1})")
+        return row_kernels.embed(matrix, self.device.upload(tokens, torch.int32))
+
+    def project(
+        self, x: Any, weights: Sequence[Weight], biases: Sequence[DenseWeight | None] = ()
+    ) -> tuple[Tensor, ...]:
+        if x.shape[0] > MAX_ROWS:
+            x = materialised(x)
+            biases = biases or [None] * len(weights)
+            return tuple(prompts.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        if len(weights) > 1 and not weights[0].fused and fuse(weights):
+            there = [bias for bias in biases if bias is not None]
+            if there and len(there) == len(weights):
+                fuse(there)
+        x, prologue = _prologue(x)
+        return gemm.project(x, weights, biases=biases, prologue=prologue)
+
+    def project_heads(self, x: Any, weights: ExpertStack) -> Tensor:
+        x = materialised(x)
+        whole = self._stacks.get(weights)
+        if whole is None:
+            whole = self._stacks[weights] = weights.decode().to(self.dtype)
+        if x.shape[0] > MAX_ROWS:
+            return heads.project_heads_reference(x, whole)
+        return heads.project_heads(x, whole)
+
+    def linear(self, x: Any, weight: Weight, residual: Any = None) -> Tensor:
+        residual = None if residual is None else materialised(residual)
+        if x.shape[0] > MAX_ROWS:
+            y = prompts.linear(materialised(x), weight)
+            return y if residual is None else y + residual
+        x, prologue = _prologue(x)
+        return gemm.linear(x, weight, residual=residual, prologue=prologue)
+
+    def swiglu(self, x: Any, gate: Weight, up: Weight) -> Tensor:
+        if x.shape[0] > MAX_ROWS:
+            return prompts.swiglu(materialised(x), gate, up)
+        x, prologue = _prologue(x)
+        return gemm.swiglu(x, gate, up, prologue=prologue)
+
+    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        x = materialised(x)
+        compute = functools.partial(norm.rms_norm, x, weight, eps)
+        return Normed(x, weight, eps, compute) if x.ndim == 2 else compute()
+
+    def concat(self, a: Any, b: Any) -> Tensor:
+        return row_kernels.concat(materialised(a), materialised(b))
+
+    # --- experts ---------------------------------------------------------------------------------------------------
+
+    def route(self, x: Any, weight: Weight, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = materialised(x)  # the experts read it too
+        if x.shape[0] > MAX_ROWS:
+            return choose_reference(prompts.float32_product(x, weight), routing, bias)
+        return choose(gemm.float32_product(x, weight), routing, bias)
+
+    def moe(
+        self, x: Any, chosen: tuple[Tensor, Tensor], experts: tuple[ExpertStack, ExpertStack, ExpertStack],
+        residual: Any, *, shared: tuple[Weight, Weight, Weight] | None = None, shared_gate: Weight | None = None,
+    ) -> Tensor:  # fmt: skip
+        x, residual = materialised(x), materialised(residual)
+        ids, weights = chosen
+        if x.shape[0] <= MAX_ROWS:
+            gate_row = None if shared_gate is None else self._matrix(shared_gate)
+            return moe.experts(x, ids, weights, *experts, residual, shared=shared, shared_gate=gate_row)
+        common = None
+        if shared is not None:
+            gate, up, down = shared
+            common = prompts.linear(prompts.swiglu(x, gate, up), down).float()
+            if shared_gate is not None:
+                common = common * torch.sigmoid(prompts.float32_product(x, shared_gate))
+        return prompts.moe(x, ids, weights, experts, residual, common)
+
+    # --- attention -------------------------------------------------------------------------------------------------
+
+    def norm_rope(self, x: Any, weight: Tensor | None, eps: float, rope_: Rope, position: Any) -> Rotated:
+        x = materialised(x)
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        frequencies = self._inv_freq(rope_)
+        place = position.row if isinstance(position, UnknownLength) else int(position)
+        compute = functools.partial(rope.norm_rope, x, weight, eps, frequencies, place)
+        return Rotated(x, weight, eps, frequencies, position, compute)
+
+    def _inv_freq(self, rope_: Rope) -> Tensor:
+        if rope_ not in self._frequencies:
+            host = torch.tensor(rope_.inv_freq, dtype=torch.float32)
+            self._frequencies[rope_] = host.to(self.device.place)
+        return self._frequencies[rope_]
+
+    def attend(self, q: Any, k: Any, v: Any, cache: Any, *, scale: float, gate: Any = None) -> Tensor:
+        cache.reserve(q.shape[0])
+        v, gate = materialised(v), None if gate is None else materialised(gate)
+        if _in_place(q, cache) and _in_place(k, cache) and q.frequencies is k.frequencies and q.eps == k.eps:
+            query = rope.rotate_and_write(q.x, k.x, v, q.weight, k.weight, q.eps, q.frequencies, cache.row)
+        else:
+            query = materialised(q)
+            self._write(cache, materialised(k), v)
+        rows, count, dim = query.shape
+        if rows <= MAX_ROWS:
+            return attention.attend(
+                query, cache.row, kv_heads=cache.kv_heads, scale=scale, gate=gate, max_length=cache.bound
+            )
+        start = int(cache.length)
+        mixed = prompts.attend(query, cache.keys[: start + rows], cache.values[: start + rows], start, scale)
+        if gate is not None:
+            mixed = (mixed.float() * torch.sigmoid(gate.float())).to(self.dtype)
+        return mixed.reshape(rows, count * dim)
+
+    def _write(self, cache: Any, k: Tensor, v: Tensor) -> None:
+        """Keys and values behind the committed rows, as they are."""
+        start = int(cache.length)
+        cache.keys[start : start + len(k)] = k
+        cache.values[start : start + len(v)] = v
+
+    def attend_latent(self, q: Any, row: Any, cache: Any, *, scale: float, value_dims: int) -> Tensor:
+        cache.reserve(q.shape[0])
+        q, row = materialised(q).contiguous(), materialised(row)
+        if q.shape[0] <= MAX_ROWS:
+            return latent.attend_latent(q, row, cache.row, scale=scale, value_dims=value_dims, max_length=cache.bound)
+        start, end = int(cache.length), int(cache.length) + q.shape[0]
+        cache.keys[start:end, 0] = row
+        both = cache.keys[:end]
+        return prompts.attend(q, both, both[..., :value_dims], start, scale)
+
+    # --- gated delta rule ------------------------------------------------------------------------------------------
+
+    def conv_window(self, x: Any, weight: Tensor, cache: Any) -> Any:
+        x = materialised(x)
+        cache.reserve(x.shape[0])
+        compute = functools.partial(delta.conv_window, x, weight, cache.row)
+        if x.shape[0] > MAX_ROWS:
+            u = compute()
+            cache.keep_tail(x)
+            return u
+        return cache.convolved(Convolved(x, weight, cache, compute))
+
+    def gated_delta(
+        self, u: Any, a: Any, b: Any, a_log: Tensor, dt_bias: Tensor, cache: Any, shape: DeltaShape
+    ) -> Tensor:
+        if u.shape[0] > MAX_ROWS:
+            return delta_chunked.delta_chunked(u, a, b, a_log, dt_bias, cache.row, shape)
+        if not isinstance(u, Convolved) or u.cache is not cache:
+            raise StateError("the delta rule takes what conv_window gave for the same cache")
+        return delta.delta_rows(u.x, a, b, u.weight, a_log, dt_bias, cache.row, shape)
+
+    def gated_rms_norm(self, x: Any, z: Any, weight: Tensor, eps: float) -> GatedNormed:
+        x, z = materialised(x), materialised(z)
+        return GatedNormed(x, z, weight, eps, functools.partial(norm.gated_rms_norm, x, z, weight, eps))
+
+    # --- head ------------------------------------------------------------------------------------------------------
+
+    def head(self, x: Any, weight: Weight) -> CudaLogits:
+        x = materialised(x)
+        return CudaLogits(len(x), _Products(x, weight))
+
+    def head_rows(self, weight: Weight, tokens: Sequence[int], base: Any = None) -> CudaHeadRows:
+        def gather(ids: list[int]) -> tuple[DenseWeight, Tensor]:
+            held = self.device.upload(ids, torch.int32)
+            return DenseWeight(row_kernels.embed(self._matrix(weight), held)), held
+
+        if base is None:
+            return CudaHeadRows.of(gather, tokens, weight.shape[0])
+        return _own(base).extended(gather, tokens)
+
+    def pruned_head(self, x: Any, rows: Any) -> Logits:
+        x = materialised(x)
+        own = _own(rows)
+        products = [_Products(x, part, ids) for part, ids in zip(own.parts, own.part_ids, strict=True)]
+        return CudaPrunedLogits(len(x), products, own)
+
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    def hidden(self, x: Any) -> CudaHidden:
+        return CudaHidden(materialised(x).to(self.device.place).to(self.dtype))
+
+    def array(self, hidden: Hidden) -> Tensor:
+        if not isinstance(hidden, CudaHidden):
+            raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
+        return hidden.array
+
+
+@attrs.frozen(eq=False)
+class _Joined:
+    """Statistics of several pieces of rows, joined."""
+
+    ids: Tensor
+    values: Tensor
+    log_sum: Tensor
+
+
+@attrs.frozen(eq=False)
+class _Products:
+    """A head, or gathered rows of one with their ids, over rows of hidden states. Any number of rows, 16 at a time."""
+
+    x: Tensor
+    weight: Weight
+    ids: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        pieces = [head.logits(part, self.weight) for part in torch.split(self.x, MAX_ROWS)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def best(self) -> Stats:
+        return _joined([head.best(part, self.weight, ids=self.ids) for part in torch.split(self.x, MAX_ROWS)])
+
+    def sample(self, scale: float, seed: int, position: int) -> Stats:
+        signed, place = (seed + 2**63) % 2**64 - 2**63, self.x.device
+        pieces = []
+        for at, part in enumerate(torch.split(self.x, MAX_ROWS)):
+            key = torch.tensor([signed, position + MAX_ROWS * at], dtype=torch.int64, device=place)
+            noise = head.Noise(key, torch.tensor([scale], dtype=torch.float32, device=place))
+            pieces.append(head.sample(part, self.weight, noise=noise, ids=self.ids))
+        return _joined(pieces)
+
+
+def _joined(pieces: Sequence[Stats]) -> Stats:
+    if len(pieces) == 1:
+        return pieces[0]
+    columns: list[Callable[[Stats], Tensor]] = [lambda s: s.ids, lambda s: s.values, lambda s: s.log_sum]
+    return _Joined(*(torch.cat([column(piece) for piece in pieces]) for column in columns))
+
+
+def _prologue(x: Any) -> tuple[Tensor, Prologue | None]:
+    """What a product reads, and what it does to it first: also where somebody has looked at the result already.
+
+    A product with a gated prologue goes over K head by head, so its bits are not those of one without.
+    """
+    if isinstance(x, Normed):
+        return x.x, Rms(x.weight, x.eps)
+    if isinstance(x, GatedNormed):
+        return x.x, GatedRms(x.z, x.weight, x.eps)
+    return materialised(x), None
+
+
+def _in_place(x: Any, cache: Any) -> bool:
+    """Whether a query or key waits to be rotated to where the cache's next row is."""
+    if not isinstance(x, Rotated):
+        return False
+    if isinstance(x.position, UnknownLength):
+        return x.position.row is cache.row
+    return not isinstance(cache.length, UnknownLength) and int(x.position) == int(cache.length)
+
+
+def _own(rows: Any) -> CudaHeadRows:
+    if not isinstance(rows, CudaHeadRows):
+        raise ContractError(f"rows of a head of another backend: {type(rows).__name__}")
+    return rows

@@ -1,0 +1,278 @@
+"""Passes as CUDA graphs: captured once per number of rows, replayed for every sequence.
+
+A graph knows no sequence. It reads token ids, hidden states and the address table from static buffers; before a
+replay the sequence's table is copied into the static one, and that is all that tells sequences apart. So lengths,
+addresses and slots are never part of a graph, and a cache that grows or another session needs no new one, as long as
+its rows fit the bound that a graph was captured for. What a commit changes is the sequence's own table, in one launch.
+
+A greedy draft is two graphs: the pass over the true pairs with the first token, and all steps that follow. Its tokens
+go from head to embedding on the device, and the static table counts the rows between the steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.backends.cuda.arrays import checked, materialised
+from specdec.backends.cuda.caches import CapturedCache, DeviceCache, Kind, write_rows
+from specdec.backends.cuda.device import Graph
+from specdec.backends.cuda.kernels import accept, head
+from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
+from specdec.backends.cuda.memory import stage
+from specdec.backends.passes import Body
+from specdec.errors import ShapeError, SpecdecError, StateError, UnsupportedError
+
+if TYPE_CHECKING:
+    from specdec.backends.cuda.ops import CudaOps
+    from specdec.backends.cuda.weights import Weight
+    from specdec.backends.ops import Array, Cache
+
+_WIDTH = 4  # int32 values per drafted token, the id first and its score second: each starts at a multiple of 16 bytes
+
+
+class DeviceTokens(Sequence[int]):
+    """Token ids that lie on the device: their number is known, and where they are."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids  # [T] int32
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise StateError("token ids of a captured pass are read outside embed")
+
+    def __iter__(self) -> Iterator[int]:
+        raise StateError("token ids of a captured pass are read outside embed")
+
+
+@attrs.frozen(eq=False)
+class _Captured:
+    graph: Graph
+    out: Tensor  # [T, H], where every replay leaves it
+
+
+class CudaPasses:
+    """One kind of pass, for any sequence."""
+
+    def __init__(self, ops: CudaOps, body: Body, caches: int, hidden_size: int, eager_reason: str = "") -> None:
+        self.ops = ops
+        self.body = body
+        self.hidden_size = hidden_size
+        self.eager_reason = eager_reason
+        self.lock = threading.RLock()  # the static buffers serve one pass at a time
+        place, rows = ops.device.place, MAX_ROWS
+        self.current = torch.zeros(caches, COLUMNS, dtype=torch.int64, device=place)  # the table that graphs read
+        self._ids = torch.zeros(rows, dtype=torch.int32, device=place)
+        self._hidden = torch.zeros(rows, hidden_size, dtype=ops.dtype, device=place)
+        self._fed = torch.zeros(1, hidden_size, dtype=ops.dtype, device=place)  # the row that a draft goes on from
+        self._drafted = torch.zeros(rows, _WIDTH, dtype=torch.int32, device=place)
+        self.graphs: dict[tuple[int, int], _Captured] = {}  # by rows and bound
+        self._firsts: dict[tuple[int, int], _Captured] = {}  # of drafts, by rows of the first pass and bound
+        self._rests: dict[tuple[int, int], _Captured] = {}  # by further tokens and bound
+        self._head: Weight | None = None  # that drafts read
+        self.cycles: Any = None  # the graphs of whole cycles that begin with this kind of pass (``cycles``)
+
+    def bind(self, caches: Sequence[Cache]) -> CudaPass:
+        return CudaPass(self, caches)
+
+    def load(self, table: Tensor, tokens: Sequence[int], hidden: Tensor | None) -> None:
+        """Fill the static buffers for a replay."""
+        rows = len(tokens)
+        self.current.copy_(table)
+        self.ops.device.upload(tokens, torch.int32, self._ids[:rows])
+        if hidden is not None:
+            self._hidden[:rows].copy_(hidden)
+
+    def checked(self, hidden: Array | None, rows: int) -> Tensor | None:
+        """Hidden states as the body takes them. Raises: ShapeError."""
+        if not self.hidden_size:
+            return None
+        if hidden is None or hidden.shape != (rows, self.hidden_size) or hidden.dtype is not self.ops.dtype:
+            got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
+            takes = f"{[rows, self.hidden_size]} {self.ops.dtype}"
+            raise ShapeError("a pass got hidden states that do not fit", got=got, takes=takes)
+        found: Tensor = materialised(hidden)
+        return found
+
+    # --- capturing -------------------------------------------------------------------------------------------------
+    #
+    # The static buffers are filled when these are called, since the body runs for real before it is captured. What it
+    # writes into the sequence's caches are rows that the replay writes again.
+
+    def captured(self, rows: int, caches: Sequence[DeviceCache]) -> _Captured:
+        """The graph of a pass of that many rows."""
+        key = rows, _bound(caches)
+        if key not in self.graphs:
+            stand_ins = self._stand_ins(caches, key[1])
+            self.graphs[key] = self._capture(
+                f"a pass of {rows} rows", lambda: self.launched(stand_ins, self._ids[:rows], self._given(rows))
+            )
+        return self.graphs[key]
+
+    def first(self, rows: int, caches: Sequence[DeviceCache], kinds: Tensor, weight: Weight) -> _Captured:
+        """The graph of a draft's first pass: its last row goes to ``_fed``, the token to ``_drafted[0]``."""
+        self._draft_with(weight)
+        key = rows, _bound(caches)
+        if key not in self._firsts:
+            stand_ins = self._stand_ins(caches, key[1])
+
+            def run() -> Tensor:
+                x = self.launched(stand_ins, self._ids[:rows], self._given(rows))
+                accept.commit_rows(self.current, kinds, rows)
+                self._fed.copy_(x[-1:])
+                self._draft(self._fed, weight, 0)
+                return x
+
+            self._firsts[key] = self._capture(f"a draft over {rows} rows", run)
+        return self._firsts[key]
+
+    def rest(self, steps: int, caches: Sequence[DeviceCache], kinds: Tensor, weight: Weight) -> _Captured:
+        """The graph of a draft's further steps, each over the token before it and that token's hidden state."""
+        self._draft_with(weight)
+        key = steps, _bound(caches)
+        if key not in self._rests:
+            stand_ins = self._stand_ins(caches, key[1])
+
+            def run() -> Tensor:
+                x = self._fed
+                for step in range(1, steps + 1):
+                    x = self.launched(stand_ins, self._drafted[step - 1, :1], x)
+                    accept.commit_rows(self.current, kinds, 1)
+                    self._draft(x, weight, step)
+                return x
+
+            self._rests[key] = self._capture(f"{steps} steps of a draft", run)
+        return self._rests[key]
+
+    def _draft_with(self, weight: Weight) -> None:
+        if weight is not self._head:
+            self._head = weight
+            self._firsts.clear()
+            self._rests.clear()
+
+    def _given(self, rows: int) -> Tensor | None:
+        return self._hidden[:rows] if self.hidden_size else None
+
+    def _stand_ins(self, caches: Sequence[DeviceCache], bound: int) -> list[CapturedCache]:
+        return [CapturedCache(cache, row, bound) for cache, row in zip(caches, self.current, strict=True)]
+
+    def launched(self, stand_ins: Sequence[CapturedCache], ids: Tensor, hidden: Tensor | None) -> Tensor:
+        """What the body launches over ids and hidden states on the device, with stand-ins for the caches."""
+        return materialised(self.body(stand_ins, DeviceTokens(ids), hidden))
+
+    def _draft(self, x: Tensor, weight: Weight, place: int) -> None:
+        """Leave the best token of the one row ``x`` and its score at ``place``."""
+        best = head.best(x, weight)
+        self._drafted[place, :1].copy_(best.ids)
+        self._drafted.view(torch.float32)[place, 1:2].copy_(best.values)
+
+    def drafted(self, count: int) -> list[int]:
+        """The first tokens of the last draft; -1 where there was no finite score. Waits for the device."""
+        found = self._drafted[:count].cpu().numpy()
+        finite = np.isfinite(found.view(np.float32)[:, 1])
+        tokens: list[int] = np.where(finite, found[:, 0], -1).tolist()
+        return tokens
+
+    def _capture(self, what: str, run: Callable[[], Tensor]) -> _Captured:
+        out: Tensor | None = None
+
+        def body() -> None:
+            nonlocal out
+            out = run()
+
+        device = self.ops.device
+        try:
+            with device.guarded(f"the CUDA graph of {what}", None, "fewer open sessions, or SPECDEC_EAGER=1"):
+                graph = device.capture(body)
+        except SpecdecError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"{what} cannot be captured as a CUDA graph: {type(error).__name__}: {error}", try_="SPECDEC_EAGER=1"
+            ) from error
+        assert out is not None
+        return _Captured(graph, out)
+
+
+class CudaPass:
+    """Passes over the caches of one sequence, whose rows of the address table stand behind one another here.
+
+    Attributes:
+        passes: what these are passes of.
+        caches: the sequence's.
+        table: their rows ``[caches, 8]`` int64.
+        kinds: ``kernels.accept.ROWS`` or ``STATES`` for each, int32 ``[caches]``.
+    """
+
+    def __init__(self, passes: CudaPasses, caches: Sequence[Any]) -> None:
+        self.passes = passes
+        self.caches: Sequence[DeviceCache] = caches
+        place = passes.ops.device.place
+        self.table = torch.empty(len(caches), COLUMNS, dtype=torch.int64, device=place)
+        for cache, row in zip(self.caches, self.table, strict=True):
+            cache.adopt(row)
+        write_rows(self.caches, self.table)
+        kinds = [int(cache.kind) for cache in self.caches]
+        self.kinds = torch.tensor(kinds, dtype=torch.int32, device=place)
+        self._recurrent = Kind.STATES in kinds
+        self._rows = 0  # of the last run
+
+    def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
+        rows, passes = len(tokens), self.passes
+        given = passes.checked(hidden, rows)
+        self._rows = rows
+        if passes.eager_reason or rows > MAX_ROWS:
+            return materialised(passes.body(self.caches, tokens, given))
+        for cache in self.caches:
+            cache.reserve(rows)
+        with passes.lock:
+            passes.load(self.table, tokens, given)
+            captured = passes.captured(rows, self.caches)
+            passes.load(self.table, tokens, given)
+            captured.graph.replay()
+            return captured.out.clone()  # the next replay overwrites it
+
+    def commit(self, rows: int) -> None:
+        if rows:
+            accept.commit_rows(self.table, self.kinds, rows, whole=self._rows > MAX_ROWS)
+        for cache in self.caches:
+            cache.advance(rows)
+
+    def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Any) -> tuple[int, ...] | None:
+        rows, passes = len(tokens), self.passes
+        most = rows + depth - 1
+        if passes.eager_reason or self._recurrent or rows > MAX_ROWS or depth > MAX_ROWS or not passes.hidden_size:
+            return None
+        if any(cache.length + most > cache.capacity for cache in self.caches):
+            return None  # one of the passes will say so
+        given = passes.checked(hidden, rows)
+        for cache in self.caches:
+            cache.reserve(most)
+        self._rows = 0
+        with passes.lock:
+            passes.load(self.table, tokens, given)
+            first = passes.first(rows, self.caches, self.kinds, head)
+            rest = None if depth == 1 else passes.rest(depth - 1, self.caches, self.kinds, head)
+            passes.load(self.table, tokens, given)
+            first.graph.replay()
+            if rest is not None:
+                rest.graph.replay()
+            found = passes.drafted(depth)
+        ran = found.index(-1) + 1 if -1 in found else depth  # passes that the steps one by one would have run
+        self.commit(rows + ran - 1)
+        if -1 in found:
+            checked([-1])  # the error of a step by itself, whose logits have one row
+        return tuple(found)
+
+
+def _bound(caches: Sequence[DeviceCache]) -> int:
+    """What a graph is captured for: the stage of growth that holds the longest of these caches."""
+    return stage(max(cache.bound for cache in caches))

@@ -1,0 +1,90 @@
+"""Passes of more than 16 rows, which are prompts: torch's own products and attention over what the kernels wrote.
+
+Their bits depend on how a prompt is cut into chunks, as ``parity_reason`` says; every token that is decoded later reads
+what its prompt's pass left, so plain decoding and speculation read the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own convention)
+from torch import Tensor
+
+from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Weight
+
+_MASK = 2**26  # entries of an attention mask that is held at once
+
+
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight as a matrix in ``dtype``: itself, or decoded for one product."""
+    return weight.decode().to(dtype)
+
+
+def linear(x: Tensor, weight: Weight, bias: DenseWeight | None = None) -> Tensor:
+    """``x @ w.T (+ bias)``."""
+    return F.linear(x, dense(weight, x.dtype), None if bias is None else bias.tensor)
+
+
+def swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)``, the gating in float32."""
+    return (F.silu(linear(x, gate).float()) * linear(x, up).float()).to(x.dtype)
+
+
+def float32_product(x: Tensor, weight: Weight) -> Tensor:
+    """``x @ w.T`` not rounded to act."""
+    return F.linear(x.float(), weight.decode().float())
+
+
+def moe(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: tuple[ExpertStack, ExpertStack, ExpertStack], residual: Tensor,
+    common: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The experts of every row in slot order, each expert read once; ``common`` float32 is added behind them."""
+    gates, ups, downs = experts
+    rows, slots = ids.shape
+    places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending
+    for place, expert in enumerate(ids.flatten().tolist()):
+        places.setdefault(expert, []).append(place)
+    out = torch.empty(rows * slots, x.shape[1], dtype=x.dtype, device=x.device)
+    for expert, at in sorted(places.items()):
+        index = torch.tensor(at, device=x.device)
+        out[index] = linear(swiglu(x[index // slots], gates[expert], ups[expert]), downs[expert])
+    parts = out.view(rows, slots, -1)
+    total = weights[:, :1] * parts[:, 0].float()
+    for slot in range(1, slots):
+        total = total + weights[:, slot : slot + 1] * parts[:, slot].float()
+    if common is not None:
+        total = total + common
+    return (total + residual.float()).to(x.dtype)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, position: int, scale: float) -> Tensor:
+    """Causal attention of ``q [T, nq, D]``, the last T of the S rows ``[S, nkv, ...]``: ``[T, nq, Dv]``.
+
+    The query heads of one key-value head are further rows of it, so that no key is copied for them.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    step = max(1, _MASK // (group * keys.shape[0]))
+    out = []
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        end = position + first + count
+        part = q[first : first + count].view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
+        at = torch.arange(position + first, end, device=q.device)
+        seen = torch.arange(end, device=q.device) <= at[:, None]
+        mixed = F.scaled_dot_product_attention(
+            part.reshape(1, kv_heads, group * count, dim), keys[:end].transpose(0, 1)[None],
+            values[:end].transpose(0, 1)[None], attn_mask=seen.repeat(group, 1), scale=scale,
+        )  # fmt: skip
+        out.append(mixed.view(kv_heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def in_pieces(function: Callable[[int, int], Sequence[Tensor]], rows: int, most: int) -> list[Tensor]:
+    """``function(first, last)`` for every ``most`` rows, each of its results joined along the rows."""
+    parts = [function(at, min(at + most, rows)) for at in range(0, rows, most)]
+    return [torch.cat(columns) for columns in zip(*parts, strict=True)]

@@ -1,0 +1,257 @@
+"""Weights as the CUDA kernels read them: dense, FP8 with block scales, NVFP4, and stacks of experts.
+
+A holder, not a tensor, is what model code passes around: ``fuse`` may later move its memory beside that of others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from specdec.errors import ShapeError, UnsupportedError
+
+GROUP = 16  # columns that share an NVFP4 scale
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+@attrs.define(eq=False)
+class DenseWeight:
+    """A weight in act dtype: ``tensor [N, K]`` (or ``[N]``, a bias), contiguous."""
+
+    tensor: Tensor = attrs.field(converter=_contiguous)
+    fused: bool = attrs.field(default=False, init=False)  # a view of a tensor that holds others too
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def decode(self) -> Tensor:
+        """The weight itself."""
+        return self.tensor
+
+
+@attrs.define(eq=False)
+class Fp8BlockWeight:
+    """E4M3 codes with one float32 scale per block: ``W[n, k] = code[n, k] * scales[n // bn, k // bk]``.
+
+    ``codes`` uint8 ``[N, K]``, ``scales`` float32 ``[ceil(N / bn), ceil(K / bk)]``. One scale per row is the block
+    ``(1, K)``, one per tensor ``(N, K)``. Source of the layout: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.
+    Raises: ShapeError when the scales do not cover the codes.
+    """
+
+    codes: Tensor = attrs.field(converter=_contiguous)
+    scales: Tensor = attrs.field(converter=_contiguous)
+    block: tuple[int, int]
+    fused: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        _check("scales", self.scales, (-(-rows // self.block[0]), -(-columns // self.block[1])), torch.float32)
+        _check("codes", self.codes, (rows, columns), torch.uint8)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def decode(self) -> Tensor:
+        """float32 ``[N, K]``, each value rounded once."""
+        (bn, bk), (rows, columns) = self.block, self.shape
+        scales = self.scales.repeat_interleave(bn, 0)[:rows].repeat_interleave(bk, 1)[:, :columns]
+        return self.codes.view(torch.float8_e4m3fn).float() * scales
+
+
+@attrs.define(eq=False)
+class Nvfp4Weight:
+    """E2M1 codes, two in a byte (even column in the low half), with an E4M3 scale per 16 columns and one per row.
+
+    ``codes`` uint8 ``[N, K / 2]``, ``scales`` uint8 (E4M3, never negative) ``[N, K / 16]``, ``global_scale`` float32
+    ``[N]``; a scalar is spread over the rows, so that weights with different ones can be fused.
+    ``W = code * scale * global_scale``. Raises: ShapeError when K is no multiple of 16 or the parts disagree.
+    """
+
+    codes: Tensor = attrs.field(converter=_contiguous)
+    scales: Tensor = attrs.field(converter=_contiguous)
+    global_scale: Tensor
+    fused: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        rows, columns = self.shape
+        if columns % GROUP:
+            raise ShapeError(f"NVFP4 weights have a multiple of {GROUP} columns, this one has {columns}")
+        if self.global_scale.numel() == 1:
+            self.global_scale = self.global_scale.reshape(1).expand(rows)
+        self.global_scale = self.global_scale.contiguous()
+        _check("codes", self.codes, (rows, columns // 2), torch.uint8)
+        _check("scales", self.scales, (rows, columns // GROUP), torch.uint8)
+        _check("global_scale", self.global_scale, (rows,), torch.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.codes.shape[0], 2 * self.codes.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.global_scale.nbytes
+
+    def decode(self) -> Tensor:
+        """float32 ``[N, K]``, each value rounded once: code times scale is exact."""
+        rows, columns = self.shape
+        table = torch.tensor(_E2M1, device=self.device)
+        halves = torch.stack([self.codes & 15, self.codes >> 4], dim=-1)
+        values = table[halves.int()].view(rows, columns // GROUP, GROUP)
+        values = values * self.scales.view(torch.float8_e4m3fn).float()[..., None]
+        return values.view(rows, columns) * self.global_scale[:, None]
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+Weight = DenseWeight | Fp8BlockWeight | Nvfp4Weight
+
+
+@attrs.define(eq=False)
+class ExpertStack:
+    """Weights of one kind and shape, one per expert, found through a table of addresses on the device.
+
+    Raises: UnsupportedError for a mixture of kinds or block sizes, ShapeError for different shapes.
+    """
+
+    experts: tuple[Weight, ...] = attrs.field(converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        first = self.experts[0]
+        if {type(expert) for expert in self.experts} != {type(first)} or len({_format(e) for e in self.experts}) > 1:
+            raise UnsupportedError(
+                "experts of one stack are stored in different formats", try_="decode them to one format when loading"
+            )
+        shapes = {expert.shape for expert in self.experts}
+        if len(shapes) > 1:
+            raise ShapeError(f"experts of one stack have different shapes: {sorted(shapes)}")
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def __getitem__(self, index: int) -> Weight:
+        return self.experts[index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(E, N, K)``."""
+        return (len(self.experts), *self.experts[0].shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.experts[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(expert.nbytes for expert in self.experts)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether dense values and byte codes, NVFP4's scales among them, begin at multiples of 16 bytes."""
+        wide = (part for expert in self.experts for part in parts(expert)[:1])
+        scales = (expert.scales for expert in self.experts if isinstance(expert, Nvfp4Weight))
+        return all(part.data_ptr() % 16 == 0 for part in (*wide, *scales))
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """int64 ``[E, 3]``: codes (or the dense tensor), scales, global scales; 0 where a format has none."""
+        rows = [[part.data_ptr() for part in parts(expert)] for expert in self.experts]
+        return torch.tensor([row + [0] * (3 - len(row)) for row in rows], dtype=torch.int64, device=self.device)
+
+    def decode(self) -> Tensor:
+        """``[E, N, K]``."""
+        return torch.stack([expert.decode() for expert in self.experts])
+
+
+def parts(weight: Weight) -> tuple[Tensor, ...]:
+    """The tensors that make up a weight, codes first."""
+    match weight:
+        case DenseWeight():
+            return (weight.tensor,)
+        case Fp8BlockWeight():
+            return (weight.codes, weight.scales)
+        case Nvfp4Weight():
+            return (weight.codes, weight.scales, weight.global_scale)
+
+
+def fuse(weights: Sequence[Weight]) -> bool:
+    """Move weights that are projected together behind one another, so that one launch can read them.
+
+    Their tensors become views of new ones; afterwards no memory is doubled. False, and nothing is changed, where that
+    cannot be: another format or K, FP8 blocks that would straddle two weights, a member that is fused already.
+    """
+    first = weights[0]
+    if any(w.fused or _format(w) != _format(first) or w.shape[1:] != first.shape[1:] for w in weights):
+        return False
+    if isinstance(first, Fp8BlockWeight) and any(w.shape[0] % first.block[0] for w in weights[:-1]):
+        return False
+    names = {DenseWeight: ("tensor",), Fp8BlockWeight: ("codes", "scales"), Nvfp4Weight: (_NVFP4)}[type(first)]
+    for name in names:
+        whole = torch.cat([getattr(w, name) for w in weights])
+        at = 0
+        for weight in weights:
+            rows = len(getattr(weight, name))
+            setattr(weight, name, whole[at : at + rows])
+            at += rows
+    for weight in weights:
+        weight.fused = True
+    return True
+
+
+_NVFP4 = ("codes", "scales", "global_scale")
+
+
+def runs(weights: Sequence[Weight]) -> list[int]:
+    """Lengths of the runs of weights that lie behind one another in memory; they add up to ``len(weights)``."""
+    lengths = [1]
+    for before, weight in zip(weights, weights[1:], strict=False):
+        joined = before.fused and weight.fused and _format(before) == _format(weight)
+        if joined and all(_ends(a) == b.data_ptr() for a, b in zip(parts(before), parts(weight), strict=True)):
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+    return lengths
+
+
+def _ends(tensor: Tensor) -> int:
+    return tensor.data_ptr() + tensor.nbytes
+
+
+def _format(weight: Weight) -> tuple[object, ...]:
+    return (
+        type(weight), parts(weight)[0].dtype, weight.device,
+        weight.block if isinstance(weight, Fp8BlockWeight) else None,
+    )  # fmt: skip
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ShapeError(f"{name} of a weight should be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")

@@ -1,0 +1,31 @@
+"""All comparisons of bits on one loaded target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.contract import ForwardPass
+from specdec.doctor.operations import CONTEXTS, probe_operations
+from specdec.doctor.passes import CONTEXT, PassProbe
+from specdec.models.causal_lm import CausalLM
+from specdec.probes import Finding
+
+
+def probe_bits(target: ForwardPass, contexts: Sequence[int] = CONTEXTS) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """Every operation, then whole passes, blocks of rows against rows one by one.
+
+    Args:
+        contexts: rows before the blocks of operations with a cache. Whole passes are compared after ``CONTEXT`` tokens,
+            and after the largest context that is not in ``CONTEXTS``, for who asks for one.
+    Returns: what was found, and what could not be compared.
+    """
+    findings: list[Finding] = []
+    notes: list[str] = []
+    if isinstance(target, CausalLM):
+        findings, notes = probe_operations(target, contexts)
+    else:
+        notes.append("another engine's model: its operations cannot be looked at, only whole passes")
+    asked = [context for context in contexts if context not in CONTEXTS]
+    for context in (CONTEXT, *([max(asked)] if asked else ())):
+        findings += PassProbe(target, context).findings()
+    return tuple(findings), tuple(notes)

@@ -1,0 +1,94 @@
+"""Bits of rows beside what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.contract import Logits
+from specdec.probes import Finding, Kind, finite
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def on_host(array: Any) -> NDArray[Any]:
+    """A copy of a backend's array (torch, MLX, numpy): float32 for any float, which keeps the bits of bfloat16."""
+    if isinstance(array, Logits):
+        return np.array(array.rows())
+    if hasattr(array, "detach"):  # torch, whose numpy() knows no bfloat16
+        host = array.detach()
+        return np.array((host.float() if host.is_floating_point() else host).cpu().numpy())
+    if type(array).__module__.split(".")[0] == "mlx":
+        import mlx.core as mx
+
+        return np.array(array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array)
+    return np.array(array)
+
+
+def arrays_on_host(result: Any) -> list[NDArray[Any]]:
+    """What an operation gave, one array or several."""
+    return [on_host(part) for part in result] if isinstance(result, tuple) else [on_host(result)]
+
+
+class Comparison:
+    """Compares block after block with the rows one by one, and remembers what a Finding says."""
+
+    def __init__(self, kind: Kind, subject: str, rows: int) -> None:
+        self._kind: Kind = kind
+        self._subject = subject
+        self._rows = rows
+        self._differing: set[int] = set()
+        self._first: tuple[int, int | None, str] | None = None  # of the shortest block: length, row, array
+        self._largest = 0.0
+
+    def rows(self, got: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]], names: Sequence[str] = ()) -> None:
+        """A block: arrays ``[n, ...]`` and what their rows are alone. ``wanted`` may have more rows."""
+        for number, (block, alone) in enumerate(zip(got, wanted, strict=True)):
+            self._compare(block, alone[: len(block)], len(block), names[number] if names else "", by_row=True)
+
+    def state(self, block: int, got: dict[str, NDArray[Any]], wanted: dict[str, NDArray[Any]]) -> None:
+        """What a block of so many rows left behind, and what rows one by one leave, by name."""
+        if got.keys() != wanted.keys():
+            self._note(block, None, f"arrays {sorted(got.keys() ^ wanted.keys())}", float("inf"))
+            return
+        for name, array in got.items():
+            self._compare(array, wanted[name], block, name, by_row=False)
+
+    def _compare(self, got: NDArray[Any], wanted: NDArray[Any], block: int, name: str, *, by_row: bool) -> None:
+        if got.shape != wanted.shape or got.dtype != wanted.dtype:
+            self._note(block, None, name or f"shape {got.shape} in place of {wanted.shape}", float("inf"))
+            return
+        other = _bits(got) != _bits(wanted)
+        if not other.any():
+            return
+        with np.errstate(invalid="ignore"):
+            off = np.abs(got.astype(np.float64) - wanted.astype(np.float64))[other]
+        row = int(np.argwhere(other)[0][0]) if by_row else None
+        self._note(block, row, name, float(off.max()))
+
+    def _note(self, block: int, row: int | None, name: str, difference: float) -> None:
+        self._differing.add(block)
+        if self._first is None or block < self._first[0]:
+            self._first = (block, row, name)
+        self._largest = difference if np.isnan(difference) else max(self._largest, difference)
+
+    def finding(self) -> Finding:
+        """What came of it."""
+        _, row, name = self._first or (0, None, "")
+        return Finding(
+            kind=self._kind, subject=self._subject, rows=self._rows, differing=tuple(sorted(self._differing)),
+            first_row=row, difference=finite(self._largest) if self._differing else None, where=name,
+        )  # fmt: skip
+
+
+def _bits(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory as integers: 0 and -0 differ, a NaN equals itself."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def one_by_one(results: Iterable[list[NDArray[Any]]]) -> list[NDArray[Any]]:
+    """Results of single rows, each a list of arrays ``[1, ...]``, as one list of arrays ``[T, ...]``."""
+    return [np.concatenate(parts) for parts in zip(*results, strict=True)]

@@ -1,0 +1,246 @@
+"""What is installed here and what can run, without a model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from specdec._version import __version__
+from specdec.backends.cpu.compiler import Kernels, find_compiler, load_kernels
+from specdec.contract import BackendSpec
+from specdec.errors import SpecdecError
+from specdec.folders import cache_folder
+from specdec.pipeline import _auto_backend
+from specdec.plugins import Kind, registry
+from specdec.probes import LIBRARIES, probe_folder
+
+_SHOWN_LIBRARIES = (*LIBRARIES, "numpy", "tokenizers")
+
+
+@attrs.frozen(kw_only=True)
+class BackendStatus:
+    """One registered backend."""
+
+    name: str
+    origin: str
+    available: bool
+    reason: str  # why it cannot run here, or ""
+    help: str
+
+
+@attrs.frozen(kw_only=True)
+class Memory:
+    """Bytes; what cannot be found out is None."""
+
+    total: int | None
+    free: int | None  # that a program could have, caches of files included
+    device: str = ""  # the accelerator's, where there is one
+    device_total: int | None = None
+    device_free: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class MachineReport:
+    """What is here and what runs."""
+
+    specdec: str
+    python: str
+    system: str
+    processor: str
+    cores: int
+    threads: int  # torch's, also those of the native kernels
+    libraries: dict[str, str | None]  # versions; None: not installed
+    compiler: str  # the command that builds native kernels, or why there is none
+    kernels: str  # the native kernels, or why there are none
+    kernels_available: bool
+    backends: tuple[BackendStatus, ...]
+    auto: str  # what target.backend = "auto" takes, "" where it takes none
+    auto_reason: str
+    failures: tuple[str, ...]  # plugins, or parts of them, that do not work
+    memory: Memory
+    cache_folder: str
+    cache_bytes: int
+    cache_problem: str  # why nothing can be kept there, or ""
+    probe_folder: str | None  # None: probes are not kept
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return attrs.asdict(self)
+
+
+def examine_machine() -> MachineReport:
+    """Look around. Builds the native kernels where they were never built."""
+    backends = _backends()
+    auto, auto_reason = _auto(backends)
+    compiler, kernels, kernels_available = _native()
+    cache = cache_folder()
+    probes = probe_folder()
+    return MachineReport(
+        specdec=__version__,
+        python=platform.python_version(),
+        system=platform.platform(terse=True),
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        libraries={name: _version(name) for name in _SHOWN_LIBRARIES},
+        compiler=compiler,
+        kernels=kernels,
+        kernels_available=kernels_available,
+        backends=backends,
+        auto=auto,
+        auto_reason=auto_reason,
+        failures=tuple(f"{failure} (during {failure.during})" for failure in registry().failures),
+        memory=_memory(),
+        cache_folder=str(cache),
+        cache_bytes=sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) if cache.exists() else 0,
+        cache_problem=_unwritable(cache),
+        probe_folder=None if probes is None else str(probes),
+    )
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _backends() -> tuple[BackendStatus, ...]:
+    found = []
+    for entry in registry().entries(Kind.BACKEND):
+        spec = entry.spec
+        assert isinstance(spec, BackendSpec)
+        try:
+            reason = spec.available()
+        except Exception as error:  # noqa: BLE001 - a listing shows what is broken, it does not break
+            reason = f"{type(error).__name__}: {error}"
+        found.append(
+            BackendStatus(
+                name=spec.name, origin=str(entry.origin), available=reason is None, reason=reason or "", help=spec.help
+            )
+        )
+    return tuple(found)
+
+
+def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
+    """What ``auto`` takes, and what speaks against the others."""
+    notices: list[str] = []
+    try:
+        chosen = _auto_backend(notices)
+    except SpecdecError as error:
+        return "", error.message
+    if notices:
+        return chosen, "; ".join(notices)
+    against = [
+        f"{backend.name}: {backend.reason or 'can run, but is slower here or only taken by name'}"
+        for backend in backends
+        if backend.name != chosen
+    ]
+    return chosen, "; ".join(against)
+
+
+def _native() -> tuple[str, str, bool]:
+    """The compiler, the kernels, and whether those are there."""
+    found = find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    compiler = " ".join(found) if isinstance(found, list) else f"none: {found.reason}"
+    try:
+        kernels = load_kernels()
+    except SpecdecError as error:
+        return compiler, error.message, False
+    if isinstance(kernels, Kernels):
+        return compiler, kernels.description, True
+    return compiler, f"torch reference: {kernels.reason}", False
+
+
+def _processor() -> str:
+    if sys.platform == "darwin" and (told := _said("sysctl", "-n", "machdep.cpu.brand_string")):
+        return told.strip()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory() -> Memory:
+    total, free = _host_memory()
+    device, device_total, device_free = _device_memory()
+    return Memory(total=total, free=free, device=device, device_total=device_total, device_free=device_free)
+
+
+def _host_memory() -> tuple[int | None, int | None]:
+    try:
+        total: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        total = None
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return total, int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return total, free_of_vm_stat(_said("vm_stat")) if sys.platform == "darwin" else None
+
+
+def free_of_vm_stat(text: str) -> int | None:
+    """Bytes that a program could have, by macOS's ``vm_stat``: free, inactive, speculative and purgeable pages."""
+    lines = text.splitlines()
+    size = next((word for word in lines[0].split() if word.isdigit()), None) if lines else None
+    if size is None:
+        return None
+    pages = 0
+    for line in lines[1:]:
+        label, _, value = line.partition(":")
+        if label in ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable"):
+            pages += int(value.strip().rstrip("."))
+    return pages * int(size)
+
+
+def _device_memory() -> tuple[str, int | None, int | None]:
+    """The accelerator's name and memory, as CUDA or MLX tell it; nothing where there is none."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.get_device_name(), total, free
+    if _version("mlx") is not None:
+        try:
+            import mlx.core as mx
+
+            if mx.default_device().type == mx.DeviceType.gpu:
+                told = mx.device_info()
+                most = int(told.get("max_recommended_working_set_size", 0)) or None
+                used = int(mx.get_active_memory())
+                return str(told.get("device_name", "GPU")), most, None if most is None else most - used
+        except ImportError:  # the package without its library
+            pass
+    return "", None, None
+
+
+def _said(*command: str) -> str:
+    """The output of a system command, or nothing."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing can be kept in ``folder``, which may not exist yet; "" where it can."""
+    at = folder
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    if not at.is_dir():
+        return f"{at} is no folder"
+    if not os.access(at, os.W_OK):
+        return f"{at} cannot be written"
+    free = shutil.disk_usage(at).free
+    return "" if free > 2**26 else f"the disk of {at} has {free >> 20} MiB left"

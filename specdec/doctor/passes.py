@@ -1,0 +1,114 @@
+"""Whole passes against a chain of one-row passes: logits, and the state that each accept count leaves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.contract import ForwardPass, Hidden, Snapshot, State
+from specdec.doctor.comparing import Comparison, on_host, one_by_one
+from specdec.models.causal_lm import CausalLM
+from specdec.probes import Finding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Rows = list[NDArray[Any]]
+
+CONTEXT = 40  # tokens before the compared passes
+
+
+class PassProbe:
+    """Passes of one target over one prompt of meaningless tokens."""
+
+    def __init__(self, target: ForwardPass, context: int = CONTEXT) -> None:
+        self._target = target
+        room = target.info.max_positions
+        self.rows = min(target.info.max_rows, max(room - 2, 1))
+        self.context = max(min(context, room - self.rows), 1)
+        tokens = [(37 * i + 11) % target.info.vocab_size for i in range(self.context + self.rows)]
+        self._tokens = tokens[self.context :]
+        state = target.new_state(self.context + self.rows)
+        hidden = target.prefill(state, tokens[: self.context]).hidden
+        if target.info.mtp_layers and hidden is not None and self.context > 1:
+            target.prefill_mtp(state, tokens[1 : self.context], hidden[:-1])
+        self._start = target.snapshot(state)
+
+    def findings(self) -> list[Finding]:
+        """Logits, states, the same pass twice, and the MTP head where there is one."""
+        target, rows, tokens = self._target, self.rows, self._tokens
+        after = f"after {self.context} tokens"
+        logits = Comparison("pass", f"logits of whole passes {after}", rows)
+        states = Comparison("state", f"the state after commit, {after}", rows)
+        repeats = Comparison("pass", f"one row at a time, twice, {after}", rows)
+        alone = self._chain()
+        chain = self._fresh()
+        self._compare_state(states, 2, self._block(2, 0, alone, logits), self._start)
+        for kept in range(1, rows + 1):
+            again = on_host(target.decode(chain, tokens[kept - 1 : kept]).need_logits())
+            repeats.rows([again], [alone[kept - 1 : kept]])
+            target.commit(chain, 1)
+            wanted = target.snapshot(chain)
+            for block in sorted({max(kept, 2), rows if kept % 2 == 0 else min(kept + 1, rows)}):
+                self._compare_state(states, block, self._block(block, kept, alone, logits), wanted)
+        return [logits.finding(), states.finding(), repeats.finding(), *self._draft_findings(after)]
+
+    def _fresh(self) -> State:
+        return self._target.restore(self._start)
+
+    def _chain(self) -> NDArray[Any]:
+        """Logits ``[T, V]`` of one-row passes."""
+        state, rows = self._fresh(), []
+        for token in self._tokens:
+            rows.append(on_host(self._target.decode(state, [token]).need_logits()))
+            self._target.commit(state, 1)
+        return np.concatenate(rows)
+
+    def _block(self, block: int, kept: int, alone: NDArray[Any], logits: Comparison) -> Snapshot:
+        state = self._fresh()
+        got = on_host(self._target.decode(state, self._tokens[:block]).need_logits())
+        logits.rows([got], [alone])
+        self._target.commit(state, kept)
+        return self._target.snapshot(state)
+
+    def _compare_state(self, states: Comparison, block: int, got: Snapshot, wanted: Snapshot) -> None:
+        states.state(block, _arrays(got), _arrays(wanted))
+
+    # --- the MTP head ----------------------------------------------------------------------------------------------
+
+    def _draft_findings(self, after: str) -> list[Finding]:
+        """True pairs in blocks against pairs one by one: hidden states, logits of the last row, cache."""
+        target, rows = self._target, self.rows
+        if not target.info.mtp_layers:
+            return []
+        state = self._fresh()
+        hidden = target.decode(state, self._tokens).need_hidden()
+        target.commit(state, rows)
+        start = target.snapshot(state)
+        drafts = Comparison("draft", f"the MTP head {after}", rows)
+        chain = target.restore(start)
+        alone: list[Rows] = []
+        for block in range(1, rows + 1):
+            alone.append(self._mtp(chain, block - 1, block, hidden))
+            if block < 2:
+                continue
+            state = target.restore(start)
+            logits, *states = self._mtp(state, 0, block, hidden)
+            drafts.state(block, {"logits of the last row": logits}, {"logits of the last row": alone[-1][0]})
+            drafts.rows(states, one_by_one(pair[1:] for pair in alone), ["hidden states"])
+            drafts.state(block, _arrays(target.snapshot(state)), _arrays(target.snapshot(chain)))
+        return [drafts.finding()]
+
+    def _mtp(self, state: State, start: int, stop: int, hidden: Hidden) -> Rows:
+        """Logits ``[1, V]`` of the last row, and hidden states where they can be looked at."""
+        target = self._target
+        output = target.decode_mtp(state, self._tokens[start:stop], hidden[start:stop])
+        told = [on_host(output.need_logits())]
+        if isinstance(target, CausalLM) and output.hidden is not None:
+            told.append(on_host(target.ops.array(output.hidden)))
+        return told
+
+
+def _arrays(snapshot: Snapshot) -> dict[str, NDArray[Any]]:
+    return {name: on_host(array) for name, array in snapshot.arrays.items()}

@@ -1,0 +1,242 @@
+"""``specdec doctor``: what it says about a machine, about a model on it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import __version__
+from specdec.contract import BackendSpec
+from specdec.doctor.machine import free_of_vm_stat
+from specdec.hookspecs import hookimpl
+from specdec.plugins import BUILT_INS, Registry
+from specdec.probes import read_probe
+from tests.wrong_ops import ROWS, ProbedBackend, wrong_ops
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_PROBES", str(tmp_path / "probes"))
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    return tmp_path / "probes"
+
+
+@pytest.fixture
+def tiny_model(checkpoint):
+    return checkpoint("qwen3_5", layers=2, max_positions=64)
+
+
+class Fails:
+    @hookimpl
+    def specdec_drafters(self):
+        raise OSError("no drafters today")
+
+
+class Odd:
+    """A plugin with backends that cannot run."""
+
+    @hookimpl
+    def specdec_backends(self):
+        def available():
+            raise RuntimeError("the driver is on fire")
+
+        return [
+            BackendSpec(name="absent", factory=lambda config: None, available=lambda: "no such device"),
+            BackendSpec(name="burning", factory=lambda config: None, available=available),
+        ]
+
+
+def with_plugins(*plugins: object) -> Registry:
+    return Registry((*BUILT_INS, *plugins), entry_points=())
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- without a model --------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_says_what_runs_and_why_the_rest_does_not(invoke):
+    done = invoke("doctor", registry=with_plugins(Fails(), Odd()))
+    assert done.exit_code == 0, done.output
+    said = flat(done.stdout)
+    for text in (
+        f"specdec {__version__}",
+        f"torch {torch.__version__}",
+        "SPECDEC_CPU_KERNELS=torch",
+        "absent no no such device",
+        "burning no RuntimeError: the driver is on fire",
+        "plugin failed: Fails",
+        "OSError: no drafters today",
+        "1 failure",
+    ):
+        assert text in said, text
+
+
+def test_a_machine_as_json(invoke, folder):
+    told = json.loads(invoke("doctor", "--json", registry=with_plugins(Fails(), Odd())).stdout)
+    assert told["model"] is None
+    machine = told["machine"]
+    assert machine["specdec"] == __version__
+    assert machine["libraries"]["torch"] == torch.__version__
+    backends = {backend["name"]: backend for backend in machine["backends"]}
+    assert backends["cpu"]["available"]
+    assert backends["cpu"]["reason"] == ""
+    assert backends["absent"] == {
+        "name": "absent", "origin": backends["absent"]["origin"], "available": False, "reason": "no such device",
+        "help": "",
+    }  # fmt: skip
+    assert machine["auto"] in backends
+    assert "absent: no such device" in machine["auto_reason"]
+    assert not machine["kernels_available"]
+    assert machine["memory"]["total"] is None or machine["memory"]["total"] > machine["memory"]["free"] > 0
+    assert machine["probe_folder"] == str(folder)
+    assert machine["cache_folder"]
+    assert len(machine["failures"]) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_told(invoke, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert "is no folder" in invoke("doctor", "--json").stdout
+
+
+def test_free_memory_of_a_mac_is_read():
+    told = (
+        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
+        "Pages free:                               10.\n"
+        "Pages active:                           5000.\n"
+        "Pages inactive:                            4.\n"
+        "Pages speculative:                         2.\n"
+        '"Translation faults":              123456789.\n'
+        "Pages purgeable:                           1.\n"
+    )
+    assert free_of_vm_stat(told) == 17 * 16384
+    assert free_of_vm_stat("") is None
+    assert free_of_vm_stat("something else\n") is None
+
+
+# --- with a model -----------------------------------------------------------------------------------------------------
+
+
+def doctor(invoke: Any, model: object, *arguments: str, plugin: object | None = None) -> tuple[int, dict[str, Any]]:
+    plugins = () if plugin is None else (plugin,)
+    done = invoke("doctor", model, "--json", *arguments, registry=with_plugins(*plugins))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_a_model_is_exact_and_the_record_is_kept(invoke, tiny_model, folder):
+    status, told = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=ProbedBackend())
+    assert status == 0
+    model = told["model"]
+    assert told["machine"]["auto"]
+    assert model["promise"]["exact"]
+    assert model["promise"]["needs_probe"]
+    assert model["parity_at_load"] == "numeric"
+    assert all(finding["equal"] for finding in model["findings"])
+    assert [row["rows"] for row in model["costs"]["rows"]] == list(range(1, ROWS + 1))
+    assert model["costs"]["rows"][0]["ratio"] == 1.0
+    assert model["costs"]["draft_step"] > 0.0
+    assert [price["depth"] for price in model["costs"]["depths"]] == list(range(1, ROWS))
+    (path,) = folder.iterdir()
+    assert model["stored"] == str(path)
+    record = read_probe(path)
+    assert record.passed
+    assert record.identity.backend == "probed"
+
+    _, again = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=ProbedBackend())
+    assert again["model"]["parity_at_load"] == "bitwise"
+
+
+def test_a_model_for_people(invoke, tiny_model, folder):
+    done = invoke("doctor", tiny_model, "-s", "target.backend=probed", registry=with_plugins(ProbedBackend()))
+    assert done.exit_code == 0, done.output
+    said = flat(done.stdout)
+    for text in ("promise exact: all ", "loads from now on are exact here", "equal 2 to 6 swiglu 72x48, 72x48",
+                 "not probed on this machine", "break-even", "a step of the MTP head takes"):  # fmt: skip
+        assert text in said, text
+    (path,) = folder.iterdir()
+    assert path.name in said.replace(" ", "")
+
+
+def test_a_mistake_is_named_and_a_believed_backend_that_makes_it_fails(invoke, tiny_model, folder):
+    wrong = ProbedBackend(lambda: wrong_ops("swiglu"), needs_probe=False)
+    status, told = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=wrong)
+    assert status == 1
+    assert not told["model"]["promise"]["exact"]
+    assert told["model"]["promise"]["reason"].startswith("swiglu 72x48, 72x48: other bits in blocks of 3 to 6 rows")
+    assert not read_probe(next(folder.iterdir())).passed
+
+    done = invoke("doctor", tiny_model, "-s", "target.backend=probed", registry=with_plugins(wrong))
+    assert done.exit_code == 1
+    assert re.search(r"differ 3 to 6 \S+ swiglu 72x48, 72x48, first in row 2", flat(done.stdout))
+    assert "numeric: swiglu" in flat(done.stdout)
+
+    careful = ProbedBackend(lambda: wrong_ops("swiglu"))
+    status, told = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=careful)
+    assert status == 0
+    assert not told["model"]["promise"]["exact"]
+
+
+def test_nothing_is_kept_where_nobody_wants_it(invoke, tiny_model, folder, monkeypatch):
+    probed = ("-s", "target.backend=probed")
+    _, told = doctor(invoke, tiny_model, "--no-store", *probed, plugin=ProbedBackend())
+    assert told["model"]["stored"] is None
+    assert told["model"]["not_stored"] == "--no-store"
+    monkeypatch.setenv("SPECDEC_PROBES", "off")
+    done = invoke("doctor", tiny_model, *probed, registry=with_plugins(ProbedBackend()))
+    assert "not stored (SPECDEC_PROBES=off)" in flat(done.stdout)
+    assert not folder.exists()
+    assert not pathlib.Path("off").exists()
+
+
+def test_a_context_is_compared_too(invoke, tiny_model):
+    probed = ("--no-store", "-s", "target.backend=probed")
+    _, told = doctor(invoke, tiny_model, *probed, "--context", "41", plugin=ProbedBackend())
+    subjects = [finding["subject"] for finding in told["model"]["findings"]]
+    assert any(subject.startswith("attend") and subject.endswith("41 rows before") for subject in subjects)
+    assert "logits of whole passes after 41 tokens" in subjects
+    done = invoke("doctor", tiny_model, *probed, "--context", "64", registry=with_plugins(ProbedBackend()))
+    assert done.exit_code == 2
+    assert "ConfigError: --context 64 leaves no room" in done.stderr
+    assert f"--context {64 - ROWS}" in done.stderr
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["-s", "target.backend=cpu"], ["--context", "3"], ["--no-store"]])
+def test_options_of_a_model_need_one(invoke, arguments):
+    done = invoke("doctor", *arguments)
+    assert done.exit_code == 2
+    assert f"{arguments[0]} need a MODEL" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("drafter.name=ngram", "so drafter.name has no effect"),
+        ("target.model=other", "MODEL says"),
+        ("target.backend=metl", "Did you mean 'metal'?"),
+        ("target.colour=red", "colour"),
+        ("target.dtype=int7", "int7"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_for_people(invoke, tiny_model, setting, message):
+    done = invoke("doctor", tiny_model, "-s", setting, registry=with_plugins())
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_checkpoint_is_an_error_for_people(invoke, tmp_path):
+    done = invoke("doctor", tmp_path, "--json", registry=with_plugins())
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"]["type"] == "CheckpointError"

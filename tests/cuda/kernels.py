@@ -1,0 +1,24 @@
+"""Kernels that only tests launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specdec.backends.cuda.kernels import head
+
+
+@triton.jit
+def noise_kernel(words_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """Gumbel noise of words given as int32 bits."""
+    at = tl.arange(0, BLOCK)
+    words = tl.load(words_ptr + at, mask=at < count, other=7).to(tl.uint32, bitcast=True)
+    tl.store(out_ptr + at, head.gumbel(words), mask=at < count)
+
+
+@triton.jit
+def narrow_kernel(x_ptr, out_ptr, stride, count, BLOCK: tl.constexpr):
+    """Addresses made with a product of two 32-bit variables: what no kernel of the backend may do."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + row * stride + at, tl.load(x_ptr + row * stride + at, mask=at < count), mask=at < count)
