@@ -76,7 +76,7 @@ class CycleSetup:
         tokens: of the pairs that wait, the pending token last.
         hidden: their hidden states ``[n, H]``.
         lm_head: the target's output head ``[V, H]``, as ``weight()`` returned it.
-        draft_head: the one that drafts are made with; rows gathered from a head where it is pruned.
+        draft_head: the one that drafts are made with: a weight, or rows that ``head_rows`` gathered where ``pruned``.
         stop_tokens: generation ends after one of these.
         limit: and after so many tokens.
     """

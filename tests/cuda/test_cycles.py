@@ -19,7 +19,7 @@ from specdec.testing import iter_checks
 from specdec.testing.registry import as_subject, run_check
 from specdec.testing.stepwise import StepwiseCycles
 from tests import tiny
-from tests.cuda.test_models import PROMPT, TINY, VOCAB, _short_caches, build  # noqa: F401  (fixtures)
+from tests.cuda.test_models import PROMPT, TINY, VOCAB, _short_caches, build  # noqa: F401  (two are fixtures)
 from tests.test_lossless import Case, ScriptedDepth, mtp
 
 FAMILY = "qwen3_5"
@@ -96,14 +96,14 @@ def clause(target: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_the_kits_clause(build: Callable[..., Any]) -> None:  # noqa: F811
+def test_the_kits_clause(build: Callable[..., Any]) -> None:
     outcome = clause(build(FAMILY, **WIDE))
     assert outcome.status.name == "PASSED", outcome.detail
 
 
 @pytest.mark.parametrize("depths", [[3], [2, 0, 4, 1]])
 def test_generations_are_those_of_plain_decoding(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch,
     depths: list[int],
 ) -> None:  # fmt: skip
     """Also the state: it goes on with single passes afterwards."""
@@ -123,7 +123,7 @@ def test_generations_are_those_of_plain_decoding(
 
 def test_two_sequences_take_turns_over_the_same_graphs(
     build: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],  # noqa: F811
+    checkpoint: Callable[..., pathlib.Path],
 ) -> None:
     target, folder = build(FAMILY, **WIDE), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE})
     prompts = [(3, 1), (40, 41, 42)]
@@ -143,7 +143,7 @@ def test_two_sequences_take_turns_over_the_same_graphs(
 
 def test_a_text_that_ends_generation_takes_tokens_back(
     build: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],  # noqa: F811
+    checkpoint: Callable[..., pathlib.Path],
 ) -> None:
     target, folder = build(FAMILY, **WIDE), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE})
     wanted, _ = generate(folder, target, PROMPT, 12, [0])
@@ -159,7 +159,7 @@ def test_a_text_that_ends_generation_takes_tokens_back(
 def test_memory_that_moves_takes_along_what_the_host_has_not_counted(
     build: Callable[..., Any],
     checkpoint: Callable[..., pathlib.Path],
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys and values that outgrow their memory, and more state slots for a longer draft, in the middle of it."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
@@ -201,7 +201,7 @@ def both_ways(target: Any, tokens: list[int], depths: list[int], head: Any = Non
 def test_a_pruned_head_drafts_what_it_drafts_step_by_step(
     build: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
-    extra: int,  # noqa: F811
+    extra: int,
 ) -> None:
     """Its own rows and those that the sequence added; two sequences that added others."""
     monkeypatch.setattr(cycles_module, "_ADDED_ROWS", (4, 16))
@@ -214,7 +214,7 @@ def test_a_pruned_head_drafts_what_it_drafts_step_by_step(
         assert {token for cycle in cycles[0] for token in cycle.drafted} <= set(ours.tokens)
 
 
-def test_what_does_not_fit_goes_step_by_step(build: Callable[..., Any]) -> None:  # noqa: F811
+def test_what_does_not_fit_goes_step_by_step(build: Callable[..., Any]) -> None:
     target = build(FAMILY, **WIDE)
     state = target.new_state(64)
     hidden = target.prefill(state, [1, 2]).need_hidden()
@@ -260,7 +260,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", ["none", *MUTANTS])
-def test_mutants_are_caught(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str) -> None:  # noqa: F811
+def test_mutants_are_caught(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if name != "none":
         module, attribute, make = MUTANTS[name]
         monkeypatch.setattr(module, attribute, make(getattr(module, attribute)))

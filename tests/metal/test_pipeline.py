@@ -36,7 +36,7 @@ from tests.test_lossless import Case, mtp  # noqa: E402
 HEADS = ("qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3")  # delta and attention, experts, latent rows
 PROMPT = (3, 1, 4, 1, 5, 9, 2)
 LONG = 70
-FEW = max(1, settings().max_examples // 4)
+FEW = max(1, settings().max_examples // 2)
 
 exact = pytest.mark.skipif(
     MetalOps(mx.float32).parity is not Parity.BITWISE or MetalOps(mx.float32).exact_needs_probe,

@@ -5,12 +5,12 @@
     verify   the target's pass over the pending token and the draft, and the best token of every row
     decide   ``kernels.accept``: what is emitted, kept and pending, and whether generation ends
 
-Everything that a cycle starts from lies on the device, so the next one can be launched before the host has seen what the
-last one decided. The host reads a copy of the decision, through pinned memory, as late as it likes.
+Everything that a cycle starts from lies on the device, so the next one can be launched before the host has seen what
+the last one decided. The host reads a copy of the decision, through pinned memory, as late as it likes.
 
 The buffers that the graphs know serve one sequence at a time (``_Buffers``); they move in and out when another sequence
-takes its turn. The number of pairs that wait is known to the device alone: the head's pass has room for as many as there
-can be, and what it computes behind them is garbage that nobody reads and the chained steps overwrite.
+takes its turn. The number of pairs that wait is known to the device alone: the head's pass has room for as many as
+there can be, and what it computes behind them is garbage that nobody reads and the chained steps overwrite.
 """
 
 from __future__ import annotations
@@ -203,14 +203,15 @@ class CudaCycles:
         self.target, self.mtp = target, mtp
         self._device = graphs.ops.device
         self.lm_head: Weight = setup.lm_head
-        self.draft_head: Weight = setup.draft_head
+        drafting: Any = setup.draft_head
         self.draft_ids: Tensor | None = None
         self.added: tuple[Tensor, Tensor] | None = None
-        if setup.pruned:
-            rows: CudaHeadRows = setup.draft_head
-            self.draft_head, self.draft_ids = rows.parts[0], rows.part_ids[0]
-            if len(rows.parts) > 1:
-                self.added = (rows.parts[1].tensor, rows.part_ids[1])
+        if isinstance(drafting, CudaHeadRows):
+            self.draft_ids = drafting.part_ids[0]
+            if len(drafting.parts) > 1:
+                self.added = (drafting.parts[1].tensor, drafting.part_ids[1])
+            drafting = drafting.parts[0]
+        self.draft_head: Weight = drafting
         tokens, length = setup.tokens, int(target.caches[0].length)
         start = Decision(
             halted=0, remaining=setup.limit, pending=tokens[-1], position=length, kept=0, accepted=0, cycles=0,
@@ -365,7 +366,8 @@ def cycles_over(ops: CudaOps, target: Any, mtp: Any, setup: CycleSetup) -> CudaC
         return None
     if len(setup.tokens) > MAX_ROWS or len(setup.stop_tokens) > STOPS:
         return None
-    if setup.pruned and len(setup.draft_head.parts) > 1 and len(setup.draft_head.part_ids[1]) > _ADDED_ROWS[-1]:
+    rows = setup.draft_head
+    if isinstance(rows, CudaHeadRows) and any(len(ids) > _ADDED_ROWS[-1] for ids in rows.part_ids[1:]):
         return None
     if target.passes.cycles is None:
         target.passes.cycles = CycleGraphs(ops, target, mtp)

@@ -78,6 +78,7 @@ class CudaPasses:
         self._firsts: dict[tuple[int, int], _Captured] = {}  # of drafts, by rows of the first pass and bound
         self._rests: dict[tuple[int, int], _Captured] = {}  # by further tokens and bound
         self._head: Weight | None = None  # that drafts read
+        self._captures = 0
         self.cycles: Any = None  # the graphs of whole cycles that begin with this kind of pass (``cycles``)
 
     def bind(self, caches: Sequence[Cache]) -> CudaPass:
@@ -90,6 +91,22 @@ class CudaPasses:
         self.ops.device.upload(tokens, torch.int32, self._ids[:rows])
         if hidden is not None:
             self._hidden[:rows].copy_(hidden)
+
+    def ready(
+        self, of: CudaPass, tokens: Sequence[int], hidden: Tensor | None, graphs: Callable[[], list[_Captured]]
+    ) -> list[_Captured]:
+        """The graphs, and the static buffers filled for a replay; again where a capture has used what was in them."""
+        self.load(of.table, tokens, hidden)
+        before = self._captures
+        found = graphs()
+        if self._captures != before:
+            self.load(of.table, tokens, hidden)
+        return found
+
+    def draft(self, rows: int, depth: int, of: CudaPass, weight: Weight) -> list[_Captured]:
+        """The graphs of a greedy draft."""
+        first = self.first(rows, of.caches, of.kinds, weight)
+        return [first] if depth == 1 else [first, self.rest(depth - 1, of.caches, of.kinds, weight)]
 
     def checked(self, hidden: Array | None, rows: int) -> Tensor | None:
         """Hidden states as the body takes them. Raises: ShapeError."""
@@ -183,6 +200,7 @@ class CudaPasses:
 
     def _capture(self, what: str, run: Callable[[], Tensor]) -> _Captured:
         out: Tensor | None = None
+        self._captures += 1
 
         def body() -> None:
             nonlocal out
@@ -234,9 +252,7 @@ class CudaPass:
         for cache in self.caches:
             cache.reserve(rows)
         with passes.lock:
-            passes.load(self.table, tokens, given)
-            captured = passes.captured(rows, self.caches)
-            passes.load(self.table, tokens, given)
+            captured = passes.ready(self, tokens, given, lambda: [passes.captured(rows, self.caches)])[0]
             captured.graph.replay()
             return captured.out.clone()  # the next replay overwrites it
 
@@ -258,13 +274,10 @@ class CudaPass:
             cache.reserve(most)
         self._rows = 0
         with passes.lock:
-            passes.load(self.table, tokens, given)
-            first = passes.first(rows, self.caches, self.kinds, head)
-            rest = None if depth == 1 else passes.rest(depth - 1, self.caches, self.kinds, head)
-            passes.load(self.table, tokens, given)
+            first, *rest = passes.ready(self, tokens, given, lambda: passes.draft(rows, depth, self, head))
             first.graph.replay()
-            if rest is not None:
-                rest.graph.replay()
+            for further in rest:
+                further.graph.replay()
             found = passes.drafted(depth)
         ran = found.index(-1) + 1 if -1 in found else depth  # passes that the steps one by one would have run
         self.commit(rows + ran - 1)

@@ -449,6 +449,17 @@ def _route() -> object:
     return route.choose(_float(3, 256), grouped, _float(256)), route.choose(_float(3, 256), plain)
 
 
+@example("settle, last row and winner of a cycle")
+def _cycle() -> object:
+    from specdec.backends.cuda.kernels import cycle
+
+    ids, one = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    counters = torch.zeros(2, dtype=torch.int32)
+    cycle.settle(ids, _act(16, 4096), _act(16, 4096), ids[:16], counters, ids[:17])
+    cycle.winner(one, _float(1), one, _float(1), one)
+    return cycle.last_row(_act(16, 4096), counters)
+
+
 def main() -> None:
     """Print the table."""
     chosen = tuple(int(word) for word in sys.argv[1:]) or tuple(ARCHITECTURES)

@@ -1,6 +1,6 @@
 """The small kernels between the passes of a greedy cycle: what the last cycle left, one row, one token."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import torch
