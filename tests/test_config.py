@@ -320,7 +320,9 @@ def test_validators_work_without_a_file():
 def test_the_configuration_can_be_written_down_again(tmp_path):
     config = load_config(None, ["drafter.name=ngram", "drafter.max_order=5", "target.capacity=64"])
     assert config.to_dict()["drafter"] == {"name": "ngram", "max_order": 5}
-    assert config.to_dict()["target"] == {"model": "demo", "backend": "auto", "dtype": "auto", "capacity": 64}
+    assert config.to_dict()["target"] == {
+        "model": "demo", "backend": "auto", "backend_options": {}, "dtype": "auto", "capacity": 64,
+    }  # fmt: skip
     overrides = [
         Override((table, key), value, "x") for table, keys in config.to_dict().items() for key, value in keys.items()
     ]

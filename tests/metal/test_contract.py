@@ -17,14 +17,21 @@ from tests import tiny  # noqa: E402
 
 
 def numeric(dtype: str) -> MetalOps:
-    """What a GPU gets: the same ops, promising less."""
+    """What a GPU gets that was not probed: the same ops, promising less."""
     ops = MetalOps(getattr(mx, dtype))
     ops.parity, ops.parity_reason = Parity.NUMERIC, "as on a GPU"
     return ops
 
 
+def fast(dtype: str) -> MetalOps:
+    """Stock kernels."""
+    return MetalOps(getattr(mx, dtype), mode="fast")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [lambda dtype: MetalOps(getattr(mx, dtype)), numeric], ids=["own parity", "numeric"])
+@pytest.mark.parametrize(
+    "make", [lambda dtype: MetalOps(getattr(mx, dtype)), numeric, fast], ids=["own parity", "numeric", "fast"]
+)
 def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
     check_subjects(f"metal {dtype}", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()
 
@@ -32,8 +39,8 @@ def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
 @pytest.mark.parametrize(
     ("family", "make", "effort"),
     [("qwen3_5", lambda: MetalOps(mx.float32), 0.25), ("qwen3", lambda: MetalOps(mx.float32), 0.25),
-     ("qwen3_5", lambda: numeric("float32"), 0.1)],
-    ids=["qwen3_5", "qwen3", "qwen3_5 numeric"],
+     ("qwen3_5", lambda: numeric("float32"), 0.1), ("qwen3_5", lambda: fast("float32"), 0.1)],
+    ids=["qwen3_5", "qwen3", "qwen3_5 numeric", "qwen3_5 fast"],
 )  # fmt: skip
 def test_a_target_over_them(
     checkpoint: Callable[..., Any], family: str, make: Callable[[], MetalOps], effort: float

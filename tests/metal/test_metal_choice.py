@@ -12,6 +12,7 @@ import pytest
 
 import specdec
 from specdec import pipeline
+from specdec.contract import Parity
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.plugins import registry
 
@@ -106,6 +107,33 @@ def test_dtypes() -> None:
     assert backend.choose_dtype("bfloat16", "float32") == ("bfloat16", "asked for")
     with pytest.raises(ConfigError, match="float8"):
         backend.choose_dtype("float8", "float32")
+
+
+def test_the_mode_is_an_option_of_the_backend() -> None:
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    overrides = ["target.backend=metal", "target.dtype=float32", "depth.depth=2"]
+    fast = pipeline.build(specdec.load_config(None, [*overrides, "target.backend_options.mode=fast"]))
+    assert fast.info.parity is Parity.NUMERIC
+    assert "stock kernels" in fast.info.kernels
+    assert any('mode = "fast"' in notice for notice in fast.generate(PROMPT, max_new_tokens=2).notices)
+    exact = pipeline.build(specdec.load_config(None, overrides))
+    assert "specdec's" in exact.info.kernels
+    assert not any("mode" in notice for notice in exact.generate(PROMPT, max_new_tokens=2).notices)
+
+
+@pytest.mark.parametrize(
+    ("backend", "option", "said"),
+    [("metal", "mode=exakt", "target.backend_options.mode takes 'exact', 'fast'"),
+     ("metal", "made=fast", "target.backend_options.made is unknown"),
+     ("cpu", "mode=fast", r"\[target.backend_options\] takes no options")],
+)  # fmt: skip
+def test_a_wrong_option_is_refused(backend: str, option: str, said: str) -> None:
+    if backend == "metal":
+        pytest.importorskip("mlx.core", exc_type=ImportError)
+    override = f"target.backend_options.{option}"
+    with pytest.raises(ConfigError, match=said) as refused:
+        pipeline.build(specdec.load_config(None, [f"target.backend={backend}", override]))
+    assert f"-s {override}" in str(refused.value)
 
 
 def test_the_embedded_model_says_the_same_on_both_backends() -> None:

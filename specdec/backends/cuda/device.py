@@ -99,24 +99,28 @@ class CudaDevice:
         self.label = f"sm_{major}{minor}"
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._anchor: tuple[Tensor, Graph] | None = None
         self._capturing = threading.Lock()  # torch captures one graph at a time in a process
 
     def capture(self, body: Callable[[], None]) -> Graph:
         with self._capturing, torch.cuda.device(self.place):
-            if self._stream is None:
+            if self._anchor is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 self._pool = torch.cuda.graph_pool_handle()
-            before = torch.cuda.current_stream()
-            self._stream.wait_stream(before)
-            with torch.cuda.stream(self._stream):
-                body()
-            before.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # other threads may go on allocating while this one captures
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                body()
-            before.wait_stream(self._stream)
-            return graph
+                # a graph that stays: torch refuses to capture into a pool whose graphs are all gone, while memory of it
+                # is in use (the result of one of them, the workspace of a library)
+                held = torch.zeros(1, device=self.place)
+                self._anchor = held, self._captured(held.zero_)
+            # on the stream of everything else: kernels share the workspace, and other threads may be launching them
+            body()
+            return self._captured(body)
+
+    def _captured(self, body: Callable[[], object]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        # other threads may go on allocating while this one captures
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            body()
+        return graph
 
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         # the allocator of pinned memory keeps a block until the copy out of it is done

@@ -57,6 +57,7 @@ class DeviceTokens(Sequence[int]):
 class _Captured:
     graph: Graph
     out: Tensor  # [T, H], where every replay leaves it
+    body: Callable[[], Tensor]  # keeps alive what the graph knows by its address alone
 
 
 class CudaPasses:
@@ -217,7 +218,7 @@ class CudaPasses:
                 f"{what} cannot be captured as a CUDA graph: {type(error).__name__}: {error}", try_="SPECDEC_EAGER=1"
             ) from error
         assert out is not None
-        return _Captured(graph, out)
+        return _Captured(graph, out, run)
 
 
 class CudaPass:
