@@ -19,6 +19,8 @@ from tests.cuda.tables import mutated
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS = st.integers(0, 3)
 
+pytestmark = pytest.mark.usefixtures("device")  # which is PLACE
+
 
 def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=PLACE)

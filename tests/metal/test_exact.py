@@ -16,9 +16,10 @@ import pytest
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels import lanes  # noqa: E402
-from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel  # noqa: E402
+from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import GreedyStart, Parity  # noqa: E402
+from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
 from tests.metal.test_metal_families import arrays  # noqa: E402
@@ -141,6 +142,13 @@ def test_a_gpu_needs_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.parity is Parity.BITWISE
     assert ops.max_rows == lanes.MAX_ROWS
     assert not MetalOps(mx.bfloat16, mode="fast").exact_needs_probe
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="its kernels can be built here")
+def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) -> None:
+    target = made(OnMetal())
+    with pytest.raises(UnsupportedError, match=r"No Metal back-end(?s:.*)backend_options\.mode=fast"):
+        target.prefill(target.new_state(8), TOKENS[:3])
 
 
 @pytest.mark.parametrize(("system", "needs"), [("linux", False), ("darwin", True)])

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from specdec.backends.metal.caches import MetalDeltaCache, Placed
 from specdec.backends.metal.device import DeviceLength, DeviceTokens, number, rows_from
-from specdec.backends.metal.passes import MetalPass, start
+from specdec.backends.metal.passes import MetalPass, explained, start
 from specdec.contract import GreedyCycle
 from specdec.errors import ContractError, StateError
 
@@ -110,6 +110,10 @@ class MetalCycles:
                 cache.reserve(bound + depth + 1)
         for cache in self._mtp.caches:
             cache.reserve(bound + max(fed, depth))
+        with explained():
+            self._run(depth, bound)
+
+    def _run(self, depth: int, bound: int) -> None:
         self._settle()
         drafted = self._draft(depth, bound)
         hidden = self._verify(drafted, bound)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from specdec.backends.ops import Array, Cache
 from specdec.backends.passes import Body
+from specdec.errors import UnsupportedError
 
 
 class MetalPass:
@@ -23,8 +25,9 @@ class MetalPass:
         self.caches = caches
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
-        x = self.body(self.caches, tokens, hidden)
-        start([x], self.caches)
+        with explained():
+            x = self.body(self.caches, tokens, hidden)
+            start([x], self.caches)
         return x
 
     def commit(self, rows: int) -> None:
@@ -35,6 +38,21 @@ class MetalPass:
 def start(arrays: Iterable[mx.array], caches: Iterable[Any]) -> None:
     """Begin to compute arrays and whatever caches hold; afterwards any thread may use them."""
     mx.async_eval(*arrays, *(array for cache in caches for array in cache.arrays()))
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Building and starting a graph. Raises: UnsupportedError where MLX cannot build one of specdec's kernels."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not text.startswith(("[metal::Device]", "[metal_kernel]")):
+            raise
+        raise UnsupportedError(
+            f"MLX {mx.__version__} cannot run one of specdec's Metal kernels here: {text[:400]}",
+            try_="-s target.backend_options.mode=fast, which uses MLX's own kernels; please report it with this text",
+        ) from error
 
 
 class MetalPasses:
