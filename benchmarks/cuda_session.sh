@@ -10,6 +10,15 @@
 #   third   transformers, the embedded model, and what the first two had no time for
 #
 # Where a machine lacks Python packages, WHEELS names a folder of wheels to install first, into a folder of their own.
+# Beside torch, triton, transformers and what those bring, specdec and its tests need these (all are pure Python):
+#
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels \
+#       attrs cattrs click execnet iniconfig pluggy pytest pytest-xdist structlog
+#
+# (and hypothesis, rich, jinja2, safetensors, tokenizers, huggingface-hub, matplotlib where they are not there). Kernels
+# are compiled at their first launch, on all cores: the tests are mostly that. A second call that finds triton's cache
+# of the first one (~/.triton, on the same machine) is the faster for it.
+#
 # PYTHON names the interpreter. The status is that of the first step that failed; later steps run all the same.
 set -uo pipefail
 
@@ -46,9 +55,9 @@ run() {
   export PYTHONPATH=$PWD:${PYTHONPATH:-} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
   case $call in
   first)
-    step 200 "$python" -m pytest -q -n 8 -p no:cacheprovider tests/cuda
-    measure 120 --stage models --shapes 0.8b --total 1.7
-    measure 240 --stage check --shapes 0.8b,4b,9b --total 3.5
+    step 220 "$python" -m pytest -q -n 14 -m gpu -p no:cacheprovider tests/cuda
+    measure 110 --stage models --shapes 0.8b --total 1.6
+    measure 230 --stage check --shapes 0.8b,4b,9b --total 3.3
     ;;
   second)
     measure 310 --stage models --shapes 4b,9b --total 4.5

@@ -79,7 +79,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The CUDA device, or the host where kernels are interpreted."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def pytest_report_header() -> str:

@@ -38,14 +38,14 @@ def test_settling_is_that_of_the_host(device: torch.device, kept: int, halted: i
     fresh[:kept] = torch.randn(kept, 37).to(dtype)
     values = [halted, 9, 41, 7, kept, 0, 3, 0, *range(100, 100 + kept), *[-1] * (16 - kept)]
     found = []
-    for settle in (cycle.settle, cycle.settle_reference):
+    for settle, last_row in ((cycle.settle, cycle.last_row), (cycle.settle_reference, cycle.last_row_reference)):
         place = device if settle is cycle.settle else torch.device("cpu")
         waiting = torch.arange(16 * 37, dtype=torch.float32).view(16, 37).to(dtype).to(place)
         ids, counters = (torch.tensor(v, dtype=torch.int32, device=place) for v in ([5] * 16, [2, 99]))
         verified = torch.zeros(17, dtype=torch.int32, device=place)
         control = torch.tensor(values, dtype=torch.int32, device=place)
         settle(control, fresh.to(place), waiting, ids, counters, verified)
-        found.append([x.cpu() for x in (waiting, ids, counters, verified, cycle.last_row(waiting, counters))])
+        found.append([x.cpu() for x in (waiting, ids, counters, verified, last_row(waiting, counters))])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
 

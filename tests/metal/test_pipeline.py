@@ -185,6 +185,38 @@ def test_every_accept_pattern_leaves_the_tokens_and_the_state_of_plain_decoding(
 
 
 @exact
+def test_tokens_that_were_taken_back_count_no_more(made: Any, scripted: Any) -> None:
+    """Neither for the limit nor for the end: a stop token that was cut away ends nothing."""
+    target, truth = made("qwen3_5")
+    scripted(truth, [3, 3, 3])
+    state, at = target.new_state(100), len(PROMPT)
+    assert truth[at + 2] not in truth[at : at + 2]
+    cycles = opened(target, state, limit=6, stop_tokens=(truth[at + 2],))
+    cycles.submit(3)
+    assert cycles.collect().emitted == tuple(truth[at : at + 3])
+    cycles.keep(1)
+    cycles.submit(3)
+    assert cycles.collect().emitted == tuple(truth[at + 1 : at + 3])
+    cycles.keep(1)
+    cycles.submit(3)
+    assert cycles.collect().emitted == (truth[at + 2],)
+    cycles.submit(1)
+    assert cycles.collect() == GreedyCycle((), 0, ())
+    cycles.close()
+    assert_plain(target, state, truth[: at + 3])
+    scripted(truth, [3, 3, 3])
+    state = target.new_state(100)
+    cycles = opened(target, state, limit=6)
+    for keep, wanted in ((1, 4), (0, 4), (0, 1), (0, 0)):
+        cycles.submit(3)
+        assert len(cycles.collect().emitted) == wanted
+        if keep:
+            cycles.keep(keep)
+    cycles.close()
+    assert_plain(target, state, truth[: at + 6])
+
+
+@exact
 @pytest.mark.parametrize("family", HEADS)
 @pytest.mark.parametrize("pruned", [False, True], ids=["full", "pruned"])
 def test_its_own_drafts_are_those_of_single_passes(made: Any, family: str, pruned: bool) -> None:

@@ -131,7 +131,7 @@ class CycleGraphs:
     def graph(self, cycles: CudaCycles, fed: int, depth: int) -> Graph:
         """The graph of a cycle of ``depth`` draft tokens whose head has room for ``fed`` pairs."""
         added = None if cycles.added is None else self._added
-        heads = (cycles.lm_head, cycles.draft_head, added)
+        heads = (cycles.lm_head, cycles.draft_head, cycles.draft_ids, added)  # kept: graphs know their addresses alone
         if len(heads) != len(self._heads) or any(a is not b for a, b in zip(heads, self._heads, strict=True)):
             self._graphs.clear()
             self._heads = heads
@@ -272,6 +272,7 @@ class CudaCycles:
         self._collected += 1
         flight = self._flights.get(self._collected)
         drafted = () if flight is None else self._see(self._collected)
+        self._flights.pop(self._collected, None)
         decision = self._decisions[self._collected]
         if decision.halted == FAULT.value:
             checked([-1])

@@ -97,7 +97,7 @@ class CudaOps:
             raise UnsupportedError(f"the cuda backend does not keep {stored.format} weights packed")
         place, meta = self.device.place, stored.meta
         with self.device.guarded(f"a weight of shape {list(stored.shape)}", stored.nbytes, _LOADING):
-            parts = {name: part.to(place) for name, part in stored.parts.items()}
+            parts = {name: _aligned(part.to(place)) for name, part in stored.parts.items()}
         made: Weight
         try:
             if stored.format == "fp8-block":
@@ -339,6 +339,11 @@ class CudaOps:
         if not isinstance(hidden, CudaHidden):
             raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
         return hidden.array
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """``part`` where kernels may read 16 bytes at once: a view of a file, on the host, begins anywhere."""
+    return part.clone() if part.data_ptr() % _ALIGNED else part
 
 
 @attrs.frozen(eq=False)

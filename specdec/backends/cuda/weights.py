@@ -173,7 +173,7 @@ class ExpertStack:
     def nbytes(self) -> int:
         return sum(expert.nbytes for expert in self.experts)
 
-    @property
+    @functools.cached_property
     def aligned(self) -> bool:
         """Whether dense values and byte codes, NVFP4's scales among them, begin at multiples of 16 bytes."""
         wide = (part for expert in self.experts for part in parts(expert)[:1])

@@ -165,8 +165,8 @@ class MetalCycles:
 
     def _decide(self, drafted: mx.array, best: mx.array) -> _Decision:
         depth = drafted.shape[0]
-        right = (drafted == best[:depth]) & (drafted >= 0)
-        accepted = mx.cumprod(right.astype(mx.int32)).sum(keepdims=True)
+        right = (drafted == best[:depth]).astype(mx.int32)  # two that are -1 end in an error all the same
+        accepted = mx.cumprod(right).sum(keepdims=True)
         kept = mx.minimum(accepted + 1, self._remaining)
         first = _NEVER
         if self._stops is not None:

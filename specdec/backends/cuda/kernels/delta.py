@@ -3,8 +3,8 @@
 One program owns ``BLOCK_V`` columns of one value head's matrix and keeps them in registers over all rows. It convolves
 the channels of q and k of its key head itself: repeating that in every program of the head costs less than a launch.
 The recurrence runs token by token in float32 with the same instructions for any number of rows (T is a number at run
-time), sums run inside one warp, and no product goes through a tensor core: a pass of T rows leaves the bits of T passes
-of one row, in the outputs as in the states. The chunked form (``delta_chunked``) rounds differently and is for prompts.
+time), and no product goes through a tensor core: a pass of T rows leaves the bits of T passes of one row, in the
+outputs as in the states. The chunked form (``delta_chunked``) rounds differently and is for prompts.
 
 What a pass leaves, so that any number of its rows can be committed:
 
@@ -219,12 +219,13 @@ def delta_rows(
     if a.shape != (T, shape.value_heads) or b.shape != a.shape or a.stride(1) != 1 or b.stride(1) != 1:
         raise ShapeError(f"gates of {T} rows and {shape.value_heads} heads, got {tuple(a.shape)}, {tuple(b.shape)}")
     block_k = triton.next_power_of_2(shape.key_dim)
+    warps = max(1, block_k * qkv.element_size() // 256)  # rows of float32 need the registers of two
     out = torch.empty(T, shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=qkv.device)
     launch(
         _delta_rows, (triton.cdiv(shape.value_dim, BLOCK_V), shape.value_heads), qkv, a, b, conv_weight, a_log,
         dt_bias, row, out, T, qkv.stride(0), a.stride(0), b.stride(0), shape.key_dim**-0.5,
         HK=shape.key_heads, HV=shape.value_heads, DK=shape.key_dim, DV=shape.value_dim, TAPS=shape.kernel,
-        EPS=UNIT_EPS, BLOCK_K=block_k, BLOCK_V=BLOCK_V, num_warps=max(1, block_k // 128),
+        EPS=UNIT_EPS, BLOCK_K=block_k, BLOCK_V=BLOCK_V, num_warps=warps,
     )  # fmt: skip
     return out
 
