@@ -32,7 +32,7 @@ FORMAT = 1
 SWITCH = "SPECDEC_PROBES"  # a folder for probe records, or "off": keep none
 LIBRARIES = ("torch", "mlx", "mlx-metal", "triton")  # whose kernels compute
 
-Kind = Literal["op", "pass", "state", "draft"]
+Kind = Literal["op", "pass", "state", "draft", "cycle"]
 PROOF: frozenset[Kind] = frozenset(("op", "pass", "state"))  # kinds that a record needs to stand for exactness
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.contract import DepthPolicy, DepthPolicySpec, GreedyCycle, Stats
-from specdec.testing.stepwise import StepwiseCycles
+from specdec.doctor.passes import PassProbe
+from specdec.stepwise import StepwiseCycles
 from tests import tiny
 
 TEXTS = ["def add(a, b):\n    return", "The sea ", "for i in range(", "1, 2, 3, 4, "]
@@ -195,3 +196,20 @@ def test_a_head_of_nonsense_is_given_up(demo: Any) -> None:
     result = session.generate(TEXTS[0], max_new_tokens=40)
     assert result.tokens == demo.generate(TEXTS[0], max_new_tokens=40).tokens
     assert "not finite" in result.stats.inactive_reason
+
+
+def test_doctor_tells_cycles_that_differ_from_single_passes(demo: Any) -> None:
+    class KeepsARowTooFew(StepwiseCycles):
+        def _settle(self) -> None:
+            if len(self._emitted) > 1:
+                self._emitted = self._emitted[:-1]
+            super()._settle()
+
+    def cycle_finding(target: Any) -> Any:
+        return [finding for finding in PassProbe(target, context=12).findings() if finding.kind == "cycle"]
+
+    assert cycle_finding(demo.target) == []  # it offers none
+    (right,) = cycle_finding(OnDevice(demo.target))
+    (wrong,) = cycle_finding(OnDevice(demo.target, KeepsARowTooFew))
+    assert not right.differing
+    assert wrong.differing

@@ -1,15 +1,20 @@
-"""Whole passes against a chain of one-row passes: logits, and the state that each accept count leaves."""
+"""Whole passes against a chain of one-row passes: logits, and the state that each accept count leaves.
+
+Cycles that the device runs by itself are compared with the passes that they stand for.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 
-from specdec.contract import ForwardPass, Hidden, Snapshot, State
+from specdec.contract import ForwardPass, GreedyCycles, GreedyStart, Hidden, Snapshot, State
 from specdec.doctor.comparing import Comparison, on_host, one_by_one
 from specdec.models.causal_lm import CausalLM
 from specdec.probes import Finding
+from specdec.stepwise import StepwiseCycles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,6 +22,7 @@ if TYPE_CHECKING:
     Rows = list[NDArray[Any]]
 
 CONTEXT = 40  # tokens before the compared passes
+CYCLE_DEPTHS = (1, 3, 2, 4) * 4  # many: the first drafts behind a meaningless prompt are seldom right
 
 
 class PassProbe:
@@ -52,7 +58,8 @@ class PassProbe:
             wanted = target.snapshot(chain)
             for block in sorted({max(kept, 2), rows if kept % 2 == 0 else min(kept + 1, rows)}):
                 self._compare_state(states, block, self._block(block, kept, alone, logits), wanted)
-        return [logits.finding(), states.finding(), repeats.finding(), *self._draft_findings(after)]
+        findings = [logits.finding(), states.finding(), repeats.finding()]
+        return [*findings, *self._draft_findings(after), *self._cycle_findings(after)]
 
     def _fresh(self) -> State:
         return self._target.restore(self._start)
@@ -99,6 +106,49 @@ class PassProbe:
             drafts.rows(states, one_by_one(pair[1:] for pair in alone), ["hidden states"])
             drafts.state(block, _arrays(target.snapshot(state)), _arrays(target.snapshot(chain)))
         return [drafts.finding()]
+
+    # --- cycles on the device --------------------------------------------------------------------------------------
+
+    def _cycle_findings(self, after: str) -> list[Finding]:
+        """Cycles of the device and cycles in single passes: what they draft and emit, and the state behind them."""
+        depths = [depth for depth in CYCLE_DEPTHS if depth < self.rows]
+        room = sum(depths) + len(depths) + 1
+        if not self._target.runs_greedy_cycles or self.context < 2 or not depths:
+            return []
+        if self.context + room > self._target.info.max_positions:
+            return []
+        found = []
+        for stepwise in (False, True):
+            cycles = self._cycles(depths, room, stepwise=stepwise)
+            if cycles is None:
+                return []
+            found.append(cycles)
+        comparison = Comparison("cycle", f"cycles on the device {after}", max(depths) + 1)
+        comparison.state(max(depths) + 1, *found)
+        return [comparison.finding()]
+
+    def _cycles(self, depths: list[int], room: int, *, stepwise: bool) -> dict[str, NDArray[Any]] | None:
+        target = self._target
+        state = target.restore(attrs.evolve(self._start, capacity=self.context + room))
+        hidden = state.last_hidden
+        if hidden is None:
+            return None
+        start = GreedyStart((self._tokens[0],), hidden)
+        options: dict[str, Any] = {"stop_tokens": (), "limit": room}
+        cycles: GreedyCycles | None
+        if stepwise:
+            cycles = StepwiseCycles(target, state, start, **options)
+        else:
+            cycles = target.greedy_cycles(state, start, **options)
+        if cycles is None:
+            return None
+        tokens: list[int] = []
+        for depth in depths:
+            cycles.submit(depth)
+            cycle = cycles.collect()
+            tokens += [*cycle.drafted, cycle.accepted, *cycle.emitted]
+        cycles.close()
+        return {"drafted and emitted tokens": np.array(tokens), **_arrays(target.snapshot(state))}
 
     def _mtp(self, state: State, start: int, stop: int, hidden: Hidden) -> Rows:
         """Logits ``[1, V]`` of the last row, and hidden states where they can be looked at."""

@@ -15,9 +15,9 @@ from specdec.backends.cuda.cycles import CudaCycles
 from specdec.backends.cuda.kernels import accept, cycle
 from specdec.contract import GreedyStart
 from specdec.errors import PromptError
+from specdec.stepwise import StepwiseCycles
 from specdec.testing import iter_checks
 from specdec.testing.registry import as_subject, run_check
-from specdec.testing.stepwise import StepwiseCycles
 from tests import tiny
 from tests.cuda.test_models import PROMPT, TINY, VOCAB, _short_caches, build  # noqa: F401  (two are fixtures)
 from tests.test_lossless import Case, ScriptedDepth, mtp

@@ -28,7 +28,7 @@ from specdec.backends.passes import RunsGreedyCycles  # noqa: E402
 from specdec.contract import GreedyCycle, GreedyStart, Parity  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
 from specdec.models.causal_lm import CausalLM  # noqa: E402
-from specdec.testing.stepwise import StepwiseCycles  # noqa: E402
+from specdec.stepwise import StepwiseCycles  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.metal.test_metal_families import TRIED, VOCAB, arrays, poison  # noqa: E402
 from tests.test_lossless import Case, mtp  # noqa: E402

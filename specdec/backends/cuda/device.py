@@ -91,6 +91,8 @@ class _EventMarker:
 class CudaDevice:
     """The current CUDA device. Graphs share one pool of memory: only one of them runs at a time."""
 
+    _capturing = threading.Lock()  # torch captures one graph at a time in a process
+
     def __init__(self) -> None:
         index = torch.cuda.current_device()
         self.place = torch.device("cuda", index)
@@ -100,7 +102,6 @@ class CudaDevice:
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._anchor: tuple[Tensor, Graph] | None = None
-        self._capturing = threading.Lock()  # torch captures one graph at a time in a process
 
     def capture(self, body: Callable[[], None]) -> Graph:
         with self._capturing, torch.cuda.device(self.place):

@@ -8,8 +8,8 @@ import numpy as np
 from specdec.contract import DraftHead, ForwardOutput
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
+from specdec.stepwise import StepwiseCycles
 from specdec.testing.models import Memory, TableHead, TableLogits, TableModel
-from specdec.testing.stepwise import StepwiseCycles
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
