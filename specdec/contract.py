@@ -625,6 +625,7 @@ class CycleRecord:
     draft_seconds: float
     verify_seconds: float
     commit_seconds: float
+    whole: bool = False  # run by the device, which does not tell phases apart: verify_seconds has all of its time
 
 
 @attrs.define(kw_only=True)

@@ -135,8 +135,9 @@ class Cycles:
             accepted=cycle.accepted,
             emitted=emitted,
             draft_seconds=0.0,
-            verify_seconds=self._since - began,  # all of it: the device does not tell the phases apart
+            verify_seconds=self._since - began,
             commit_seconds=0.0,
+            whole=True,
         )
         if emitted:  # else it came behind the end
             self._stats.add(record, NO_DEVIATION)

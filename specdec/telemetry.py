@@ -16,14 +16,16 @@ PHASES = ("prefill", "draft", "verify", "commit")
 class RunStats(Stats):
     """Everything counted during one generation.
 
-    ``seconds`` by phase, wall-clock; ``depth`` is a histogram of the drafts' lengths by cycle; ``rows`` counts the
-    target rows that verification read, so that ``rows == sum(offered) + cycles``.
+    ``seconds`` by phase, wall-clock, those of ``whole_cycles`` all in ``verify``; ``depth`` is a histogram of the
+    drafts' lengths by cycle; ``rows`` counts the target rows that verification read, so that
+    ``rows == sum(offered) + cycles``.
     """
 
     rows: int = 0
     prefilled: int = 0  # prompt tokens that ran through the target now (the rest came from the session's state)
     seconds: dict[str, float] = attrs.field(factory=lambda: dict.fromkeys(PHASES, 0.0))
     depth: dict[int, int] = attrs.field(factory=dict)
+    whole_cycles: int = 0  # of ``cycles``, those whose phases nobody can tell apart
     deviation: Deviation = Deviation()
     decode_seconds: float = 0.0  # wall-clock of all cycles, bookkeeping included
     drafter: str = "none"
@@ -38,6 +40,7 @@ class RunStats(Stats):
         self.rows += cycle.offered + 1
         self.count(cycle.offered, cycle.accepted)
         self.depth[cycle.offered] = self.depth.get(cycle.offered, 0) + 1
+        self.whole_cycles += cycle.whole
         seconds = self.seconds
         seconds["draft"] += cycle.draft_seconds
         seconds["verify"] += cycle.verify_seconds
@@ -74,6 +77,7 @@ class RunStats(Stats):
             "accepted": list(self.accepted),
             "tokens_per_second": self.tokens_per_second,
             "seconds": dict(self.seconds),
+            "whole_cycles": self.whole_cycles,
             "depth": {str(depth): count for depth, count in sorted(self.depth.items())},
             "speculation": self.speculation(),
             "faults": dict(self.faults),

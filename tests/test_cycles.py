@@ -129,6 +129,16 @@ def test_the_host_is_one_cycle_late_only_where_no_text_ends_generation(demo: Any
     assert Watched.most == 1
 
 
+def test_the_time_of_a_whole_cycle_is_told_as_one(demo: Any) -> None:
+    """No phases: a draft of 0 s would read as one that costs nothing."""
+    stats = with_depths(demo, [2]).generate(TEXTS[0], max_new_tokens=20).stats
+    assert stats.whole_cycles == stats.to_dict()["whole_cycles"] > 0
+    assert stats.seconds["verify"] > 0.0
+    if stats.whole_cycles == stats.cycles:
+        assert stats.seconds["draft"] == stats.seconds["commit"] == 0.0
+    assert with_depths(demo, [2], None).generate(TEXTS[0], max_new_tokens=20).stats.whole_cycles == 0
+
+
 @pytest.mark.parametrize("how", ["temperature", "logprobs", "bias", "gate", "verifier"])
 def test_what_needs_the_host_goes_step_by_step(demo: Any, how: str) -> None:
     if how in ("gate", "verifier"):

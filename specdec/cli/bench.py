@@ -254,6 +254,8 @@ def _terms(report: BenchReport) -> Table:
 
 def _explained(report: BenchReport) -> list[str]:
     lines = ["free: what the speed-up would be if this part cost no more than a plain step needs of it."]
+    if not report.terms:
+        lines = ["Cycles ran whole on the device, which does not tell their parts apart."]
     overall, blame = report.overall, report.blame
     if overall is not None and report.predicted_speedup is not None and blame is not None:
         lines.append(

@@ -12,7 +12,7 @@ from specdec.cli import output
 from specdec.cli.info import amount
 from specdec.cli.measuring import BROKEN_PROMISE
 from specdec.config import Override, RunConfig, load_config
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,7 +55,8 @@ def doctor(
     backend promises equal bits and no comparison found others. The record is stored; a backend that promises bits only
     where a probe has shown them asks for it at every load.
 
-    The exit status is 1 when a backend that promises equal bits without a probe gave others.
+    The exit status is 1 when a backend that promises equal bits without a probe gave others, 2 when the record cannot
+    be stored.
     """
     if model is None:
         _refuse_without_model(settings, context, no_store=no_store)
@@ -92,7 +93,7 @@ def doctor(
     record = make_record(target, findings, notes, costs)
     verdict = promise(target, record, costs)
     folder = probe_folder()
-    path, not_stored = None, ""
+    path, not_stored, unwritable = None, "", None
     if no_store:
         not_stored = "--no-store"
     elif folder is None:
@@ -100,7 +101,10 @@ def doctor(
     elif not target.info.fingerprint:
         not_stored = "the target has no fingerprint, so the record would fit any other"
     else:
-        path = write_probe(record, folder)
+        try:
+            path = write_probe(record, folder)
+        except UnsupportedError as error:  # said at the end: what took minutes to find out is shown first
+            unwritable, not_stored = error, error.message
     if as_json:
         output.print_json({
             "machine": machine.to_dict(),
@@ -108,6 +112,8 @@ def doctor(
         })  # fmt: skip
     else:
         _show_model(config, target.info, record, costs, verdict, loaded.notices, path, not_stored)
+    if unwritable is not None:
+        raise unwritable
     if verdict.broken:
         ctx.exit(BROKEN_PROMISE)
 
@@ -116,7 +122,8 @@ def _refuse_without_model(settings: tuple[str, ...], context: int | None, *, no_
     given = {"-s": bool(settings), "--context": context is not None, "--no-store": no_store}
     unused = [name for name, there in given.items() if there]
     if unused:
-        raise click.UsageError(f"{' and '.join(unused)} need a MODEL: specdec doctor demo {unused[0]} ...")
+        need = "needs" if len(unused) == 1 else "need"
+        raise click.UsageError(f"{' and '.join(unused)} {need} a MODEL: specdec doctor demo {unused[0]} ...")
 
 
 def _config(model: str, settings: tuple[str, ...]) -> RunConfig:
@@ -138,7 +145,7 @@ def _config(model: str, settings: tuple[str, ...]) -> RunConfig:
 def _show_machine(machine: MachineReport) -> None:
     console = output.console()
     console.print(output.facts(_machine_facts(machine)))
-    table = output.table("backend", "runs", "reason", "origin")
+    table = output.table("backend", "runs", "about", "origin")
     for backend in machine.backends:
         table.add_row(
             backend.name, "yes" if backend.available else "no", backend.reason or backend.help, backend.origin

@@ -148,7 +148,7 @@ NARROW = 106  # columns of a terminal below which tables are set closer
 _HYPHENATED = {
     word.replace("-", ""): word.replace("-", "-\n")
     for word in ("posi-tion", "condi-tional", "cumu-lative", "specu-lative")
-} | {"speed-up": "speed-\nup", "save+restore": "save+\nrestore"}
+} | {"break-even": "break-\neven", "speed-up": "speed-\nup", "save+restore": "save+\nrestore"}
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:

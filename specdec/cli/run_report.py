@@ -29,7 +29,8 @@ def _summary(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("speed", f"{stats['tokens_per_second']:.1f} tokens/s, {output.count(produced, 'token')} after a prompt of "
                   f"{told['prompt_tokens']}, ended by {told['finish_reason']!r}"),
-        ("seconds", ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())),
+        ("seconds", ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
+                    + _whole(stats["whole_cycles"])),
         ("cycles", f"{cycles}, {produced / cycles:.2f} tokens each" if cycles else "0"),
         ("speculation", speculation_line(speculation)),
         ("depth", ", ".join(f"{depth} ({n}x)" for depth, n in stats["depth"].items()) or "no draft"),
@@ -40,6 +41,12 @@ def _summary(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     if stats["draft"]:
         rows.insert(5, ("draft", draft_line(stats["draft"])))
     return rows
+
+
+def _whole(cycles: int) -> str:
+    if not cycles:
+        return ""
+    return f" ({output.count(cycles, 'cycle')} ran whole on the device: all of their time is in verify)"
 
 
 def draft_line(told: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -23,7 +24,8 @@ from specdec.pipeline import _auto_backend
 from specdec.plugins import Kind, registry
 from specdec.probes import LIBRARIES, probe_folder
 
-_SHOWN_LIBRARIES = (*LIBRARIES, "numpy", "tokenizers")
+_APPLE_ONLY = () if sys.platform == "darwin" else ("mlx-metal",)
+_SHOWN_LIBRARIES = (*(name for name in LIBRARIES if name not in _APPLE_ONLY), "numpy", "tokenizers")
 
 
 @attrs.frozen(kw_only=True)
@@ -101,7 +103,7 @@ def examine_machine() -> MachineReport:
         failures=tuple(f"{failure} (during {failure.during})" for failure in registry().failures),
         memory=_memory(),
         cache_folder=str(cache),
-        cache_bytes=sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) if cache.exists() else 0,
+        cache_bytes=_size(cache),
         cache_problem=_unwritable(cache),
         probe_folder=None if probes is None else str(probes),
     )
@@ -141,7 +143,7 @@ def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
     if notices:
         return chosen, "; ".join(notices)
     against = [
-        f"{backend.name}: {backend.reason or 'can run, but is slower here or only taken by name'}"
+        f"{backend.name}: {backend.reason or 'can run, and is taken by name only'}"
         for backend in backends
         if backend.name != chosen
     ]
@@ -231,6 +233,16 @@ def _said(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below; those that vanish meanwhile, or that nobody may look at, do not count."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += os.stat(os.path.join(parent, name)).st_size
+    return size
 
 
 def _unwritable(folder: Path) -> str:

@@ -140,9 +140,9 @@ class BenchReport:
 
     @property
     def limit(self) -> str:
-        """What would gain most if it were free: a term, or the acceptance."""
+        """What would gain most if it were free: a term, or the acceptance; "" where terms cannot be told apart."""
         gains = {term.name: term.speedup_if_free for term in self.terms}
-        if self.speedup_if_accepted is not None:
+        if self.terms and self.speedup_if_accepted is not None:
             gains["acceptance"] = self.speedup_if_accepted
         return max(gains, key=lambda name: gains[name], default="")
 
@@ -317,7 +317,8 @@ class BenchRun:
         plain_cycles = [cycle for one in done for run in one.plain for cycle in run.cycles]
         overall = _class("all", done) if done else None
         predicted = _predicted(cycles, costs) if cycles else None
-        terms = _terms(cycles, plain_cycles, costs) if cycles and plain_cycles else ()
+        apart = bool(cycles) and not any(cycle.whole for cycle in cycles)
+        terms = _terms(cycles, plain_cycles, costs) if apart and plain_cycles else ()
         report = BenchReport(
             environment=self._environment,
             drafter=lm.drafter_spec.name,
@@ -434,7 +435,11 @@ def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord])
     yield timing("plain step", [_seconds(cycle) for cycle in plain_cycles])
     rows = {1: [cycle.verify_seconds for cycle in plain_cycles]}
     drafts: dict[int, list[float]] = {}
+    whole: dict[int, list[float]] = {}
     for cycle in cycles:
+        if cycle.whole:
+            whole.setdefault(cycle.offered, []).append(cycle.verify_seconds)
+            continue
         rows.setdefault(cycle.offered + 1, []).append(cycle.verify_seconds)
         if cycle.offered:
             drafts.setdefault(cycle.offered, []).append(cycle.draft_seconds)
@@ -443,8 +448,10 @@ def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord])
     for count, seconds in sorted(drafts.items()):
         yield timing(f"draft {count} token{'s' if count > 1 else ''}", seconds)
         yield timing(f"draft step, {count} in a row", [one / count for one in seconds])
-    if cycles:
-        yield timing("commit", [cycle.commit_seconds for cycle in cycles])
+    for count, seconds in sorted(whole.items()):
+        yield timing(f"whole cycle, {count} draft{'s' if count > 1 else ''}", seconds)
+    if apart := [cycle.commit_seconds for cycle in cycles if not cycle.whole]:
+        yield timing("commit", apart)
 
 
 def _predicted(cycles: Sequence[CycleRecord], costs: CostTable) -> float:

@@ -197,6 +197,22 @@ def test_nothing_is_kept_where_nobody_wants_it(invoke, tiny_model, folder, monke
     assert not pathlib.Path("off").exists()
 
 
+def test_a_record_that_cannot_be_stored_is_an_error_after_the_report(invoke, tiny_model, tmp_path, monkeypatch):
+    """Measuring takes minutes on a large model: the report used to be lost with the record."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_PROBES", str(tmp_path / "file"))
+    arguments = ("doctor", tiny_model, "-s", "target.backend=probed")
+    done = invoke(*arguments, registry=with_plugins(ProbedBackend()))
+    assert done.exit_code == 2
+    assert "promise exact: all " in flat(done.stdout)
+    assert "not stored (the probe cannot be stored: " in flat(done.stdout)
+    assert "loads stay numeric until a record is stored" in flat(done.stdout)
+    assert "--no-store" in done.stderr
+    done = invoke(*arguments, "--json", registry=with_plugins(ProbedBackend()))
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["model"]["not_stored"].startswith("the probe cannot be stored: ")
+
+
 def test_a_context_is_compared_too(invoke, tiny_model):
     probed = ("--no-store", "-s", "target.backend=probed")
     _, told = doctor(invoke, tiny_model, *probed, "--context", "41", plugin=ProbedBackend())
@@ -216,7 +232,7 @@ def test_a_context_is_compared_too(invoke, tiny_model):
 def test_options_of_a_model_need_one(invoke, arguments):
     done = invoke("doctor", *arguments)
     assert done.exit_code == 2
-    assert f"{arguments[0]} need a MODEL" in done.stderr
+    assert f"{arguments[0]} needs a MODEL" in done.stderr
 
 
 @pytest.mark.parametrize(

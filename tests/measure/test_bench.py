@@ -137,6 +137,18 @@ def cycle(offered: int, emitted: int, draft: float, verify: float, commit: float
     )  # fmt: skip
 
 
+def test_cycles_that_a_device_ran_whole_are_timed_as_such() -> None:
+    """They know no phases: their draft of 0 s used to be printed as a time, and their pass held the draft."""
+    whole = attrs.evolve(cycle(3, 4, 0.0, 2.0, 0.0), whole=True)
+    plain = [cycle(0, 1, 0.0, 1.0, 0.5)]
+    alone = {timing.what: timing for timing in bench_module._timings([whole], plain)}
+    assert set(alone) == {"plain step", "verify 1 row", "whole cycle, 3 drafts"}
+    assert alone["whole cycle, 3 drafts"].in_plain_steps == pytest.approx(2.0 / 1.5)
+    mixed = {timing.what: timing for timing in bench_module._timings([whole, cycle(3, 4, 1.0, 1.0, 0.5)], plain)}
+    assert mixed["verify 4 rows"].median_ms == pytest.approx(1000.0)
+    assert mixed["commit"].cycles == 1
+
+
 def test_prediction_and_terms_by_hand() -> None:
     cycles = [cycle(3, 4, 1.0, 2.0, 0.5), cycle(1, 1, 0.5, 1.0, 0.5)]
     plain_cycles = [cycle(0, 1, 0.0, 1.0, 0.5)]

@@ -8,6 +8,7 @@ specialisation that triton would choose for those arguments.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -199,12 +200,12 @@ def _loads(ptx: str) -> tuple[int, ...]:
 
 def table(rows: list[Compiled]) -> str:
     """For people."""
-    head = f"{'example':<35}{'kernel':<20}{'sm':>3} {'grid':>14} {'warps':>5} {'regs':>5} {'shared':>7} {'spilled':>7}"
+    head = f"{'example':<39}{'kernel':<20}{'sm':>3} {'grid':>14} {'warps':>5} {'regs':>5} {'shared':>7} {'spilled':>7}"
     lines = [head + "  cp.async  ld.global"]
     for row in rows:
         grid = "x".join(map(str, row.grid))
         lines.append(
-            f"{row.name:<35}{row.kernel:<20}{row.architecture:>3} {grid:>14} {row.warps:>5} {row.registers:>5} "
+            f"{row.name:<39}{row.kernel:<20}{row.architecture:>3} {grid:>14} {row.warps:>5} {row.registers:>5} "
             f"{row.shared:>7} {row.spilled:>7}  {'/'.join(map(str, row.copies)):<8}  {'/'.join(map(str, row.loads))}"
         )
     return "\n".join(lines)
@@ -462,7 +463,13 @@ def _cycle() -> object:
 
 def main() -> None:
     """Print the table."""
-    chosen = tuple(int(word) for word in sys.argv[1:]) or tuple(ARCHITECTURES)
+    parser = argparse.ArgumentParser(description="Compile the kernels ahead of time, without a GPU, and print a table.")
+    parser.add_argument(
+        "architectures", nargs="*", type=int, metavar="ARCHITECTURE", help="such as 90 for sm_90; default: all"
+    )
+    chosen = tuple(parser.parse_args().architectures) or tuple(ARCHITECTURES)
+    if unknown := [one for one in chosen if one not in ARCHITECTURES]:
+        parser.error(f"no architecture {unknown[0]}: take {', '.join(map(str, ARCHITECTURES))}")
     sys.stdout.write(table(list(compiled(chosen))) + "\n")
 
 
