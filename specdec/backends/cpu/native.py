@@ -21,7 +21,7 @@ from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
 from specdec.backends.cpu.compiler import Kernels
 from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels, not_finite
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.backends.cpu.tape import Kernel, Runner, UnknownTokens, current, record
+from specdec.backends.cpu.tape import Kernel, RecordedTokens, Runner, current, record
 from specdec.backends.ops import Cache, DeltaShape, Rope
 from specdec.backends.passes import Body, EagerPasses, Passes
 from specdec.errors import ContractError, ShapeError, UnsupportedError
@@ -300,7 +300,7 @@ class NativeOps(ReferenceOps):
         size = table.element_size()
         packed = self._panels(table)
         at, stride = (table.data_ptr(), table.stride(0)) if packed is None else (packed.data_ptr(), -hidden)
-        ids = tokens.pointer if isinstance(tokens, UnknownTokens) else (ctypes.c_int64 * rows)(*tokens)
+        ids = tokens.pointer if isinstance(tokens, RecordedTokens) else (ctypes.c_int64 * rows)(*tokens)
         bad = self._embed(at, stride * size, hidden * size, vocabulary, ids, rows, out.data_ptr())
         if bad >= 0:
             raise ContractError(f"token {tokens[bad]} of row {bad} is not in the vocabulary (0..{vocabulary - 1})")

@@ -18,7 +18,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import structlog
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.passes import Body, EagerPass, EagerPasses, Passes
+from specdec.backends.unknown import UnknownInteger, UnknownTokens
 from specdec.errors import ContractError, ShapeError
 
 if TYPE_CHECKING:
@@ -61,38 +62,24 @@ class NotRecordable(Exception):
     """A pass does something that a replay could not repeat; the message says what."""
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise NotRecordable("a cache's length is calculated with outside the kernels")
-
-
-class Unknown:
+class Unknown(UnknownInteger):
     """An integer that only the replay knows, and where it will stand."""
 
     __slots__ = ("slot",)
+    error = NotRecordable
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
 
-    __int__ = __index__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __mod__ = __rmod__ = _refuse
-    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __divmod__ = __pow__ = _refuse
 
-
-class UnknownTokens(Sequence[int]):
+class RecordedTokens(UnknownTokens):
     """The token ids of a pass: their number is known, and where they will lie."""
 
+    error = NotRecordable
+
     def __init__(self, rows: int) -> None:
-        self._rows = rows
+        super().__init__(rows)
         self.pointer = Unknown(TOKENS)
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, index: Any) -> Any:
-        raise NotRecordable("token ids are read outside embed")
-
-    def __iter__(self) -> Iterator[int]:
-        raise NotRecordable("token ids are read outside embed")
 
 
 class _Current(threading.local):
@@ -464,7 +451,7 @@ class RecordedPasses:
         tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
         try:
             with tape:
-                return tape.finish(self.body(tape.caches, UnknownTokens(rows), tape.hidden))
+                return tape.finish(self.body(tape.caches, RecordedTokens(rows), tape.hidden))
         except NotRecordable:
             raise
         except Exception as error:  # a family may use more of a cache than its stand-in has; a bug comes up again

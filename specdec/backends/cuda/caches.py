@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from specdec.backends.cuda.device import Device
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import rows_for
 from specdec.backends.ops import DeltaShape
+from specdec.backends.unknown import UnknownInteger
 from specdec.errors import StateError
 
 MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
@@ -373,21 +374,13 @@ def write_rows(caches: Sequence[DeviceCache], table: Tensor) -> None:
 # --- what stands for a cache while a pass is captured -----------------------------------------------------------------
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise StateError("a cache's length is calculated with outside the kernels, so that a graph would keep its value")
-
-
-class UnknownLength:
-    """A length that only the device knows, in a row of the table; whoever calculates with it is stopped."""
+class UnknownLength(UnknownInteger):
+    """A length that only the device knows, in a row of the table."""
 
     __slots__ = ("row",)
 
     def __init__(self, row: Tensor) -> None:
         self.row = row
-
-    __int__ = __index__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __mod__ = __rmod__ = _refuse
-    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __divmod__ = __pow__ = _refuse
 
 
 class CapturedCache:

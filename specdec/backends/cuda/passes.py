@@ -12,7 +12,7 @@ go from head to embedding on the device, and the static table counts the rows be
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -27,7 +27,8 @@ from specdec.backends.cuda.kernels import accept, head
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
 from specdec.backends.passes import Body
-from specdec.errors import ShapeError, SpecdecError, StateError, UnsupportedError
+from specdec.backends.unknown import UnknownTokens
+from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.backends.cuda.ops import CudaOps
@@ -37,20 +38,12 @@ if TYPE_CHECKING:
 _WIDTH = 4  # int32 values per drafted token, the id first and its score second: each starts at a multiple of 16 bytes
 
 
-class DeviceTokens(Sequence[int]):
+class DeviceTokens(UnknownTokens):
     """Token ids that lie on the device: their number is known, and where they are."""
 
     def __init__(self, ids: Tensor) -> None:
+        super().__init__(len(ids))
         self.ids = ids  # [T] int32
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: Any) -> Any:
-        raise StateError("token ids of a captured pass are read outside embed")
-
-    def __iter__(self) -> Iterator[int]:
-        raise StateError("token ids of a captured pass are read outside embed")
 
 
 @attrs.frozen(eq=False)

@@ -7,12 +7,11 @@ on a length reads it from an int32 array, and shapes depend on the number of row
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 
-from specdec.errors import StateError
+from specdec.backends.unknown import UnknownInteger, UnknownTokens
 
 
 @functools.lru_cache(maxsize=256)
@@ -23,12 +22,8 @@ def number(value: int) -> mx.array:
     return made
 
 
-def _refuse(*_: object) -> NoReturn:
-    raise StateError("a length that only the device knows is calculated with on the host")
-
-
-class DeviceLength:
-    """A length that only the device knows; whoever calculates with it is stopped.
+class DeviceLength(UnknownInteger):
+    """A length that only the device knows.
 
     Attributes:
         array: int32 ``[1]``.
@@ -43,10 +38,6 @@ class DeviceLength:
         self.bound = bound
         self.kept: dict[Any, Any] = {}
 
-    __int__ = __index__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __mod__ = __rmod__ = _refuse
-    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __divmod__ = __pow__ = _refuse
-
 
 Length = int | DeviceLength
 
@@ -56,20 +47,12 @@ def on_device(length: Length) -> mx.array:
     return length.array if isinstance(length, DeviceLength) else number(length)
 
 
-class DeviceTokens(Sequence[int]):
+class DeviceTokens(UnknownTokens):
     """Token ids that lie on the device: their number is known, and where they are."""
 
     def __init__(self, ids: mx.array) -> None:
+        super().__init__(int(ids.shape[0]))
         self.ids = ids  # [T] int32, all of them inside the vocabulary
-
-    def __len__(self) -> int:
-        return int(self.ids.shape[0])
-
-    def __getitem__(self, index: Any) -> Any:
-        raise StateError("token ids that only the device knows are read on the host")
-
-    def __iter__(self) -> Iterator[int]:
-        raise StateError("token ids that only the device knows are read on the host")
 
 
 def rows_from(array: mx.array, start: mx.array, rows: int) -> mx.array:

@@ -33,7 +33,8 @@ from specdec.errors import ContractError
 Mode = Literal["exact", "fast"]
 MAX_ROWS = 16  # of a pass that is no prompt, where no kernel of ours sets a lower limit
 _ON_LINUX = (
-    "MLX's CPU device on Linux gives a row the same bits in any company; it promises nothing, so every load probes it"
+    "MLX's CPU device on Linux has given a row the same bits in any company; MLX does not promise it, so every load "
+    "probes it"
 )
 _OWN = (
     f"specdec's kernels give a row the same bits in any company of up to {lanes.MAX_ROWS} rows; longer chunks of a "

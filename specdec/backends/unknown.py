@@ -1,0 +1,46 @@
+"""What stands for numbers that the host does not know while a pass is recorded, captured or built for the device.
+
+They are handed from op to op and end in a kernel's arguments. Whoever calculates with one on the host would bake a
+value into what is to run with others, and is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NoReturn
+
+from specdec.errors import StateError
+
+
+def _refuse(unknown: UnknownInteger, *_: object) -> NoReturn:
+    raise unknown.error(f"a {unknown.what} is calculated with outside the kernels, so that its value would be kept")
+
+
+class UnknownInteger:
+    """An integer that refuses to be calculated with, compared or hashed. Raises: ``error``."""
+
+    __slots__ = ()
+    what: ClassVar[str] = "cache's length"
+    error: ClassVar[type[Exception]] = StateError
+
+    __int__ = __index__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __mod__ = __rmod__ = _refuse
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __divmod__ = __pow__ = _refuse
+
+
+class UnknownTokens(Sequence[int]):
+    """Token ids of which the host knows the number alone. Raises: ``error`` when they are read."""
+
+    error: ClassVar[type[Exception]] = StateError
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self.error("token ids are read outside embed: the host does not know them")
+
+    def __iter__(self) -> Iterator[int]:
+        raise self.error("token ids are read outside embed: the host does not know them")
