@@ -109,7 +109,8 @@ class TargetConfig:
     model: str = attrs.field(default="demo", validator=_filled)  # a folder, a hub id, or "demo" (embedded)
     revision: str | None = None  # a hub branch, tag or commit
     backend: str = attrs.field(default="auto", validator=_filled)
-    backend_options: Mapping[str, Any] = attrs.field(factory=dict)  # as written; the backend's class structures them
+    # as written; the backend's class structures them
+    backend_options: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
     decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))  # a folder
