@@ -7,6 +7,7 @@ Memory grows by stages up to the capacity; the addresses change then, and graphs
 
 from __future__ import annotations
 
+import abc
 import enum
 import weakref
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ class Position(int):
         return int, (int(self),)
 
 
-class DeviceCache:
+class DeviceCache(abc.ABC):
     """What the caches share: the row, its mirror, and when memory is taken."""
 
     kind: ClassVar[Kind]
@@ -67,13 +68,13 @@ class DeviceCache:
         return Position(self._length, self.row)
 
     @property
+    @abc.abstractmethod
     def bound(self) -> int:
         """Rows that memory was taken for: no pass reads behind them."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def entries(self) -> list[int]:
         """The row of the table, as the host knows it."""
-        raise NotImplementedError
 
     def adopt(self, row: Tensor) -> None:
         """Keep the row in a table with others from now on; ``write_rows`` fills it."""
@@ -94,13 +95,13 @@ class DeviceCache:
         self.make_room(end, rows)
         self._pending = rows
 
+    @abc.abstractmethod
     def make_room(self, end: int, rows: int) -> bool:
         """Have memory for ``end`` rows in all and passes of ``rows`` rows; whether that moved it.
 
         Rows and states that the device has, but the host has not counted yet, move along.
         Raises: StateError above the capacity, OutOfMemory.
         """
-        raise NotImplementedError
 
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last pass, or drop them all."""
