@@ -269,16 +269,18 @@ class CudaCycles:
             self._flights[self._submitted] = _Flight(depth, report, self._device.marker())
 
     def collect(self) -> GreedyCycle:
+        if self._collected == self._submitted:
+            raise StateError("no cycle is in flight")
         self._collected += 1
-        flight = self._flights.get(self._collected)
-        drafted = () if flight is None else self._see(self._collected)
-        self._flights.pop(self._collected, None)
-        decision = self._decisions[self._collected]
+        self._see(self._collected)
+        flight, decision = self._flights.pop(self._collected), self._decisions[self._collected]
         if decision.halted == FAULT.value:
             checked([-1])
         if not decision.kept:
             return GreedyCycle((), 0, ())
-        return GreedyCycle(drafted, decision.accepted, decision.emitted)
+        first = FIELDS.value + MAX_ROWS
+        drafted: list[int] = flight.report[first : first + flight.depth].tolist()
+        return GreedyCycle(tuple(drafted), decision.accepted, decision.emitted)
 
     def keep(self, tokens: int) -> None:
         last = self._decisions[-1]
@@ -309,17 +311,12 @@ class CudaCycles:
 
     # --- what the host knows ---------------------------------------------------------------------------------------
 
-    def _see(self, number: int) -> tuple[int, ...]:
-        """Read decision ``number`` when it is there, and those before it; gives the draft of that cycle."""
-        drafted: tuple[int, ...] = ()
+    def _see(self, number: int) -> None:
+        """Read decision ``number`` when it is there, and those before it."""
         for at in range(len(self._decisions), number + 1):
             flight = self._flights[at]
             flight.done.wait()
             self._decisions.append(Decision.of(flight.report.tolist()))
-        flight = self._flights[number]
-        first = FIELDS.value + MAX_ROWS
-        drafted = tuple(flight.report[first : first + flight.depth].tolist())
-        return drafted
 
     def _count(self, decision: Decision) -> None:
         """Count what the settling of ``decision`` did to the target's caches and to the pairs that wait."""

@@ -15,22 +15,19 @@ import math
 
 import mlx.core as mx
 
+from specdec.backends.metal.kernels import matvec
 from specdec.backends.metal.kernels.kernel import Executor, MslKernel
 from specdec.backends.metal.kernels.lanes import OVER_LANES
 from specdec.backends.metal.kernels.matvec import ADDING, FEATURES, FIRST, PLAIN, launched
 from specdec.backends.metal.quantised import PackedMatrix
 
-SETUP = """
-  const int lane = int(thread_index_in_simdgroup);
-  const int block = int(thread_position_in_grid.y);
-  const int first_row = int(thread_position_in_grid.z) * R;
-  const int rows = x_shape[0];
-  const int length = x_shape[1];
-  const int features = w_shape[0];
+SETUP = (
+    matvec.SETUP
+    + """
   const int words = w_shape[1];
   const int groups = scales_shape[1];
-  const size_t matrix = 0;
 """
+)
 
 # Reads what SETUP defines and first (feature); leaves sums[C][R] in every lane.
 PRODUCTS = """
