@@ -140,9 +140,15 @@ def bookkeeping(cycles: int = 20000) -> dict[str, float]:
     for depth in (0, 6):
         policy, stats = AdaptivePolicy(AdaptiveConfig()), Stats()
         record = CycleRecord(
-            position=9, depth=depth, offered=depth, accepted=depth, emitted=(0,) * (depth + 1), draft_seconds=0.0,
-            verify_seconds=0.001, commit_seconds=0.0,
-        )  # fmt: skip
+            position=9,
+            depth=depth,
+            offered=depth,
+            accepted=depth,
+            emitted=(0,) * (depth + 1),
+            draft_seconds=0.0,
+            verify_seconds=0.001,
+            commit_seconds=0.0,
+        )
         started = perf_counter()
         for _ in range(cycles):
             policy.next_depth(stats)

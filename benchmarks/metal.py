@@ -72,16 +72,39 @@ class Sizes:
 
 
 SMOKE = Sizes(
-    rows=(1, 2, 3), hidden=64, intermediate=128, vocab=512, heads=4, kv_heads=2, head_dim=32, delta_heads=2,
-    delta_dim=32, experts=(4, 2, 32, 64), contexts=(8,), stream_bytes=1 << 20, rotate_bytes=1 << 16,
-    chain_seconds=0.0, chain_calls=2, demo_tokens=6, demo_prompts=1,
+    rows=(1, 2, 3),
+    hidden=64,
+    intermediate=128,
+    vocab=512,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    delta_heads=2,
+    delta_dim=32,
+    experts=(4, 2, 32, 64),
+    contexts=(8,),
+    stream_bytes=1 << 20,
+    rotate_bytes=1 << 16,
+    chain_seconds=0.0,
+    chain_calls=2,
+    demo_tokens=6,
+    demo_prompts=1,
     config={
-        **CONFIG, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        **CONFIG,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
         "max_position_embeddings": 512,
     },
-)  # fmt: skip
+)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -158,30 +181,42 @@ def _products(lab: Lab, what: str, features: int, length: int) -> Iterator[list[
     nbytes = features * length * 2
     yield [
         Case(
-            what=f"{what} bf16", arm="stock", copies=len(dense), moved=lambda rows: nbytes,
+            what=f"{what} bf16",
+            arm="stock",
+            copies=len(dense),
+            moved=lambda rows: nbytes,
             run=lambda first, rows, copy, link: (x[first : first + rows] + link) @ dense[copy].T,
         ),
         Case(
-            what=f"{what} bf16", arm=lab.own, copies=len(dense), moved=lambda rows: nbytes,
+            what=f"{what} bf16",
+            arm=lab.own,
+            copies=len(dense),
+            moved=lambda rows: nbytes,
             run=lambda first, rows, copy, link: matvec(
                 x[first : first + rows] + link, dense[copy], dtype=mx.bfloat16, executor=lab.executor
             ),
         ),
-    ]  # fmt: skip
+    ]
     packed = [_packed(lab, features, length) for _ in range(lab.copies(features * length // 2))]
     packed_bytes = sum(array.nbytes for array in packed[0].parts())
     yield [
         Case(
-            what=f"{what} 4-bit", arm="stock", copies=len(packed), moved=lambda rows: packed_bytes,
+            what=f"{what} 4-bit",
+            arm="stock",
+            copies=len(packed),
+            moved=lambda rows: packed_bytes,
             run=lambda first, rows, copy, link: lab.stock_product(x[first : first + rows] + link, packed[copy]),
         ),
         Case(
-            what=f"{what} 4-bit", arm=lab.own, copies=len(packed), moved=lambda rows: packed_bytes,
+            what=f"{what} 4-bit",
+            arm=lab.own,
+            copies=len(packed),
+            moved=lambda rows: packed_bytes,
             run=lambda first, rows, copy, link: quantised_matvec(
                 x[first : first + rows] + link, packed[copy], dtype=mx.bfloat16, executor=lab.executor
             ),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _packed(lab: Lab, *shape: int) -> PackedMatrix:
@@ -286,9 +321,14 @@ def _attention(lab: Lab, context: int) -> list[Case]:
 
     def own(first: int, rows: int, copy: int, link: mx.array) -> mx.array:
         return attend(
-            q[first : first + rows] + link, keys[copy], values[copy], lengths[first], scale=scale, dtype=mx.bfloat16,
+            q[first : first + rows] + link,
+            keys[copy],
+            values[copy],
+            lengths[first],
+            scale=scale,
+            dtype=mx.bfloat16,
             executor=lab.executor,
-        )  # fmt: skip
+        )
 
     for_all: dict[str, Any] = {
         "what": f"attention {sizes.heads}/{sizes.kv_heads} heads of {sizes.head_dim}, {context} tokens",
@@ -323,14 +363,24 @@ def _delta(lab: Lab) -> list[Case]:
         upto = first + rows
         given = v[:upto] + link
         out, state, _ = gated_delta(
-            states[copy], past, kept, q[:upto], k[:upto], given, g[:upto], beta[:upto], dtype=mx.bfloat16,
+            states[copy],
+            past,
+            kept,
+            q[:upto],
+            k[:upto],
+            given,
+            g[:upto],
+            beta[:upto],
+            dtype=mx.bfloat16,
             executor=lab.executor,
-        )  # fmt: skip
+        )
         return _with_state(out[first:], state)
 
     for_all: dict[str, Any] = {
-        "what": f"delta rule {heads} heads of {dim}x{dim}", "copies": copies, "moved": lambda rows: nbytes,
-    }  # fmt: skip
+        "what": f"delta rule {heads} heads of {dim}x{dim}",
+        "copies": copies,
+        "moved": lambda rows: nbytes,
+    }
     return [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
 
 
@@ -377,7 +427,8 @@ def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed],
             got = _host(case.run(0, max(sizes.rows), 0, mx.zeros(1)))
             timed.append(
                 Timed(
-                    what=case.what, arm=case.arm,
+                    what=case.what,
+                    arm=case.arm,
                     milliseconds={rows: 1e3 * took for rows, took in median.items()},
                     ratio={
                         rows: statistics.median(a / b for a, b in zip(times[case.arm, rows], one, strict=True))
@@ -387,7 +438,7 @@ def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed],
                     bits=_bits(case, sizes),
                     off=None if case is group[0] else float(np.abs(got - stock).max() / max(np.abs(stock).max(), 1e-9)),
                 )
-            )  # fmt: skip
+            )
         mx.clear_cache()
     return timed, link
 
@@ -415,10 +466,8 @@ def _bits(case: Case, sizes: Sizes) -> str:
     most = min(EXACT_ROWS, max(sizes.rows))
     alone = np.concatenate([_host(case.run(row, 1, 0, zero)) for row in range(most)])
     differing = [
-        rows
-        for rows in range(2, most + 1)
-        if not np.array_equal(_host(case.run(0, rows, 0, zero)), alone[:rows])
-    ]  # fmt: skip
+        rows for rows in range(2, most + 1) if not np.array_equal(_host(case.run(0, rows, 0, zero)), alone[:rows])
+    ]
     return f"equal 2-{most}" if not differing else f"differ {','.join(map(str, differing))}"
 
 
@@ -581,32 +630,45 @@ def _kernel_table(kernels: list[dict[str, Any]]) -> Iterator[str]:
         headings,
         [
             (
-                one["what"], one["arm"], f"{one['milliseconds'][counts[0]]:.4f}", f"{one['of_stream']:.0%}",
-                *(f"{one['ratio'][rows]:.2f}" for rows in counts[1:]), one["bits"],
+                one["what"],
+                one["arm"],
+                f"{one['milliseconds'][counts[0]]:.4f}",
+                f"{one['of_stream']:.0%}",
+                *(f"{one['ratio'][rows]:.2f}" for rows in counts[1:]),
+                one["bits"],
                 "" if one["off"] is None else f"{one['off']:.1e}",
             )
             for one in kernels
         ],
-    )  # fmt: skip
+    )
 
 
 def _model_table(models: dict[str, Any]) -> Iterator[str]:
     counts = list(next(iter(models.values()))["rows"])
     headings = (
-        "weights", "ms (1 row)", "of stream", *(f"r({rows})" for rows in counts[1:]), "draft step", "parity",
+        "weights",
+        "ms (1 row)",
+        "of stream",
+        *(f"r({rows})" for rows in counts[1:]),
+        "draft step",
+        "parity",
         "best depth at 60/70/80/90 %",
-    )  # fmt: skip
+    )
     rows = []
     for name, one in models.items():
         step = one["draft_step"]["of_plain_step"]
         depths = ", ".join(f"{depth} ({speedup:.2f}x)" for depth, speedup in one["best_depth"].values())
         rows.append(
             (
-                name, f"{one['rows'][counts[0]]['milliseconds']:.3f}", f"{one['of_stream']:.0%}",
+                name,
+                f"{one['rows'][counts[0]]['milliseconds']:.3f}",
+                f"{one['of_stream']:.0%}",
                 *(f"{one['rows'][count]['ratio']:.2f}" for count in counts[1:]),
-                "none" if step is None else f"{step:.2f}", one["parity"], depths,
+                "none" if step is None else f"{step:.2f}",
+                one["parity"],
+                depths,
             )
-        )  # fmt: skip
+        )
     yield from _table(headings, rows)
     for name, one in models.items():
         busy = "" if one["steady"] else "; repeats differed by more than a quarter"

@@ -25,13 +25,27 @@ import torch
 from benchmarks.common import machine, resident_bytes, save
 
 CONFIG = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 32768, "hidden_size": 2048,
-    "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    "max_position_embeddings": 4096, "tie_word_embeddings": True, "hidden_act": "silu", "mtp_num_hidden_layers": 1,
-}  # fmt: skip
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "mtp_num_hidden_layers": 1,
+}
 LAYERS = {"fp8": 18, "nvfp4": 32}  # about 1 GB each
 TOLD = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},

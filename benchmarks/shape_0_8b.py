@@ -24,14 +24,28 @@ from safetensors.torch import save_file
 from benchmarks.common import machine, median, resident_bytes, save, seconds
 
 CONFIG = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024,
-    "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    "max_position_embeddings": 262144, "tie_word_embeddings": True, "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
     "mtp_num_hidden_layers": 1,
-}  # fmt: skip
+}
 ROWS = (1, 2, 4, 8, 16)
 STREAM_BYTES = 1 << 30  # many times what a cache holds
 

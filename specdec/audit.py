@@ -290,11 +290,7 @@ def read_run(path: str | Path) -> RecordedRun:
     for name in ("prompt", "tokens"):
         ids = told.get(name) if isinstance(told, Mapping) else None
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise PromptError(
-                f"the run file has no list of token ids under {name!r}",
-                file=path,
-                try_=made,
-            )
+            raise PromptError(f"the run file has no list of token ids under {name!r}", file=path, try_=made)
     generation, deviation = told.get("generation"), told.get("deviation")
     return RecordedRun(
         prompt=told["prompt"],

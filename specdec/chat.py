@@ -112,11 +112,7 @@ class Conversation:
     def save(self, path: str | Path) -> None:
         """Write messages, tokens and states to one file. Raises: SessionFileError when it cannot be written."""
         self._must_be_idle()
-        self._session.extra[_SAVED] = {
-            "messages": self._messages,
-            "ends": self._ends,
-            "template": self._template,
-        }
+        self._session.extra[_SAVED] = {"messages": self._messages, "ends": self._ends, "template": self._template}
         self._session.save(path)
 
     def load(self, path: str | Path) -> None:

@@ -243,9 +243,14 @@ class ForwardPass(abc.ABC):
         """
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        self,
+        state: State,
+        tokens: Sequence[int],
+        hidden: Hidden,
+        *,
+        provisional: bool = False,
         head: DraftHead | None = None,
-    ) -> ForwardOutput:  # fmt: skip
+    ) -> ForwardOutput:
         """One MTP pass over pairs; logits of the **last** row only, hidden states (after ``mtp.norm``) of all rows.
 
         ``provisional=False``: the pairs are true ones; they replace provisional entries and stay.
@@ -255,9 +260,7 @@ class ForwardPass(abc.ABC):
         """
         raise no_mtp_head(self.info)
 
-    def draft_greedy(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int
-    ) -> tuple[int, ...] | None:  # fmt: skip
+    def draft_greedy(self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int) -> tuple[int, ...] | None:
         """Draft ``depth`` >= 1 tokens greedily in one call, where a pass can do that faster than step by step.
 
         The same tokens, the same errors and the same state afterwards as ``decode_mtp`` with the true pairs and then
@@ -268,7 +271,7 @@ class ForwardPass(abc.ABC):
 
     def greedy_cycles(
         self, state: State, start: GreedyStart, *, stop_tokens: Sequence[int], limit: int
-    ) -> GreedyCycles | None:  # fmt: skip
+    ) -> GreedyCycles | None:
         """Whole greedy cycles that the device runs without asking the host, where this pass can do that.
 
         From here on the state belongs to the cycles, until their ``close``. Generation ends on the device after the

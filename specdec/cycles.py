@@ -32,9 +32,14 @@ class Cycles:
     """
 
     def __init__(
-        self, sequence: engine.Sequence, cut: engine.Cut, stats: RunStats, *, stop_tokens: Sequence[int] = (),
+        self,
+        sequence: engine.Sequence,
+        cut: engine.Cut,
+        stats: RunStats,
+        *,
+        stop_tokens: Sequence[int] = (),
         host_cuts: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._sequence = sequence
         self._cut = cut
         self._stats = stats
@@ -96,9 +101,7 @@ class Cycles:
         if start is None:
             self._possible = False  # neither the settings nor the drafter change during a generation
             return False
-        self._device = sequence.target.greedy_cycles(
-            sequence.state, start, stop_tokens=self._stop_tokens, limit=room
-        )  # fmt: skip
+        self._device = sequence.target.greedy_cycles(sequence.state, start, stop_tokens=self._stop_tokens, limit=room)
         if self._device is None:
             self._possible = False
             sequence.drafter.take_back(start.hidden)

@@ -13,17 +13,7 @@ from time import perf_counter
 import attrs
 import structlog
 
-from specdec.contract import (
-    EMPTY_DRAFT,
-    Context,
-    CycleRecord,
-    Draft,
-    Drafter,
-    ForwardPass,
-    State,
-    Verdict,
-    Verifier,
-)
+from specdec.contract import EMPTY_DRAFT, Context, CycleRecord, Draft, Drafter, ForwardPass, State, Verdict, Verifier
 from specdec.errors import ContractError
 from specdec.sampling import Rows
 from specdec.telemetry import RunStats, TokenLogprobs

@@ -758,10 +758,7 @@ def _trace_before(hook_name: str, methods: Sequence[pluggy.HookImpl], kwargs: Ma
 
 
 def _trace_after(
-    outcome: pluggy.Result[Any],
-    hook_name: str,
-    methods: Sequence[pluggy.HookImpl],
-    kwargs: Mapping[str, object],
+    outcome: pluggy.Result[Any], hook_name: str, methods: Sequence[pluggy.HookImpl], kwargs: Mapping[str, object]
 ) -> None:
     error = outcome.exception
     log.info("hook_done", hook=hook_name, error=None if error is None else f"{type(error).__name__}: {error}")

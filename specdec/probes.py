@@ -243,9 +243,8 @@ def write_probe(record: ProbeRecord, folder: Path) -> Path:
             raise
     except OSError as error:
         raise UnsupportedError(
-            f"the probe cannot be stored: {error.strerror or error}", file=path,
-            try_=f"--no-store, or {SWITCH}=FOLDER",
-        ) from error  # fmt: skip
+            f"the probe cannot be stored: {error.strerror or error}", file=path, try_=f"--no-store, or {SWITCH}=FOLDER"
+        ) from error
     return path
 
 

@@ -17,7 +17,7 @@ class StepwiseCycles(GreedyCycles):
 
     def __init__(
         self, target: ForwardPass, state: State, start: GreedyStart, *, stop_tokens: Sequence[int], limit: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._target = target
         self._state = state
         self._tokens = list(start.tokens)  # of the waiting pairs; the last one is pending

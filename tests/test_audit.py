@@ -202,9 +202,15 @@ def test_progress_and_more_rows_than_a_pass_takes(lm: Any) -> None:
 
 def report(gaps: list[float], divergences: tuple[Divergence, ...] = (), **changes: Any) -> AuditReport:
     fields: dict[str, Any] = {
-        "prompt_tokens": 3, "tokens": len(gaps), "temperature": 0.0, "guarantee": "exact", "parity": "bitwise",
-        "divergences": divergences, "gaps": tuple(gaps), "control": None,
-    }  # fmt: skip
+        "prompt_tokens": 3,
+        "tokens": len(gaps),
+        "temperature": 0.0,
+        "guarantee": "exact",
+        "parity": "bitwise",
+        "divergences": divergences,
+        "gaps": tuple(gaps),
+        "control": None,
+    }
     return AuditReport(**{**fields, **changes})
 
 

@@ -31,9 +31,21 @@ from specdec.errors import (
 )
 from tests import tiny
 
-SHAPE: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "rotary_factor": 0.5,
-                         "key_heads": 1, "value_heads": 2, "key_dim": 8, "value_dim": 8, "intermediate": 40,
-                         "max_positions": 64, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "hidden": 32,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "rotary_factor": 0.5,
+    "key_heads": 1,
+    "value_heads": 2,
+    "key_dim": 8,
+    "value_dim": 8,
+    "intermediate": 40,
+    "max_positions": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 @pytest.fixture(autouse=True)

@@ -198,14 +198,36 @@ def test_a_choice_remembers_where_it_was_made(tmp_path):
 
 def test_options_become_the_plugins_own_config():
     given = {
-        "whole": 4, "number": 1, "flag": True, "word": "hard", "words": ["a"], "sizes": [1, 2], "pair": [2, "b"],
-        "table": {"k": 1}, "maybe": 9, "either": "z", "mode": 1, "where": "a/b", "kinds": ["x", "x"],
-    }  # fmt: skip
+        "whole": 4,
+        "number": 1,
+        "flag": True,
+        "word": "hard",
+        "words": ["a"],
+        "sizes": [1, 2],
+        "pair": [2, "b"],
+        "table": {"k": 1},
+        "maybe": 9,
+        "either": "z",
+        "mode": 1,
+        "where": "a/b",
+        "kinds": ["x", "x"],
+    }
     made = structure_options(given, Options)
     assert made == Options(
-        whole=4, number=1.0, flag=True, word="hard", words=["a"], sizes=(1, 2), pair=(2, "b"), table={"k": 1},
-        maybe=9, either="z", mode=1, where=pathlib.Path("a/b"), kinds=frozenset("x"),
-    )  # fmt: skip
+        whole=4,
+        number=1.0,
+        flag=True,
+        word="hard",
+        words=["a"],
+        sizes=(1, 2),
+        pair=(2, "b"),
+        table={"k": 1},
+        maybe=9,
+        either="z",
+        mode=1,
+        where=pathlib.Path("a/b"),
+        kinds=frozenset("x"),
+    )
 
 
 KINDS = {
@@ -321,8 +343,12 @@ def test_the_configuration_can_be_written_down_again(tmp_path):
     config = load_config(None, ["drafter.name=ngram", "drafter.max_order=5", "target.capacity=64"])
     assert config.to_dict()["drafter"] == {"name": "ngram", "max_order": 5}
     assert config.to_dict()["target"] == {
-        "model": "demo", "backend": "auto", "backend_options": {}, "dtype": "auto", "capacity": 64,
-    }  # fmt: skip
+        "model": "demo",
+        "backend": "auto",
+        "backend_options": {},
+        "dtype": "auto",
+        "capacity": 64,
+    }
     overrides = [
         Override((table, key), value, "x") for table, keys in config.to_dict().items() for key, value in keys.items()
     ]

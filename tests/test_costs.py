@@ -58,14 +58,19 @@ def test_a_line_is_read_off_exactly(first, step, depths, draft, at):
     """Measured at any depths, costs that lie on a line are given back everywhere, beyond the last depth too."""
     table = CostTable(
         verify={1: first, **{depth + 1: first + step * depth for depth in depths}},
-        draft={0: 0.0, **{depth: draft * depth for depth in depths}}, commit=step,
-    )  # fmt: skip
+        draft={0: 0.0, **{depth: draft * depth for depth in depths}},
+        commit=step,
+    )
     assert table.cycle(at) == pytest.approx(first + step * at + draft * at + step, rel=1e-6)
     assert table.draft_step() == pytest.approx(draft, rel=1e-6)
 
 
-@given(verify=st.dictionaries(st.integers(1, 16), seconds, min_size=1).map(lambda d: {1: 1.0, **d}),
-       draft=st.dictionaries(st.integers(1, 16), seconds), commit=seconds, at=st.integers(0, 20))  # fmt: skip
+@given(
+    verify=st.dictionaries(st.integers(1, 16), seconds, min_size=1).map(lambda d: {1: 1.0, **d}),
+    draft=st.dictionaries(st.integers(1, 16), seconds),
+    commit=seconds,
+    at=st.integers(0, 20),
+)
 def test_a_cycle_never_costs_less_than_nothing(verify, draft, commit, at):
     assert CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit).cycle(at) > 0.0
 
@@ -116,8 +121,11 @@ def test_a_short_session_is_measured_or_refused_never_overrun(capacity):
 TABLE = CostTable(verify={1: 0.5, 4: 0.75}, draft={0: 0.0, 3: 0.125}, commit=0.03125)
 
 
-@given(verify=st.dictionaries(st.integers(1, 64), seconds).map(lambda d: {1: 1.0, **d}),
-       draft=st.dictionaries(st.integers(1, 64), seconds), commit=st.floats(0.0, 10.0))  # fmt: skip
+@given(
+    verify=st.dictionaries(st.integers(1, 64), seconds).map(lambda d: {1: 1.0, **d}),
+    draft=st.dictionaries(st.integers(1, 64), seconds),
+    commit=st.floats(0.0, 10.0),
+)
 def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify, draft, commit):
     path = tmp_path_factory.mktemp("costs") / "new" / "table.json"
     table, identity = CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit), CostIdentity.of(demo)
@@ -192,16 +200,24 @@ def test_other_models_drafters_and_dtypes_have_files_of_their_own(demo):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"format": 1}', '{"format": 2, "identity": {}, "verify": {"1": 1}, "draft": {"0": 0}}',
-     '{"format": 1, "identity": {}, "verify": {"1": -1}, "draft": {"0": 0}, "commit": 0}',
-     '{"format": 1, "identity": {}, "verify": {"1": NaN}, "draft": {"0": 0}, "commit": 0}',
-     '{"format": 1, "identity": {}, "verify": {"1": 0}, "draft": {"0": 0}, "commit": 0}',
-     '{"format": 1, "identity": {}, "verify": {"2": 1}, "draft": {"0": 0}, "commit": 0}',
-     '{"format": 1, "identity": {}, "verify": {"1": 1}, "draft": {}, "commit": 0}',
-     '{"format": 1, "identity": {}, "verify": [1], "draft": {"0": 0}, "commit": 0}',
-     '{"format": 1, "identity": {}, "verify": {"1": true}, "draft": {"0": 0}, "commit": 0}',
-     '{"format": 1, "identity": {}, "verify": {"one": 1}, "draft": {"0": 0}, "commit": 0}', "\udcff"],
-)  # fmt: skip
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"format": 1}',
+        '{"format": 2, "identity": {}, "verify": {"1": 1}, "draft": {"0": 0}}',
+        '{"format": 1, "identity": {}, "verify": {"1": -1}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": NaN}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": 0}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"2": 1}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": 1}, "draft": {}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": [1], "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": true}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"one": 1}, "draft": {"0": 0}, "commit": 0}',
+        "\udcff",
+    ],
+)
 def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content):
     path = folder / f"{CostIdentity.of(demo).key()}.json"
     folder.mkdir()

@@ -44,9 +44,12 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[timing.Lab]:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "per_token", "state", "head"),
-    [("0.8b", 0.752e9, 12 * 1024, 18.9e6, 254e6), ("4b", 4.205e9, 32 * 1024, 50.3e6, 636e6),
-     ("9b", 7.936e9, 32 * 1024, 50.3e6, 1017e6)],
-)  # fmt: skip
+    [
+        ("0.8b", 0.752e9, 12 * 1024, 18.9e6, 254e6),
+        ("4b", 4.205e9, 32 * 1024, 50.3e6, 636e6),
+        ("9b", 7.936e9, 32 * 1024, 50.3e6, 1017e6),
+    ],
+)
 def test_bytes_are_those_of_the_published_shapes(
     name: str, parameters: float, per_token: int, state: float, head: float
 ) -> None:
@@ -131,9 +134,15 @@ def test_a_kernel_whose_rows_lean_on_each_other_fails_its_check() -> None:
 
     def case(run: Callable[[slice, int], tuple[torch.Tensor, ...]]) -> kernels.Case:
         return kernels.Case(
-            name="mutant", run=run, alone=True, copies=1, moved=lambda rows: 1, reference=lambda: (x.double(),),
-            tolerance=1e-6, times=1,
-        )  # fmt: skip
+            name="mutant",
+            run=run,
+            alone=True,
+            copies=1,
+            moved=lambda rows: 1,
+            reference=lambda: (x.double(),),
+            tolerance=1e-6,
+            times=1,
+        )
 
     calls = iter(range(10**6))
     assert kernels.check(case(lambda part, copy: (x[part],)))["failures"] == []

@@ -145,8 +145,10 @@ def test_what_needs_the_host_goes_step_by_step(demo: Any, how: str) -> None:
         other = {"drafter": {"name": "mtp", "min_margin": 0.5}} if how == "gate" else {"verifier": "margin"}
         demo = specdec.load("demo", depth=2, dtype="float32", **other)
     options: dict[str, Any] = {
-        "temperature": {"temperature": 1.0}, "logprobs": {"logprobs": 2}, "bias": {"logit_bias": {"5": 1.0}},
-    }.get(how, {})  # fmt: skip
+        "temperature": {"temperature": 1.0},
+        "logprobs": {"logprobs": 2},
+        "bias": {"logit_bias": {"5": 1.0}},
+    }.get(how, {})
     lm = with_depths(demo, [2])
     got, _ = run(lm, TEXTS[:1], max_new_tokens=24, **options)
     wanted, _ = run(with_depths(demo, [2], None), TEXTS[:1], max_new_tokens=24, **options)

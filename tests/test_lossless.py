@@ -17,15 +17,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from specdec.contract import (
-    CycleRecord,
-    DepthPolicy,
-    Draft,
-    Drafter,
-    Parity,
-    Stats,
-    Verdict,
-)
+from specdec.contract import CycleRecord, DepthPolicy, Draft, Drafter, Parity, Stats, Verdict
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from tests import tiny
@@ -33,11 +25,24 @@ from tests import tiny
 VOCAB = 277
 SHAPES: dict[str, dict[str, Any]] = {
     # two kinds of layers, r = 3, GQA 3; few tokens of its own choice, so that n-grams match now and then
-    "qwen3_5": {"hidden": 36, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5,
-                "key_heads": 1, "value_heads": 3, "key_dim": 10, "value_dim": 14, "intermediate": 44, "tied": False,
-                "layer_types": ["linear_attention", "full_attention", "linear_attention"], "printable": True},
+    "qwen3_5": {
+        "hidden": 36,
+        "layers": 3,
+        "heads": 3,
+        "kv_heads": 1,
+        "head_dim": 12,
+        "rotary_factor": 0.5,
+        "key_heads": 1,
+        "value_heads": 3,
+        "key_dim": 10,
+        "value_dim": 14,
+        "intermediate": 44,
+        "tied": False,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "printable": True,
+    },
     "qwen3": {"hidden": 36, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
-}  # fmt: skip
+}
 
 
 # --- drafters that nobody would install -------------------------------------------------------------------------------
@@ -156,9 +161,21 @@ def mtp(case: Case) -> Drafter:
 
 
 DRAFTERS = [
-    oracle, adversarial, partly_right, partly_right, too_short, random, empty, too_long, wrong_ids, numpy_ids, no_draft,
-    raising, ngram, mtp,
-]  # fmt: skip
+    oracle,
+    adversarial,
+    partly_right,
+    partly_right,
+    too_short,
+    random,
+    empty,
+    too_long,
+    wrong_ids,
+    numpy_ids,
+    no_draft,
+    raising,
+    ngram,
+    mtp,
+]
 
 
 class ScriptedDepth(DepthPolicy):

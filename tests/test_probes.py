@@ -29,9 +29,19 @@ from tests.tiny_families import FAMILIES
 from tests.wrong_ops import FROM, ROWS, Leaky, ProbedBackend, wrong_ops
 
 INFO = ModelInfo(
-    family="qwen3_5", vocab_size=10, hidden_size=4, max_positions=64, mtp_layers=0, max_rows=8, parity=Parity.BITWISE,
-    backend="probed", device="a device", dtype="bfloat16", kernels="own kernels 3", fingerprint="abc",
-)  # fmt: skip
+    family="qwen3_5",
+    vocab_size=10,
+    hidden_size=4,
+    max_positions=64,
+    mtp_layers=0,
+    max_rows=8,
+    parity=Parity.BITWISE,
+    backend="probed",
+    device="a device",
+    dtype="bfloat16",
+    kernels="own kernels 3",
+    fingerprint="abc",
+)
 PASSING = tuple(Finding(kind=kind, subject=f"some {kind}", rows=8) for kind in ("op", "pass", "state", "draft"))
 
 
@@ -50,22 +60,32 @@ def record_of(info: ModelInfo = INFO, findings: tuple[Finding, ...] = PASSING, *
 _words = st.text(max_size=8)
 _numbers = st.floats(0, 1e9)
 _findings = st.builds(
-    Finding, kind=st.sampled_from(["op", "pass", "state", "draft"]), subject=_words, rows=st.integers(2, 16),
-    differing=st.lists(st.integers(2, 16), max_size=3).map(tuple), first_row=st.none() | st.integers(0, 15),
-    difference=st.none() | _numbers, where=_words,
-)  # fmt: skip
+    Finding,
+    kind=st.sampled_from(["op", "pass", "state", "draft"]),
+    subject=_words,
+    rows=st.integers(2, 16),
+    differing=st.lists(st.integers(2, 16), max_size=3).map(tuple),
+    first_row=st.none() | st.integers(0, 15),
+    difference=st.none() | _numbers,
+    where=_words,
+)
 _identities = st.builds(
-    ProbeIdentity, max_rows=st.integers(1, 64),
+    ProbeIdentity,
+    max_rows=st.integers(1, 64),
     **{field.name: _words for field in attrs.fields(ProbeIdentity) if field.name not in ("max_rows", "model")},
     model=st.text(min_size=1, max_size=8),
-)  # fmt: skip
+)
 _records = st.builds(
-    ProbeRecord, identity=_identities, probed=_words, findings=st.lists(_findings, max_size=4).map(tuple),
+    ProbeRecord,
+    identity=_identities,
+    probed=_words,
+    findings=st.lists(_findings, max_size=4).map(tuple),
     costs=st.lists(st.builds(RowCost, rows=st.integers(1, 16), seconds=_numbers, ratio=_numbers), max_size=3).map(
         tuple
     ),
-    draft_step=st.none() | _numbers, notes=st.lists(_words, max_size=2).map(tuple),
-)  # fmt: skip
+    draft_step=st.none() | _numbers,
+    notes=st.lists(_words, max_size=2).map(tuple),
+)
 
 
 @given(record=_records)
@@ -267,8 +287,20 @@ def test_native_kernels_pass(make_target):
     assert differing(make_target("qwen3_5", kernels="native", dtype="bfloat16"), (5, 250)) == []
 
 
-QWEN35 = ("embed", "project", "linear", "swiglu", "rms_norm", "concat", "norm_rope", "attend", "conv_window",
-          "gated_delta", "gated_rms_norm", "head")  # fmt: skip
+QWEN35 = (
+    "embed",
+    "project",
+    "linear",
+    "swiglu",
+    "rms_norm",
+    "concat",
+    "norm_rope",
+    "attend",
+    "conv_window",
+    "gated_delta",
+    "gated_rms_norm",
+    "head",
+)
 
 
 @pytest.mark.parametrize(
@@ -412,8 +444,11 @@ def test_a_depth_breaks_even_where_it_emits_what_it_costs(ratios, step, one):
         totals.append(totals[-1] + more)
     costs = RowCosts(
         rows=tuple(RowCost(rows=i + 1, seconds=one * ratio, ratio=ratio) for i, ratio in enumerate(totals)),
-        draft_step=None if step is None else step * one, context=1, repeats=3, steady=True,
-    )  # fmt: skip
+        draft_step=None if step is None else step * one,
+        context=1,
+        repeats=3,
+        steady=True,
+    )
     prices = costs.depths()
     assert [price.depth for price in prices] == list(range(1, min(7, len(ratios)) + 1))
     for price in prices:

@@ -340,9 +340,7 @@ def test_files_that_are_none_are_refused(refuses: Callable[..., str], tmp_path: 
 
 
 def test_a_session_of_another_model_or_dtype_is_refused(
-    saved: tuple[Any, pathlib.Path],
-    load: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
+    saved: tuple[Any, pathlib.Path], load: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
 ) -> None:
     others = {
         "another model": specdec.load(str(checkpoint("qwen3_5", **{**SHAPES["qwen3_5"], "seed": 1}))),

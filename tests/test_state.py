@@ -28,12 +28,26 @@ from tests import tiny
 VOCAB = 277
 CAPACITY = 96
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "hybrid": ("qwen3_5", {"hidden": 36, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5,
-                           "key_heads": 1, "value_heads": 3, "key_dim": 10, "value_dim": 14, "intermediate": 44,
-                           "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "hybrid": (
+        "qwen3_5",
+        {
+            "hidden": 36,
+            "layers": 3,
+            "heads": 3,
+            "kv_heads": 1,
+            "head_dim": 12,
+            "rotary_factor": 0.5,
+            "key_heads": 1,
+            "value_heads": 3,
+            "key_dim": 10,
+            "value_dim": 14,
+            "intermediate": 44,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "attention-only": ("qwen3_5", tiny.QWEN3_5_SHAPES["attention-only"]),
     "qwen3": ("qwen3", {"hidden": 36, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44}),
-}  # fmt: skip
+}
 
 tokens_ = st.integers(0, VOCAB - 1)
 

@@ -248,23 +248,93 @@ def write_qwen3(
 # Odd on purpose: Hv/Hk of 1, 2 and 3, GQA of 1 to 4, tied and untied, nothing a power of two for long. 128-wide heads
 # are what the real models have.
 QWEN3_5_SHAPES: dict[str, dict[str, Any]] = {
-    "r1-gqa4-tied": {"hidden": 48, "heads": 4, "kv_heads": 1, "key_heads": 3, "value_heads": 3, "key_dim": 20,
-                     "value_dim": 12, "intermediate": 76},
-    "r2-gqa1-untied": {"hidden": 40, "heads": 3, "kv_heads": 3, "head_dim": 24, "key_heads": 2, "value_heads": 4,
-                       "key_dim": 12, "value_dim": 20, "intermediate": 72, "vocab": 301, "tied": False},
-    "r3-gqa3-untied": {"hidden": 60, "heads": 6, "kv_heads": 2, "head_dim": 20, "rotary_factor": 0.5, "key_heads": 1,
-                       "value_heads": 3, "key_dim": 8, "value_dim": 28, "intermediate": 68, "tied": False},
-    "r3-wide-heads": {"hidden": 36, "heads": 2, "kv_heads": 1, "head_dim": 40, "key_heads": 2, "value_heads": 6,
-                      "key_dim": 24, "value_dim": 18, "intermediate": 52, "vocab": 269, "theta": 1e7},
-    "real-heads": {"hidden": 72, "layers": 2, "heads": 1, "kv_heads": 1, "head_dim": 256, "key_heads": 1,
-                   "value_heads": 2, "key_dim": 128, "value_dim": 128, "intermediate": 100, "tied": False,
-                   "layer_types": ["linear_attention", "full_attention"], "theta": 1e7},
-    "mixed-layers": {"hidden": 44, "heads": 4, "kv_heads": 2, "head_dim": 16, "rotary_factor": 1.0, "key_heads": 2,
-                     "value_heads": 2, "kernel": 3, "vl": True, "shards": 3,
-                     "layer_types": ["full_attention", "linear_attention", "full_attention"]},
-    "attention-only": {"hidden": 52, "heads": 4, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5,
-                       "layer_types": ["full_attention", "full_attention"], "mtp_lm_head": True},
-}  # fmt: skip
+    "r1-gqa4-tied": {
+        "hidden": 48,
+        "heads": 4,
+        "kv_heads": 1,
+        "key_heads": 3,
+        "value_heads": 3,
+        "key_dim": 20,
+        "value_dim": 12,
+        "intermediate": 76,
+    },
+    "r2-gqa1-untied": {
+        "hidden": 40,
+        "heads": 3,
+        "kv_heads": 3,
+        "head_dim": 24,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 12,
+        "value_dim": 20,
+        "intermediate": 72,
+        "vocab": 301,
+        "tied": False,
+    },
+    "r3-gqa3-untied": {
+        "hidden": 60,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 20,
+        "rotary_factor": 0.5,
+        "key_heads": 1,
+        "value_heads": 3,
+        "key_dim": 8,
+        "value_dim": 28,
+        "intermediate": 68,
+        "tied": False,
+    },
+    "r3-wide-heads": {
+        "hidden": 36,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 40,
+        "key_heads": 2,
+        "value_heads": 6,
+        "key_dim": 24,
+        "value_dim": 18,
+        "intermediate": 52,
+        "vocab": 269,
+        "theta": 1e7,
+    },
+    "real-heads": {
+        "hidden": 72,
+        "layers": 2,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 256,
+        "key_heads": 1,
+        "value_heads": 2,
+        "key_dim": 128,
+        "value_dim": 128,
+        "intermediate": 100,
+        "tied": False,
+        "layer_types": ["linear_attention", "full_attention"],
+        "theta": 1e7,
+    },
+    "mixed-layers": {
+        "hidden": 44,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "rotary_factor": 1.0,
+        "key_heads": 2,
+        "value_heads": 2,
+        "kernel": 3,
+        "vl": True,
+        "shards": 3,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+    },
+    "attention-only": {
+        "hidden": 52,
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 12,
+        "rotary_factor": 0.5,
+        "layer_types": ["full_attention", "full_attention"],
+        "mtp_lm_head": True,
+    },
+}
 QWEN3_SHAPES: dict[str, dict[str, Any]] = {
     "gqa4-tied": {"hidden": 44, "heads": 4, "kv_heads": 1, "head_dim": 12},
     "gqa1-untied": {"hidden": 60, "heads": 5, "kv_heads": 5, "head_dim": 20, "vocab": 283, "tied": False},
@@ -272,7 +342,7 @@ QWEN3_SHAPES: dict[str, dict[str, Any]] = {
     "real-heads": {"hidden": 50, "heads": 2, "kv_heads": 1, "head_dim": 128, "intermediate": 90, "shards": 2},
     "one-head": {"hidden": 30, "heads": 1, "kv_heads": 1, "head_dim": 10, "intermediate": 34, "tied": False},
     "wide": {"hidden": 100, "layers": 1, "heads": 8, "kv_heads": 2, "head_dim": 6, "intermediate": 210, "vocab": 601},
-}  # fmt: skip
+}
 
 WRITERS = {"qwen3_5": write_qwen3_5, "qwen3": write_qwen3}
 
@@ -390,8 +460,12 @@ def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "f
         dtype=dtype,
         kernels=ops.kernels,
     )
-    weights = Weights(checkpoint, canonical_names(checkpoint.names), dtype=getattr(torch, dtype),
-                      keeps=getattr(ops, "keeps", frozenset()))  # fmt: skip
+    weights = Weights(
+        checkpoint,
+        canonical_names(checkpoint.names),
+        dtype=getattr(torch, dtype),
+        keeps=getattr(ops, "keeps", frozenset()),
+    )
     return CausalLM(info, spec.build(family, weights, ops))
 
 

@@ -96,8 +96,12 @@ class Session:
         if stage == "demo":
             yield "embedded", self.demo
             return
-        measure = {"check": self.check, "models": self.models, "kernels": self.kernels,
-                   "transformers": self.transformers}[stage]  # fmt: skip
+        measure = {
+            "check": self.check,
+            "models": self.models,
+            "kernels": self.kernels,
+            "transformers": self.transformers,
+        }[stage]
         for shape in self.shapes:
             yield shape.name, functools.partial(measure, shape)
         if stage == "check":
@@ -190,10 +194,15 @@ class Session:
                 f"verify(4) x{part['verify']['4']['of_decode']:.3f}; draft x{part['draft']['pruned']['of_decode']:.3f}"
             )
             broken = models.generations(
-                model, costs, part, self.record.write, tokens=128 if self.lab.real else 3,
-                repeats=1, depths=DEPTHS if self.lab.real else (1,),
+                model,
+                costs,
+                part,
+                self.record.write,
+                tokens=128 if self.lab.real else 3,
+                repeats=1,
+                depths=DEPTHS if self.lab.real else (1,),
                 out_of_time=self.deadline.passed,
-            )  # fmt: skip
+            )
         self.failed(f"{shape.name}, generations", broken)
         for depth, entry in part["generation"].items():
             made, coin = entry["made"], entry["coin"]
@@ -253,10 +262,16 @@ class Session:
         with tempfile.TemporaryDirectory() as folder:
             model = models.made(shape, self.lab, Path(folder), self.dtype)
             peers.beside_transformers(
-                model, int(best), part, self.record.write, agreement=AGREEMENT,
-                tokens=64 if self.lab.real else 4, repeats=2 if self.lab.real else 1, out_of_time=self.deadline.passed,
+                model,
+                int(best),
+                part,
+                self.record.write,
+                agreement=AGREEMENT,
+                tokens=64 if self.lab.real else 4,
+                repeats=2 if self.lab.real else 1,
+                out_of_time=self.deadline.passed,
                 skip=lambda what, reason: self.record.skip("transformers", f"{shape.name}, {what}", reason),
-            )  # fmt: skip
+            )
         if not part["settings"]:
             raise RuntimeError("transformers' generate ran at no setting; the skipped ones say why")
 

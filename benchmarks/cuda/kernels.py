@@ -70,9 +70,15 @@ def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
     summing = 2e-4 if dtype is torch.bfloat16 else 1e-5  # of results that stay float32
 
     def product(
-        name: str, times: int, k: int, features: Sequence[int], run: Callable[[slice, list[DenseWeight]], Any],
-        reference: Callable[[list[DenseWeight]], Any], tolerance: float = rounding, most: int = 64,
-    ) -> Case:  # fmt: skip
+        name: str,
+        times: int,
+        k: int,
+        features: Sequence[int],
+        run: Callable[[slice, list[DenseWeight]], Any],
+        reference: Callable[[list[DenseWeight]], Any],
+        tolerance: float = rounding,
+        most: int = 64,
+    ) -> Case:
         nbytes = sum(features) * k * size
         copies = lab.copies(nbytes, most=most)
         sets = []
@@ -82,9 +88,15 @@ def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
                 fuse(weights)
             sets.append(weights)
         return Case(
-            name=name, run=lambda part, copy: _tuple(run(part, sets[copy])), alone=True, copies=copies,
-            moved=lambda rows: nbytes, reference=lambda: _tuple(reference(sets[0])), tolerance=tolerance, times=times,
-        )  # fmt: skip
+            name=name,
+            run=lambda part, copy: _tuple(run(part, sets[copy])),
+            alone=True,
+            copies=copies,
+            moved=lambda rows: nbytes,
+            reference=lambda: _tuple(reference(sets[0])),
+            tolerance=tolerance,
+            times=times,
+        )
 
     delta_shape = shape.family.delta
     values = delta_shape.value_heads * delta_shape.value_dim
@@ -100,38 +112,56 @@ def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
         return norm.GatedRms(z[part], value_scale, EPS)
 
     yield product(
-        "norm, in_proj of a linear layer", linear, hidden,
+        "norm, in_proj of a linear layer",
+        linear,
+        hidden,
         (delta_shape.channels, values, delta_shape.value_heads, delta_shape.value_heads),
         lambda part, w: gemm.project(x[part], w, prologue=rms),
         lambda w: gemm.project_reference(x, w, prologue=rms),
-    )  # fmt: skip
+    )
     yield _delta_case(delta_shape, lab, normal, dtype, linear)
     yield product(
-        "gated norm, out_proj, residual", linear, values, (hidden,),
+        "gated norm, out_proj, residual",
+        linear,
+        values,
+        (hidden,),
         lambda part, w: gemm.linear(o[part], w[0], residual=residual[part], prologue=gated(part)),
         lambda w: gemm.linear_reference(o, w[0], residual=residual, prologue=gated(slice(None))),
-    )  # fmt: skip
+    )
     yield product(
-        "norm, q k v of an attention layer", full, hidden, (2 * queries, keys, keys),
+        "norm, q k v of an attention layer",
+        full,
+        hidden,
+        (2 * queries, keys, keys),
         lambda part, w: gemm.project(x[part], w, prologue=rms),
         lambda w: gemm.project_reference(x, w, prologue=rms),
-    )  # fmt: skip
+    )
     yield from _attention_cases(shape, lab, normal, dtype, full)
     yield product(
-        "o_proj, residual", full, queries, (hidden,),
+        "o_proj, residual",
+        full,
+        queries,
+        (hidden,),
         lambda part, w: gemm.linear(mixed[part], w[0], residual=residual[part]),
         lambda w: gemm.linear_reference(mixed, w[0], residual=residual),
-    )  # fmt: skip
+    )
     yield product(
-        "norm, gate and up, silu", every, hidden, (shape.intermediate, shape.intermediate),
+        "norm, gate and up, silu",
+        every,
+        hidden,
+        (shape.intermediate, shape.intermediate),
         lambda part, w: gemm.swiglu(x[part], w[0], w[1], prologue=rms),
-        lambda w: gemm.swiglu_reference(x, w[0], w[1], prologue=rms), 2 * rounding,
-    )  # fmt: skip
+        lambda w: gemm.swiglu_reference(x, w[0], w[1], prologue=rms),
+        2 * rounding,
+    )
     yield product(
-        "down_proj, residual", every, shape.intermediate, (hidden,),
+        "down_proj, residual",
+        every,
+        shape.intermediate,
+        (hidden,),
         lambda part, w: gemm.linear(wide[part], w[0], residual=residual[part]),
         lambda w: gemm.linear_reference(wide, w[0], residual=residual),
-    )  # fmt: skip
+    )
 
     def best(part: slice, weight: DenseWeight, ids: Tensor | None = None) -> tuple[Tensor, ...]:
         found = head.best(x[part], weight, ids=ids)
@@ -142,31 +172,57 @@ def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
         return found.values, found.log_sum, found.ids
 
     yield product(
-        "head, best token", 1, hidden, (shape.vocabulary,),
-        lambda part, w: best(part, w[0]), lambda w: best_reference(w[0]), summing, most=4,
-    )  # fmt: skip
+        "head, best token",
+        1,
+        hidden,
+        (shape.vocabulary,),
+        lambda part, w: best(part, w[0]),
+        lambda w: best_reference(w[0]),
+        summing,
+        most=4,
+    )
     ids = torch.arange(shape.draft_rows, dtype=torch.int32, device=place)
     yield product(
-        "pruned head, best token", 0, hidden, (shape.draft_rows,),
-        lambda part, w: best(part, w[0], ids), lambda w: best_reference(w[0], ids), summing,
-    )  # fmt: skip
+        "pruned head, best token",
+        0,
+        hidden,
+        (shape.draft_rows,),
+        lambda part, w: best(part, w[0], ids),
+        lambda w: best_reference(w[0], ids),
+        summing,
+    )
     yield product(
-        "head, all logits", 0, hidden, (shape.vocabulary,),
+        "head, all logits",
+        0,
+        hidden,
+        (shape.vocabulary,),
         lambda part, w: head.logits(x[part], w[0]),
-        lambda w: gemm.linear_reference(x, w[0]), summing, most=4,
-    )  # fmt: skip
+        lambda w: gemm.linear_reference(x, w[0]),
+        summing,
+        most=4,
+    )
     table = normal(shape.vocabulary, hidden)
     tokens = torch.arange(MAX_ROWS, dtype=torch.int32, device=place) * 5
     yield Case(
-        name="embedding", run=lambda part, copy: (rows.embed(table, tokens[part]),), alone=True, copies=few,
-        moved=lambda n: 2 * n * hidden * size, reference=lambda: (table[tokens.long()].double(),), tolerance=0.0,
+        name="embedding",
+        run=lambda part, copy: (rows.embed(table, tokens[part]),),
+        alone=True,
+        copies=few,
+        moved=lambda n: 2 * n * hidden * size,
+        reference=lambda: (table[tokens.long()].double(),),
+        tolerance=0.0,
         times=1,
-    )  # fmt: skip
+    )
     yield Case(
-        name="norm", run=lambda part, copy: (norm.rms_norm(x[part], scale, EPS),), alone=True, copies=few,
-        moved=lambda n: 2 * n * hidden * size, reference=lambda: (norm.rms_norm_reference(x, scale, EPS),),
-        tolerance=rounding, times=1,
-    )  # fmt: skip
+        name="norm",
+        run=lambda part, copy: (norm.rms_norm(x[part], scale, EPS),),
+        alone=True,
+        copies=few,
+        moved=lambda n: 2 * n * hidden * size,
+        reference=lambda: (norm.rms_norm_reference(x, scale, EPS),),
+        tolerance=rounding,
+        times=1,
+    )
     yield _bookkeeping_case(shape, lab)
 
 
@@ -205,10 +261,15 @@ def _delta_case(shape: DeltaShape, lab: Lab, normal: Callable[..., Tensor], dtyp
         return (out.flatten(1),)
 
     return Case(
-        name="convolution, gates and delta rule", run=run, alone=False, copies=copies,
-        moved=lambda n: (1 + n) * state_bytes, reference=reference,
-        tolerance=2e-2 if dtype is torch.bfloat16 else 1e-4, times=times,
-    )  # fmt: skip
+        name="convolution, gates and delta rule",
+        run=run,
+        alone=False,
+        copies=copies,
+        moved=lambda n: (1 + n) * state_bytes,
+        reference=reference,
+        tolerance=2e-2 if dtype is torch.bfloat16 else 1e-4,
+        times=times,
+    )
 
 
 def _attention_cases(
@@ -237,10 +298,14 @@ def _attention_cases(
     def attend(part: slice, copy: int) -> tuple[Tensor, ...]:
         return (
             attention.attend(
-                query[part], table[copy], kv_heads=shape.kv_heads, scale=dim**-0.5, gate=both[part][:, :, 1],
+                query[part],
+                table[copy],
+                kv_heads=shape.kv_heads,
+                scale=dim**-0.5,
+                gate=both[part][:, :, 1],
                 max_length=sizes[0],
             ),
-        )  # fmt: skip
+        )
 
     def attended() -> tuple[Tensor, ...]:
         keys, values = caches[0]
@@ -248,14 +313,25 @@ def _attention_cases(
         return (attention.attend_reference(query.double(), keys, values, context, scale=dim**-0.5, gate=gate),)
 
     yield Case(
-        name="q k norm, rotary, write", run=rotate, alone=False, copies=few,
-        moved=lambda n: 2 * n * (shape.heads + 2 * shape.kv_heads) * dim * dtype.itemsize, reference=None,
-        tolerance=0.0, times=times,
-    )  # fmt: skip
+        name="q k norm, rotary, write",
+        run=rotate,
+        alone=False,
+        copies=few,
+        moved=lambda n: 2 * n * (shape.heads + 2 * shape.kv_heads) * dim * dtype.itemsize,
+        reference=None,
+        tolerance=0.0,
+        times=times,
+    )
     yield Case(
-        name=f"attention over {context} keys, fold", run=attend, alone=False, copies=copies,
-        moved=lambda n: kv_bytes, reference=attended, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-5, times=times,
-    )  # fmt: skip
+        name=f"attention over {context} keys, fold",
+        run=attend,
+        alone=False,
+        copies=copies,
+        moved=lambda n: kv_bytes,
+        reference=attended,
+        tolerance=1e-2 if dtype is torch.bfloat16 else 1e-5,
+        times=times,
+    )
 
 
 def _bookkeeping_case(shape: Shape, lab: Lab) -> Case:
@@ -267,8 +343,9 @@ def _bookkeeping_case(shape: Shape, lab: Lab) -> Case:
     stops = torch.tensor([12345], dtype=torch.int32, device=place)
     kinds = torch.tensor(
         [accept.ROWS if kind == "full_attention" else accept.STATES for kind in shape.family.layer_types],
-        dtype=torch.int32, device=place,
-    )  # fmt: skip
+        dtype=torch.int32,
+        device=place,
+    )
     table = torch.zeros(len(kinds), COLUMNS, dtype=torch.int64, device=place)
     table[:, 3] = MAX_ROWS + 1
     control = accept.new_control(remaining=2**30, pending=1, position=100, depth=depth, device=place)
@@ -279,9 +356,15 @@ def _bookkeeping_case(shape: Shape, lab: Lab) -> Case:
         return (control[accept.FIELDS.value :].clone(),)
 
     return Case(
-        name="accept and commit", run=run, alone=True, copies=few, moved=lambda n: 0, reference=None, tolerance=0.0,
+        name="accept and commit",
+        run=run,
+        alone=True,
+        copies=few,
+        moved=lambda n: 0,
+        reference=None,
+        tolerance=0.0,
         times=0,
-    )  # fmt: skip
+    )
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -89,9 +89,15 @@ class Model:
 
 
 def gates(
-    shape: Shape, lab: Lab, folder: Path, dtype: torch.dtype, *, tokens: int = GATED_TOKENS,
-    depths: Sequence[int] = GATED_DEPTHS, prompt_tokens: int = 24,
-) -> dict[str, Any]:  # fmt: skip
+    shape: Shape,
+    lab: Lab,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    tokens: int = GATED_TOKENS,
+    depths: Sequence[int] = GATED_DEPTHS,
+    prompt_tokens: int = 24,
+) -> dict[str, Any]:
     """Plain decoding against everything that must have its bits, on random weights. ``failures`` says what had not.
 
     - the same passes op by op instead of from graphs;
@@ -121,10 +127,14 @@ def gates(
             if depth and not result.stats.offered:
                 failures.append(f"generation at depth {depth} drafted nothing: {result.stats.inactive_reason}")
     return {
-        "failures": failures, "tokens": tokens, "depths": list(depths), "distinct": len(set(ids)),
-        "kernels": model.target.info.kernels, "parity": model.target.info.parity.value,
+        "failures": failures,
+        "tokens": tokens,
+        "depths": list(depths),
+        "distinct": len(set(ids)),
+        "kernels": model.target.info.kernels,
+        "parity": model.target.info.parity.value,
         **_against_host(model, prompt, failures),
-    }  # fmt: skip
+    }
 
 
 def _plain(
@@ -146,9 +156,13 @@ def _plain(
 
 
 def _compare(
-    what: str, ids: Sequence[int], logits: Sequence[Any], other: Sequence[int], others: Sequence[Any],
+    what: str,
+    ids: Sequence[int],
+    logits: Sequence[Any],
+    other: Sequence[int],
+    others: Sequence[Any],
     failures: list[str],
-) -> None:  # fmt: skip
+) -> None:
     for place, (a, b) in enumerate(zip(logits, others, strict=True)):
         if a.tobytes() != b.tobytes():
             failures.append(f"{what}: the logits of token {place} have other bits")
@@ -296,19 +310,26 @@ def passes(
     bookkeeping = lab.time(_repeated(bookkeeping_body(model, state, DEPTHS[-1]), lab), parts=_parts(lab))
     out["bookkeeping"] = {**bookkeeping.to_dict(), "of_decode": bookkeeping.median / decode}
     costs = Costs(
-        decode=decode, verify={int(count): spread.median for count, spread in found.items()},
-        draft=drafts["pruned"].median, bookkeeping=bookkeeping.median,
-    )  # fmt: skip
+        decode=decode,
+        verify={int(count): spread.median for count, spread in found.items()},
+        draft=drafts["pruned"].median,
+        bookkeeping=bookkeeping.median,
+    )
     depth, speedup = costs.best()
     out["speedup_by_identity"] = {
-        "profile": list(PROFILE), "best_depth": depth, "speedup": speedup,
+        "profile": list(PROFILE),
+        "best_depth": depth,
+        "speedup": speedup,
         "by_depth": {depth: costs.speedup(depth) for depth in DEPTHS if depth + 1 in costs.verify},
-    }  # fmt: skip
+    }
     predicted = predict(shape, bandwidth)
     out["predicted"] = {
-        "decode_of_bound": predicted.decode_of_bound, "verify_4": predicted.verify_4, "draft": predicted.draft,
-        "speedup": predicted.costs.best()[1], "kernels": predicted.kernels,
-    }  # fmt: skip
+        "decode_of_bound": predicted.decode_of_bound,
+        "verify_4": predicted.verify_4,
+        "draft": predicted.draft,
+        "speedup": predicted.costs.best()[1],
+        "kernels": predicted.kernels,
+    }
     write()
     return costs
 
@@ -330,9 +351,16 @@ def _repeated(body: Callable[[], object], lab: Lab) -> Callable[[], object]:
 
 
 def generations(
-    model: Model, costs: Costs, out: dict[str, Any], write: Callable[[], None], *, tokens: int, repeats: int,
-    depths: Sequence[int] = DEPTHS, out_of_time: Callable[[], bool] = lambda: False,
-) -> list[str]:  # fmt: skip
+    model: Model,
+    costs: Costs,
+    out: dict[str, Any],
+    write: Callable[[], None],
+    *,
+    tokens: int,
+    repeats: int,
+    depths: Sequence[int] = DEPTHS,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> list[str]:
     """Wall-clock tokens per second, plain and by depth, in turns; returns what parity was broken.
 
     Two kinds of speculative generation: ``made``, where the weights' own head drafts what the target says in about the

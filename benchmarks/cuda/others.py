@@ -83,16 +83,19 @@ def cases(sizes: Sizes, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
     yield _latent(sizes, lab, normal, 1e-2 if dtype is torch.bfloat16 else 1e-5)
 
 
-def _packed(
-    name: str, make: Callable[[], Weight], x: Tensor, rms: norm.Rms, lab: Lab, tolerance: float
-) -> Case:  # fmt: skip
+def _packed(name: str, make: Callable[[], Weight], x: Tensor, rms: norm.Rms, lab: Lab, tolerance: float) -> Case:
     first = make()
     weights = [first, *(make() for _ in range(lab.copies(first.nbytes) - 1))]
     return Case(
-        name=name, run=lambda part, copy: (gemm.linear(x[part], weights[copy], prologue=rms),), alone=True,
-        copies=len(weights), moved=lambda rows: first.nbytes,
-        reference=lambda: (gemm.linear_reference(x, first, prologue=rms),), tolerance=tolerance, times=0,
-    )  # fmt: skip
+        name=name,
+        run=lambda part, copy: (gemm.linear(x[part], weights[copy], prologue=rms),),
+        alone=True,
+        copies=len(weights),
+        moved=lambda rows: first.nbytes,
+        reference=lambda: (gemm.linear_reference(x, first, prologue=rms),),
+        tolerance=tolerance,
+        times=0,
+    )
 
 
 def _sampled(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], k: int) -> Case:
@@ -106,9 +109,15 @@ def _sampled(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], k: int) -> C
         return found.ids, found.values, found.log_sum
 
     return Case(
-        name="head, sampled token", run=run, alone=False, copies=1, moved=lambda rows: weight.nbytes, reference=None,
-        tolerance=0.0, times=0,
-    )  # fmt: skip
+        name="head, sampled token",
+        run=run,
+        alone=False,
+        copies=1,
+        moved=lambda rows: weight.nbytes,
+        reference=None,
+        tolerance=0.0,
+        times=0,
+    )
 
 
 def _experts(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: float) -> Case:
@@ -138,10 +147,17 @@ def _experts(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: f
     def run(part: slice, copy: int) -> tuple[Tensor, ...]:
         return (
             moe.experts(
-                x[part], ids[copy][part], weights[copy][part], gates, ups, downs, residual[part], shared=shared,
+                x[part],
+                ids[copy][part],
+                weights[copy][part],
+                gates,
+                ups,
+                downs,
+                residual[part],
+                shared=shared,
                 shared_gate=shared_gate,
             ),
-        )  # fmt: skip
+        )
 
     def reference() -> tuple[Tensor, ...]:
         return (
@@ -151,9 +167,15 @@ def _experts(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: f
         )
 
     return Case(
-        name=f"experts, {sizes.chosen} of {count} and a shared one", run=run, alone=True, copies=copies,
-        moved=lambda rows: 3 * matrix * (distinct[rows] + 1), reference=reference, tolerance=tolerance, times=0,
-    )  # fmt: skip
+        name=f"experts, {sizes.chosen} of {count} and a shared one",
+        run=run,
+        alone=True,
+        copies=copies,
+        moved=lambda rows: 3 * matrix * (distinct[rows] + 1),
+        reference=reference,
+        tolerance=tolerance,
+        times=0,
+    )
 
 
 def _router(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor]) -> Case:
@@ -168,9 +190,15 @@ def _router(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor]) -> Case:
         return route.choose_reference(gemm.linear_reference(x, weight).float(), routing)
 
     return Case(
-        name="router, choice of experts", run=run, alone=True, copies=1, moved=lambda rows: weight.nbytes,
-        reference=reference, tolerance=1e-3, times=0,
-    )  # fmt: skip
+        name="router, choice of experts",
+        run=run,
+        alone=True,
+        copies=1,
+        moved=lambda rows: weight.nbytes,
+        reference=reference,
+        tolerance=1e-3,
+        times=0,
+    )
 
 
 def _latent(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: float) -> Case:
@@ -191,6 +219,12 @@ def _latent(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: fl
         return (latent.attend_latent_reference(q.double(), cache, sizes.keys, **settings).flatten(1),)
 
     return Case(
-        name=f"latent attention over {sizes.keys} rows", run=run, alone=False, copies=len(caches),
-        moved=lambda rows: nbytes, reference=reference, tolerance=tolerance, times=0,
-    )  # fmt: skip
+        name=f"latent attention over {sizes.keys} rows",
+        run=run,
+        alone=False,
+        copies=len(caches),
+        moved=lambda rows: nbytes,
+        reference=reference,
+        tolerance=tolerance,
+        times=0,
+    )

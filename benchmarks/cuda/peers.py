@@ -71,18 +71,33 @@ class Theirs:
         ids = torch.tensor([list(prompt)], device=self._lab.place)
         with torch.inference_mode():
             out = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
-                stopping_criteria=[stamps], pad_token_id=0, eos_token_id=None, **self._settings,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                stopping_criteria=[stamps],
+                pad_token_id=0,
+                eos_token_id=None,
+                **self._settings,
+            )
         skipped = min(SKIPPED_STEPS, len(stamps.times) - 2)
         counted = stamps.times[skipped:]
         return (len(counted) - 1) / (counted[-1] - counted[0]), out[0, len(prompt) :].tolist()
 
 
 def beside_transformers(
-    model: Model, depth: int, out: dict[str, Any], write: Callable[[], None], *, agreement: float | None, tokens: int,
-    repeats: int, skip: Callable[[str, str], None], out_of_time: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
+    model: Model,
+    depth: int,
+    out: dict[str, Any],
+    write: Callable[[], None],
+    *,
+    agreement: float | None,
+    tokens: int,
+    repeats: int,
+    skip: Callable[[str, str], None],
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> None:
     """Tokens per second of ours, plain and speculative, and of ``generate`` at each setting, in turns."""
     import transformers
 
@@ -95,10 +110,13 @@ def beside_transformers(
     }
     theirs = hf_model(shape, lab, model.dtype, agreement=agreement)
     out |= {
-        "transformers": transformers.__version__, "depth": depth, "tokens": tokens, "context": shape.context,
+        "transformers": transformers.__version__,
+        "depth": depth,
+        "tokens": tokens,
+        "context": shape.context,
         "kernel_packages": {name: util.find_spec(name) is not None for name in ("fla", "causal_conv1d", "kernels")},
         "settings": {},
-    }  # fmt: skip
+    }
     for setting, options in SETTINGS.items():
         if "compiled" in setting and not lab.real:
             skip(setting, "compiling takes minutes, and its speed without a device says nothing")
@@ -154,8 +172,14 @@ def demo(
     backend = "cuda" if lab.real else "cpu"
     began = perf_counter()
     plain = specdec.load(drafter="none", backend=backend)
-    out |= {"backend": backend, "load_seconds": perf_counter() - began, "device": plain.info.device,
-            "kernels": plain.info.kernels, "parity": plain.info.parity.value, "notices": plain.notices}  # fmt: skip
+    out |= {
+        "backend": backend,
+        "load_seconds": perf_counter() - began,
+        "device": plain.info.device,
+        "kernels": plain.info.kernels,
+        "parity": plain.info.parity.value,
+        "notices": plain.notices,
+    }
     if plain.info.parity.value != "bitwise":
         failures.append(f"the embedded model: parity is {plain.info.parity.value}: {plain.info.parity_reason}")
     prompts = encoded_prompts(plain.tokenizer)
@@ -182,10 +206,12 @@ def demo(
             a, b = (statistics.median(rates[kind]) for kind in ("plain", "speculative"))
             cycles = outputs["speculative"].cycles
             classes[name] = {
-                "plain_tokens_per_second": a, "speculative_tokens_per_second": b, "ratio": b / a,
+                "plain_tokens_per_second": a,
+                "speculative_tokens_per_second": b,
+                "ratio": b / a,
                 "tokens_per_cycle": len(outputs["speculative"].tokens) / len(cycles),
                 "as_on_the_host_until": equal.index(False) if False in equal else None,
-            }  # fmt: skip
+            }
         ratios = [entry["ratio"] for entry in classes.values()]
         out["depths"][str(depth)] = {"classes": classes, "mean_ratio": sum(ratios) / len(ratios)}
         write()

@@ -52,34 +52,52 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
         model = results.get("models", {}).get(name, {})
         predicted = predict(shape)
         guesses = {
-            "decode_of_bound": predicted.decode_of_bound, "verify_4": predicted.verify_4, "draft": predicted.draft,
+            "decode_of_bound": predicted.decode_of_bound,
+            "verify_4": predicted.verify_4,
+            "draft": predicted.draft,
             "speedup": predicted.costs.best()[1],
-        }  # fmt: skip
+        }
         speedup, note = _speedup(model)
         figures = {
-            "decode_of_bound": _at(model, "decode", "of_bound"), "verify_4": _at(model, "verify", "4", "of_decode"),
-            "draft": _at(model, "draft", "pruned", "of_decode"), "speedup": speedup,
-        }  # fmt: skip
+            "decode_of_bound": _at(model, "decode", "of_bound"),
+            "verify_4": _at(model, "verify", "4", "of_decode"),
+            "draft": _at(model, "draft", "pruned", "of_decode"),
+            "speedup": speedup,
+        }
         for field in FIELDS:
             target = getattr(shape.targets, field)
             if target is not None:
                 yield Line(
-                    shape=name, quantity=TITLES[field], target=target, least=field in ("decode_of_bound", "speedup"),
-                    predicted=guesses[field], figure=figures[field], note=note if field == "speedup" else "",
-                )  # fmt: skip
+                    shape=name,
+                    quantity=TITLES[field],
+                    target=target,
+                    least=field in ("decode_of_bound", "speedup"),
+                    predicted=guesses[field],
+                    figure=figures[field],
+                    note=note if field == "speedup" else "",
+                )
     for name in SHAPES:
         found = results.get("transformers", {}).get(name, {})
         for arm, target in AGAINST_TRANSFORMERS.items():
             yield Line(
-                shape=name, quantity=f"{arm} / transformers' generate", target=target, least=True, predicted=None,
-                figure=_at(found, "ratio", arm), note=found.get("best_setting", ""),
-            )  # fmt: skip
+                shape=name,
+                quantity=f"{arm} / transformers' generate",
+                target=target,
+                least=True,
+                predicted=None,
+                figure=_at(found, "ratio", arm),
+                note=found.get("best_setting", ""),
+            )
     for name in SHAPES:
         found = results.get("kernels", {}).get(name, {})
         yield Line(
-            shape=name, quantity="our products / cuBLAS at one row", target=INVARIANCE_PRICE, least=False,
-            predicted=1.0, figure=_at(found, "price"),
-        )  # fmt: skip
+            shape=name,
+            quantity="our products / cuBLAS at one row",
+            target=INVARIANCE_PRICE,
+            least=False,
+            predicted=1.0,
+            figure=_at(found, "price"),
+        )
 
 
 def _speedup(model: Mapping[str, Any]) -> tuple[float | None, str]:

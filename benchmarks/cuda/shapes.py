@@ -72,16 +72,29 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """``config.json`` of a checkpoint of this shape."""
         return {
-            "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
-            "linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads,
-            "linear_key_head_dim": self.linear_dim, "linear_value_head_dim": self.linear_dim,
-            "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "rms_norm_eps": 1e-6,
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.linear_dim,
+            "linear_value_head_dim": self.linear_dim,
+            "linear_conv_kernel_dim": 4,
+            "full_attention_interval": 4,
+            "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-            "max_position_embeddings": 32768, "tie_word_embeddings": self.tied, "hidden_act": "silu",
-            "mtp_num_hidden_layers": 1, "layer_types": self._layer_types(),
-        }  # fmt: skip
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": self.tied,
+            "hidden_act": "silu",
+            "mtp_num_hidden_layers": 1,
+            "layer_types": self._layer_types(),
+        }
 
     def _layer_types(self) -> list[str]:
         """Every fourth layer attends; of fewer than four the last one does."""
@@ -115,9 +128,10 @@ class Shape:
     def _values(self, *, mtp: bool) -> int:
         aside = ("embed_tokens.", "lm_head.")
         return sum(
-            math.prod(shape) for name, shape in self.tensors.items()
+            math.prod(shape)
+            for name, shape in self.tensors.items()
             if name.startswith("mtp.") is mtp and not name.startswith(aside)
-        )  # fmt: skip
+        )
 
     @property
     def head_bytes(self) -> int:
@@ -145,22 +159,55 @@ class Shape:
 
 SHAPES = {
     "0.8b": Shape(
-        name="0.8b", hidden=1024, layers=24, intermediate=3584, heads=8, kv_heads=2, value_heads=16, tied=True,
+        name="0.8b",
+        hidden=1024,
+        layers=24,
+        intermediate=3584,
+        heads=8,
+        kv_heads=2,
+        value_heads=16,
+        tied=True,
         targets=Targets(decode_of_bound=0.55, verify_4=1.12, draft=0.12, speedup=1.4),
     ),
     "4b": Shape(
-        name="4b", hidden=2560, layers=32, intermediate=9216, heads=16, kv_heads=4, value_heads=32, tied=True,
+        name="4b",
+        hidden=2560,
+        layers=32,
+        intermediate=9216,
+        heads=16,
+        kv_heads=4,
+        value_heads=32,
+        tied=True,
         targets=Targets(decode_of_bound=0.80, verify_4=1.08, draft=0.07, speedup=2.0),
     ),
     "9b": Shape(
-        name="9b", hidden=4096, layers=32, intermediate=12288, heads=16, kv_heads=4, value_heads=32, tied=False,
+        name="9b",
+        hidden=4096,
+        layers=32,
+        intermediate=12288,
+        heads=16,
+        kv_heads=4,
+        value_heads=32,
+        tied=False,
         targets=Targets(decode_of_bound=0.85, verify_4=1.06, draft=0.065, speedup=2.1),
     ),
-}  # fmt: skip
+}
 TOY = Shape(
-    name="toy", hidden=32, layers=2, intermediate=48, heads=1, kv_heads=1, value_heads=1, key_heads=1, linear_dim=16,
-    head_dim=16, vocabulary=96, tied=True, draft_rows=48, context=3,
-)  # fmt: skip
+    name="toy",
+    hidden=32,
+    layers=2,
+    intermediate=48,
+    heads=1,
+    kv_heads=1,
+    value_heads=1,
+    key_heads=1,
+    linear_dim=16,
+    head_dim=16,
+    vocabulary=96,
+    tied=True,
+    draft_rows=48,
+    context=3,
+)
 """For runs without a device: all layer kinds, no size."""
 
 AGAINST_TRANSFORMERS = {"speculative": 5.0, "plain": 2.0}

@@ -175,17 +175,32 @@ def build_target(shape: Shape, ops: Ops, weights: MadeWeights, *, backend: str, 
     spec = registry().model("qwen3_5_text")
     family = shape.family
     info = ModelInfo(
-        family=spec.name, vocab_size=family.vocab_size, hidden_size=family.hidden_size,
-        max_positions=family.max_positions, mtp_layers=family.mtp_layers, max_rows=ops.max_rows, parity=ops.parity,
-        parity_reason=ops.parity_reason, backend=backend, dtype=dtype, kernels=ops.kernels, fingerprint=shape.name,
-    )  # fmt: skip
+        family=spec.name,
+        vocab_size=family.vocab_size,
+        hidden_size=family.hidden_size,
+        max_positions=family.max_positions,
+        mtp_layers=family.mtp_layers,
+        max_rows=ops.max_rows,
+        parity=ops.parity,
+        parity_reason=ops.parity_reason,
+        backend=backend,
+        dtype=dtype,
+        kernels=ops.kernels,
+        fingerprint=shape.name,
+    )
     return CausalLM(info, spec.build(family, weights, ops))
 
 
 def language_model(
-    target: CausalLM, shape: Shape, folder: Path, *, drafter: str = "mtp", depth: int = 0, pruned: bool = False,
+    target: CausalLM,
+    shape: Shape,
+    folder: Path,
+    *,
+    drafter: str = "mtp",
+    depth: int = 0,
+    pruned: bool = False,
     capacity: int | None = None,
-) -> LanguageModel:  # fmt: skip
+) -> LanguageModel:
     """A pipeline over a target that is there already, with a fixed depth; ``folder`` takes two small files."""
     options: dict[str, Any] = {}
     if drafter == "mtp" and pruned:
@@ -193,9 +208,11 @@ def language_model(
         DraftVocabulary(tokens=tuple(range(shape.draft_rows)), vocab_size=shape.vocabulary).write(path)
         options = {"vocabulary": str(path)}
     config = RunConfig(
-        target=TargetConfig(capacity=capacity), drafter=Choice(drafter, options),
-        depth=Choice("fixed", {"depth": depth}), generation=GenerationConfig(ignore_eos=True),
-    )  # fmt: skip
+        target=TargetConfig(capacity=capacity),
+        drafter=Choice(drafter, options),
+        depth=Choice("fixed", {"depth": depth}),
+        generation=GenerationConfig(ignore_eos=True),
+    )
     known = registry()
     drafter_spec, depth_spec = known.drafter(drafter), known.depth_policy("fixed")
     verifier_spec = known.verifier(config.verifier.name)

@@ -45,9 +45,16 @@ class Rope:
 
     @classmethod
     def yarn(
-        cls, theta: float, rotary_dims: int, *, factor: float, original: int, beta_fast: float = 32.0,
-        beta_slow: float = 1.0, truncate: bool = True,
-    ) -> Rope:  # fmt: skip
+        cls,
+        theta: float,
+        rotary_dims: int,
+        *,
+        factor: float,
+        original: int,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        truncate: bool = True,
+    ) -> Rope:
         """Frequencies of YaRN: slow turns are stretched by ``factor``, fast ones kept, those between blended.
 
         ``original`` is the context length of pre-training (L), ``beta_fast`` and ``beta_slow`` are the rotations per
@@ -265,9 +272,15 @@ class Ops(Protocol):
         """
 
     def moe(
-        self, x: Array, chosen: tuple[Array, Array], experts: tuple[Array, Array, Array], residual: Array, *,
-        shared: tuple[Array, Array, Array] | None = None, shared_gate: Array | None = None,
-    ) -> Array:  # fmt: skip
+        self,
+        x: Array,
+        chosen: tuple[Array, Array],
+        experts: tuple[Array, Array, Array],
+        residual: Array,
+        *,
+        shared: tuple[Array, Array, Array] | None = None,
+        shared_gate: Array | None = None,
+    ) -> Array:
         """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` act.
 
         ``chosen`` is what ``route`` gave; ``experts`` are stacks of gate, up ``[I, H]`` and down ``[H, I]`` matrices

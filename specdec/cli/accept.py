@@ -36,9 +36,11 @@ SHOWN_MISMATCHES = 5
 @click.argument("config_file", metavar="[CONFIG]", required=False, type=click.Path(path_type=pathlib.Path))
 @click.option("-m", "--model", help='A folder, a hub id or "demo"; short for -s target.model=...')
 @click.option(
-    "--prompts", "prompts_file", metavar="FILE",
+    "--prompts",
+    "prompts_file",
+    metavar="FILE",
     help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
-)  # fmt: skip
+)
 @click.option("--classes", metavar="A,B", help="Measure these prompt classes only.")
 @click.option(
     "--per-class", type=click.IntRange(1), metavar="N", help="The first N prompts of each class; all if unset."
@@ -51,9 +53,12 @@ SHOWN_MISMATCHES = 5
 @click.option("--seed", type=int, metavar="S", help="One seed, one output.")
 @click.option("--ablate", metavar="A,B", help='Measure the MTP head with known mistakes too: a list of them, or "all".')
 @click.option(
-    "--log", "log_file", metavar="FILE", type=click.Path(path_type=pathlib.Path),
+    "--log",
+    "log_file",
+    metavar="FILE",
+    type=click.Path(path_type=pathlib.Path),
     help="Write each draft beside what became output (JSON lines).",
-)  # fmt: skip
+)
 @click.option("--csv", "csv_file", metavar="FILE", type=click.Path(path_type=pathlib.Path), help="Write the table.")
 @click.option(
     "--plot", "plot_file", metavar="FILE", type=click.Path(path_type=pathlib.Path), help="Draw a PNG (matplotlib)."

@@ -195,12 +195,14 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> list[tuple[st
     if control is None:
         rows.append(("control", "none"))
     else:
-        rows.append((
-            "control",
-            f"plain decoding by {control.rows} rows: {control.equal_rows} of {control.compared} rows bit-equal to one "
-            f"row alone, {output.count(control.argmax_disagreements, 'argmax disagreement')}, largest difference of a "
-            f"logit {control.largest_difference:.3g}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                "control",
+                f"plain decoding by {control.rows} rows: {control.equal_rows} of {control.compared} rows bit-equal to one "
+                f"row alone, {output.count(control.argmax_disagreements, 'argmax disagreement')}, largest difference of a "
+                f"logit {control.largest_difference:.3g}",
+            )
+        )
     return rows
 
 

@@ -36,9 +36,11 @@ _PATH = click.Path(path_type=pathlib.Path)
 @click.argument("config_file", metavar="[CONFIG]", required=False, type=_PATH)
 @click.option("-m", "--model", help='A folder, a hub id or "demo"; short for -s target.model=...')
 @click.option(
-    "--prompts", "prompts_file", metavar="FILE",
+    "--prompts",
+    "prompts_file",
+    metavar="FILE",
     help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
-)  # fmt: skip
+)
 @click.option("--classes", metavar="A,B", help="Only these classes of prompts.")
 @click.option("--per-class", type=click.IntRange(min=1), default=PER_CLASS, show_default=True, metavar="N")
 @click.option("-n", "--max-new-tokens", type=int, metavar="N", help=f"Generated per prompt; {NEW_TOKENS} unless given.")
@@ -47,9 +49,10 @@ _PATH = click.Path(path_type=pathlib.Path)
 @click.option("--seed", type=int, metavar="S", help="One seed, one output.")
 @click.option("--contexts", metavar="N,N", help="Also measure prefill and generation after so many tokens of context.")
 @click.option(
-    "--synthetic", metavar="PROFILE",
+    "--synthetic",
+    metavar="PROFILE",
     help='Impose an acceptance: "code", "mixed", "prose", or cumulative rates like 0.8,0.6. A timing, not a result.',
-)  # fmt: skip
+)
 @click.option("--csv", "csv_file", metavar="FILE", type=_PATH, help="Write every run.")
 @click.option("--plot", "plot_file", metavar="FILE", type=_PATH, help="Draw a PNG (matplotlib).")
 @click.option("-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key: depth.depth=4.")
@@ -215,9 +218,15 @@ def _speeds(groups: Sequence[ClassBench]) -> Table:
         ends = "-" if group.interval is None else f"{group.interval[0]:.2f} to {group.interval[1]:.2f}x"
         first = f"{group.accepted[0] / group.offered[0]:.3f}" if group.offered else "-"
         table.add_row(
-            group.name, str(group.prompts), f"{group.plain:.1f}", f"{group.speculative:.1f}", f"{group.speedup:.2f}x",
-            ends, f"{group.tokens_per_cycle:.2f}", first,
-        )  # fmt: skip
+            group.name,
+            str(group.prompts),
+            f"{group.plain:.1f}",
+            f"{group.speculative:.1f}",
+            f"{group.speedup:.2f}x",
+            ends,
+            f"{group.tokens_per_cycle:.2f}",
+            first,
+        )
     return table
 
 
@@ -236,9 +245,12 @@ def _timings(report: BenchReport) -> Table:
     table = output.table("step", *numbers, right=numbers)
     for one in report.timings:
         table.add_row(
-            one.what, str(one.cycles), f"{one.median_ms:.3f}", f"{one.low_ms:.3f} to {one.high_ms:.3f}",
+            one.what,
+            str(one.cycles),
+            f"{one.median_ms:.3f}",
+            f"{one.low_ms:.3f} to {one.high_ms:.3f}",
             f"{one.in_plain_steps:.3f}",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -273,8 +285,14 @@ def _frontiers(report: BenchReport) -> Table:
     table = output.table("context", *numbers, right=numbers)
     for one in report.frontiers:
         table.add_row(
-            str(one.context), f"{one.prefill_plain:.0f}", f"{one.prefill_speculative:.0f}", f"{one.plain:.1f}",
-            f"{one.speculative:.1f}", f"{one.speedup:.2f}x", f"{one.state_bytes / 2**20:.1f} MiB",
-            f"{1e3 * one.save_seconds:.1f} ms", "yes" if one.equal else "NO",
-        )  # fmt: skip
+            str(one.context),
+            f"{one.prefill_plain:.0f}",
+            f"{one.prefill_speculative:.0f}",
+            f"{one.plain:.1f}",
+            f"{one.speculative:.1f}",
+            f"{one.speedup:.2f}x",
+            f"{one.state_bytes / 2**20:.1f} MiB",
+            f"{1e3 * one.save_seconds:.1f} ms",
+            "yes" if one.equal else "NO",
+        )
     return table

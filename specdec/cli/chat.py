@@ -36,9 +36,12 @@ LENGTH_KEY = ("generation", "max_new_tokens")
 @click.option("-t", "--temperature", type=float, metavar="X", help="0 is greedy.")
 @click.option("--seed", type=int, metavar="S", help="One seed, one output.")
 @click.option(
-    "--template", "variables", multiple=True, metavar="KEY=VALUE",
+    "--template",
+    "variables",
+    multiple=True,
+    metavar="KEY=VALUE",
     help="Set a variable of the chat template: enable_thinking=false.",
-)  # fmt: skip
+)
 @click.option("--load", "load_file", metavar="FILE", help="Go on with a saved conversation.")
 @click.option("-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key: depth.depth=4.")
 def chat(
@@ -169,12 +172,15 @@ class Chat:
         depth = ", ".join(f"{key} {value}" for key, value in self._config.depth.options.items())
         parity = info.parity.value + (f" ({info.parity_reason})" if info.parity_reason else "")
         return [
-            ("model", f"{self._config.target.model}: {info.family}, {info.dtype} on {info.device or info.backend}, "
-                      f"{lm.capacity} tokens"),
+            (
+                "model",
+                f"{self._config.target.model}: {info.family}, {info.dtype} on {info.device or info.backend}, "
+                f"{lm.capacity} tokens",
+            ),
             ("drafter", f"{lm.drafter_spec.name}, depth policy {lm.depth_spec.name}{f' ({depth})' if depth else ''}"),
             ("verifier", f"{self._config.verifier.name}, guarantee {lm.verifier.guarantee.value}"),
             ("parity", parity),
-        ]  # fmt: skip
+        ]
 
     # --- commands --------------------------------------------------------------------------------------------------
 
@@ -206,11 +212,14 @@ class Chat:
         if told is not None:
             stats = told["stats"]
             rows += [
-                ("last answer", f"{output.count(len(told['tokens']), 'token')}, {stats['tokens_per_second']:.1f} "
-                                f"tokens/s, ended by {told['finish_reason']!r}"),
+                (
+                    "last answer",
+                    f"{output.count(len(told['tokens']), 'token')}, {stats['tokens_per_second']:.1f} "
+                    f"tokens/s, ended by {told['finish_reason']!r}",
+                ),
                 ("its prompt", f"{told['prompt_tokens']} tokens, of which {stats['prefilled']} ran through the model"),
                 ("speculation", speculation_line(stats["speculation"])),
-            ]  # fmt: skip
+            ]
         self._console.print(output.facts(rows))
         if totals.offered:
             self._say("\nacceptance over the conversation, by lookahead position:")

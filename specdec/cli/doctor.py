@@ -27,9 +27,13 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # columns of expected speed-up
 @click.command()
 @click.argument("model", required=False)
 @click.option(
-    "-s", "--set", "settings", multiple=True, metavar="KEY=VALUE",
+    "-s",
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
     help="Override a key of [target]: target.backend=metal.",
-)  # fmt: skip
+)
 @click.option(
     "--context", type=click.IntRange(1), metavar="N", help="Compare after N tokens too: kernels may change with length."
 )
@@ -37,12 +41,7 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # columns of expected speed-up
 @output.json_option
 @click.pass_context
 def doctor(
-    ctx: click.Context,
-    model: str | None,
-    settings: tuple[str, ...],
-    context: int | None,
-    no_store: bool,
-    as_json: bool,
+    ctx: click.Context, model: str | None, settings: tuple[str, ...], context: int | None, no_store: bool, as_json: bool
 ) -> None:
     """Say what this machine can promise.
 
@@ -106,10 +105,12 @@ def doctor(
         except UnsupportedError as error:  # said at the end: what took minutes to find out is shown first
             unwritable, not_stored = error, error.message
     if as_json:
-        output.print_json({
-            "machine": machine.to_dict(),
-            "model": _told(config, target.info, record, costs, verdict, loaded.notices, path, not_stored),
-        })  # fmt: skip
+        output.print_json(
+            {
+                "machine": machine.to_dict(),
+                "model": _told(config, target.info, record, costs, verdict, loaded.notices, path, not_stored),
+            }
+        )
     else:
         _show_model(config, target.info, record, costs, verdict, loaded.notices, path, not_stored)
     if unwritable is not None:
@@ -132,8 +133,9 @@ def _config(model: str, settings: tuple[str, ...]) -> RunConfig:
         if override.path[0] != "target":
             raise ConfigError(
                 f"specdec doctor loads a target only, so {'.'.join(override.path)} has no effect",
-                asked_for_by=override.source, try_="-s target.backend=..., -s target.dtype=...",
-            )  # fmt: skip
+                asked_for_by=override.source,
+                try_="-s target.backend=..., -s target.dtype=...",
+            )
         if override.path == ("target", "model"):
             raise ConfigError(f"MODEL says {model!r} already", asked_for_by=override.source)
     return load_config(None, [*overrides, Override(("target", "model"), model, "MODEL")])

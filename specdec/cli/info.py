@@ -44,10 +44,7 @@ def info(model: str, as_json: bool) -> None:
 
 
 def _facts(told: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [
-        ("path", told["path"]),
-        *(_of_family(told) if told["family"] else _of_no_family(told)),
-    ]
+    return [("path", told["path"]), *(_of_family(told) if told["family"] else _of_no_family(told))]
 
 
 def _of_no_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:

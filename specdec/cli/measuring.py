@@ -47,8 +47,12 @@ def progress(
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counted]}"),
-               TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[counted]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=output.console(stderr=True), transient=True) as bar:
         task = bar.add_task(first, total=None, counted="")
         yield lambda done, planned: bar.update(

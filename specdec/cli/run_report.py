@@ -27,17 +27,27 @@ def _summary(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     produced, cycles, speculation = len(told["tokens"]), stats["cycles"], stats["speculation"]
     off = deviation["count"]
     rows = [
-        ("speed", f"{stats['tokens_per_second']:.1f} tokens/s, {output.count(produced, 'token')} after a prompt of "
-                  f"{told['prompt_tokens']}, ended by {told['finish_reason']!r}"),
-        ("seconds", ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
-                    + _whole(stats["whole_cycles"])),
+        (
+            "speed",
+            f"{stats['tokens_per_second']:.1f} tokens/s, {output.count(produced, 'token')} after a prompt of "
+            f"{told['prompt_tokens']}, ended by {told['finish_reason']!r}",
+        ),
+        (
+            "seconds",
+            ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
+            + _whole(stats["whole_cycles"]),
+        ),
         ("cycles", f"{cycles}, {produced / cycles:.2f} tokens each" if cycles else "0"),
         ("speculation", speculation_line(speculation)),
         ("depth", ", ".join(f"{depth} ({n}x)" for depth, n in stats["depth"].items()) or "no draft"),
         ("guarantee", f"{told['guarantee']}, with {told['parity']} parity"),
-        ("deviation", f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at "
-                      "most" if off else "none"),
-    ]  # fmt: skip
+        (
+            "deviation",
+            f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at most"
+            if off
+            else "none",
+        ),
+    ]
     if stats["draft"]:
         rows.insert(5, ("draft", draft_line(stats["draft"])))
     return rows
@@ -54,8 +64,10 @@ def draft_line(told: Mapping[str, Any]) -> str:
     parts = []
     for name, value in told.items():
         if isinstance(value, Mapping):
-            parts += [f"{inner} ({draft_line(facts)})" if isinstance(facts, Mapping) else f"{inner} {facts}"
-                      for inner, facts in value.items()]  # fmt: skip
+            parts += [
+                f"{inner} ({draft_line(facts)})" if isinstance(facts, Mapping) else f"{inner} {facts}"
+                for inner, facts in value.items()
+            ]
         elif value not in ("", None):
             parts.append(f"{name.replace('_', ' ')} {value}")
     return ", ".join(parts)

@@ -27,13 +27,19 @@ PART = 1 << 18  # characters tokenised at a time; a part ends with a line
 @click.argument("model")
 @click.option("--text", "texts", metavar="FILE", multiple=True, help="Count the ids of a UTF-8 file; may be repeated.")
 @click.option(
-    "--generate", "prompts", metavar="FILE",
+    "--generate",
+    "prompts",
+    metavar="FILE",
     help='Count the ids of greedy outputs: a prompt a line; a line in double quotes is a JSON string ("a\\nb").',
-)  # fmt: skip
+)
 @click.option(
-    "--tokens", type=click.IntRange(1), metavar="N", default=100_000, show_default=True,
+    "--tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    default=100_000,
+    show_default=True,
     help="With --generate: tokens in all, shared equally by the prompts.",
-)  # fmt: skip
+)
 @click.option("--chat", is_flag=True, help="With --generate: put prompts into the checkpoint's chat template.")
 @click.option("--size", type=click.IntRange(1), metavar="N", default=16_384, show_default=True, help="Ids to keep.")
 @click.option("-o", "--output", "file", metavar="OUT", required=True, type=click.Path(path_type=pathlib.Path))
@@ -96,11 +102,17 @@ def vocab(
     vocabulary = make_vocabulary(counts, lm.tokenizer, lm.info, size, made)
     vocabulary.write(file)
     if as_json:
-        output.print_json({
-            "file": str(file), "size": len(vocabulary.tokens), "vocab_size": vocabulary.vocab_size, "made": made,
-            "seen": int((counts.counted > 0).sum()), "held_out": int(counts.held_out.sum()),
-            "coverage": {str(n): share for n, share in vocabulary.coverage.items()},
-        })  # fmt: skip
+        output.print_json(
+            {
+                "file": str(file),
+                "size": len(vocabulary.tokens),
+                "vocab_size": vocabulary.vocab_size,
+                "made": made,
+                "seen": int((counts.counted > 0).sum()),
+                "held_out": int(counts.held_out.sum()),
+                "coverage": {str(n): share for n, share in vocabulary.coverage.items()},
+            }
+        )
     else:
         _show(vocabulary, counts, file)
     if interrupted:
@@ -160,9 +172,7 @@ def _parts(text: str) -> Iterator[str]:
 class _Outputs:
     """Greedy outputs of a model under way, counted prompt by prompt; ``stop`` ends it and keeps what was counted."""
 
-    def __init__(
-        self, lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool) -> None:
         self._lm, self._prompts, self._tokens, self._counts, self._chat = lm, prompts, tokens, counts, chat
         self._stream: Stream | None = None
         self.stopping = False
@@ -194,13 +204,15 @@ def _show(vocabulary: DraftVocabulary, counts: TokenCounts, file: pathlib.Path) 
     console = output.console()
     seen = int((counts.counted > 0).sum())
     console.print(
-        output.facts([
-            ("file", str(file)),
-            ("ids", f"{len(vocabulary.tokens)} of {vocabulary.vocab_size}"),
-            ("counted", f"{output.count(counts.total, 'token')}, {output.count(seen, 'different id')}"),
-            ("held out", output.count(int(counts.held_out.sum()), "token")),
-        ])
-    )  # fmt: skip
+        output.facts(
+            [
+                ("file", str(file)),
+                ("ids", f"{len(vocabulary.tokens)} of {vocabulary.vocab_size}"),
+                ("counted", f"{output.count(counts.total, 'token')}, {output.count(seen, 'different id')}"),
+                ("held out", output.count(int(counts.held_out.sum()), "token")),
+            ]
+        )
+    )
     if not vocabulary.coverage:
         click.echo("too little text to hold any out: the coverage is unknown", err=True)
         return

@@ -79,9 +79,14 @@ class Comparison:
         """What came of it."""
         _, row, name = self._first or (0, None, "")
         return Finding(
-            kind=self._kind, subject=self._subject, rows=self._rows, differing=tuple(sorted(self._differing)),
-            first_row=row, difference=finite(self._largest) if self._differing else None, where=name,
-        )  # fmt: skip
+            kind=self._kind,
+            subject=self._subject,
+            rows=self._rows,
+            differing=tuple(sorted(self._differing)),
+            first_row=row,
+            difference=finite(self._largest) if self._differing else None,
+            where=name,
+        )
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:

@@ -69,9 +69,13 @@ class RowCosts:
 
 
 def measure_row_costs(
-    target: ForwardPass, *, context: int = CONTEXT, repeats: int = REPEATS, budget_s: float = BUDGET_S,
+    target: ForwardPass,
+    *,
+    context: int = CONTEXT,
+    repeats: int = REPEATS,
+    budget_s: float = BUDGET_S,
     rows: Sequence[int] = ROWS,
-) -> RowCosts:  # fmt: skip
+) -> RowCosts:
     """Time passes of 1 to 8 and of 16 rows with the choice of their tokens, and a draft step, taking turns.
 
     Ratios are taken within a repeat, where their parts are milliseconds apart, and the median of those is kept.

@@ -260,9 +260,7 @@ def _attention(ops: Ops, call: Call) -> _Sequential:
         label = f"attend_latent, {q.shape[1]} heads of {dims}"
         empty = lambda capacity: ops.new_latent(capacity, dims)  # noqa: E731
     return _Sequential(
-        label=label,
-        empty=empty,
-        step=lambda cache, start, stop: [on_host(call.run(ops, start, stop, cache=cache))],
+        label=label, empty=empty, step=lambda cache, start, stop: [on_host(call.run(ops, start, stop, cache=cache))]
     )
 
 

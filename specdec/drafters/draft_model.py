@@ -493,10 +493,6 @@ def _make(config: DraftModelConfig, env: DrafterEnv) -> Drafter:
 def specdec_drafters() -> list[DrafterSpec]:
     return [
         DrafterSpec(
-            name="draft_model",
-            factory=_make,
-            config=DraftModelConfig,
-            prepare=_prepare,
-            help="a second, smaller model",
+            name="draft_model", factory=_make, config=DraftModelConfig, prepare=_prepare, help="a second, smaller model"
         )
     ]

@@ -133,7 +133,7 @@ class MtpDrafter(Drafter):
                 break
             output = self._target.decode_mtp(
                 self._state, [token], output.need_hidden()[-1:], provisional=True, **options
-            )  # fmt: skip
+            )
         if not drafted:
             return EMPTY_DRAFT
         return Draft(tuple(drafted), None if laws[0] is None else np.stack([law for law in laws if law is not None]))

@@ -21,15 +21,7 @@ from specdec.measure.environment import Environment, current_environment
 from specdec.measure.intervals import interval, ratio, resampled
 from specdec.measure.patterns import Mismatch, commonest
 from specdec.measure.recording import PromptRun, Recording
-from specdec.measure.speed_model import (
-    NOT_WORTH_IT,
-    TURN_ON,
-    Prediction,
-    Verdict,
-    best,
-    break_even,
-    judge,
-)
+from specdec.measure.speed_model import NOT_WORTH_IT, TURN_ON, Prediction, Verdict, best, break_even, judge
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

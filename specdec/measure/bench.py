@@ -267,10 +267,16 @@ class BenchRun:
         if self._contexts and not self.stopping:
             frontiers = tuple(
                 measure_frontiers(
-                    self._plain, self._speculative, self._contexts, self._text(), compare=self._synthetic is None,
-                    stopping=lambda: self.stopping, advance=advance, **self._settings,
+                    self._plain,
+                    self._speculative,
+                    self._contexts,
+                    self._text(),
+                    compare=self._synthetic is None,
+                    stopping=lambda: self.stopping,
+                    advance=advance,
+                    **self._settings,
                 )
-            )  # fmt: skip
+            )
         return self._report(done, costs, warm_up, frontiers)
 
     def _warm_up(self) -> tuple[float, ...]:

@@ -54,9 +54,14 @@ def _speedups(axes: Any, report: BenchReport) -> None:
             axes.errorbar(group.speedup, place, xerr=spread, color="#202124", capsize=3)
             end = max(end, high)
         axes.annotate(
-            f"{group.speedup:.2f}x", (end, place), xytext=(5, 0), textcoords="offset points", va="center", ha="left",
+            f"{group.speedup:.2f}x",
+            (end, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            ha="left",
             fontsize=10,
-        )  # fmt: skip
+        )
     axes.set_yticks(range(len(groups)), [f"{group.name} ({group.prompts})" for group in groups])
     axes.set_ylim(max(len(groups), 3) - 0.4, -0.6)  # the first on top; one bar alone does not fill the picture
     axes.margins(x=0.15)  # room for the figures beside the bars

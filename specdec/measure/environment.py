@@ -62,8 +62,9 @@ def current_environment(info: ModelInfo, model: str = "") -> Environment:
     import torch
 
     return Environment(
-        command=" ".join(["specdec" if Path(sys.argv[0]).stem in ("specdec", "__main__") else sys.argv[0],
-                          *sys.argv[1:]]),
+        command=" ".join(
+            ["specdec" if Path(sys.argv[0]).stem in ("specdec", "__main__") else sys.argv[0], *sys.argv[1:]]
+        ),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         specdec=__version__,
         commit=commit(_PACKAGE.parent),
@@ -83,7 +84,7 @@ def current_environment(info: ModelInfo, model: str = "") -> Environment:
         dtype=info.dtype,
         kernels=info.kernels,
         parity=info.parity.value,
-    )  # fmt: skip
+    )
 
 
 def commit(folder: Path) -> str | None:

@@ -56,8 +56,7 @@ def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
     right.set_ylim(bottom=min(0.94, right.get_ylim()[0]))
     right.axhline(1.0, color="#5f6368", linewidth=1, linestyle="--")
     right.set(
-        xlabel="depth (tokens drafted per cycle)",
-        title="Speed-up predicted from the costs\ndashed: plain decoding",
+        xlabel="depth (tokens drafted per cycle)", title="Speed-up predicted from the costs\ndashed: plain decoding"
     )
     right.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     for axes in (left, middle, right):

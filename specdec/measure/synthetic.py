@@ -34,9 +34,9 @@ def parse_profile(text: str) -> tuple[float, ...]:
         rates = tuple(float(word) for word in text.split(","))
     except ValueError as error:
         raise ConfigError(
-            f"an acceptance profile is a name or rates like 0.8,0.6,0.4, got {text!r}."
-            f"{did_you_mean(text, PROFILES)}", available=", ".join(PROFILES),
-        ) from error  # fmt: skip
+            f"an acceptance profile is a name or rates like 0.8,0.6,0.4, got {text!r}.{did_you_mean(text, PROFILES)}",
+            available=", ".join(PROFILES),
+        ) from error
     falling = all(later <= earlier for earlier, later in zip((1.0, *rates), rates, strict=False))
     if not falling or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
         raise ConfigError(f"cumulative rates lie from 1 to 0 and never rise, got {text!r}", try_="0.8,0.6,0.4")

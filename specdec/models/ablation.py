@@ -224,9 +224,14 @@ class AblatedPass(ForwardPass):
             self._mtp(state, tokens[rows], hidden[rows], provisional=False)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        self,
+        state: State,
+        tokens: Sequence[int],
+        hidden: Hidden,
+        *,
+        provisional: bool = False,
         head: DraftHead | None = None,
-    ) -> ForwardOutput:  # fmt: skip
+    ) -> ForwardOutput:
         normed, chained = self._mtp(_own(state), tokens, hidden, provisional=provisional)
         if head is None:
             own = self._model.mtp_lm_head

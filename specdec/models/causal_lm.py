@@ -105,9 +105,12 @@ class CausalLM(ForwardPass):
             raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
         caches, mtp = self._new_caches(capacity)
         return SequenceState(
-            capacity, caches, mtp, self._target_passes.bind(caches),
+            capacity,
+            caches,
+            mtp,
+            self._target_passes.bind(caches),
             None if mtp is None else self._mtp_passes.bind([mtp]),
-        )  # fmt: skip
+        )
 
     def _new_caches(self, capacity: int) -> tuple[list[Cache], Cache | None]:
         caches = [layer.mixer.new_cache(capacity) for layer in self.model.layers]
@@ -214,9 +217,14 @@ class CausalLM(ForwardPass):
             self._forward_mtp(_own(state), tokens[rows], hidden[rows], provisional=False)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        self,
+        state: State,
+        tokens: Sequence[int],
+        hidden: Hidden,
+        *,
+        provisional: bool = False,
         head: DraftHead | None = None,
-    ) -> ForwardOutput:  # fmt: skip
+    ) -> ForwardOutput:
         if head is not None and not (isinstance(head, PrunedHead) and head.target is self):
             raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
         x = self._forward_mtp(_own(state), tokens, hidden, provisional=provisional)
@@ -224,9 +232,7 @@ class CausalLM(ForwardPass):
             return ForwardOutput(self.ops.head(x[-1:], self._mtp_lm_head), self.ops.hidden(x))
         return ForwardOutput(self.ops.pruned_head(x[-1:], head.rows), self.ops.hidden(x))
 
-    def draft_greedy(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int
-    ) -> tuple[int, ...] | None:  # fmt: skip
+    def draft_greedy(self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int) -> tuple[int, ...] | None:
         state = _own(state)
         cache, chain, true, rows = state.mtp, state.mtp_chain, state.mtp_true, len(tokens)
         if cache is None or chain is None or depth < 1:
@@ -246,7 +252,7 @@ class CausalLM(ForwardPass):
 
     def greedy_cycles(
         self, state: State, start: GreedyStart, *, stop_tokens: Sequence[int], limit: int
-    ) -> GreedyCycles | None:  # fmt: skip
+    ) -> GreedyCycles | None:
         state = _own(state)
         if not isinstance(self.ops, RunsGreedyCycles) or state.mtp is None or state.mtp_pass is None:
             return None

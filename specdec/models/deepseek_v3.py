@@ -136,9 +136,14 @@ def build_frame(config: ExtraLayerConfig, weights: Weights, ops: Ops, mixer: Cal
     if config.mtp_layers and f"{extra}eh_proj.weight" in weights:
         embed_norm, hidden_norm, last_norm = (vector(f"{extra}{name}.weight") for name in _MTP_NORMS)
         mtp = MtpHead(
-            ops=ops, eps=config.eps, embed_norm=embed_norm, hidden_norm=hidden_norm, norm=last_norm,
-            fc=matrix(f"{extra}eh_proj.weight"), layer=layer(config.layers),
-        )  # fmt: skip
+            ops=ops,
+            eps=config.eps,
+            embed_norm=embed_norm,
+            hidden_norm=hidden_norm,
+            norm=last_norm,
+            fc=matrix(f"{extra}eh_proj.weight"),
+            layer=layer(config.layers),
+        )
     embed = matrix("embed_tokens.weight")
     return DecoderModel(
         ops=ops,

@@ -27,9 +27,16 @@ def build_mlp(ops: Ops, weights: Weights, prefix: str) -> GatedMlp:
 
 
 def attention_tensors(
-    prefix: str, hidden: int, heads: int, kv_heads: int, head_dim: int, *, gated: bool = False, normed: bool = True,
+    prefix: str,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    gated: bool = False,
+    normed: bool = True,
     biased: bool = False,
-) -> dict[str, TensorSpec]:  # fmt: skip
+) -> dict[str, TensorSpec]:
     """The projections of an attention layer, with its head norms and the biases of q, k and v where it has them.
 
     A gated layer has a doubled query projection.

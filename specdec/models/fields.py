@@ -93,9 +93,14 @@ class Fields:
                 )
             return Rope.llama3(theta, rotary_dims, factor=factor, original=original, low=low, high=high), 1.0
         rope = Rope.yarn(
-            theta, rotary_dims, factor=factor, original=original, beta_fast=inner.real("beta_fast", 32.0),
-            beta_slow=inner.real("beta_slow", 1.0), truncate=inner.flag("truncate", True),
-        )  # fmt: skip
+            theta,
+            rotary_dims,
+            factor=factor,
+            original=original,
+            beta_fast=inner.real("beta_fast", 32.0),
+            beta_slow=inner.real("beta_slow", 1.0),
+            truncate=inner.flag("truncate", True),
+        )
         mscale, all_dim = (inner._config.get(key) for key in ("mscale", "mscale_all_dim"))
         if mscale and all_dim:
             default = yarn_mscale(factor, inner.real("mscale")) / yarn_mscale(factor, inner.real("mscale_all_dim"))

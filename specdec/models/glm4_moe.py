@@ -77,10 +77,17 @@ def build(config: Glm4MoeConfig, weights: Weights, ops: Ops) -> DecoderModel:
             ops.vector(weights[f"{prefix}self_attn.{name}_norm.weight"]) if config.normed else None for name in "qk"
         )
         return Attention(
-            ops=ops, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, eps=config.eps,
-            rope=config.rope, gated=False, q_norm=q_norm, k_norm=k_norm,
+            ops=ops,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            eps=config.eps,
+            rope=config.rope,
+            gated=False,
+            q_norm=q_norm,
+            k_norm=k_norm,
             **projections(ops, weights, prefix, biased=config.biased),
-        )  # fmt: skip
+        )
 
     return build_frame(config, weights, ops, attention)
 

@@ -91,10 +91,18 @@ def build(config: LlamaConfig, weights: Weights, ops: Ops) -> DecoderModel:
 
     def attention(prefix: str) -> Attention:
         return Attention(
-            ops=ops, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, eps=config.eps,
-            rope=config.rope, gated=False, q_norm=None, k_norm=None, scale=config.scale,
+            ops=ops,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            eps=config.eps,
+            rope=config.rope,
+            gated=False,
+            q_norm=None,
+            k_norm=None,
+            scale=config.scale,
             **projections(ops, weights, prefix, biased=config.biased),
-        )  # fmt: skip
+        )
 
     return build_dense(config, weights, ops, attention)
 

@@ -75,9 +75,20 @@ def build(config: Qwen3Config, weights: Weights, ops: Ops) -> DecoderModel:
         q, k, v, o = (ops.weight(weights.stored(f"{prefix}self_attn.{name}_proj.weight")) for name in "qkvo")
         q_norm, k_norm = (ops.vector(weights[f"{prefix}self_attn.{name}_norm.weight"]) for name in "qk")
         return Attention(
-            ops=ops, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, eps=config.eps,
-            rope=rope, gated=False, q_proj=q, k_proj=k, v_proj=v, o_proj=o, q_norm=q_norm, k_norm=k_norm,
-        )  # fmt: skip
+            ops=ops,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            eps=config.eps,
+            rope=rope,
+            gated=False,
+            q_proj=q,
+            k_proj=k,
+            v_proj=v,
+            o_proj=o,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
 
     return build_dense(config, weights, ops, attention)
 

@@ -185,38 +185,62 @@ def build_hybrid(config: HybridConfig, weights: Weights, ops: Ops, mlp: Callable
     def attention(prefix: str) -> Attention:
         q, k, v, o = (matrix(f"{prefix}{name}_proj.weight") for name in "qkvo")
         return Attention(
-            ops=ops, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, eps=config.eps,
-            rope=rope, gated=True, q_proj=q, k_proj=k, v_proj=v, o_proj=o,
-            q_norm=norm(f"{prefix}q_norm.weight"), k_norm=norm(f"{prefix}k_norm.weight"),
-        )  # fmt: skip
+            ops=ops,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            eps=config.eps,
+            rope=rope,
+            gated=True,
+            q_proj=q,
+            k_proj=k,
+            v_proj=v,
+            o_proj=o,
+            q_norm=norm(f"{prefix}q_norm.weight"),
+            k_norm=norm(f"{prefix}k_norm.weight"),
+        )
 
     def delta_net(prefix: str) -> GatedDeltaNet:
         taps = weights[f"{prefix}conv1d.weight"].reshape(config.delta.channels, config.delta.kernel)
         return GatedDeltaNet(
-            ops=ops, shape=config.delta, eps=config.eps,
-            in_proj_qkv=matrix(f"{prefix}in_proj_qkv.weight"), in_proj_z=matrix(f"{prefix}in_proj_z.weight"),
-            in_proj_a=matrix(f"{prefix}in_proj_a.weight"), in_proj_b=matrix(f"{prefix}in_proj_b.weight"),
-            conv1d=ops.vector(taps), a_log=ops.vector(weights[f"{prefix}A_log"]),
-            dt_bias=ops.vector(weights[f"{prefix}dt_bias"]), norm=ops.vector(weights[f"{prefix}norm.weight"]),
+            ops=ops,
+            shape=config.delta,
+            eps=config.eps,
+            in_proj_qkv=matrix(f"{prefix}in_proj_qkv.weight"),
+            in_proj_z=matrix(f"{prefix}in_proj_z.weight"),
+            in_proj_a=matrix(f"{prefix}in_proj_a.weight"),
+            in_proj_b=matrix(f"{prefix}in_proj_b.weight"),
+            conv1d=ops.vector(taps),
+            a_log=ops.vector(weights[f"{prefix}A_log"]),
+            dt_bias=ops.vector(weights[f"{prefix}dt_bias"]),
+            norm=ops.vector(weights[f"{prefix}norm.weight"]),
             out_proj=matrix(f"{prefix}out_proj.weight"),
-        )  # fmt: skip
+        )
 
     def layer(prefix: str, kind: str) -> DecoderLayer:
         full = kind == "full_attention"
         mixer: Mixer = attention(f"{prefix}self_attn.") if full else delta_net(f"{prefix}linear_attn.")
         return DecoderLayer(
-            ops=ops, eps=config.eps, mixer=mixer, mlp=mlp(prefix),
+            ops=ops,
+            eps=config.eps,
+            mixer=mixer,
+            mlp=mlp(prefix),
             input_norm=norm(f"{prefix}input_layernorm.weight"),
             post_norm=norm(f"{prefix}post_attention_layernorm.weight"),
-        )  # fmt: skip
+        )
 
     mtp = None
     if config.mtp_layers and "mtp.fc.weight" in weights and not converted:
         embed_norm, hidden_norm, last_norm = (norm(f"mtp.{name}.weight") for name in _MTP_NORMS)
         mtp = MtpHead(
-            ops=ops, eps=config.eps, embed_norm=embed_norm, hidden_norm=hidden_norm, norm=last_norm,
-            fc=matrix("mtp.fc.weight"), layer=layer("mtp.layers.0.", "full_attention"),
-        )  # fmt: skip
+            ops=ops,
+            eps=config.eps,
+            embed_norm=embed_norm,
+            hidden_norm=hidden_norm,
+            norm=last_norm,
+            fc=matrix("mtp.fc.weight"),
+            layer=layer("mtp.layers.0.", "full_attention"),
+        )
     own_head = mtp is not None and "mtp.lm_head.weight" in weights
     embed = matrix("embed_tokens.weight")
     return DecoderModel(

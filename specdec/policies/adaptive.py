@@ -188,8 +188,9 @@ class AdaptivePolicy(DepthPolicy):
         tokens = survival = given = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
         shorter = 0.0  # seconds of the drafts of fewer than k tokens, each with its probability
         extra = self._miss
-        for seconds, gain, offer in zip(self._costs.seconds, (*self._acceptance.gains, 0.0),
-                                        (*self._acceptance.offers, 0.0), strict=True):  # fmt: skip
+        for seconds, gain, offer in zip(
+            self._costs.seconds, (*self._acceptance.gains, 0.0), (*self._acceptance.offers, 0.0), strict=True
+        ):
             rates.append(tokens / (shorter + given * seconds))
             survival *= gain
             tokens += survival

@@ -44,11 +44,26 @@ _HOME = {
     "specdec.testing.models": ("Memory", "StrictForwardPass", "TableModel"),
     "specdec.testing.numerics": ("Fit", "goodness_of_fit"),
     "specdec.testing.registry": (
-        "CONTRACT", "Check", "CheckFailure", "DepthPolicySubject", "DrafterSubject", "ForwardPassSubject", "OpsSubject",
-        "Outcome", "Report", "Status", "Subject", "VerifierSubject", "check", "check_plugin", "expect", "iter_checks",
-        "not_applicable", "parametrize_checks",
+        "CONTRACT",
+        "Check",
+        "CheckFailure",
+        "DepthPolicySubject",
+        "DrafterSubject",
+        "ForwardPassSubject",
+        "OpsSubject",
+        "Outcome",
+        "Report",
+        "Status",
+        "Subject",
+        "VerifierSubject",
+        "check",
+        "check_plugin",
+        "expect",
+        "iter_checks",
+        "not_applicable",
+        "parametrize_checks",
     ),
-}  # fmt: skip
+}
 _NAMES = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [

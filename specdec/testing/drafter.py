@@ -178,8 +178,10 @@ def _same_as_fresh(played: Played, depth: int, what: str) -> None:
     expect(
         drafts_equal(got, expected),
         f"{what}, the draft differs from that of a fresh drafter which saw the same tokens",
-        got=got, expected=expected, tokens=played.tokens,
-    )  # fmt: skip
+        got=got,
+        expected=expected,
+        tokens=played.tokens,
+    )
 
 
 @check("D6")
@@ -211,9 +213,15 @@ def rewind_forgets(subject: DrafterSubject, run: Run) -> None:
         rewind_and_feed=(st.integers(0, 12), st.integers(0, VOCAB - 1)),
     )
     run.explore(
-        body, examples=80, prompt=_prompts, steps=steps, back=st.integers(0, 6), depth=DEPTHS, setting=_settings,
+        body,
+        examples=80,
+        prompt=_prompts,
+        steps=steps,
+        back=st.integers(0, 6),
+        depth=DEPTHS,
+        setting=_settings,
         memory=_memories,
-    )  # fmt: skip
+    )
 
 
 @check("D8")
@@ -229,16 +237,23 @@ def settle_survives(subject: DrafterSubject, run: Run) -> None:
             expect(
                 drafts_equal(got, expected),
                 f"after settle and restore, draft {round_} differs from that of the drafter that went on",
-                got=got, expected=expected, tokens=played.tokens,
-            )  # fmt: skip
+                got=got,
+                expected=expected,
+                tokens=played.tokens,
+            )
             kept = usable(got, depth, VOCAB)
             rebuilt.finish(kept, 1, 2)
             played.finish(kept, 1, 2)
 
     run.explore(
-        body, examples=30, prompt=_prompts, steps=calls(cycle=_cycle, idle=(st.integers(1, 10),)), depth=DEPTHS,
-        setting=_settings, memory=_memories,
-    )  # fmt: skip
+        body,
+        examples=30,
+        prompt=_prompts,
+        steps=calls(cycle=_cycle, idle=(st.integers(1, 10),)),
+        depth=DEPTHS,
+        setting=_settings,
+        memory=_memories,
+    )
 
 
 @check("D17")
@@ -266,15 +281,23 @@ def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
                 expect(
                     drafts_equal(got, expected),
                     f"draft {round_} of a drafter built {how} the snapshot differs from that of the settled one",
-                    got=got, expected=expected, tokens=kept.tokens,
-                )  # fmt: skip
+                    got=got,
+                    expected=expected,
+                    tokens=kept.tokens,
+                )
                 other.finish(got, 1, 2)
 
     later = calls(max_size=3, cycle=_cycle, rewind_and_feed=(st.integers(0, 8), st.integers(0, VOCAB - 1)))
     run.explore(
-        body, examples=30, prompt=_prompts, steps=calls(cycle=_cycle, idle=(st.integers(1, 10),)), later=later,
-        depth=DEPTHS, setting=_settings, memory=_memories,
-    )  # fmt: skip
+        body,
+        examples=30,
+        prompt=_prompts,
+        steps=calls(cycle=_cycle, idle=(st.integers(1, 10),)),
+        later=later,
+        depth=DEPTHS,
+        setting=_settings,
+        memory=_memories,
+    )
     if not given:
         not_applicable("snapshot() gives None: nothing of its own is kept")
 
@@ -307,9 +330,13 @@ def sequences_apart(subject: DrafterSubject, run: Run) -> None:
             expect(drafts_equal(got, wanted), "another sequence changed a draft", got=got, expected=wanted)
 
     run.explore(
-        body, examples=20, prompt=_prompts, other_prompt=_prompts, steps=calls(max_size=4, cycle=_cycle),
+        body,
+        examples=20,
+        prompt=_prompts,
+        other_prompt=_prompts,
+        steps=calls(max_size=4, cycle=_cycle),
         setting=_settings,
-    )  # fmt: skip
+    )
 
 
 # --- laws ------------------------------------------------------------------------------------------------------------
@@ -361,8 +388,11 @@ def laws_are_honest(subject: DrafterSubject, run: Run) -> None:
             if before in laws and not np.allclose(law, laws[before], atol=1e-6):
                 raise Broken(
                     "the law depends on the draw: one context, two laws",
-                    got=law, expected=laws[before], context=[*PROMPT, *before], seed=sampling.seed,
-                )  # fmt: skip
+                    got=law,
+                    expected=laws[before],
+                    context=[*PROMPT, *before],
+                    seed=sampling.seed,
+                )
             laws[before] = law
             counts.setdefault(before, np.zeros(VOCAB, np.int64))[token] += 1
     if not laws:
@@ -372,9 +402,13 @@ def laws_are_honest(subject: DrafterSubject, run: Run) -> None:
             continue
         fit = goodness_of_fit(counted, laws[before])
         expect(
-            fit.passes(1e-6), f"drafted tokens do not follow the law handed over: {fit}",
-            got=counted, expected=laws[before] * counted.sum(), context=[*PROMPT, *before], draws=int(counted.sum()),
-        )  # fmt: skip
+            fit.passes(1e-6),
+            f"drafted tokens do not follow the law handed over: {fit}",
+            got=counted,
+            expected=laws[before] * counted.sum(),
+            context=[*PROMPT, *before],
+            draws=int(counted.sum()),
+        )
 
 
 def _point(token: int) -> Any:

@@ -127,13 +127,20 @@ def law_of_the_target(subject: DrafterSubject, run: Run) -> None:
                 model, verifier, subject.make, prompt, JOINT, [2], sampling, shared=shared, capacity=16
             )
             tally[(made[0] * LAW_VOCAB + made[1]) * LAW_VOCAB + made[2]] += 1
-        wanted = joint_law(lambda later: law_by_hand(model.logits([*prompt, *later]).tolist(), later,
-                                                     Sampling(temperature=1.0)), JOINT, LAW_VOCAB)  # fmt: skip
+        wanted = joint_law(
+            lambda later: law_by_hand(model.logits([*prompt, *later]).tolist(), later, Sampling(temperature=1.0)),
+            JOINT,
+            LAW_VOCAB,
+        )
         fit = goodness_of_fit(tally, wanted)
         expect(
-            fit.passes(LAW_P_VALUE), f"with the verifier 'rejection' the output is not of the target's law: {fit}",
-            got=tally, expected=np.round(wanted * draws, 1), block=block, draws=draws,
-        )  # fmt: skip
+            fit.passes(LAW_P_VALUE),
+            f"with the verifier 'rejection' the output is not of the target's law: {fit}",
+            got=tally,
+            expected=np.round(wanted * draws, 1),
+            block=block,
+            draws=draws,
+        )
 
 
 @check("V13")
@@ -166,8 +173,15 @@ def in_the_engine(subject: VerifierSubject, run: Run) -> None:
             return
         expect(got == expected, "the output is not that of plain decoding", got=got, expected=expected)
 
-    run.explore(body, examples=40, prompt=_prompts, depths=_depths, sampling=_settings, memory=st.sampled_from(Memory),
-                wrong=st.lists(st.booleans(), min_size=1, max_size=4))  # fmt: skip
+    run.explore(
+        body,
+        examples=40,
+        prompt=_prompts,
+        depths=_depths,
+        sampling=_settings,
+        memory=st.sampled_from(Memory),
+        wrong=st.lists(st.booleans(), min_size=1, max_size=4),
+    )
 
 
 @check("F15")
@@ -193,5 +207,11 @@ def target_in_the_engine(subject: ForwardPassSubject, run: Run) -> None:
                 return ScriptedDrafter(lambda history, number: script(history, number, wrong))
 
             got, _ = run_engine(model, StrictVerifier(), make, prompt, count, [1, 4, 2, 0], sampling, capacity=capacity)
-            expect(got == plain, "the output is not that of plain decoding", got=got, expected=plain,
-                   every_nth_draft_token_wrong=wrong, temperature=temperature)  # fmt: skip
+            expect(
+                got == plain,
+                "the output is not that of plain decoding",
+                got=got,
+                expected=plain,
+                every_nth_draft_token_wrong=wrong,
+                temperature=temperature,
+            )

@@ -143,8 +143,12 @@ def any_interleaving(subject: ForwardPassSubject, run: Run) -> None:
         )
 
     numbers = (st.integers(0, 9), st.integers(1, 6), st.integers(0, 6))
-    run.explore(body, examples=25, prompt=_numbers,
-                steps=calls(max_size=5, prefill=numbers, decode=numbers, decode_twice=numbers))  # fmt: skip
+    run.explore(
+        body,
+        examples=25,
+        prompt=_numbers,
+        steps=calls(max_size=5, prefill=numbers, decode=numbers, decode_twice=numbers),
+    )
 
 
 @check("F3")
@@ -165,15 +169,24 @@ def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
             length = max(0, len(tokens) - steps)
             reached = target.model.rewind(state, length)
             expect(0 <= reached <= length, "rewind went to another place", got=reached, expected=f"0 to {length}")
-            expect(state.length == reached, "the state's length is not what rewind returned", got=state.length,
-                   expected=reached)  # fmt: skip
+            expect(
+                state.length == reached,
+                "the state's length is not what rewind returned",
+                got=state.length,
+                expected=reached,
+            )
             if reached < length:
                 target.model.prefill(state, tokens[reached:length])
             del tokens[length:]
         target.same(target.next(state, target.token(5)), [*tokens, target.token(5)], "a rewound state is not plain")
 
-    run.explore(body, examples=25, parts=st.lists(_numbers, min_size=1, max_size=4), back=st.integers(0, 9),
-                again=st.integers(0, 4))  # fmt: skip
+    run.explore(
+        body,
+        examples=25,
+        parts=st.lists(_numbers, min_size=1, max_size=4),
+        back=st.integers(0, 9),
+        again=st.integers(0, 4),
+    )
 
 
 @check("F4")
@@ -198,9 +211,10 @@ def snapshots(subject: ForwardPassSubject, run: Run) -> None:
             after = [*tokens, *target.tokens([7, 8, 1])]
             target.same(target.next(copy, target.token(1)), after, "a restored state goes on differently")
         target.same(
-            target.next(state, target.token(2)), [*tokens, *target.tokens(other), target.token(2)],
+            target.next(state, target.token(2)),
+            [*tokens, *target.tokens(other), target.token(2)],
             "taking or restoring a snapshot changed the original",
-        )  # fmt: skip
+        )
 
     run.explore(body, examples=8, prompt=_numbers, rest=_numbers, other=_numbers)
 
@@ -275,8 +289,9 @@ def misuse_refused(subject: ForwardPassSubject, run: Run) -> None:
         except wanted:
             pass
         except Exception as error:
-            raise Broken(f"{what} raises another error", got=f"{type(error).__name__}: {error}",
-                         expected=wanted.__name__) from error  # fmt: skip
+            raise Broken(
+                f"{what} raises another error", got=f"{type(error).__name__}: {error}", expected=wanted.__name__
+            ) from error
         else:
             raise Broken(f"{what} was not refused", expected=wanted.__name__)
         expect(
@@ -367,8 +382,11 @@ def no_trace(subject: ForwardPassSubject, run: Run) -> None:
             target.model.decode(state, junk)
             target.model.commit(state, kept)
             tokens += junk[:kept]
-        target.same(target.next(state, target.token(2)), [*tokens, target.token(2)],
-                    f"{len(junk)} rows of which {kept} were kept left a trace")  # fmt: skip
+        target.same(
+            target.next(state, target.token(2)),
+            [*tokens, target.token(2)],
+            f"{len(junk)} rows of which {kept} were kept left a trace",
+        )
 
 
 @check("F12")
@@ -433,8 +451,13 @@ def mtp_head(subject: ForwardPassSubject, run: Run) -> None:
         return _mtp_logits(target, rest, len(tokens) - 1 - first)
 
     for first, provisional in ((1, 0), (4, 0), (3, 1), (2, 3)):
-        target.equal(chunked(first, provisional), whole, "MTP logits depend on chunks or on provisional pairs",
-                     pairs_before=first, provisional=provisional)  # fmt: skip
+        target.equal(
+            chunked(first, provisional),
+            whole,
+            "MTP logits depend on chunks or on provisional pairs",
+            pairs_before=first,
+            provisional=provisional,
+        )
     try:
         model.decode_mtp(state, tokens[:2], hidden[:1])
     except ShapeError:
@@ -469,9 +492,13 @@ def greedy_drafts(subject: ForwardPassSubject, run: Run) -> None:
             outcomes.append((drafted, _mtp_logits(target, rest, len(tokens) - 1 - fed)))
         (drafted, after), (wanted, truth) = outcomes
         expect(
-            drafted == wanted, "a draft in one call is that of the steps", got=drafted, expected=wanted, pairs=fed,
+            drafted == wanted,
+            "a draft in one call is that of the steps",
+            got=drafted,
+            expected=wanted,
+            pairs=fed,
             depth=depth,
-        )  # fmt: skip
+        )
         target.equal(after, truth, "a draft in one call leaves another state", pairs=fed, depth=depth)
 
 
@@ -529,13 +556,18 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
         for pass_, (logits, plain) in enumerate(zip(passes(head=made), full, strict=True)):
             what = "a chained pass" if pass_ else "a pass over true pairs"
             expect(
-                bool((logits[left_out] == -np.inf).all()), f"{what}: an id outside the head has a logit",
-                got=np.flatnonzero(logits > -np.inf), expected=wanted,
-            )  # fmt: skip
+                bool((logits[left_out] == -np.inf).all()),
+                f"{what}: an id outside the head has a logit",
+                got=np.flatnonzero(logits > -np.inf),
+                expected=wanted,
+            )
             expect(
-                _close(logits[wanted], plain[wanted]), f"{what}: other logits than those of the whole head",
-                got=logits[wanted], expected=plain[wanted], ids=wanted,
-            )  # fmt: skip
+                _close(logits[wanted], plain[wanted]),
+                f"{what}: other logits than those of the whole head",
+                got=logits[wanted],
+                expected=plain[wanted],
+                ids=wanted,
+            )
     target.equal(passes()[0], full[0], "draft heads change the logits of the whole head")
     for outside in (vocab, -1):
         makers: tuple[tuple[str, Callable[[Sequence[int]], object]], ...] = (
@@ -550,8 +582,10 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
             except Exception as error:
                 raise Broken(
                     f"{name} with an id outside the vocabulary raises another error",
-                    got=f"{type(error).__name__}: {error}", expected="PromptError", id=outside,
-                ) from error  # fmt: skip
+                    got=f"{type(error).__name__}: {error}",
+                    expected="PromptError",
+                    id=outside,
+                ) from error
             raise Broken(f"{name} took an id outside the vocabulary", expected="PromptError", id=outside)
 
 
@@ -624,9 +658,13 @@ def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
     emitted = [token for cycle in free[0] for token in cycle.emitted]
     ends = [emitted[len(emitted) // 2]]
     for depths, stop, limit, keep in (
-        ([1], (), 40, 0), ([2, 3, 1, 2], (), 40, 0), ([3, 3], (), 40, 1), ([2] * 4, ends, 40, 0), ([2] * 4, (), 3, 0),
+        ([1], (), 40, 0),
+        ([2, 3, 1, 2], (), 40, 0),
+        ([3, 3], (), 40, 1),
+        ([2] * 4, ends, 40, 0),
+        ([2] * 4, (), 3, 0),
         ([1, 2], (), 1, 0),
-    ):  # fmt: skip
+    ):
         case = {"depths": depths, "stop": stop, "limit": limit, "keep": keep}
         got = _cycles(target, tokens, depths, stop, limit, keep)
         wanted = _cycles(target, tokens, depths, stop, limit, keep, stepwise=True)
@@ -643,9 +681,15 @@ def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
 
 
 def _cycles(
-    target: _Target, tokens: list[int], depths: Sequence[int], stop: Sequence[int], limit: int, keep: int = 0,
-    *, stepwise: bool = False,
-) -> tuple[list[GreedyCycle], tuple[int, int], list[NDArray[np.float32]]] | None:  # fmt: skip
+    target: _Target,
+    tokens: list[int],
+    depths: Sequence[int],
+    stop: Sequence[int],
+    limit: int,
+    keep: int = 0,
+    *,
+    stepwise: bool = False,
+) -> tuple[list[GreedyCycle], tuple[int, int], list[NDArray[np.float32]]] | None:
     """Cycles of these depths, one in flight behind the other unless ``keep`` > 0 cuts the last one.
 
     What they did; tokens and true pairs that the state holds; logits of the target and of the head after them.

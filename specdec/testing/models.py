@@ -240,9 +240,14 @@ class TableModel(ForwardPass):
         if memory is Memory.CONVOLUTION:
             tilt = 0.0
         return cls(
-            table, memory=memory, tilt=tilt, mtp_table=head, mtp_tilt=0.5 if mtp else 0.0,
-            max_positions=max_positions, max_rows=max_rows,
-        )  # fmt: skip
+            table,
+            memory=memory,
+            tilt=tilt,
+            mtp_table=head,
+            mtp_tilt=0.5 if mtp else 0.0,
+            max_positions=max_positions,
+            max_rows=max_rows,
+        )
 
     # --- the law ---------------------------------------------------------------------------------------------------
 
@@ -332,9 +337,14 @@ class TableModel(ForwardPass):
             self._mtp(state, tokens, hidden, provisional=False)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        self,
+        state: State,
+        tokens: Sequence[int],
+        hidden: Hidden,
+        *,
+        provisional: bool = False,
         head: DraftHead | None = None,
-    ) -> ForwardOutput:  # fmt: skip
+    ) -> ForwardOutput:
         if self._mtp_logits is None:
             raise no_mtp_head(self.info)
         state, points = self._mtp(state, tokens, hidden, provisional=provisional)
@@ -703,18 +713,21 @@ class StrictForwardPass(ForwardPass):
         return StrictHead(self.inner.draft_head(self._check_tokens(tokens, "draft_head")), self)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        self,
+        state: State,
+        tokens: Sequence[int],
+        hidden: Hidden,
+        *,
+        provisional: bool = False,
         head: DraftHead | None = None,
-    ) -> ForwardOutput:  # fmt: skip
+    ) -> ForwardOutput:
         if not self.info.mtp_layers:
             raise no_mtp_head(self.info)
         state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=provisional)
         if head is None:  # a pass that makes no heads may know nothing of them
             output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional)
         elif isinstance(head, StrictHead) and head.owner is self:
-            output = self.inner.decode_mtp(
-                state.inner, tokens, hidden.inner, provisional=provisional, head=head.inner
-            )  # fmt: skip
+            output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional, head=head.inner)
         else:
             raise ContractError("an MTP pass was given a draft head that this object's draft_head did not make")
         if provisional:

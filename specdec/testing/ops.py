@@ -92,8 +92,13 @@ class _Bench:
         if wrong.any():
             place = tuple(int(i) for i in np.argwhere(wrong)[0])
             allowed = float(np.broadcast_to(tolerance, off.shape)[place])
-            raise Broken(f"{what} is off at {place}", got=f"{array[place]:.7g}",
-                         expected=f"{wanted[place]:.7g} within {allowed:.1e}", dtype=self.dtype, **case)  # fmt: skip
+            raise Broken(
+                f"{what} is off at {place}",
+                got=f"{array[place]:.7g}",
+                expected=f"{wanted[place]:.7g} within {allowed:.1e}",
+                dtype=self.dtype,
+                **case,
+            )
 
 
 def _tensor(values: Float64) -> Any:
@@ -146,8 +151,9 @@ def products(subject: OpsSubject, run: Run) -> None:
             bench.close(bench.ops.linear(x, weight), wanted, bound, "linear", **case)
             residual = bench.act(bench.normal(rows, features))
             more = dot_tolerance(bench.dtype, length, magnitude + np.abs(to_host(residual)), 2)
-            bench.close(bench.ops.linear(x, weight, residual), wanted + to_host(residual), more, "linear with residual",
-                        **case)  # fmt: skip
+            bench.close(
+                bench.ops.linear(x, weight, residual), wanted + to_host(residual), more, "linear with residual", **case
+            )
 
 
 @check("O3")
@@ -544,8 +550,13 @@ def _same_routes(
     chosen = np.array([row[0] for row in wanted], np.float64)
     expect(ids.shape == chosen.shape, f"{what}: the ids have another shape", got=ids.shape, expected=chosen.shape)
     for t in range(len(logits)):
-        expect(np.array_equal(ids[t], chosen[t]), f"{what}: row {t} has other experts", got=ids[t], expected=chosen[t],
-               **case)  # fmt: skip
+        expect(
+            np.array_equal(ids[t], chosen[t]),
+            f"{what}: row {t} has other experts",
+            got=ids[t],
+            expected=chosen[t],
+            **case,
+        )
     # a logit is off by at most the float32 error of its product, a score by no more than that, relatively
     error = 4 * ROUTED * 2.0**-23 * (np.abs(logits).max() + 8.0) + 2.0**-18
     truth = np.array([row[1] for row in wanted])
@@ -626,8 +637,10 @@ def moe(subject: OpsSubject, run: Run) -> None:
                     wanted[t] += share * out
                     bound[t] += share * error + (np.abs(out) + error) * off * gated
             bound += (bench.eps + 2.0**-18) * (np.abs(wanted) + np.abs(residual))
-            options = {**({"shared": layer.shared} if shared else {}),
-                       **({"shared_gate": layer.shared_gate} if gated else {})}  # fmt: skip
+            options = {
+                **({"shared": layer.shared} if shared else {}),
+                **({"shared_gate": layer.shared_gate} if gated else {}),
+            }
             got = layer.run(0, rows, chosen, **options)
             bench.close(got, wanted, bound, "moe", rows=rows, shared=shared, gated=gated)
 
@@ -649,8 +662,13 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
     one = ops.head_rows(weight, [5, 40, 299], base)
     other = ops.head_rows(weight, [200, 7], base)  # another continuation of the same rows
     further = ops.head_rows(weight, [1, 2, 200], one)
-    known = [(base, ids), (one, [*ids, 5, 299]), (other, [*ids, 7, 200]), (further, [*ids, 1, 2, 5, 200, 299]),
-             (ops.head_rows(weight, [40], base), ids)]  # fmt: skip
+    known = [
+        (base, ids),
+        (one, [*ids, 5, 299]),
+        (other, [*ids, 7, 200]),
+        (further, [*ids, 1, 2, 5, 200, 299]),
+        (ops.head_rows(weight, [40], base), ids),
+    ]
     for rows in ROWS:
         x = bench.act(bench.normal(rows, HEAD_LENGTH))
         host, w = to_host(x), to_host(weight)
@@ -663,9 +681,12 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
             seen = check_views(logits, rows, VOCAB, [VOCAB - 1, *([3] * (rows - 1))])
             left_out = np.setdiff1d(np.arange(VOCAB), wanted)
             expect(
-                bool((seen[:, left_out] == -np.inf).all()), "an id without a row has a logit", rows=rows,
-                got=[int(i) for i in np.flatnonzero((seen > -np.inf).any(axis=0))], expected=wanted,
-            )  # fmt: skip
+                bool((seen[:, left_out] == -np.inf).all()),
+                "an id without a row has a logit",
+                rows=rows,
+                got=[int(i) for i in np.flatnonzero((seen > -np.inf).any(axis=0))],
+                expected=wanted,
+            )
             bench.close(seen[:, wanted], truth[:, wanted], bound[:, wanted], "pruned_head", rows=rows)
     # equal logits, exact in whole numbers: the lower id is best, though its row stands behind
     whole = np.tile(bench.rng.integers(-3, 4, (1, HEAD_LENGTH)).astype(np.float64), (VOCAB, 1))
@@ -782,10 +803,7 @@ def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]],
             at += rows
         return np.concatenate(out)
 
-    found: dict[str, Callable[[Sequence[int]], Float64]] = {
-        "attend": attending,
-        "conv_window and gated_delta": ruling,
-    }
+    found: dict[str, Callable[[Sequence[int]], Float64]] = {"attend": attending, "conv_window and gated_delta": ruling}
     with contextlib.suppress(NotApplicable):
         latent = _latent(bench, most)
         found["attend_latent"] = compressed
@@ -876,8 +894,13 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
                 got, after = play([(1, 1), (rows, kept)], poisoned)
                 what = f"{name} after commit({kept}) of {rows} rows"
                 _same_saved(got, wanted, what, poisoned=poisoned)
-                expect(np.array_equal(after, last), f"{what}: the next row has other bits", got=after, expected=last,
-                       poisoned=poisoned)  # fmt: skip
+                expect(
+                    np.array_equal(after, last),
+                    f"{what}: the next row has other bits",
+                    got=after,
+                    expected=last,
+                    poisoned=poisoned,
+                )
 
 
 @check("O14")

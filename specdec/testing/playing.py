@@ -83,9 +83,14 @@ class DrafterView(ForwardPass):
         self.inner.prefill_mtp(state, tokens, hidden)
 
     def decode_mtp(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False,
+        self,
+        state: State,
+        tokens: Sequence[int],
+        hidden: Hidden,
+        *,
+        provisional: bool = False,
         head: DraftHead | None = None,
-    ) -> ForwardOutput:  # fmt: skip
+    ) -> ForwardOutput:
         self._declared()
         if head is None:  # a pass that makes no heads may know nothing of them
             return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional)
@@ -262,9 +267,15 @@ class Played:
 
     def _like(self, snapshot: Snapshot | None, saved: DrafterSnapshot | None = None) -> Played:
         other = Played.start(
-            self.subject, model=self.model, sampling=self.sampling, noise=self.noise, sealed=self.sealed,
-            snapshot=snapshot, shared=self.shared, saved=saved,
-        )  # fmt: skip
+            self.subject,
+            model=self.model,
+            sampling=self.sampling,
+            noise=self.noise,
+            sealed=self.sealed,
+            snapshot=snapshot,
+            shared=self.shared,
+            saved=saved,
+        )
         other.tokens, other.cycles, other.generated_from = list(self.tokens), self.cycles, self.generated_from
         return other
 

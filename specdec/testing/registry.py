@@ -546,9 +546,14 @@ def check_subjects(
         for one in iter_checks(subject):
             if wanted is None or one.id in wanted:
                 outcome = run_check(
-                    one, under_test, seed=seed, effort=effort, contract=contract, known=known.get(one.id),
+                    one,
+                    under_test,
+                    seed=seed,
+                    effort=effort,
+                    contract=contract,
+                    known=known.get(one.id),
                     replay=replay and f"{replay} --only {one.id}",
-                )  # fmt: skip
+                )
                 outcomes.append(outcome)
                 if progress is not None:
                     progress(outcome)

@@ -169,11 +169,22 @@ def identical_models(subject: VerifierSubject, run: Run) -> None:
         case = Case(_rows(model, history, drafted), history, Draft(tuple(drafted), probs), sampling, cycle=cycle)
         verdict = decide(verifier, case)
         if verdict is not None:
-            expect(verdict.accepted == 3, "a draft of the target itself was not accepted whole", got=verdict,
-                   expected="3 accepted", draft=drafted)  # fmt: skip
+            expect(
+                verdict.accepted == 3,
+                "a draft of the target itself was not accepted whole",
+                got=verdict,
+                expected="3 accepted",
+                draft=drafted,
+            )
 
-    run.explore(body, examples=40, history=_histories, temperature=st.sampled_from([0.0, 0.7, 1.0]),
-                seed=st.integers(0, 2**40), cycle=st.integers(1, 99))  # fmt: skip
+    run.explore(
+        body,
+        examples=40,
+        history=_histories,
+        temperature=st.sampled_from([0.0, 0.7, 1.0]),
+        seed=st.integers(0, 2**40),
+        cycle=st.integers(1, 99),
+    )
 
 
 @check("V4")
@@ -210,10 +221,14 @@ _SCENARIOS = (
     _Scenario("drafts drawn from a law", 2500, laws=True),
     _Scenario("drafts from part of the vocabulary", 1500, laws=True, pruned=True),
     _Scenario("point masses", 2000, laws=False),
-    _Scenario("penalties and a bias", 1500, laws=True,
-              sampling=Sampling(temperature=0.8, presence_penalty=1.5, repetition_penalty=1.3, logit_bias={0: 0.5})),
+    _Scenario(
+        "penalties and a bias",
+        1500,
+        laws=True,
+        sampling=Sampling(temperature=0.8, presence_penalty=1.5, repetition_penalty=1.3, logit_bias={0: 0.5}),
+    ),
     _Scenario("several cycles", 1500, laws=True, cycles=JOINT),
-)  # fmt: skip
+)
 LAW_VOCAB = 3
 LAW_P_VALUE = 1e-7
 
@@ -285,9 +300,14 @@ def target_law(subject: VerifierSubject, run: Run) -> None:
         wanted = target_joint(target, scenario.sampling)
         fit = goodness_of_fit(tally, wanted)
         expect(
-            fit.passes(LAW_P_VALUE), f"the joint law of {JOINT} tokens is not the target's: {fit}",
-            got=tally, expected=np.round(wanted * draws, 1), scenario=scenario.name, draws=draws, run_seed=run.seed,
-        )  # fmt: skip
+            fit.passes(LAW_P_VALUE),
+            f"the joint law of {JOINT} tokens is not the target's: {fit}",
+            got=tally,
+            expected=np.round(wanted * draws, 1),
+            scenario=scenario.name,
+            draws=draws,
+            run_seed=run.seed,
+        )
 
 
 def tally_joint(
@@ -330,8 +350,14 @@ def _greedy_law(verifier: Verifier) -> None:
                 continue
             for row, token in enumerate(emitted(case, verdict)):
                 best = int(case.rows[row].argmax())
-                expect(token == best, "at temperature 0 a token is not its row's best", got=token, expected=best,
-                       history=case.history_of(row), draft=drafted)  # fmt: skip
+                expect(
+                    token == best,
+                    "at temperature 0 a token is not its row's best",
+                    got=token,
+                    expected=best,
+                    history=case.history_of(row),
+                    draft=drafted,
+                )
 
 
 @check("V6")
@@ -351,8 +377,13 @@ def same_as_plain(subject: VerifierSubject, run: Run) -> None:
             )
             plain = _verdict(verifier, alone)
             if plain is not None:
-                expect(token == plain.next_token, f"row {row} commits another token than plain decoding", got=token,
-                       expected=plain.next_token, verdict=verdict)  # fmt: skip
+                expect(
+                    token == plain.next_token,
+                    f"row {row} commits another token than plain decoding",
+                    got=token,
+                    expected=plain.next_token,
+                    verdict=verdict,
+                )
 
     run.explore(body, examples=120, case=cases(), cycle=st.integers(1, 1000))
 
@@ -364,8 +395,12 @@ def bound_kept(subject: VerifierSubject, run: Run) -> None:
     if stated.guarantee is not Guarantee.BOUNDED:
         not_applicable("only BOUNDED has a bound")
     bound = subject.bound if subject.bound is not None else getattr(stated, "bound", None)
-    expect(isinstance(bound, int | float) and 0 <= bound < math.inf, "it states no bound", got=bound,
-           expected="an attribute 'bound': nats between the best logit and the worst one committed")  # fmt: skip
+    expect(
+        isinstance(bound, int | float) and 0 <= bound < math.inf,
+        "it states no bound",
+        got=bound,
+        expected="an attribute 'bound': nats between the best logit and the worst one committed",
+    )
     assert isinstance(bound, int | float)
     near = [0.0, -0.5 * bound, -0.98 * bound, -1.02 * bound - 0.01, -2 * bound - 1, -np.inf]
 
@@ -379,12 +414,22 @@ def bound_kept(subject: VerifierSubject, run: Run) -> None:
         for row, token in enumerate(emitted(case, verdict)):
             values = case.processed(row)
             gap = max(values) - values[token]
-            expect(gap <= bound + 1e-6, f"token {token} of row {row} is too far from the best", got=f"{gap:g} nats",
-                   expected=f"{bound:g} at most", verdict=verdict)  # fmt: skip
+            expect(
+                gap <= bound + 1e-6,
+                f"token {token} of row {row} is too far from the best",
+                got=f"{gap:g} nats",
+                expected=f"{bound:g} at most",
+                verdict=verdict,
+            )
 
     row = st.lists(st.sampled_from(near), min_size=VOCAB, max_size=VOCAB)
-    run.explore(body, examples=150, gaps=st.lists(row, min_size=4, max_size=4),
-                drafted=strategies.tokens(VOCAB, max_size=3), history=_histories)  # fmt: skip
+    run.explore(
+        body,
+        examples=150,
+        gaps=st.lists(row, min_size=4, max_size=4),
+        drafted=strategies.tokens(VOCAB, max_size=3),
+        history=_histories,
+    )
 
 
 # --- manners ---------------------------------------------------------------------------------------------------------
@@ -490,11 +535,20 @@ def rows_have_their_own_history(subject: VerifierSubject, run: Run) -> None:
         committed = emitted(case, verdict)
         for row, token in enumerate(committed):
             history = case.history_of(row)
-            expect(case.processed(row)[token] > -math.inf, f"row {row} commits a forbidden token", got=token,
-                   history=history)  # fmt: skip
+            expect(
+                case.processed(row)[token] > -math.inf,
+                f"row {row} commits a forbidden token",
+                got=token,
+                history=history,
+            )
             if guarantee in (Guarantee.EXACT, Guarantee.DISTRIBUTION):
                 law = case.law(row)
-                expect(law[token] > 0, f"row {row} commits a token of probability 0", got=token, expected=law,
-                       history=history)  # fmt: skip
+                expect(
+                    law[token] > 0,
+                    f"row {row} commits a token of probability 0",
+                    got=token,
+                    expected=law,
+                    history=history,
+                )
 
     run.explore(body, examples=200, case=cases(depth=st.integers(1, 3)))

@@ -44,9 +44,7 @@ def check_views(logits: Logits, count: int, vocab: int, picked: Sequence[int]) -
     wide = rows.astype(np.float64)
     sums = wide.max(axis=1) + np.log(np.exp(wide - wide.max(axis=1, keepdims=True)).sum(axis=1))
     got = np.asarray(logits.logsumexp(), np.float64)
-    expect(
-        got.shape == sums.shape and bool((np.abs(got - sums) <= CLOSE).all()), "logsumexp", got=got, expected=sums
-    )  # fmt: skip
+    expect(got.shape == sums.shape and bool((np.abs(got - sums) <= CLOSE).all()), "logsumexp", got=got, expected=sums)
     _check_noise(logits, rows)
     return rows
 

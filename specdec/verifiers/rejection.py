@@ -13,16 +13,7 @@ from typing import TYPE_CHECKING, cast
 import attrs
 import numpy as np
 
-from specdec.contract import (
-    Context,
-    Draft,
-    DraftNoise,
-    Guarantee,
-    Logits,
-    Verdict,
-    Verifier,
-    VerifierSpec,
-)
+from specdec.contract import Context, Draft, DraftNoise, Guarantee, Logits, Verdict, Verifier, VerifierSpec
 from specdec.errors import ContractError
 from specdec.hookspecs import hookimpl
 from specdec.sampling import Purpose, Rows, draw, uniforms

@@ -397,7 +397,7 @@ class Delta:
         u = self.ops.conv_window(self.x[start:end], self.taps, cache)
         return self.ops.gated_delta(
             u, self.a[start:end], self.b[start:end], self.a_log, self.dt_bias, cache, self.shape
-        )  # fmt: skip
+        )
 
     def run(self, passes: list[int]) -> tuple[Tensor, CpuDeltaCache]:
         cache = self.ops.new_delta(self.shape)

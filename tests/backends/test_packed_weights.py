@@ -48,9 +48,7 @@ def packed(ops: NativeOps, *shape: int, seed: int) -> Tensor:
     return w
 
 
-@given(
-    rows=st.integers(1, 30), features=st.integers(1, 100), words=st.integers(1, 150), seed=st.integers(0, 2**31)
-)  # fmt: skip
+@given(rows=st.integers(1, 30), features=st.integers(1, 100), words=st.integers(1, 150), seed=st.integers(0, 2**31))
 @SETTINGS
 def test_products_are_right(ops: NativeOps, rows: int, features: int, words: int, seed: int) -> None:
     k = words * 4 // ops.dtype.itemsize

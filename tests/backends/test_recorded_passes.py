@@ -444,7 +444,8 @@ BODIES: dict[str, tuple[str, Callable[[Small, torch.Tensor, Any, Any], torch.Ten
     "linear_f32 reads memory": ("a foreign weight", lambda m, x, t, c: m.ops.linear(x, m.foreign)),
     "'_RecordedKV' object has no": ("the cache's own", lambda m, x, t, c: m.attend(x, c, c.nbytes())),
     "rms_norm_f32 reads memory": (
-        "a copying view", lambda m, x, t, c: m.ops.rms_norm(x.t().reshape(len(t), -1), m.norm, 1e-6),
+        "a copying view",
+        lambda m, x, t, c: m.ops.rms_norm(x.t().reshape(len(t), -1), m.norm, 1e-6),
     ),
     "length is calculated": ("arithmetic", lambda m, x, t, c: m.attend(x, c, c.length + 1)),
     "a cache's length": ("a comparison", lambda m, x, t, c: m.attend(x, c, c.length if c.length < 9 else 0)),
@@ -453,7 +454,7 @@ BODIES: dict[str, tuple[str, Callable[[Small, torch.Tensor, Any, Any], torch.Ten
     "token ids": ("all tokens", lambda m, x, t, c: m.attend(m.ops.embed(m.table, list(t)), c, c.length)),
     "returns something else": ("a part", lambda m, x, t, c: m.attend(x, c, c.length)[:1]),
     "a pass returns": ("an argument", lambda m, x, t, c: c.keys[: len(t)].view(len(t), 32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reason", BODIES)

@@ -102,9 +102,17 @@ def test_a_hub_id_fetches_no_pickles_and_no_code(tmp_path: Path, monkeypatch: py
     from huggingface_hub.utils import filter_repo_objects
 
     stored = [
-        "config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "chat_template.jinja", "tokenizer.model",
-        "pytorch_model.bin", "modeling.py", "original/consolidated.safetensors", "consolidated.safetensors", "m.gguf",
-    ]  # fmt: skip
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "pytorch_model.bin",
+        "modeling.py",
+        "original/consolidated.safetensors",
+        "consolidated.safetensors",
+        "m.gguf",
+    ]
     last = hub.calls[-1]
     fetched = filter_repo_objects(
         stored, allow_patterns=last["allow_patterns"], ignore_patterns=last["ignore_patterns"]

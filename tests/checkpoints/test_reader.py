@@ -137,12 +137,13 @@ def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
         (
             safetensors(
                 '{"x": {"dtype":"U8","shape":[1],"data_offsets":[0,1]}, "x": {"dtype":"U8","shape":[1],'
-                '"data_offsets":[0,1]}}', bytes(1),
+                '"data_offsets":[0,1]}}',
+                bytes(1),
             ),
             "tensor x twice",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_safetensors_says_what_it_is(tmp_path: Path, content: bytes, fact: str) -> None:
     message = refusal(with_weights(tmp_path, content))
     assert fact in message

@@ -147,8 +147,7 @@ def test_unused_tensors_are_counted_and_an_unused_mtp_head_is_always_named(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reason"),
-    [(torch.float8_e4m3fn, "needs one of weight_scale_inv"), (torch.uint8, "no known format")],
+    ("dtype", "reason"), [(torch.float8_e4m3fn, "needs one of weight_scale_inv"), (torch.uint8, "no known format")]
 )
 def test_weights_that_are_no_numbers_by_themselves_are_refused_by_name(
     tmp_path: Path, dtype: torch.dtype, reason: str

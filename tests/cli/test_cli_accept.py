@@ -268,6 +268,8 @@ def test_the_thresholds_in_the_help_are_those_in_force():
 def test_a_fresh_process():
     done = subprocess.run(
         [sys.executable, "-m", "specdec", "accept", "--classes", "code", *SHORT, "--json"],
-        capture_output=True, check=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
     assert json.loads(done.stdout)["environment"]["command"].startswith("specdec accept --classes code")

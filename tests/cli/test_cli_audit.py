@@ -79,9 +79,19 @@ def test_a_lossy_run_lists_what_it_tolerated(audit):
 
 def test_a_recorded_run_brings_its_prompt_and_settings(audit, invoke, tmp_path):
     made = invoke(
-        "generate", "-p", "x = ", "-n", "25", "-t", "0.9", "--seed", "7", "--ignore-eos", "--json",
+        "generate",
+        "-p",
+        "x = ",
+        "-n",
+        "25",
+        "-t",
+        "0.9",
+        "--seed",
+        "7",
+        "--ignore-eos",
+        "--json",
         registry=Registry(BUILT_INS, entry_points=()),
-    )  # fmt: skip
+    )
     file = tmp_path / "run.json"
     file.write_text(made.stdout)
     done = audit("--run", file, "--json")

@@ -290,9 +290,20 @@ def test_commands(chat, tmp_path):
 def test_errors_do_not_end_the_conversation(chat, tmp_path):
     (tmp_path / "junk").write_text("junk")
     lines = [
-        "/save", "/save /no/such/folder/file", "/load", "/load missing", f"/load {tmp_path / 'junk'}", "/rewind two",
-        "/rewind 3", "/rewnd", "/", "word " * 9000, "", "   ", "Hello",
-    ]  # fmt: skip
+        "/save",
+        "/save /no/such/folder/file",
+        "/load",
+        "/load missing",
+        f"/load {tmp_path / 'junk'}",
+        "/rewind two",
+        "/rewind 3",
+        "/rewnd",
+        "/",
+        "word " * 9000,
+        "",
+        "   ",
+        "Hello",
+    ]
     done = chat("\n".join(lines), "-n", "5")  # and no line end at the end
     assert done.exit_code == 0
     assert done.stdout.strip()
@@ -381,8 +392,11 @@ def test_a_real_process_with_pipes():
     env = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "specdec", "chat", "-n", "20"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env,
-    ) as process:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+    ) as process:
         process.stdin.write(b"Hello \xff\n")
         process.stdin.flush()
         deadline = time.monotonic() + 120

@@ -111,12 +111,20 @@ def test_an_unknown_command_has_a_nearest_name(invoke):
 
 def test_info_shows_the_report(invoke, monkeypatch):
     told = CheckpointReport(
-        path="/models/x", family="qwen3", model_type="qwen3", config={"layers": 2}, mtp="none", tied=True,
-        parameters={"embedding": 10, "layers": 2000}, dtypes={"bf16": 2010}, unused=["a.[b]"], size_bytes=4096,
+        path="/models/x",
+        family="qwen3",
+        model_type="qwen3",
+        config={"layers": 2},
+        mtp="none",
+        tied=True,
+        parameters={"embedding": 10, "layers": 2000},
+        dtypes={"bf16": 2010},
+        unused=["a.[b]"],
+        size_bytes=4096,
         state_bytes_per_token=512,
         formats=[ModuleFormat(module="experts", format="nvfp4", weights=7, parameters=2000, stored_bytes=1125)],
         decode_step=StepBytes(width=2, weights=2048, stored=1145, state=0, per_context_token=512, mtp_weights=0),
-    ).to_dict()  # fmt: skip
+    ).to_dict()
     report = types.SimpleNamespace(to_dict=lambda: told)
     monkeypatch.setitem(vars(specdec), "inspect_checkpoint", lambda model: report)
     done = invoke("info", "x")

@@ -49,9 +49,24 @@ def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[target]\nmodel = "file"\n[drafter]\nname = "ngram"\nmax_order = 3\n[generation]\nseed = 1\n')
     done = invoke(
-        "generate", path, "--prompt", "x", "--max-new-tokens", 5, "--temperature", 0.5, "-s", "drafter.max_order=4",
-        "--stop", 'a"b', "--stop", "]", "--model", "flag", "--ignore-eos",
-    )  # fmt: skip
+        "generate",
+        path,
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        5,
+        "--temperature",
+        0.5,
+        "-s",
+        "drafter.max_order=4",
+        "--stop",
+        'a"b',
+        "--stop",
+        "]",
+        "--model",
+        "flag",
+        "--ignore-eos",
+    )
     assert done.exit_code == 0, done.stderr
     config = models[0].config
     assert config.drafter == Choice("ngram", {"max_order": 4})

@@ -12,12 +12,8 @@ import pytest
 from specdec.cli import output
 from specdec.cli.run_report import draft_line, speculation_line
 
-POSITIONS = (
-    "class", "position", "offered", "reached", "accepted", "conditional", "cumulative", "95 % interval",
-)  # fmt: skip
-SPEEDS = (
-    "class", "prompts", "plain", "speculative", "speed-up", "95 % interval", "tokens per cycle", "accepted at 0",
-)  # fmt: skip
+POSITIONS = ("class", "position", "offered", "reached", "accepted", "conditional", "cumulative", "95 % interval")
+SPEEDS = ("class", "prompts", "plain", "speculative", "speed-up", "95 % interval", "tokens per cycle", "accepted at 0")
 CELLS = {
     POSITIONS: ("verbose-thinking", "0", "1234", "1234", "1234", "0.545", "0.545", "0.431 to 0.652"),
     SPEEDS: ("verbose-thinking", "27", "1234.5", "1234.5", "1.25x", "1.17 to 2.05x", "2.50", "0.853"),

@@ -89,9 +89,12 @@ def test_a_machine_as_json(invoke, folder):
     assert backends["cpu"]["available"]
     assert backends["cpu"]["reason"] == ""
     assert backends["absent"] == {
-        "name": "absent", "origin": backends["absent"]["origin"], "available": False, "reason": "no such device",
+        "name": "absent",
+        "origin": backends["absent"]["origin"],
+        "available": False,
+        "reason": "no such device",
         "help": "",
-    }  # fmt: skip
+    }
     assert machine["auto"] in backends
     assert "absent: no such device" in machine["auto_reason"]
     assert not machine["kernels_available"]
@@ -159,8 +162,14 @@ def test_a_model_for_people(invoke, tiny_model, folder):
     done = invoke("doctor", tiny_model, "-s", "target.backend=probed", registry=with_plugins(ProbedBackend()))
     assert done.exit_code == 0, done.output
     said = flat(done.stdout)
-    for text in ("promise exact: all ", "loads from now on are exact here", "equal 2 to 6 swiglu 72x48, 72x48",
-                 "not probed on this machine", "break-even", "a step of the MTP head takes"):  # fmt: skip
+    for text in (
+        "promise exact: all ",
+        "loads from now on are exact here",
+        "equal 2 to 6 swiglu 72x48, 72x48",
+        "not probed on this machine",
+        "break-even",
+        "a step of the MTP head takes",
+    ):
         assert text in said, text
     (path,) = folder.iterdir()
     assert path.name in said.replace(" ", "")

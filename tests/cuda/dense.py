@@ -74,9 +74,11 @@ def poisoned(device: torch.device) -> Iterator[None]:
 
 
 def same_for_any_rows(
-    run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...] = (1, 3, 16),
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    counts: tuple[int, ...] = (1, 3, 16),
     alone: tuple[int, ...] = (0, 6, 15),
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Check that row t of ``run(x[:T])`` has the bits of ``run(x)``, for T in ``counts``, and of a pass of that row
     alone, for t in ``alone``: ``run(x)``."""
 

@@ -33,8 +33,9 @@ def address_row(device: torch.device, *values: int) -> Tensor:
 class KV:
     """A KV cache whose slots all hold NaN until they are written."""
 
-    def __init__(self, capacity: int, kv_heads: int, dim: int, device: torch.device,
-                 dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+    def __init__(
+        self, capacity: int, kv_heads: int, dim: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.keys = torch.full((capacity, kv_heads, dim), NAN, dtype=dtype, device=device)
         self.values = torch.full((capacity, kv_heads, dim), NAN, dtype=dtype, device=device)
         self.row = address_row(device, 0, self.keys.data_ptr(), self.values.data_ptr(), capacity)
@@ -62,9 +63,20 @@ class KV:
 class Delta:
     """A delta cache ``[S, Hv, Dk, Dv]`` and its ring ``[W, C]``: NaN wherever nothing is committed."""
 
-    def __init__(self, heads: int, key_dim: int, value_dim: int, channels: int, device: torch.device, *,
-                 dtype: torch.dtype = torch.float32, slots: int = 17, ring: int = 32, slot: int = 0,
-                 kernel: int = 4) -> None:  # fmt: skip
+    def __init__(
+        self,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        channels: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        slots: int = 17,
+        ring: int = 32,
+        slot: int = 0,
+        kernel: int = 4,
+    ) -> None:
         self.states = torch.full((slots, heads, key_dim, value_dim), NAN, device=device)
         self.states[slot] = 0
         self.ring = torch.full((ring, channels), NAN, dtype=dtype, device=device)
@@ -82,8 +94,10 @@ class Delta:
 
     def window(self, rows: int) -> Tensor:
         """The last ``rows`` committed raw rows, zeros before the first token: ``[rows, C]``."""
-        kept = [self.ring[p % len(self.ring)] if p >= 0 else torch.zeros_like(self.ring[0])
-                for p in range(self.length - rows, self.length)]  # fmt: skip
+        kept = [
+            self.ring[p % len(self.ring)] if p >= 0 else torch.zeros_like(self.ring[0])
+            for p in range(self.length - rows, self.length)
+        ]
         return torch.stack(kept)
 
     def commit(self, rows: int, *, steps: int | None = None) -> None:

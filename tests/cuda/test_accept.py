@@ -35,8 +35,9 @@ def plain(table: list[list[int]], pending: int, limit: int, stops: list[int]) ->
     return text
 
 
-def decoded(module: Any, table: list[list[int]], pending: int, limit: int, stops: list[int],
-            drafts: list[list[int]]) -> tuple[list[int], Decision]:  # fmt: skip
+def decoded(
+    module: Any, table: list[list[int]], pending: int, limit: int, stops: list[int], drafts: list[list[int]]
+) -> tuple[list[int], Decision]:
     """The same target and limits in cycles, three of them behind the end; position counts from 10."""
     depth = max(map(len, drafts))
     control = accept.new_control(remaining=limit, pending=pending, position=10, depth=depth, device=PLACE)
@@ -178,11 +179,12 @@ MUTANTS = {
     "the stop id is dropped": ("tl.minimum(accepted, stopped_at) + 1", "tl.minimum(accepted + 1, stopped_at)"),
     "the limit is forgotten": ("stopped_at) + 1, remaining)", "stopped_at) + 1, remaining + 1)"),
     "any agreement is accepted": (
-        "accepted = tl.min(tl.where(confirmed, BLOCK_K, i), 0)", "accepted = tl.sum(confirmed.to(tl.int32), 0)",
+        "accepted = tl.min(tl.where(confirmed, BLOCK_K, i), 0)",
+        "accepted = tl.sum(confirmed.to(tl.int32), 0)",
     ),
     "one more row": ("decided = i <= accepted", "decided = i <= accepted + 1"),
     "halted cycles go on": ("tl.where(running & (fault == 0), kept, 0)", "tl.where(fault == 0, accepted + 1, 0)"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

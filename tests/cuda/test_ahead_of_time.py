@@ -62,9 +62,10 @@ _SPILLED = {("_delta_rows", 80): 8}  # bytes of a thread with triton 3.6; none w
 
 def test_weights_are_read_16_bytes_at_a_time(compiled: dict[str, list[dict[str, Any]]]) -> None:
     streamed = [
-        row for row in compiled["rows"]
+        row
+        for row in compiled["rows"]
         if row["kernel"] in ("product_kernel", "head_kernel", "experts_kernel") and "float32" not in row["name"]
-    ]  # fmt: skip
+    ]
     assert streamed
     for row in streamed:
         assert 16 in row["copies"], f"{_name(row)} copies {row['copies']} bytes at a time"
@@ -113,5 +114,11 @@ def test_no_address_is_a_32_bit_product(compiled: dict[str, list[dict[str, Any]]
 
 
 _DENSE = (
-    "product_kernel", "head_kernel", "fold_kernel", "experts_kernel", "combine_kernel", "_rms_kernel", "_gated_kernel",
-)  # fmt: skip
+    "product_kernel",
+    "head_kernel",
+    "fold_kernel",
+    "experts_kernel",
+    "combine_kernel",
+    "_rms_kernel",
+    "_gated_kernel",
+)

@@ -105,9 +105,7 @@ def attend_bound(q: Tensor, keys: Tensor, values: Tensor, scale: float, dtype: t
     ],
 )
 @pytest.mark.parametrize(("nq", "nkv", "dim"), HEADS[:4])
-def test_attend(
-    nq: int, nkv: int, dim: int, length: int, T: int, dtype: torch.dtype, device: torch.device
-) -> None:  # fmt: skip
+def test_attend(nq: int, nkv: int, dim: int, length: int, T: int, dtype: torch.dtype, device: torch.device) -> None:
     """Around the first split's end, from an empty cache on, gated and not; slots behind the pass are poisoned."""
     cache = KV(320, nkv, dim, device, dtype).fill(1, length + T)
     cache.row[0] = length
@@ -143,8 +141,17 @@ def test_shapes_are_checked(device: torch.device) -> None:
 class Layer:
     """Attention over fixed rows behind ``start`` committed ones, in passes of any size."""
 
-    def __init__(self, device: torch.device, start: int, rows: int, *, dim: int = 16, capacity: int = 0,
-                 module: ModuleType = attention, dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+    def __init__(
+        self,
+        device: torch.device,
+        start: int,
+        rows: int,
+        *,
+        dim: int = 16,
+        capacity: int = 0,
+        module: ModuleType = attention,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.q, self.k, self.v = (
             draw(i, rows, n, dim, device=device, dtype=dtype) for i, n in ((1, 2), (2, 1), (3, 1))
         )
@@ -162,8 +169,9 @@ class Layer:
         for held, written in ((self.cache.keys, self.k), (self.cache.values, self.v)):
             held[self.cache.length : self.cache.length + T] = written[rows]
             held[self.cache.length + keep : self.cache.length + T] *= -2
-        return self.module.attend(self.q[rows], self.cache.row, kv_heads=1, scale=0.3, gate=self.gate[rows],
-                                  max_length=len(self.cache.keys))  # fmt: skip
+        return self.module.attend(
+            self.q[rows], self.cache.row, kv_heads=1, scale=0.3, gate=self.gate[rows], max_length=len(self.cache.keys)
+        )
 
     def alone(self, rows: int) -> Tensor:
         """Outputs of one row at a time."""
@@ -263,8 +271,21 @@ def check_an_unseen_split_is_empty(module: ModuleType, device: torch.device) -> 
     layer.run(0, 3)
     sums, stats = torch.full((2, 6, 16), NAN, device=device), torch.full((2, 6, 2), NAN, device=device)
     tiles = module.tiling(sums.dtype, 16)
-    launch(module._attend_splits, (1, 1, 1), layer.q, layer.cache.row, sums, stats, 0.3, 3, 2, NKV=1, GROUP=2, D=16,
-           **tiles)  # fmt: skip
+    launch(
+        module._attend_splits,
+        (1, 1, 1),
+        layer.q,
+        layer.cache.row,
+        sums,
+        stats,
+        0.3,
+        3,
+        2,
+        NKV=1,
+        GROUP=2,
+        D=16,
+        **tiles,
+    )
     assert (stats[1, :4, 0] == -torch.inf).all()
     assert (stats[1, :4, 1] == 0).all()
     assert (sums[1, :4] == 0).all()
@@ -284,9 +305,32 @@ def test_offsets_beyond_2_to_the_31(device: torch.device) -> None:
     values[:length, 0] = draw(2, length, dim, device=device, dtype=torch.bfloat16)
     row = address_row(device, length, keys.data_ptr(), values.data_ptr(), 130)
     launch(
-        rope._rotate_and_write, (1, 2), q, k, v, None, None, 1e-6, frequencies(8, device), row, torch.empty_like(q),
-        0, 0, 0, 0, 0, 0, NQ=1, NKV=nkv, D=dim, HALF=8, Q_NORMED=False, K_NORMED=False, BLOCK_D=dim, num_warps=1,
-    )  # fmt: skip
+        rope._rotate_and_write,
+        (1, 2),
+        q,
+        k,
+        v,
+        None,
+        None,
+        1e-6,
+        frequencies(8, device),
+        row,
+        torch.empty_like(q),
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        NQ=1,
+        NKV=nkv,
+        D=dim,
+        HALF=8,
+        Q_NORMED=False,
+        K_NORMED=False,
+        BLOCK_D=dim,
+        num_warps=1,
+    )
     assert torch.equal(values[length, :1], v[0])
     sums, stats = torch.empty(2, nkv, dim, device=device), torch.empty(2, nkv, 2, device=device)
     sums[:, 0], stats[:, 0] = NAN, NAN
@@ -307,18 +351,26 @@ KILLERS = {
     "unseen": check_an_unseen_split_is_empty,
 }
 MUTANTS = {
-    "splits from T": ("rows", [
-        ("last = tl.minimum(split_start(split + 1), end)",
-         "last = tl.minimum(split_start(split + 1) - tl.where(T > 4, 16, 0), end)"),
-        ("range(split_start(split), last, BLOCK_N)",
-         "range(split_start(split) - tl.where((T > 4) & (split > 0), 16, 0), last, BLOCK_N)"),
-    ]),
+    "splits from T": (
+        "rows",
+        [
+            (
+                "last = tl.minimum(split_start(split + 1), end)",
+                "last = tl.minimum(split_start(split + 1) - tl.where(T > 4, 16, 0), end)",
+            ),
+            (
+                "range(split_start(split), last, BLOCK_N)",
+                "range(split_start(split) - tl.where((T > 4) & (split > 0), 16, 0), last, BLOCK_N)",
+            ),
+        ],
+    ),
     "a stale key is read": ("rows", [("written = (key_at < last)[:, None]", "written = (key_at < last + 1)[:, None]")]),
-    "rows see later rows": ("rows", [
-        ("key_at[None, :] <= position[:, None]", "key_at[None, :] < end + 0 * position[:, None]"),
-    ]),
+    "rows see later rows": (
+        "rows",
+        [("key_at[None, :] <= position[:, None]", "key_at[None, :] < end + 0 * position[:, None]")],
+    ),
     "infinity minus infinity": ("unseen", [('tl.where(highest == float("-inf"), 0.0, highest)', "highest")]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -36,10 +36,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``machine(...)``: what this process sees. By default an H100 that works."""
 
     def has(
-        *, triton: bool = True, cuda: str | None = "13.0", hip: str | None = None, files: bool = True, count: int = 1,
-        available: bool = True, capability: tuple[int, int] = (9, 0), init: str = "", visible: str | None = None,
-        system: str = "Linux", processor: str = "x86_64",
-    ) -> None:  # fmt: skip
+        *,
+        triton: bool = True,
+        cuda: str | None = "13.0",
+        hip: str | None = None,
+        files: bool = True,
+        count: int = 1,
+        available: bool = True,
+        capability: tuple[int, int] = (9, 0),
+        init: str = "",
+        visible: str | None = None,
+        system: str = "Linux",
+        processor: str = "x86_64",
+    ) -> None:
         find = importlib.util.find_spec
 
         def find_spec(name: str, *rest: Any) -> Any:
@@ -127,11 +136,15 @@ def test_auto_takes_a_device_that_works(
 
 @pytest.mark.parametrize(
     "seen",
-    [{"files": False, "count": 0, "available": False, "init": "Found no NVIDIA driver"},
-     {"files": False, "count": 0, "available": False, "cuda": None},
-     {"visible": "", "available": False}, {"visible": "-1", "available": False}, {"triton": False, "visible": ""}],
+    [
+        {"files": False, "count": 0, "available": False, "init": "Found no NVIDIA driver"},
+        {"files": False, "count": 0, "available": False, "cuda": None},
+        {"visible": "", "available": False},
+        {"visible": "-1", "available": False},
+        {"triton": False, "visible": ""},
+    ],
     ids=["no device", "no device, torch without CUDA", "hidden", "hidden by -1", "hidden, no triton"],
-)  # fmt: skip
+)
 def test_without_a_device_nothing_is_said(
     machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]], seen: dict[str, Any]
 ) -> None:

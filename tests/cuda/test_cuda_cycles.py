@@ -52,9 +52,16 @@ def test_settling_is_that_of_the_host(device: torch.device, kept: int, halted: i
 
 @pytest.mark.parametrize(
     ("first", "second", "wanted"),
-    [((5, 1.0), (3, 2.0), 3), ((5, 2.0), (3, 1.0), 5), ((5, 1.0), (3, 1.0), 3), ((3, 1.0), (5, 1.0), 3),
-     ((-1, float("nan")), (3, 1.0), -1), ((5, 1.0), (-1, float("nan")), -1), ((5, float("inf")), (3, 1.0), -1)],
-)  # fmt: skip
+    [
+        ((5, 1.0), (3, 2.0), 3),
+        ((5, 2.0), (3, 1.0), 5),
+        ((5, 1.0), (3, 1.0), 3),
+        ((3, 1.0), (5, 1.0), 3),
+        ((-1, float("nan")), (3, 1.0), -1),
+        ((5, 1.0), (-1, float("nan")), -1),
+        ((5, float("inf")), (3, 1.0), -1),
+    ],
+)
 def test_the_better_of_two_parts(device: torch.device, first: Any, second: Any, wanted: int) -> None:
     for choose in (cycle.winner, cycle.winner_reference):
         place = device if choose is cycle.winner else torch.device("cpu")
@@ -103,9 +110,11 @@ def test_the_kits_clause(build: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("depths", [[3], [2, 0, 4, 1]])
 def test_generations_are_those_of_plain_decoding(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch,
+    build: Callable[..., Any],
+    checkpoint: Callable[..., pathlib.Path],
+    monkeypatch: pytest.MonkeyPatch,
     depths: list[int],
-) -> None:  # fmt: skip
+) -> None:
     """Also the state: it goes on with single passes afterwards."""
     made = opened(monkeypatch)
     target, folder = build(FAMILY, **WIDE), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE})
@@ -122,8 +131,7 @@ def test_generations_are_those_of_plain_decoding(
 
 
 def test_two_sequences_take_turns_over_the_same_graphs(
-    build: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
 ) -> None:
     target, folder = build(FAMILY, **WIDE), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE})
     prompts = [(3, 1), (40, 41, 42)]
@@ -142,8 +150,7 @@ def test_two_sequences_take_turns_over_the_same_graphs(
 
 
 def test_a_text_that_ends_generation_takes_tokens_back(
-    build: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
 ) -> None:
     target, folder = build(FAMILY, **WIDE), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE})
     wanted, _ = generate(folder, target, PROMPT, 12, [0])
@@ -157,9 +164,7 @@ def test_a_text_that_ends_generation_takes_tokens_back(
 
 
 def test_memory_that_moves_takes_along_what_the_host_has_not_counted(
-    build: Callable[..., Any],
-    checkpoint: Callable[..., pathlib.Path],
-    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys and values that outgrow their memory, and more state slots for a longer draft, in the middle of it."""
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
@@ -199,9 +204,7 @@ def both_ways(target: Any, tokens: list[int], depths: list[int], head: Any = Non
 
 @pytest.mark.parametrize("extra", [0, 8])
 def test_a_pruned_head_drafts_what_it_drafts_step_by_step(
-    build: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    extra: int,
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, extra: int
 ) -> None:
     """Its own rows and those that the sequence added; two sequences that added others."""
     monkeypatch.setattr(cycles_module, "_ADDED_ROWS", (4, 16))
@@ -221,9 +224,10 @@ def test_what_does_not_fit_goes_step_by_step(build: Callable[..., Any]) -> None:
     target.prefill_mtp(state, [2], hidden[:1])
     start = GreedyStart((5,), hidden[1:])
     assert target.greedy_cycles(state, start, stop_tokens=range(VOCAB), limit=4) is None
-    assert build(FAMILY, eager=True).greedy_cycles(
-        build(FAMILY, eager=True).new_state(64), start, stop_tokens=(), limit=4
-    ) is None  # fmt: skip
+    assert (
+        build(FAMILY, eager=True).greedy_cycles(build(FAMILY, eager=True).new_state(64), start, stop_tokens=(), limit=4)
+        is None
+    )
 
 
 def _stale_pairs(original: Any) -> Any:

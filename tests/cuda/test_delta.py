@@ -30,9 +30,19 @@ SHAPES = [
 class Layer:
     """The inputs of many rows of one layer, and a cache for passes over them."""
 
-    def __init__(self, shape: DeltaShape, rows: int, device: torch.device, *, dtype: torch.dtype = torch.float32,
-                 start: int = 0, slot: int = 0, slots: int = 17, pace: float = 0.0,
-                 module: Any = delta) -> None:  # fmt: skip
+    def __init__(
+        self,
+        shape: DeltaShape,
+        rows: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        start: int = 0,
+        slot: int = 0,
+        slots: int = 17,
+        pace: float = 0.0,
+        module: Any = delta,
+    ) -> None:
         self.shape, self.module, self.start, self.slot = shape, module, start, slot
         heads = shape.value_heads
         fused = draw(1, rows, shape.channels + 2 * heads + 3, device=device, dtype=dtype)  # as one product leaves it
@@ -40,9 +50,16 @@ class Layer:
         self.weight = draw(2, shape.channels, shape.kernel, device=device, std=0.5)
         self.a_log, self.dt_bias = draw(3, heads, device=device), draw(4, heads, device=device) + pace
         self.cache = Delta(
-            heads, shape.key_dim, shape.value_dim, shape.channels, device, dtype=dtype, slot=slot, slots=slots,
+            heads,
+            shape.key_dim,
+            shape.value_dim,
+            shape.channels,
+            device,
+            dtype=dtype,
+            slot=slot,
+            slots=slots,
             kernel=shape.kernel,
-        )  # fmt: skip
+        )
         self.before = draw(5, shape.kernel - 1, shape.channels, device=device, dtype=dtype)
         self.first = draw(6, heads, shape.key_dim, shape.value_dim, device=device)
         if start:
@@ -68,9 +85,7 @@ class Layer:
             x, a = x.clone(), a.clone()
             x[right:] *= -3
             a[right:] += 1
-        return self.module.delta_rows(
-            x, a, b, self.weight, self.a_log, self.dt_bias, self.cache.row, self.shape
-        )  # fmt: skip
+        return self.module.delta_rows(x, a, b, self.weight, self.a_log, self.dt_bias, self.cache.row, self.shape)
 
     def alone(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, states after each row, and raw windows, of one row at a time."""
@@ -148,14 +163,16 @@ def test_what_is_refused(device: torch.device) -> None:
     with pytest.raises(ShapeError, match="up to 16 rows, got 17"):
         layer.run(0, 17)
     with pytest.raises(ShapeError, match="gates of 2 rows"):
-        delta.delta_rows(layer.qkv[:2], layer.a[:1], layer.b[:2], layer.weight, layer.a_log, layer.dt_bias,
-                         layer.cache.row, SMALL)  # fmt: skip
+        delta.delta_rows(
+            layer.qkv[:2], layer.a[:1], layer.b[:2], layer.weight, layer.a_log, layer.dt_bias, layer.cache.row, SMALL
+        )
     with pytest.raises(UnsupportedError, match="4 taps, got 5"):
         delta.conv_window(layer.qkv, torch.zeros(SMALL.channels, 5, device=device), layer.cache.row)
     wide = DeltaShape(key_heads=1, value_heads=1, key_dim=256, value_dim=1, kernel=4)
     with pytest.raises(UnsupportedError, match="128 values, got 256"):
-        delta_chunked.delta_chunked(torch.zeros(1, 513), torch.zeros(1, 1), torch.zeros(1, 1), layer.a_log,
-                                    layer.dt_bias, layer.cache.row, wide)  # fmt: skip
+        delta_chunked.delta_chunked(
+            torch.zeros(1, 513), torch.zeros(1, 1), torch.zeros(1, 1), layer.a_log, layer.dt_bias, layer.cache.row, wide
+        )
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------
@@ -230,9 +247,31 @@ def test_offsets_beyond_2_to_the_31(device: torch.device) -> None:
     row, gate = address_row(device, 5, states.data_ptr(), ring.data_ptr(), 17, 15, 32), draw(5, 1, 2**19, device=device)
     out = torch.empty(1, shape.value_heads, 16, device=device)
     launch(
-        delta._delta_rows, (1, 1), x, gate, gate, weight, gate, gate, row, out, 1, 0, 0, 0, 0.25, HK=1, HV=2**19, DK=16,
-        DV=16, TAPS=4, EPS=delta.UNIT_EPS, BLOCK_K=16, BLOCK_V=16, num_warps=1,
-    )  # fmt: skip
+        delta._delta_rows,
+        (1, 1),
+        x,
+        gate,
+        gate,
+        weight,
+        gate,
+        gate,
+        row,
+        out,
+        1,
+        0,
+        0,
+        0,
+        0.25,
+        HK=1,
+        HV=2**19,
+        DK=16,
+        DV=16,
+        TAPS=4,
+        EPS=delta.UNIT_EPS,
+        BLOCK_K=16,
+        BLOCK_V=16,
+        num_warps=1,
+    )
     one = DeltaShape(key_heads=1, value_heads=1, key_dim=16, value_dim=16, kernel=4)
     u = delta.conv_window_reference(x[:, :used].double(), weight[:used].double(), ring[2:5, :used].double())
     first = gate[:, :1]
@@ -338,15 +377,17 @@ NEXT_SLOT = "        slot = tl.where(slot + 1 < slots, slot + 1, 0)\n"
 STORE = "        tl.store(states + slot * size + in_state, state, mask=real)\n"
 MUTANTS = {
     "the snapshot is a slot early": (delta, check_any_number_of_rows_is_kept, [(NEXT_SLOT + STORE, STORE + NEXT_SLOT)]),
-    "slots do not come round": (delta, check_any_number_of_rows_is_kept, [
-        ("tl.where(slot + 1 < slots, slot + 1, 0)", "tl.minimum(slot + 1, slots - 1)"),
-    ]),
+    "slots do not come round": (
+        delta,
+        check_any_number_of_rows_is_kept,
+        [("tl.where(slot + 1 < slots, slot + 1, 0)", "tl.minimum(slot + 1, slots - 1)")],
+    ),
     "the ring is a row off": (delta, _rows, [("(length + t) % ring_rows", "(length + t + 1) % ring_rows")]),
     "the window is a row off": (delta, _rows, [("position = length - BACK\n", "position = length - BACK - 1\n")]),
     "no keys in the ring": (delta, _rows, [("(tl.program_id(0) == 0) & (head %", "(head > 0) & (head %")]),
     "float32 sums of g": (delta_chunked, check_gentle_behind_strong, [("chunked(g.double())", "chunked(g)")]),
     "a row does not see itself": (delta_chunked, check_gentle_behind_strong, [(".exp().tril()", ".exp().tril(-1)")]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

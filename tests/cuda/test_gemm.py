@@ -223,11 +223,14 @@ def test_mutant_folded_in_the_order_of_arrival(tmp_path: Path, device: torch.dev
 @only_interpreted
 def test_mutant_float_atomics(tmp_path: Path, device: torch.device) -> None:
     atomics = mutated(
-        gemm, tmp_path,
-        ("        tl.store(at, acc, mask=present)\n",
-         "        tl.atomic_add(partials_ptr + tile * (16 * BLOCK_N) + place, acc, mask=present)\n"),
+        gemm,
+        tmp_path,
+        (
+            "        tl.store(at, acc, mask=present)\n",
+            "        tl.atomic_add(partials_ptr + tile * (16 * BLOCK_N) + place, acc, mask=present)\n",
+        ),
         ("for other in tl.static_range(SPLITS):", "for other in tl.static_range(1):"),
-    )  # fmt: skip
+    )
     x, weight = _case(device)
     found = []
     for seed in (None, 1, 2, 3):

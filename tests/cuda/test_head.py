@@ -99,11 +99,13 @@ def test_the_lowest_id_wins_ties(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("id = tl.min(tl.where(score == top[:, None], ids, LAST), 1)",
-         "id = tl.max(tl.where(score == top[:, None], ids, -1), 1)"),
+        (
+            "id = tl.min(tl.where(score == top[:, None], ids, LAST), 1)",
+            "id = tl.max(tl.where(score == top[:, None], ids, -1), 1)",
+        ),
         ("tl.min(tl.where(scores == block_top, ids, LAST), 0)", "tl.max(tl.where(scores == block_top, ids, -1), 0)"),
     ],
-)  # fmt: skip
+)
 def test_mutant_ties(old: str, new: str, tmp_path: Path, device: torch.device) -> None:
     with pytest.raises(AssertionError, match="went to"):
         _ties(mutated(head, tmp_path, (old, new)), device)

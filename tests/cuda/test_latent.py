@@ -18,8 +18,18 @@ from tests.cuda.tables import EPS, KV, draw, mutated
 class Layer:
     """Latent attention over fixed rows behind ``start`` committed ones, in passes of any size."""
 
-    def __init__(self, device: torch.device, start: int, rows: int, *, heads: int = 3, dims: int = 24, values: int = 20,
-                 dtype: torch.dtype = torch.float32, module: ModuleType = latent) -> None:  # fmt: skip
+    def __init__(
+        self,
+        device: torch.device,
+        start: int,
+        rows: int,
+        *,
+        heads: int = 3,
+        dims: int = 24,
+        values: int = 20,
+        dtype: torch.dtype = torch.float32,
+        module: ModuleType = latent,
+    ) -> None:
         self.q = draw(1, rows, heads, dims, device=device, dtype=dtype)
         self.rows = draw(2, rows, dims + 3, device=device, dtype=dtype)[:, 3:]
         self.start, self.values, self.module = start, values, module
@@ -29,9 +39,13 @@ class Layer:
         self.cache.poison()
         rows = slice(at, at + T)
         return self.module.attend_latent(
-            self.q[rows], self.rows[rows], self.cache.row, scale=0.2, value_dims=self.values,
+            self.q[rows],
+            self.rows[rows],
+            self.cache.row,
+            scale=0.2,
+            value_dims=self.values,
             max_length=len(self.cache.keys),
-        )  # fmt: skip
+        )
 
     def alone(self, rows: int) -> Tensor:
         out = []

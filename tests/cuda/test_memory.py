@@ -43,10 +43,14 @@ def test_a_capacity_is_not_paid_for_before_its_use() -> None:
 
 @pytest.mark.parametrize(
     ("what", "asked"),
-    [("weight", "a weight of shape [512, 512]"), ("stack", "3 weights of shape [512, 512]"),
-     ("kv", "keys and values of 1024 tokens in one layer"), ("latent", "keys and values of 1024 tokens in one layer"),
-     ("delta", "the recurrent state of one layer (6 rows)")],
-)  # fmt: skip
+    [
+        ("weight", "a weight of shape [512, 512]"),
+        ("stack", "3 weights of shape [512, 512]"),
+        ("kv", "keys and values of 1024 tokens in one layer"),
+        ("latent", "keys and values of 1024 tokens in one layer"),
+        ("delta", "the recurrent state of one layer (6 rows)"),
+    ],
+)
 def test_what_does_not_fit_is_named(what: str, asked: str) -> None:
     """At load and where a state is made: what was asked for, what was free, what helps."""
     ops = CudaOps(FakeDevice(free=10_000, total=2**30), torch.float32)
@@ -91,7 +95,13 @@ def test_a_sequence_that_outgrows_the_device_fails_and_others_go_on(
 
 def test_sizes_for_people() -> None:
     assert [size(n) for n in (0, 1023, 1024, 1536, 3 * 2**20, 5 * 2**30, 2**42)] == [
-        "0 bytes", "1023 bytes", "1.0 KiB", "1.5 KiB", "3.0 MiB", "5.0 GiB", "4096.0 GiB",
-    ]  # fmt: skip
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+        "4096.0 GiB",
+    ]
     unknown = out_of_memory("a graph", None, 1, 2, "less")
     assert "asked for" not in unknown.facts

@@ -25,14 +25,38 @@ from tests.test_lossless import Case, ScriptedDepth, mtp, partly_right
 VOCAB = 277
 ATTENTION = {"heads": 2, "kv_heads": 1, "head_dim": 16}
 TINY: dict[str, dict[str, Any]] = {
-    "qwen3_5": {**ATTENTION, "hidden": 32, "intermediate": 32, "key_heads": 1, "value_heads": 2, "key_dim": 16,
-                "value_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5": {
+        **ATTENTION,
+        "hidden": 32,
+        "intermediate": 32,
+        "key_heads": 1,
+        "value_heads": 2,
+        "key_dim": 16,
+        "value_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "llama": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
-    "qwen3_5_moe": {**ATTENTION, "hidden": 32, "inner": 16, "shared": 16, "experts": 4, "mtp": False,
-                    "layer_types": ["full_attention"]},
-    "deepseek_v3": {"heads": 2, "layers": 1, "dense_layers": 0, "hidden": 32, "inner": 16, "experts": 4, "top_k": 2,
-                    "groups": 2, "kept_groups": 1},
-}  # fmt: skip
+    "qwen3_5_moe": {
+        **ATTENTION,
+        "hidden": 32,
+        "inner": 16,
+        "shared": 16,
+        "experts": 4,
+        "mtp": False,
+        "layer_types": ["full_attention"],
+    },
+    "deepseek_v3": {
+        "heads": 2,
+        "layers": 1,
+        "dense_layers": 0,
+        "hidden": 32,
+        "inner": 16,
+        "experts": 4,
+        "top_k": 2,
+        "groups": 2,
+        "kept_groups": 1,
+    },
+}
 PROMPT = (3, 1)
 CAPACITY = 64
 GENERATED = 6
@@ -85,9 +109,15 @@ class Recorded:
 
 
 def run(
-    folder: pathlib.Path, target: Any, prompt: Sequence[int], count: int, depth: int,
-    drafter: Callable[[Case], Drafter] = mtp, truth: Sequence[int] = (), **generation: Any,
-) -> tuple[list[int], Any, Any]:  # fmt: skip
+    folder: pathlib.Path,
+    target: Any,
+    prompt: Sequence[int],
+    count: int,
+    depth: int,
+    drafter: Callable[[Case], Drafter] = mtp,
+    truth: Sequence[int] = (),
+    **generation: Any,
+) -> tuple[list[int], Any, Any]:
     """Tokens, the bits of the logits that decided them, and the result."""
     recorded = Recorded(target)
     make = None if depth == 0 else lambda env: drafter(Case(list(truth), env, [1, 0, 2]))
@@ -134,9 +164,13 @@ SLOW += [(family, eager, 7) for family in TINY for eager in (False, True)]
     ("family", "eager", "depth"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_speculation_has_the_tokens_and_the_logits_of_plain_decoding(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], plain: Callable[..., Any], family: str,
-    eager: bool, depth: int,
-) -> None:  # fmt: skip
+    build: Callable[..., Any],
+    checkpoint: Callable[..., pathlib.Path],
+    plain: Callable[..., Any],
+    family: str,
+    eager: bool,
+    depth: int,
+) -> None:
     """Whatever is drafted, by graph and op by op; all compared with one row at a time, op by op."""
     target, folder = build(family, eager=eager), checkpoint(family, **TINY[family])
     tokens, logits = plain(family)
@@ -236,9 +270,11 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(
 
 
 def test_sessions_fork_save_and_load(
-    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], plain: Callable[..., Any],
+    build: Callable[..., Any],
+    checkpoint: Callable[..., pathlib.Path],
+    plain: Callable[..., Any],
     tmp_path: pathlib.Path,
-) -> None:  # fmt: skip
+) -> None:
     target, folder = build("qwen3_5"), checkpoint("qwen3_5", **TINY["qwen3_5"])
     truth, _ = plain("qwen3_5")
     lm = tiny.make_lm(folder, target, lambda env: mtp(Case([], env, [])))
@@ -255,13 +291,31 @@ def test_sessions_fork_save_and_load(
 # --- on a device -----------------------------------------------------------------------------------------------------
 
 LARGER: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "key_heads": 2, "value_heads": 4,
-                "key_dim": 128, "value_dim": 128, "intermediate": 512, "vocab": 4099},
+    "qwen3_5": {
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 128,
+        "value_dim": 128,
+        "intermediate": 512,
+        "vocab": 4099,
+    },
     "llama": {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 768, "layers": 3},
-    "qwen3_5_moe": {"hidden": 256, "heads": 4, "kv_heads": 1, "head_dim": 64, "inner": 128, "shared": 128,
-                    "experts": 16, "top_k": 4},
+    "qwen3_5_moe": {
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 64,
+        "inner": 128,
+        "shared": 128,
+        "experts": 16,
+        "top_k": 4,
+    },
     "deepseek_v3": {"hidden": 256},
-}  # fmt: skip
+}
 
 
 @pytest.mark.gpu

@@ -148,9 +148,13 @@ def stored(form: str, n: int, k: int, seed: int, block: tuple[int, int] = (16, 3
         scale = torch.rand(-(-n // block[0]), -(-k // block[1]), generator=draw) / 100
         meta = {"block_rows": block[0], "block_columns": block[1], "group": block[1], "bits": 8}
         return StoredMatrix(
-            format=form, shape=(n, k), parts={"codes": codes, "scale": scale}, meta=meta, dtype=torch.float32,
+            format=form,
+            shape=(n, k),
+            parts={"codes": codes, "scale": scale},
+            meta=meta,
+            dtype=torch.float32,
             numbers=fp8.numbers,
-        )  # fmt: skip
+        )
     scale = (torch.rand(n, k // 16, generator=draw) + 0.1).to(torch.float8_e4m3fn)
     return fp4.stored_nvfp4(codes, scale, torch.tensor([0.25]), k, torch.float32)
 
@@ -190,8 +194,9 @@ def test_weights_stay_packed(make: Callable[..., CudaOps], form: str) -> None:
     mixed = ops.stack([matrices[0], matrices[1].decode()])  # one layout or none
     assert all(isinstance(one, DenseWeight) for one in mixed.experts)
     with pytest.raises(UnsupportedError, match="mlx-affine"):
-        ops.weight(StoredMatrix(format="mlx-affine", shape=(2, 2), parts={}, meta={}, dtype=torch.float32,
-                                numbers=fp8.numbers))  # fmt: skip
+        ops.weight(
+            StoredMatrix(format="mlx-affine", shape=(2, 2), parts={}, meta={}, dtype=torch.float32, numbers=fp8.numbers)
+        )
 
 
 def test_a_packed_weight_without_a_kernel_is_decoded(make: Callable[..., CudaOps]) -> None:
@@ -231,8 +236,13 @@ def test_a_stack_is_aligned_whatever_the_sizes(make: Callable[..., CudaOps]) -> 
 
 
 @FEW
-@given(seed=st.integers(0, 2**16), count=st.integers(1, 3), vocab=st.integers(2, 60), levels=st.integers(1, 6),
-       data=st.data())  # fmt: skip
+@given(
+    seed=st.integers(0, 2**16),
+    count=st.integers(1, 3),
+    vocab=st.integers(2, 60),
+    levels=st.integers(1, 6),
+    data=st.data(),
+)
 def test_logits_full_and_pruned(
     make: Callable[..., CudaOps], seed: int, count: int, vocab: int, levels: int, data: st.DataObject
 ) -> None:
@@ -331,8 +341,13 @@ def test_embedding_by_ids_on_the_device(
 
 
 @FEW
-@given(count=st.integers(1, 3), heads_=st.integers(0, 3), left=st.integers(1, 40), right=st.integers(1, 9),
-       step=st.integers(1, 2))  # fmt: skip
+@given(
+    count=st.integers(1, 3),
+    heads_=st.integers(0, 3),
+    left=st.integers(1, 40),
+    right=st.integers(1, 9),
+    step=st.integers(1, 2),
+)
 def test_activations_side_by_side(
     device: torch.device, count: int, heads_: int, left: int, right: int, step: int
 ) -> None:
@@ -361,28 +376,48 @@ def test_heads_with_matrices_of_their_own(
 
 def test_heads_that_do_not_fit_are_refused(device: torch.device) -> None:
     x, weights = torch.zeros(2, 3, 8, device=device), torch.zeros(3, 5, 8, device=device)
-    for wrong in ((torch.zeros(17, 3, 8, device=device), weights), (x[:, :2], weights), (x, weights[..., :7]),
-                  (x, weights.transpose(1, 2))):  # fmt: skip
+    for wrong in (
+        (torch.zeros(17, 3, 8, device=device), weights),
+        (x[:, :2], weights),
+        (x, weights[..., :7]),
+        (x, weights.transpose(1, 2)),
+    ):
         with pytest.raises(ShapeError, match="project_heads"):
             heads.project_heads(*wrong)
 
 
 @settings(max_examples=20)
 @given(
-    groups=st.integers(1, 4), each=st.integers(2, 6), data=st.data(), seed=st.integers(0, 2**16),
-    scores=st.sampled_from(["softmax", "sigmoid"]), normalised=st.booleans(), biased=st.booleans(),
+    groups=st.integers(1, 4),
+    each=st.integers(2, 6),
+    data=st.data(),
+    seed=st.integers(0, 2**16),
+    scores=st.sampled_from(["softmax", "sigmoid"]),
+    normalised=st.booleans(),
+    biased=st.booleans(),
     levels=st.sampled_from([0, 3]),
-)  # fmt: skip
+)
 def test_the_choice_of_experts(
-    device: torch.device, groups: int, each: int, data: st.DataObject, seed: int,
-    scores: Literal["softmax", "sigmoid"], normalised: bool, biased: bool, levels: int,
-) -> None:  # fmt: skip
+    device: torch.device,
+    groups: int,
+    each: int,
+    data: st.DataObject,
+    seed: int,
+    scores: Literal["softmax", "sigmoid"],
+    normalised: bool,
+    biased: bool,
+    levels: int,
+) -> None:
     """Beside torch; ``levels`` of few values, so that equals abound and the lower id has to win."""
     kept = data.draw(st.integers(1, groups))
     routing = Routing(
-        top_k=data.draw(st.integers(1, kept * each)), scores=scores, normalised=normalised, scale=1.5, groups=groups,
+        top_k=data.draw(st.integers(1, kept * each)),
+        scores=scores,
+        normalised=normalised,
+        scale=1.5,
+        groups=groups,
         kept_groups=kept,
-    )  # fmt: skip
+    )
     rng = np.random.default_rng(seed)
     shape = (2, groups * each)
     raw = rng.integers(-levels, levels + 1, shape) if levels else rng.standard_normal(shape)
@@ -399,7 +434,9 @@ def test_the_choice_of_experts(
 
 def test_a_nan_names_experts_that_exist(device: torch.device) -> None:
     logits = torch.full((2, 7), float("nan"), device=device)
-    for routing in (Routing(top_k=3, scores="softmax", normalised=True),
-                    Routing(top_k=3, scores="sigmoid", normalised=True, groups=7, kept_groups=3)):  # fmt: skip
+    for routing in (
+        Routing(top_k=3, scores="softmax", normalised=True),
+        Routing(top_k=3, scores="sigmoid", normalised=True, groups=7, kept_groups=3),
+    ):
         ids, _ = route.choose(logits, routing)
         assert bool(((ids >= 0) & (ids < 7)).all())

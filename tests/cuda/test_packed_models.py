@@ -58,9 +58,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[p
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(quantisers.QUANTISERS, "fp8-block 16x16", lambda w: quantisers.fp8_block(w, BLOCK))
                 written[family] = split(
-                    folder, source, lambda name: form if matrix(name) and not _looked_up(name) else None, torch.float32,
+                    folder,
+                    source,
+                    lambda name: form if matrix(name) and not _looked_up(name) else None,
+                    torch.float32,
                     **({"quant_method": "fp8", "weight_block_size": BLOCK} if "fp8" in form else {}),
-                )  # fmt: skip
+                )
         return written[family]
 
     return get

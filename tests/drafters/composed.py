@@ -21,10 +21,20 @@ from tests import tiny, tiny_families
 from tests.drafters.two_tokenizers import byte_level
 
 SHAPE: dict[str, Any] = {
-    "hidden": 36, "heads": 3, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5, "key_heads": 1, "value_heads": 3,
-    "key_dim": 10, "value_dim": 14, "intermediate": 44, "tied": False, "printable": True,
+    "hidden": 36,
+    "heads": 3,
+    "kv_heads": 1,
+    "head_dim": 12,
+    "rotary_factor": 0.5,
+    "key_heads": 1,
+    "value_heads": 3,
+    "key_dim": 10,
+    "value_dim": 14,
+    "intermediate": 44,
+    "tied": False,
+    "printable": True,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
+}
 LLAMA: dict[str, Any] = {"hidden": 36, "heads": 3, "kv_heads": 1, "intermediate": 44}
 
 

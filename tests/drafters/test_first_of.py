@@ -202,8 +202,10 @@ def test_what_was_saved_comes_back_to_the_drafter_that_saved_it():
     saved = build(*three).snapshot()
     build(*three, saved=saved)
     assert [child.env.saved and child.env.saved.meta for child in made] == [
-        {"number": 1, "name": "x"}, None, {"number": 7, "name": "x"},
-    ]  # fmt: skip
+        {"number": 1, "name": "x"},
+        None,
+        {"number": 7, "name": "x"},
+    ]
     assert made[0].env.saved.arrays["a/b"].tolist() == [1]
     assert [child.env.shared for child in made] == [None, None, 7]
     build(three[2], three[0], saved=saved)  # another order

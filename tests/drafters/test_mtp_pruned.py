@@ -25,9 +25,22 @@ from specdec.testing.registry import Subject, as_subject
 from tests import tiny
 
 VOCAB = 277
-SHAPE = {"hidden": 36, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 12, "rotary_factor": 0.5,
-         "key_heads": 1, "value_heads": 3, "key_dim": 10, "value_dim": 14, "intermediate": 44, "tied": False,
-         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "printable": True}  # fmt: skip
+SHAPE = {
+    "hidden": 36,
+    "layers": 3,
+    "heads": 3,
+    "kv_heads": 1,
+    "head_dim": 12,
+    "rotary_factor": 0.5,
+    "key_heads": 1,
+    "value_heads": 3,
+    "key_dim": 10,
+    "value_dim": 14,
+    "intermediate": 44,
+    "tied": False,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "printable": True,
+}
 GENERATED = 12
 KERNELS = tiny.kernels_available()[-1]
 
@@ -51,9 +64,11 @@ def model_of(folder: pathlib.Path, target: ForwardPass, config: MtpConfig, kept:
     """A language model whose drafter is pruned, rows gathered as ``prepare`` does."""
     shared = PreparedVocabulary.of(target.draft_head(kept), target.info.vocab_size)
     return tiny.make_lm(
-        folder, target, lambda env: MtpDrafter(config, attrs.evolve(env, shared=shared)),
+        folder,
+        target,
+        lambda env: MtpDrafter(config, attrs.evolve(env, shared=shared)),
         lambda: FixedPolicy(FixedConfig(depth=depth)),
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=settings().max_examples // 2)  # sessions over a whole model, four runs each
@@ -230,8 +245,14 @@ def test_pruned_logits_are_those_of_the_full_head(kernels: str, make_target: Cal
 
 def test_a_vocabulary_without_prepare_is_refused() -> None:
     model = TableModel.random(5, mtp=True)
-    env = attrs.make_class("Env", {"target": attrs.field(default=model), "shared": attrs.field(default=None),
-                                   "state": attrs.field(default=model.new_state(8))})()  # fmt: skip
+    env = attrs.make_class(
+        "Env",
+        {
+            "target": attrs.field(default=model),
+            "shared": attrs.field(default=None),
+            "state": attrs.field(default=model.new_state(8)),
+        },
+    )()
     with pytest.raises(StateError, match="prepare was not run"):
         MtpDrafter(MtpConfig(vocabulary="x"), env)
 

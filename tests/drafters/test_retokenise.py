@@ -206,8 +206,4 @@ def test_the_text_of_drafted_tokens_is_what_they_add(data, pair):
 def test_differences_name_every_id():
     one, other = byte_level(("in", "an")), byte_level(("in", "ab", "abc"))
     assert differences(one, byte_level(("in", "an"))) == []
-    assert differences(one, other) == [
-        (257, "an", "ab"),
-        (258, "<|end|>", "abc"),
-        (259, None, "<|end|>"),
-    ]
+    assert differences(one, other) == [(257, "an", "ab"), (258, "<|end|>", "abc"), (259, None, "<|end|>")]

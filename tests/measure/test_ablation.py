@@ -67,9 +67,15 @@ CASES = [
 @pytest.mark.parametrize("switch", [*SWITCHES, "none"])
 @pytest.mark.parametrize(("family", "shape", "settings", "oracle"), CASES, ids=[f"{c[0]} {c[1]}" for c in CASES])
 def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
-    switch: str, family: str, shape: str, settings: dict[str, Any], oracle: Any, kernels: str,
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any],
-) -> None:  # fmt: skip
+    switch: str,
+    family: str,
+    shape: str,
+    settings: dict[str, Any],
+    oracle: Any,
+    kernels: str,
+    checkpoint: Callable[..., pathlib.Path],
+    make_target: Callable[..., Any],
+) -> None:
     """After the prompt, and after cycles in which all, some and none of the draft were accepted."""
     target = make_target(family, kernels=kernels, **settings)
     wrong = with_mistake(oracle(checkpoint(family, dtype="float32", **settings)), switch)
@@ -97,9 +103,12 @@ def test_outputs_are_compared_to_their_last_token() -> None:
     def run(*tokens: int) -> PromptRun:
         cycle = DraftedCycle(1, 2, (1, 2), 1, (0.0, 0.0, 0.0))
         return PromptRun(
-            prompt=Prompt(kind="a", text="x"), prompt_tokens=(0,), tokens=tokens, cycles=(cycle, cycle),
+            prompt=Prompt(kind="a", text="x"),
+            prompt_tokens=(0,),
+            tokens=tokens,
+            cycles=(cycle, cycle),
             inactive_reason="",
-        )  # fmt: skip
+        )
 
     right = [run(1, 2, 3), run(1, 2, 3)]
     assert ablation_report("no-rotary", right, [run(1, 2, 3), run(1, 2, 4)], 2).equal == 1

@@ -113,9 +113,12 @@ def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> 
     """A run from ``(asked, drafted, accepted)``."""
     done = [DraftedCycle(9, asked, tuple(range(drafted)), accepted, NO_SECONDS) for asked, drafted, accepted in cycles]
     return PromptRun(
-        prompt=Prompt(kind=kind, text="x"), prompt_tokens=(1,), tokens=(0,) * tokens, cycles=tuple(done),
+        prompt=Prompt(kind=kind, text="x"),
+        prompt_tokens=(1,),
+        tokens=(0,) * tokens,
+        cycles=tuple(done),
         inactive_reason="",
-    )  # fmt: skip
+    )
 
 
 def test_a_drafter_that_is_often_silent_pays_for_the_drafts_it_makes():
@@ -312,9 +315,12 @@ def lettered() -> PromptRun:
         DraftedCycle(7, 3, spell("ab"), 0, NO_SECONDS),  # cut away by the end
     )
     return PromptRun(
-        prompt=Prompt(kind="code", text="ab", source="mine.txt, line 1"), prompt_tokens=spell("ab"),
-        tokens=spell("cdefg"), cycles=cycles, inactive_reason="",
-    )  # fmt: skip
+        prompt=Prompt(kind="code", text="ab", source="mine.txt, line 1"),
+        prompt_tokens=spell("ab"),
+        tokens=spell("cdefg"),
+        cycles=cycles,
+        inactive_reason="",
+    )
 
 
 def test_a_row_of_the_log_has_drafted_beside_actual():

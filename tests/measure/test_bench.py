@@ -132,9 +132,15 @@ def test_stopping_reports_what_was_done(scripted: Callable[..., Any]) -> None:
 
 def cycle(offered: int, emitted: int, draft: float, verify: float, commit: float) -> CycleRecord:
     return CycleRecord(
-        position=9, depth=offered, offered=offered, accepted=emitted - 1, emitted=tuple(range(emitted)),
-        draft_seconds=draft, verify_seconds=verify, commit_seconds=commit,
-    )  # fmt: skip
+        position=9,
+        depth=offered,
+        offered=offered,
+        accepted=emitted - 1,
+        emitted=tuple(range(emitted)),
+        draft_seconds=draft,
+        verify_seconds=verify,
+        commit_seconds=commit,
+    )
 
 
 def test_cycles_that_a_device_ran_whole_are_timed_as_such() -> None:

@@ -17,9 +17,19 @@ from specdec.measure import environment as source
 from specdec.measure.environment import Environment, commit, current_environment
 
 INFO = ModelInfo(
-    family="table", vocab_size=5, hidden_size=3, max_positions=64, mtp_layers=0, max_rows=4, parity=Parity.NUMERIC,
-    backend="cpu", device="host", dtype="float32", kernels="none", fingerprint="abc",
-)  # fmt: skip
+    family="table",
+    vocab_size=5,
+    hidden_size=3,
+    max_positions=64,
+    mtp_layers=0,
+    max_rows=4,
+    parity=Parity.NUMERIC,
+    backend="cpu",
+    device="host",
+    dtype="float32",
+    kernels="none",
+    fingerprint="abc",
+)
 
 
 def test_every_field_is_known_and_goes_into_json():

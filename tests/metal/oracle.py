@@ -120,9 +120,14 @@ def _best(values: Float64, count: int) -> tuple[NDArray[np.int64], float]:
 
 
 def moe(
-    x: Float64, ids: NDArray[np.int64], weights: Float64, experts: Sequence[Sequence[Float64]], residual: Float64,
-    shared: Sequence[Float64] | None, shared_gate: Float64 | None,
-) -> Float64:  # fmt: skip
+    x: Float64,
+    ids: NDArray[np.int64],
+    weights: Float64,
+    experts: Sequence[Sequence[Float64]],
+    residual: Float64,
+    shared: Sequence[Float64] | None,
+    shared_gate: Float64 | None,
+) -> Float64:
     gates, ups, downs = experts
     out = residual.copy()
     for t in range(len(x)):

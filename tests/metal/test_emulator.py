@@ -108,12 +108,19 @@ def test_threads_know_where_they_are(grid: tuple[int, int, int], block: tuple[in
     simdgroups = -(-size.prod(-1) // 32)
     wanted = np.concatenate(
         [
-            position, where, local, np.broadcast_to(grid, position.shape), size, np.broadcast_to(cut, position.shape),
-            np.broadcast_to(-(-np.array(grid) // cut), position.shape), index[..., None],
-            (index // 32 * 1000 + index % 32)[..., None], (simdgroups * 1000 + 32)[..., None],
+            position,
+            where,
+            local,
+            np.broadcast_to(grid, position.shape),
+            size,
+            np.broadcast_to(cut, position.shape),
+            np.broadcast_to(-(-np.array(grid) // cut), position.shape),
+            index[..., None],
+            (index // 32 * 1000 + index % 32)[..., None],
+            (simdgroups * 1000 + 32)[..., None],
         ],
         -1,
-    )  # fmt: skip
+    )
     assert (got == wanted).all()
 
 
@@ -291,9 +298,15 @@ def hard_floats() -> NDArray[np.float32]:
 def test_rounding_to_16_bits_is_mlx_s(dtype: Any) -> None:
     x = hard_floats()
     got = run(
-        I + "y[i] = T(x[i]);", {"x": x}, x.shape, grid=x.size, threadgroup=256, dtype=dtype,
-        template=(("T", dtype),), partial=("y",),
-    )  # fmt: skip
+        I + "y[i] = T(x[i]);",
+        {"x": x},
+        x.shape,
+        grid=x.size,
+        threadgroup=256,
+        dtype=dtype,
+        template=(("T", dtype),),
+        partial=("y",),
+    )
     wanted = mx.array(x).astype(dtype)
     same = got.view(np.uint16) == np.array(wanted.view(mx.uint16))
     assert (same | np.isnan(x)).all()
@@ -416,28 +429,33 @@ BUGS = {
         S + "s[i] = x[i];\ny[i] = s[i ^ 33];", emulator.KernelError, r"no barrier .* in between|no thread has written"
     ),
     "no barrier after": Bug(
-        f"{S}for (int k = 0; k < 3; ++k) {{\n s[i] = x[i] + k;\n {SYNC}\n y[i] = s[63 - i];\n}}", emulator.Race,
+        f"{S}for (int k = 0; k < 3; ++k) {{\n s[i] = x[i] + k;\n {SYNC}\n y[i] = s[63 - i];\n}}",
+        emulator.Race,
         r"(writes|reads) s\[\d+\] at line \d+ \((s\[i\] = x\[i\] \+ k|y\[i\] = s\[63 - i\]);\), which thread "
         r"\(\d+, 0, 0\) (wrote|read) at line \d+ \((s\[i\] = x\[i\] \+ k|y\[i\] = s\[63 - i\]);\), with no barrier",
     ),
     "write while others read": Bug(
         f"{S}s[i] = x[i];\n{SYNC}\nif (i < 32) {{\n y[i] = s[i + 32];\n}} else {{\n s[i] = 0;\n y[i] = 0;\n}}",
-        emulator.Race, r"(reads|writes) s\[\d+\] .*(read|wrote) at line",
+        emulator.Race,
+        r"(reads|writes) s\[\d+\] .*(read|wrote) at line",
     ),
     "write what others read before": Bug(
         f"{S}s[i] = x[i];\n{SYNC}\ny[i] = s[i] + s[(i + 32) % 64];\nif (i >= 32) s[i] = 0;",
-        emulator.Race, r"(reads|writes) s\[\d+\] .*(read|wrote) at line",
+        emulator.Race,
+        r"(reads|writes) s\[\d+\] .*(read|wrote) at line",
     ),
     "barrier for no memory": Bug(
         S + "s[i] = x[i];\nthreadgroup_barrier(mem_flags::mem_none);\ny[i] = s[i ^ 1];", emulator.Race, "no barrier"
     ),
     "barrier of a simdgroup only": Bug(
-        S + "s[i] = x[i];\nsimdgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = s[i ^ 32];", emulator.KernelError,
+        S + "s[i] = x[i];\nsimdgroup_barrier(mem_flags::mem_threadgroup);\ny[i] = s[i ^ 32];",
+        emulator.KernelError,
         "no barrier|no thread has written",
     ),
     "two writers": Bug(S + f"s[i / 2] = x[i];\n{SYNC}\ny[i] = s[i / 2];", emulator.Race, r"writes s\[\d+\].*wrote"),
     "unset threadgroup memory": Bug(
-        S + f"if (i < 63) s[i] = x[i];\n{SYNC}\ny[i] = s[i];", emulator.Uninitialised,
+        S + f"if (i < 63) s[i] = x[i];\n{SYNC}\ny[i] = s[i];",
+        emulator.Uninitialised,
         r"thread \(63, 0, 0\) of threadgroup \(0, 0, 0\) reads s\[63\] at line \d+ \(y\[i\] = s\[i\];\)",
     ),
     "write behind": Bug("y[i + 1] = x[i];\ny[0] = 0;", emulator.OutOfBounds, r"thread \(63, 0, 0\).*writes y\[64\] of"),
@@ -452,7 +470,8 @@ BUGS = {
         f"{S}s[i + 1] = x[i];\n{SYNC}\ny[i] = s[i];", emulator.OutOfBounds, r"\(63, 0, 0\).*s\[64\]|an array with 64"
     ),
     "pointer into an array": Bug(
-        f"{S}threadgroup float* p = s + 3;\np[i] = x[i];\n{SYNC}\ny[i] = p[0];", emulator.OutOfBounds,
+        f"{S}threadgroup float* p = s + 3;\np[i] = x[i];\n{SYNC}\ny[i] = p[0];",
+        emulator.OutOfBounds,
         r"writes s\[6[456]\] at line \d+ \(p\[i\] = x\[i\];\)",
     ),
     "index of a local array": Bug(
@@ -460,37 +479,45 @@ BUGS = {
     ),
     "index of a vector": Bug("float4 v = x[i];\ny[i] = v[i % 5];", emulator.OutOfBounds, "a vector of 4 with 4"),
     "collective of some lanes": Bug(
-        "float v = x[i];\nif (thread_index_in_simdgroup < 16) {\n v = simd_sum(v);\n}\ny[i] = v;", emulator.Divergence,
+        "float v = x[i];\nif (thread_index_in_simdgroup < 16) {\n v = simd_sum(v);\n}\ny[i] = v;",
+        emulator.Divergence,
         r"simd_sum at line \d+ \(v = simd_sum\(v\);\), and thread \(\d+, 0, 0\) has returned",
     ),
     "two collectives of one kind": Bug(
         "float v = x[i];\nif (i % 32 < 16) {\n v = simd_sum(v);\n} else {\n v = simd_sum(v + 1);\n}\ny[i] = v;",
-        emulator.Divergence, r"simd_sum at line \d+ \(v = simd_sum\(v.*simd_sum at line \d+ \(v = simd_sum\(v",
+        emulator.Divergence,
+        r"simd_sum at line \d+ \(v = simd_sum\(v.*simd_sum at line \d+ \(v = simd_sum\(v",
     ),
     "two kinds of collectives": Bug(
         "float v = x[i];\nif (i % 32 < 16) {\n v = simd_sum(v);\n} else {\n v = simd_max(v);\n}\ny[i] = v;",
-        emulator.Divergence, "simd_(sum|max) at line.*simd_(sum|max) at line",
+        emulator.Divergence,
+        "simd_(sum|max) at line.*simd_(sum|max) at line",
     ),
     "collective and barrier": Bug(
         f"float v = x[i];\nif (i % 32 < 16) {{\n v = simd_sum(v);\n}} else {{\n {SYNC}\n}}\ny[i] = v;",
-        emulator.Divergence, "simd_sum at line.*threadgroup_barrier at line|threadgroup_barrier at .*simd_sum at line",
+        emulator.Divergence,
+        "simd_sum at line.*threadgroup_barrier at line|threadgroup_barrier at .*simd_sum at line",
     ),
     "barrier of some threads": Bug(
-        f"if (i < 40) {{\n {SYNC}\n}}\ny[i] = x[i];", emulator.Divergence,
+        f"if (i < 40) {{\n {SYNC}\n}}\ny[i] = x[i];",
+        emulator.Divergence,
         r"threadgroup_barrier at line \d+ .*and thread \(\d+, 0, 0\) has returned",
     ),
     "two barriers": Bug(
-        f"if (i < 32) {{\n {SYNC}\n}} else {{\n {SYNC}\n}}\ny[i] = x[i];", emulator.Divergence,
+        f"if (i < 32) {{\n {SYNC}\n}} else {{\n {SYNC}\n}}\ny[i] = x[i];",
+        emulator.Divergence,
         "in threadgroup_barrier at line .*another one at line",
     ),
     "output left unset": Bug("if (i != 5) y[i] = x[i];", emulator.Uninitialised, r"leaves y\[5\] \(1 of 64 elements\)"),
     "output added to": Bug("y[i] += x[i];", emulator.Uninitialised, r"leaves y\[0\] \(64 of 64 elements\)"),
     "too much threadgroup memory": Bug(
         "threadgroup float a[8000];\nthreadgroup float b[200];\na[i] = b[i] = x[i];\ny[i] = a[i];",
-        emulator.ResourceError, "needs 32800 bytes of threadgroup memory .* 32768",
+        emulator.ResourceError,
+        "needs 32800 bytes of threadgroup memory .* 32768",
     ),
     "signed overflow": Bug(
-        "int big = 2147483600;\ny[i] = x[i] + (big + int(i));", emulator.ArithmeticFault,
+        "int big = 2147483600;\ny[i] = x[i] + (big + int(i));",
+        emulator.ArithmeticFault,
         r"overflows a signed integer in an addition at line \d+ \(y\[i\] =",
     ),
     "division by zero": Bug("y[i] = x[i] + 7 / int(i);", emulator.ArithmeticFault, r"thread \(0, 0, 0\).*divides"),
@@ -498,8 +525,10 @@ BUGS = {
     "conversion": Bug("y[i] = int(x[i] * 1e30f);", emulator.ArithmeticFault, "converts a float to an integer"),
     "alignment": Bug("y[i] = ((const device float4*)(x + 1))[i / 8].x;", emulator.ArithmeticFault, "not aligned"),
     "no end": Bug(
-        "float v = 1;\nwhile (v > 0) {\n v = x[0] + 1 + fabs(v);\n}\ny[i] = v;", emulator.Endless,
-        "still runs after 1 s", ("ascending",),
+        "float v = 1;\nwhile (v > 0) {\n v = x[0] + 1 + fabs(v);\n}\ny[i] = v;",
+        emulator.Endless,
+        "still runs after 1 s",
+        ("ascending",),
     ),
     "unset local variable": Bug("float v;\ny[i] = v;", emulator.CompileError, "is used uninitialized", ("ascending",)),
     "a name that is not there": Bug("y[i] = nothing[i];", emulator.CompileError, "nothing", ("ascending",)),
@@ -514,7 +543,7 @@ BUGS = {
         "float a[i + 1];\na[0] = x[i];\ny[i] = a[0];", emulator.CompileError, "variable length", ("ascending",)
     ),
     "threads of a threadgroup": Bug("y[i] = x[i];", emulator.LaunchError, "2048 threads", ("ascending",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -614,8 +643,10 @@ def test_a_caught_bug_leaves_nothing_behind() -> None:
     for bug in ("write far away", "no barrier", "collective of some lanes") * 5:
         with pytest.raises(emulator.KernelError):
             run(I + BUGS[bug].source, {"x": x}, (64,), name="buggy")
-        assert (run(TRANSPOSE, {"x": floats(0, 64, 96)}, (96, 64), grid=(96, 16, 1), threadgroup=(32, 8, 1))
-                == floats(0, 64, 96).T).all()  # fmt: skip
+        assert (
+            run(TRANSPOSE, {"x": floats(0, 64, 96)}, (96, 64), grid=(96, 16, 1), threadgroup=(32, 8, 1))
+            == floats(0, 64, 96).T
+        ).all()
 
 
 # ------------------------------------------------------------------------------------------------------------- the text
@@ -624,16 +655,21 @@ def test_a_caught_bug_leaves_nothing_behind() -> None:
 def test_what_runs_is_what_mlx_generates() -> None:
     kernel = MslKernel(name="some", inputs=("x", "n"), outputs=("y",), source=TRANSPOSE, header="// a header\n")
     launch = Launch(
-        template=(("T", mx.bfloat16), ("N", 4), ("B", True)), grid=(8, 1, 1), threadgroup=(8, 1, 1),
-        output_shapes=((8,),), output_dtypes=(mx.float32,),
-    )  # fmt: skip
+        template=(("T", mx.bfloat16), ("N", 4), ("B", True)),
+        grid=(8, 1, 1),
+        threadgroup=(8, 1, 1),
+        output_shapes=((8,),),
+        output_dtypes=(mx.float32,),
+    )
     exported = export(kernel, [mx.zeros((4, 2)), mx.array(3)], launch)
     assert TRANSPOSE in exported.text
     assert exported.arguments == "bfloat16_t, 4, 1"
     assert [(p.name, p.type, p.space, p.pointer) for p in exported.parameters[:4]] == [
-        ("x", "float", "device", True), ("x_shape", "int", "constant", True), ("n", "int32_t", "constant", False),
+        ("x", "float", "device", True),
+        ("x_shape", "int", "constant", True),
+        ("n", "int32_t", "constant", False),
         ("y", "float", "device", True),
-    ]  # fmt: skip
+    ]
     translated = translate("some", exported).split('#line 1 "some.metal"\n')[1].split('\n#line 1 "entry"')[0]
     kept = exported.text[: exported.text.index("template [[host_name")]
     assert translated.count("\n") == kept.count("\n"), "lines moved"
@@ -663,9 +699,12 @@ def test_scalars_and_empty_arrays_are_arrays(shape: tuple[int, ...]) -> None:
     source = "if (n == 2) y[0] = n;" if shape == () else "z[thread_position_in_grid.x] = n + x_shape[0];"
     kernel = MslKernel(name="small", inputs=("x", "n"), outputs=("y", "z"), source=source)
     launch = Launch(
-        template=(), grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=(shape, (1,)),
+        template=(),
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=(shape, (1,)),
         output_dtypes=(mx.float32, mx.float32),
-    )  # fmt: skip
+    )
     y, z = emulate(kernel, [mx.zeros((*shape, 4)), mx.array(2)], launch, partial=("y", "z"))
     assert y.shape == shape
     assert (y == 2 if shape == () else z[0] == 2 + shape[0]).all()

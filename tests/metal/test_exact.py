@@ -25,10 +25,19 @@ from tests.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
 from tests.metal.test_metal_families import arrays  # noqa: E402
 
 SMALL: Mapping[str, Any] = {
-    "hidden": 20, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "rotary_factor": 0.5, "key_heads": 1,
-    "value_heads": 2, "key_dim": 6, "value_dim": 8, "intermediate": 24,
+    "hidden": 20,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "rotary_factor": 0.5,
+    "key_heads": 1,
+    "value_heads": 2,
+    "key_dim": 6,
+    "value_dim": 8,
+    "intermediate": 24,
     "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+}
 TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 
 
@@ -152,9 +161,7 @@ def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) ->
 
 
 @pytest.mark.parametrize(("system", "needs"), [("linux", False), ("darwin", True)])
-def test_the_cpu_device_needs_one_but_on_linux(
-    system: str, needs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_the_cpu_device_needs_one_but_on_linux(system: str, needs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("the device is a GPU")
     monkeypatch.setattr("sys.platform", system)

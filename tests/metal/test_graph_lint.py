@@ -44,14 +44,50 @@ KERNELS = sorted(
 )
 ROW_WISE = {"rms_norm", "Softmax"}  # one threadgroup per row, whatever the number of rows
 MOVES = {
-    "Gather", "GatherAxis", "Slice", "DynamicSlice", "DynamicSliceUpdate", "Concatenate", "Split", "Reshape", "Flatten",
-    "Unflatten", "Transpose", "ExpandDims", "Squeeze", "Broadcast", "AsType", "View", "Arange", "Contiguous", "ArgSort",
-}  # fmt: skip
+    "Gather",
+    "GatherAxis",
+    "Slice",
+    "DynamicSlice",
+    "DynamicSliceUpdate",
+    "Concatenate",
+    "Split",
+    "Reshape",
+    "Flatten",
+    "Unflatten",
+    "Transpose",
+    "ExpandDims",
+    "Squeeze",
+    "Broadcast",
+    "AsType",
+    "View",
+    "Arange",
+    "Contiguous",
+    "ArgSort",
+}
 ELEMENTWISE = {
-    "Add", "Subtract", "Multiply", "Divide", "Negative", "Exp", "LogAddExp", "Sigmoid", "Select", "Maximum", "Minimum",
-    "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "LogicalNot",
-    "BitwiseBinary", "Remainder",
-}  # fmt: skip
+    "Add",
+    "Subtract",
+    "Multiply",
+    "Divide",
+    "Negative",
+    "Exp",
+    "LogAddExp",
+    "Sigmoid",
+    "Select",
+    "Maximum",
+    "Minimum",
+    "Equal",
+    "NotEqual",
+    "Less",
+    "LessEqual",
+    "Greater",
+    "GreaterEqual",
+    "LogicalAnd",
+    "LogicalOr",
+    "LogicalNot",
+    "BitwiseBinary",
+    "Remainder",
+}
 ORDERLESS = {0: "all", 1: "any", 4: "min", 5: "max"}  # reductions of any dtype
 INTEGERS = (mx.int32, mx.int64, mx.uint32, mx.bool_)
 
@@ -225,9 +261,12 @@ def test_packed_weights_have_kernels_of_our_own_too(rows: int) -> None:
         assert weight_bytes
         head = ops.head_rows(weight, [1, 5, 9])
         return (
-            ops.linear(x, weight, residual), ops.swiglu(x, weight, weight), ops.head(x, weight).array,
-            ops.best(x, [weight]), ops.pruned_head(x, head).array,
-        )  # fmt: skip
+            ops.linear(x, weight, residual),
+            ops.swiglu(x, weight, weight),
+            ops.head(x, weight).array,
+            ops.best(x, [weight]),
+            ops.pruned_head(x, head).array,
+        )
 
     found = launched(run, mx.zeros((rows, 64), mx.bfloat16), mx.zeros((rows, 64), mx.bfloat16))
     assert not forbidden(found) - {"!Scatter", "!Full"}

@@ -14,17 +14,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from specdec.backends.metal.kernels.attention import PART, attend  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor  # noqa: E402
 from tests.metal import oracle  # noqa: E402
-from tests.metal.kernel_runs import (  # noqa: E402
-    EMULATED,
-    EXECUTORS,
-    RUNS,
-    UNIT,
-    caught,
-    emulated_only,
-    float64,
-    rounding,
-    same_bits,
-)  # fmt: skip
+from tests.metal.kernel_runs import EMULATED, EXECUTORS, RUNS, UNIT, caught, emulated_only, float64, rounding, same_bits  # noqa: E402
 
 NQ, NKV, DK, DV, SHORT = 4, 2, 40, 24, 16
 SCALE = DK**-0.5
@@ -47,9 +37,14 @@ class Cache:
         keys[0, :, :stop] = self.k[:stop].swapaxes(0, 1)
         values[0, :, :stop] = self.v[:stop].swapaxes(0, 1)
         return attend(
-            self.q[start:stop], keys, values, mx.array([start]), scale=SCALE, executor=executor,
+            self.q[start:stop],
+            keys,
+            values,
+            mx.array([start]),
+            scale=SCALE,
+            executor=executor,
             **{"dtype": mx.float32, "part": SHORT, **more},
-        )  # fmt: skip
+        )
 
     def wanted(self, start: int, stop: int) -> Any:
         return oracle.attend(float64(self.q[start:stop]), float64(self.k[:stop]), float64(self.v[:stop]), SCALE)

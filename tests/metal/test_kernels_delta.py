@@ -25,7 +25,7 @@ from tests.metal.kernel_runs import (  # noqa: E402
     emulated_only,
     float64,
     same_bits,
-)  # fmt: skip
+)
 
 HK, HV, DK, DV = 4, 8, 40, 3  # 40: lanes without a second key dimension
 # of each block: rows drafted, and how many of them are accepted
@@ -81,9 +81,13 @@ class Layer:
 
     def block(self, rows: Rows) -> Any:
         y, self.base, past = gated_delta(
-            self.base, self.past, mx.array([self.kept]), *rows.arrays(slice(None)), dtype=self.dtype,
+            self.base,
+            self.past,
+            mx.array([self.kept]),
+            *rows.arrays(slice(None)),
+            dtype=self.dtype,
             executor=self.executor,
-        )  # fmt: skip
+        )
         self.past = past
         return y
 

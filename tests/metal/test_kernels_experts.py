@@ -28,7 +28,7 @@ from tests.metal.kernel_runs import (  # noqa: E402
     float64,
     rounding,
     same_bits,
-)  # fmt: skip
+)
 
 EXPERTS, SLOTS = 5, 3
 

@@ -15,15 +15,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from specdec.backends.metal.kernels.greedy_head import greedy_head  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor  # noqa: E402
 from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
-from tests.metal.kernel_runs import (  # noqa: E402
-    EMULATED,
-    EXECUTORS,
-    RUNS,
-    affine,
-    caught,
-    emulated_only,
-    float64,
-)  # fmt: skip
+from tests.metal.kernel_runs import EMULATED, EXECUTORS, RUNS, affine, caught, emulated_only, float64  # noqa: E402
 
 
 def small(rng: np.random.Generator, *shape: int, dtype: Any = mx.bfloat16) -> Any:

@@ -26,7 +26,7 @@ from tests.metal.kernel_runs import (  # noqa: E402
     float64,
     rounding,
     same_bits,
-)  # fmt: skip
+)
 
 seeds = st.integers(0, 2**20)
 
@@ -88,9 +88,17 @@ def test_dense_products_are_those_of_float64(
 @given(seed=seeds, groups=st.integers(1, 6), features=st.integers(8, 21))
 @settings(max_examples=6)
 def test_quantised_products_are_those_of_float64(
-    executor: Executor | None, rows: int, dtype: Any, wanted_dtype: Any, what: str, group: int, bits: int,
-    seed: int, groups: int, features: int,
-) -> None:  # fmt: skip
+    executor: Executor | None,
+    rows: int,
+    dtype: Any,
+    wanted_dtype: Any,
+    what: str,
+    group: int,
+    bits: int,
+    seed: int,
+    groups: int,
+    features: int,
+) -> None:
     rng = np.random.default_rng(seed)
     length = groups * group
     x, residual = normal(rng, rows, length, dtype=dtype), added(rng, what, rows, features, dtype)

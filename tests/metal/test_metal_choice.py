@@ -123,10 +123,12 @@ def test_the_mode_is_an_option_of_the_backend() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "option", "said"),
-    [("metal", "mode=exakt", "target.backend_options.mode takes 'exact', 'fast'"),
-     ("metal", "made=fast", "target.backend_options.made is unknown"),
-     ("cpu", "mode=fast", r"\[target.backend_options\] takes no options")],
-)  # fmt: skip
+    [
+        ("metal", "mode=exakt", "target.backend_options.mode takes 'exact', 'fast'"),
+        ("metal", "made=fast", "target.backend_options.made is unknown"),
+        ("cpu", "mode=fast", r"\[target.backend_options\] takes no options"),
+    ],
+)
 def test_a_wrong_option_is_refused(backend: str, option: str, said: str) -> None:
     if backend == "metal":
         pytest.importorskip("mlx.core", exc_type=ImportError)

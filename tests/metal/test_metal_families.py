@@ -30,9 +30,19 @@ from tests.tiny_families import SHAPES  # noqa: E402
 VOCAB = 277
 ALL = {**SHAPES, "qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": {"plain": {}}}
 TRIED = {  # the shape with most branches of each family
-    "qwen3_5": {"hidden": 36, "layers": 3, "heads": 3, "head_dim": 12, "rotary_factor": 0.5, "key_heads": 1,
-                "value_heads": 3, "key_dim": 10, "value_dim": 14, "intermediate": 44,
-                "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "qwen3_5": {
+        "hidden": 36,
+        "layers": 3,
+        "heads": 3,
+        "head_dim": 12,
+        "rotary_factor": 0.5,
+        "key_heads": 1,
+        "value_heads": 3,
+        "key_dim": 10,
+        "value_dim": 14,
+        "intermediate": 44,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "qwen3": {},
     "qwen3_5_moe": SHAPES["qwen3_5_moe"]["mixed-layouts"],
     "qwen3_next": SHAPES["qwen3_next"]["r3-fused"],
@@ -40,7 +50,7 @@ TRIED = {  # the shape with most branches of each family
     "qwen2": SHAPES["qwen2"]["yarn"],
     "glm4_moe": SHAPES["glm4_moe"]["no-bias-groups"],
     "deepseek_v3": SHAPES["deepseek_v3"]["all-sparse-mixed"],
-}  # fmt: skip
+}
 GENERATED = 10
 FEW = max(1, settings().max_examples // 6)
 
@@ -122,9 +132,14 @@ def test_logits_are_those_of_the_torch_reference(
     numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
 )
 def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
-    family: str, metal: Targets, checkpoint: Callable[..., pathlib.Path], prompt: tuple[int, ...],
-    drafter: Callable[[Case], Drafter], depths: list[int], numbers: list[int],
-) -> None:  # fmt: skip
+    family: str,
+    metal: Targets,
+    checkpoint: Callable[..., pathlib.Path],
+    prompt: tuple[int, ...],
+    drafter: Callable[[Case], Drafter],
+    depths: list[int],
+    numbers: list[int],
+) -> None:
     target = metal(family)
     if drafter is mtp and not target.info.mtp_layers:
         drafter = partly_right

@@ -99,9 +99,15 @@ def test_products(dtype: str, seed: int, rows: int, length: int, features: int, 
 
 
 @given(
-    dtype=dtypes, seed=seeds, rows=rows_, heads=st.integers(1, 4), half=st.integers(1, 8), rest=st.integers(0, 5),
-    position=st.integers(0, 3000), normed=st.booleans(),
-)  # fmt: skip
+    dtype=dtypes,
+    seed=seeds,
+    rows=rows_,
+    heads=st.integers(1, 4),
+    half=st.integers(1, 8),
+    rest=st.integers(0, 5),
+    position=st.integers(0, 3000),
+    normed=st.booleans(),
+)
 def test_norms_and_rotation(
     dtype: str, seed: int, rows: int, heads: int, half: int, rest: int, position: int, normed: bool
 ) -> None:
@@ -112,12 +118,14 @@ def test_norms_and_rotation(
     rope = Rope.of(1e4, 2 * half)
     bench.both(
         lambda ops, to: ops.rms_norm(to(x), ops.vector(weight, plus=1.0), EPS),
-        oracle.rms_norm(f(x), f(weight + 1.0), EPS), "rms_norm",
-    )  # fmt: skip
+        oracle.rms_norm(f(x), f(weight + 1.0), EPS),
+        "rms_norm",
+    )
     bench.both(
         lambda ops, to: ops.gated_rms_norm(to(x), to(z), ops.vector(weight), EPS),
-        (oracle.rms_norm(f(x), f(weight), EPS) * oracle.silu(f(z))).reshape(rows, -1), "gated_rms_norm",
-    )  # fmt: skip
+        (oracle.rms_norm(f(x), f(weight), EPS) * oracle.silu(f(z))).reshape(rows, -1),
+        "gated_rms_norm",
+    )
     wanted = oracle.norm_rope(f(x), f(weight) if normed else None, EPS, rope, position)
     loose = CLOSE[dtype] + (position + rows) * 2.0**-23  # the angle itself is a float32
     for ops in bench.backends:
@@ -126,9 +134,15 @@ def test_norms_and_rotation(
 
 
 @given(
-    dtype=dtypes, seed=seeds, passes=st.lists(st.integers(1, 9), min_size=1, max_size=4), kv=st.integers(1, 3),
-    share=st.integers(1, 3), dim=st.integers(1, 33), gated=st.booleans(), latent=st.booleans(),
-)  # fmt: skip
+    dtype=dtypes,
+    seed=seeds,
+    passes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    kv=st.integers(1, 3),
+    share=st.integers(1, 3),
+    dim=st.integers(1, 33),
+    gated=st.booleans(),
+    latent=st.booleans(),
+)
 def test_attention(
     dtype: str, seed: int, passes: list[int], kv: int, share: int, dim: int, gated: bool, latent: bool
 ) -> None:
@@ -159,21 +173,30 @@ def test_attention(
             at += rows
         assert cache.length == total
         with pytest.raises(StateError):
-            (ops.attend_latent(to(q[:1]), to(k[:1, 0]), cache, scale=scale, value_dims=values) if latent
-             else ops.attend(to(q[:1]), to(k[:1]), to(v[:1]), cache, scale=scale))  # fmt: skip
+            (
+                ops.attend_latent(to(q[:1]), to(k[:1, 0]), cache, scale=scale, value_dims=values)
+                if latent
+                else ops.attend(to(q[:1]), to(k[:1]), to(v[:1]), cache, scale=scale)
+            )
         return np.concatenate(out)
 
     bench.both(call, wanted, "attend_latent" if latent else "attend", np.abs(f(k if latent else v)))
 
 
 @given(
-    dtype=dtypes, seed=seeds, passes=st.lists(st.integers(1, 9), min_size=1, max_size=4), data=st.data(),
+    dtype=dtypes,
+    seed=seeds,
+    passes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    data=st.data(),
     shape=st.builds(
         lambda key_heads, share, **more: DeltaShape(key_heads=key_heads, value_heads=key_heads * share, **more),
-        key_heads=st.integers(1, 3), share=st.integers(1, 3), key_dim=st.integers(2, 16), value_dim=st.integers(1, 16),
+        key_heads=st.integers(1, 3),
+        share=st.integers(1, 3),
+        key_dim=st.integers(2, 16),
+        value_dim=st.integers(1, 16),
         kernel=st.integers(2, 5),
     ),
-)  # fmt: skip
+)
 def test_convolution_and_delta_rule(
     dtype: str, seed: int, passes: list[int], data: st.DataObject, shape: DeltaShape
 ) -> None:
@@ -216,20 +239,39 @@ def test_convolution_and_delta_rule(
 
 
 @given(
-    dtype=dtypes, seed=seeds, rows=rows_, groups=st.integers(1, 4), each=st.integers(2, 6), data=st.data(),
-    scores=st.sampled_from(["softmax", "sigmoid"]), normalised=st.booleans(), biased=st.booleans(),
+    dtype=dtypes,
+    seed=seeds,
+    rows=rows_,
+    groups=st.integers(1, 4),
+    each=st.integers(2, 6),
+    data=st.data(),
+    scores=st.sampled_from(["softmax", "sigmoid"]),
+    normalised=st.booleans(),
+    biased=st.booleans(),
     shared=st.sampled_from(["none", "whole", "gated"]),
-)  # fmt: skip
+)
 def test_experts(
-    dtype: str, seed: int, rows: int, groups: int, each: int, data: st.DataObject, scores: Any, normalised: bool,
-    biased: bool, shared: str,
-) -> None:  # fmt: skip
+    dtype: str,
+    seed: int,
+    rows: int,
+    groups: int,
+    each: int,
+    data: st.DataObject,
+    scores: Any,
+    normalised: bool,
+    biased: bool,
+    shared: str,
+) -> None:
     bench = Bench(dtype, seed)
     kept = data.draw(st.integers(1, groups))
     routing = Routing(
-        top_k=data.draw(st.integers(1, kept * each)), scores=scores, normalised=normalised, scale=1.5, groups=groups,
+        top_k=data.draw(st.integers(1, kept * each)),
+        scores=scores,
+        normalised=normalised,
+        scale=1.5,
+        groups=groups,
         kept_groups=kept,
-    )  # fmt: skip
+    )
     length, inner, count = 12, 7, groups * each
     x, residual, router = bench.draw(rows, length), bench.draw(rows, length), bench.matrix(count, length)
     bias = bench.wide(count) if biased else None
@@ -240,19 +282,27 @@ def test_experts(
     ids, weights, gap = oracle.route(f(x), f(router), routing, None if bias is None else f(bias))
     assume(gap > 1e-5)
     wanted = oracle.moe(
-        f(x), ids, weights, [[f(w) for w in stack] for stack in experts], f(residual),
-        None if shared == "none" else [f(w) for w in common], f(gate) if shared == "gated" else None,
-    )  # fmt: skip
+        f(x),
+        ids,
+        weights,
+        [[f(w) for w in stack] for stack in experts],
+        f(residual),
+        None if shared == "none" else [f(w) for w in common],
+        f(gate) if shared == "gated" else None,
+    )
 
     def call(ops: Any, to: Any) -> Any:
         chosen = ops.route(to(x), ops.weight(router), routing, None if bias is None else ops.vector(bias))
         assert (to_host(chosen[0]) == ids).all()
         assert np.abs(to_host(chosen[1]) - weights).max() <= 1e-5 * np.abs(weights).max()  # float32 in either dtype
         return ops.moe(
-            to(x), chosen, tuple(ops.stack(stack) for stack in experts), to(residual),
+            to(x),
+            chosen,
+            tuple(ops.stack(stack) for stack in experts),
+            to(residual),
             shared=None if shared == "none" else tuple(ops.weight(w) for w in common),
             shared_gate=ops.weight(gate) if shared == "gated" else None,
-        )  # fmt: skip
+        )
 
     bench.both(call, wanted, "moe", np.abs(f(residual)))
 

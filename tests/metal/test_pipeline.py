@@ -128,12 +128,14 @@ def assert_plain(target: Any, state: Any, tokens: Sequence[int]) -> None:
     plan=st.lists(
         st.integers(1, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))), min_size=1, max_size=6
     ),
-    ahead=st.booleans(), limit=st.integers(1, 30), stop=st.none() | st.integers(0, 20),
+    ahead=st.booleans(),
+    limit=st.integers(1, 30),
+    stop=st.none() | st.integers(0, 20),
     cut=st.none() | st.integers(0, 4),
-)  # fmt: skip
+)
 def test_every_accept_pattern_leaves_the_tokens_and_the_state_of_plain_decoding(
-    family: str, made: Any, plan: list[tuple[int, int]], ahead: bool, limit: int, stop: int | None, cut: int | None,
-) -> None:  # fmt: skip
+    family: str, made: Any, plan: list[tuple[int, int]], ahead: bool, limit: int, stop: int | None, cut: int | None
+) -> None:
     """Ends inside a block, a limit, tokens taken back; then the state goes on."""
     target, truth = made(family)
     with pytest.MonkeyPatch.context() as patched:
@@ -392,13 +394,14 @@ MUTATIONS = {
         caches.DeltaState, "window", lambda original: lambda self, taps: rows_from(self.raw, number(0), taps)
     ),
     "the window is one row late": Mutation(
-        caches.DeltaState, "window",
+        caches.DeltaState,
+        "window",
         lambda original: lambda self, taps: rows_from(self.raw, mx.maximum(self.kept - 1, 0), taps),
     ),
     "rows are written one place too far": Mutation(
         caches.RowCache, "write", lambda original: lambda self, rows, at: original(self, rows, at + 1)
     ),
-}  # fmt: skip
+}
 
 
 @exact

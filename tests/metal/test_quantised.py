@@ -71,9 +71,14 @@ def test_every_product_has_the_values_of_the_decoded_weight(
     tmp_path_factory: pytest.TempPathFactory, bits: int
 ) -> None:
     @given(
-        rows=st.integers(1, 19), features=st.integers(4, 40), groups=st.integers(1, 4), seed=st.integers(0, 2**20),
-        group=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES), stored=st.sampled_from(DTYPES),
-    )  # fmt: skip
+        rows=st.integers(1, 19),
+        features=st.integers(4, 40),
+        groups=st.integers(1, 4),
+        seed=st.integers(0, 2**20),
+        group=st.sampled_from([32, 64, 128]),
+        dtype=st.sampled_from(DTYPES),
+        stored=st.sampled_from(DTYPES),
+    )
     def check(rows: int, features: int, groups: int, seed: int, group: int, dtype: str, stored: str) -> None:
         ops = MetalOps(getattr(mx, dtype))
         length, experts, rng = groups * group, 3, np.random.default_rng(seed)
@@ -211,8 +216,9 @@ def test_a_checkpoint_in_float16_runs_in_float16(tmp_path: Path) -> None:
     folder = tiny.write_qwen3_5(tmp_path / "f16", dtype="float16")
     loaded = load_target(RunConfig(target=TargetConfig(model=str(folder), backend="metal")))
     assert (loaded.target.info.dtype, loaded.target.info.dtype_reason) == (
-        "float16", "auto: the checkpoint is stored in float16"
-    )  # fmt: skip
+        "float16",
+        "auto: the checkpoint is stored in float16",
+    )
     state = loaded.target.new_state(64)
     loaded.target.prefill(state, PROMPT)
     taken = loaded.target.snapshot(state)

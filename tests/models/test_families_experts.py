@@ -277,8 +277,10 @@ def test_scaled_frequencies_equal_those_of_transformers(kind: str) -> None:
     else:
         ours = Rope.yarn(5e5, 128, factor=8, original=8192)
     config = transformers.LlamaConfig(
-        hidden_size=1024, num_attention_heads=8, max_position_embeddings=65536,
+        hidden_size=1024,
+        num_attention_heads=8,
+        max_position_embeddings=65536,
         rope_parameters={"rope_theta": 5e5, **scaling},
-    )  # fmt: skip
+    )
     theirs, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     np.testing.assert_allclose(ours.inv_freq, theirs.numpy(), rtol=1e-5)

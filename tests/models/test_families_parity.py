@@ -32,9 +32,11 @@ def reference(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., np.ndarr
             model_class = getattr(transformers, TRANSFORMERS[family])
             model, info = model_class.from_pretrained(
                 checkpoint(family, dtype="float32", **SHAPES[family][name]),
-                dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+                dtype=torch.float32,
+                attn_implementation="eager",
+                experts_implementation="eager",
                 output_loading_info=True,
-            )  # fmt: skip
+            )
             assert not info["missing_keys"], "transformers would compare with random weights"
             with torch.no_grad():
                 ids = torch.tensor([tokens_for(model.config.vocab_size)])

@@ -145,9 +145,15 @@ def test_the_command_shows_formats_and_findings(tmp_path: pathlib.Path) -> None:
     status, text, errors = info(folder)
     assert (status, errors) == (0, "")
     head = sum(math.prod(value.shape) for key, value in weights.items() if key.startswith("mtp."))
-    for part in (f"; and {head:,} in the MTP head", "module format weights parameters stored", "MLP fp8 1",
-                 "30 unused, 1 problem", "unused: extra.0", "unused: 10 more, which --json lists",
-                 f"problem: the tensor {name}"):  # fmt: skip
+    for part in (
+        f"; and {head:,} in the MTP head",
+        "module format weights parameters stored",
+        "MLP fp8 1",
+        "30 unused, 1 problem",
+        "unused: extra.0",
+        "unused: 10 more, which --json lists",
+        f"problem: the tensor {name}",
+    ):
         assert part in text
     told = json.loads(CliRunner().invoke(main, ["info", str(folder), "--json"]).stdout)
     assert len(told["unused"]) == 30

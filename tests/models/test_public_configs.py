@@ -363,16 +363,22 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ("DeepSeek-V3", {"topk_group": 9}, "topk_group"),
         ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank"),
         ("DeepSeek-V3", {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}}, "mscale"),
-        ("GLM-4.5-Air", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0,
-                                         "original_max_position_embeddings": 4096}}, "longrope"),
-        ("GLM-4.5-Air", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
-                                         "original_max_position_embeddings": 4096}}, "attention_factor"),
+        (
+            "GLM-4.5-Air",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 4096}},
+            "longrope",
+        ),
+        (
+            "GLM-4.5-Air",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}},
+            "attention_factor",
+        ),
         ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
         ("Llama-3.1-8B", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
         ("Llama-3.1-8B", {"rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window"),
     ],
-)  # fmt: skip
+)
 def test_a_variant_that_is_not_implemented_is_refused_by_name(name: str, changes: dict[str, Any], named: str) -> None:
     config = text_config(PUBLISHED[name][0]) | changes
     with pytest.raises(CheckpointError, match=named):

@@ -71,9 +71,15 @@ def play(policy: DepthPolicy, process: Process, cycles: int, seed: int = 0, begi
         seconds = process.cost(cycle, offered) * rng.uniform(1 - process.noise, 1 + process.noise)
         seconds *= 10.0 if rng.random() < process.outliers else 1.0
         record = CycleRecord(
-            position=10 + cycle, depth=asked, offered=offered, accepted=accepted, emitted=(0,) * (accepted + 1),
-            draft_seconds=0.0, verify_seconds=seconds, commit_seconds=0.0,
-        )  # fmt: skip
+            position=10 + cycle,
+            depth=asked,
+            offered=offered,
+            accepted=accepted,
+            emitted=(0,) * (accepted + 1),
+            draft_seconds=0.0,
+            verify_seconds=seconds,
+            commit_seconds=0.0,
+        )
         policy.record(record)
         played.append(Played(asked, record, process.tokens(cycle, asked), process.seconds(cycle, asked)))
     return played

@@ -126,9 +126,7 @@ def test_short_generations_of_a_model_that_is_off_still_probe():
     process = PROCESSES["flat cost, high acceptance"]
     learnt, config = Learnt(process.table()), AdaptiveConfig()
     play(AdaptivePolicy(config, learnt), PROCESSES["hopeless"], 100)
-    asked = [
-        cycle.asked for seed in range(40) for cycle in play(AdaptivePolicy(config, learnt), process, 20, seed)
-    ]  # fmt: skip
+    asked = [cycle.asked for seed in range(40) for cycle in play(AdaptivePolicy(config, learnt), process, 20, seed)]
     assert asked[:20] == [0] * 20
     assert sum(depth > 1 for depth in asked[400:]) > 300
 

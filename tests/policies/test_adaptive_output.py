@@ -24,13 +24,19 @@ tables = st.one_of(
         lambda verify, draft, commit: CostTable(
             verify=dict(enumerate(verify, start=1)), draft={0: 0.0, **dict(enumerate(draft, start=1))}, commit=commit
         ),
-        st.lists(seconds, min_size=1, max_size=9), st.lists(seconds, max_size=8), seconds,
+        st.lists(seconds, min_size=1, max_size=9),
+        st.lists(seconds, max_size=8),
+        seconds,
     ),
-)  # fmt: skip
+)
 configs = st.builds(
-    AdaptiveConfig, max_depth=st.integers(1, 15), window=st.integers(4, 64), first_probe=st.integers(1, 8),
-    last_probe=st.integers(1, 64), min_gain=st.floats(0.0, 1.0),
-)  # fmt: skip
+    AdaptiveConfig,
+    max_depth=st.integers(1, 15),
+    window=st.integers(4, 64),
+    first_probe=st.integers(1, 8),
+    last_probe=st.integers(1, 64),
+    min_gain=st.floats(0.0, 1.0),
+)
 drafters = {
     "mtp": lambda env: MtpDrafter(MtpConfig(), env),
     "ngram": lambda env: NgramDrafter(NgramConfig(min_order=1)),

@@ -48,12 +48,20 @@ REGEXES = st.recursive(_ATOMS, _joined, max_leaves=6)
 SCHEMAS: list[dict[str, Any]] = [
     {"enum": ["abc", "ab", 12, None, True]},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
-    {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}, "required": ["a"],
-     "additionalProperties": False},
-    {"type": "object", "properties": {"ab": {"type": "string", "maxLength": 4}}, "required": ["ab"],
-     "additionalProperties": False},
+    {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"ab": {"type": "string", "maxLength": 4}},
+        "required": ["ab"],
+        "additionalProperties": False,
+    },
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 120}, "maxItems": 2},
-]  # fmt: skip
+]
 
 
 def conforms(value: Any, schema: dict[str, Any]) -> bool:

@@ -262,7 +262,7 @@ def test_the_command_fails_a_broken_plugin(monkeypatch):
 def test_an_unknown_name_ends_with_status_two():
     done = subprocess.run(
         [sys.executable, "-m", "specdec", "check", "strikt"], capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+    )
     assert done.returncode == 2
     assert "Did you mean 'strict'" in done.stderr
 

@@ -186,8 +186,10 @@ def test_the_residual_is_a_law_and_zero_where_the_draft_is_larger():
 def test_the_enumeration_weighs_branches_by_their_measure():
     outcomes = list(branches(lambda new: _two_comparisons(new())))
     assert sorted((weight, outcome) for weight, outcome in outcomes) == [
-        (Fraction(1, 4), "low"), (Fraction(1, 4), "middle"), (Fraction(1, 2), "high"),
-    ]  # fmt: skip
+        (Fraction(1, 4), "low"),
+        (Fraction(1, 4), "middle"),
+        (Fraction(1, 2), "high"),
+    ]
 
 
 def _two_comparisons(uniform: Uniform) -> str:

@@ -29,10 +29,12 @@ SCENARIOS = {
     "points": _Scenario("points", DRAWS, laws=False),
     "cycles": _Scenario("cycles", DRAWS // 2, laws=True, cycles=JOINT),
     "filtered": _Scenario(
-        "filtered", DRAWS // 2, laws=True,
+        "filtered",
+        DRAWS // 2,
+        laws=True,
         sampling=Sampling(temperature=0.7, top_k=2, presence_penalty=1.0, frequency_penalty=0.5),
     ),
-}  # fmt: skip
+}
 VERIFIERS = {
     "strict": StrictVerifier,
     "rejection": lambda: RejectionVerifier(RejectionConfig()),
@@ -53,9 +55,16 @@ def check_joint_law(verifier, scenario, *, draws=None):
 
 
 CASES = [
-    ("rejection", "sampled"), ("rejection", "pruned"), ("rejection", "points"), ("rejection", "cycles"),
-    ("rejection", "filtered"), ("block", "sampled"), ("block", "cycles"), ("strict", "sampled"), ("strict", "filtered"),
-]  # fmt: skip
+    ("rejection", "sampled"),
+    ("rejection", "pruned"),
+    ("rejection", "points"),
+    ("rejection", "cycles"),
+    ("rejection", "filtered"),
+    ("block", "sampled"),
+    ("block", "cycles"),
+    ("strict", "sampled"),
+    ("strict", "filtered"),
+]
 
 
 @pytest.mark.parametrize(("verifier", "scenario"), CASES)

@@ -117,9 +117,10 @@ def check_ties_by_id():
     assert survivors(logits, Sampling(temperature=1.0, top_k=3))[0].tolist() == [0, 2, 4]
     rows = Rows(TableLogits(logits[None].astype(np.float32)), (), Context([0], Sampling()))
     assert rows.choose(0) == 2
-    assert Rows(
-        TableLogits(logits[None].astype(np.float32)), (), Context([0], Sampling(logit_bias={5: 0.0}))
-    ).choose(0) == 2  # fmt: skip
+    assert (
+        Rows(TableLogits(logits[None].astype(np.float32)), (), Context([0], Sampling(logit_bias={5: 0.0}))).choose(0)
+        == 2
+    )
 
 
 def test_ties_go_by_ascending_id():

@@ -33,9 +33,11 @@ class MtpHead:
         self._layers = layers
         self.template = self.new_cache()
         hidden = torch.zeros(
-            1, model.network.config.get_text_config(decoder=True).hidden_size,
-            dtype=model.network.dtype, device=model.device,
-        )  # fmt: skip
+            1,
+            model.network.config.get_text_config(decoder=True).hidden_size,
+            dtype=model.network.dtype,
+            device=model.device,
+        )
         self.run(self.template, [0], hidden, 0)
 
     def new_cache(self) -> Any:

@@ -156,10 +156,22 @@ def test_pickles_adapters_and_gguf_are_refused(copy, tmp_path):
 def test_the_command_line_ends_with_status_2_and_no_traceback(tmp_path):
     folder = stub(tmp_path / "model", model_type="t5")
     ran = subprocess.run(
-        [sys.executable, "-m", "specdec", "generate", "-s", f"target.model={folder}",
-         "-s", "target.backend=transformers", "--prompt", "hi"],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "specdec",
+            "generate",
+            "-s",
+            f"target.model={folder}",
+            "-s",
+            "target.backend=transformers",
+            "--prompt",
+            "hi",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert ran.returncode == 2
     assert "encoder-decoder" in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -230,8 +242,13 @@ def test_scales_that_transformers_left_over_are_refused(copy, monkeypatch):
 
 def test_a_method_that_transformers_knows_is_its_own_to_decode(checkpoint):
     config = AutoConfig.from_pretrained(checkpoint("llama"))
-    for section, known in ((None, False), ({"quant_method": "fp8"}, True), ({"load_in_4bit": True}, True),
-                           ({"quant_method": "modelopt"}, False), ({"quant_algo": "NVFP4"}, False)):  # fmt: skip
+    for section, known in (
+        (None, False),
+        ({"quant_method": "fp8"}, True),
+        ({"load_in_4bit": True}, True),
+        ({"quant_method": "modelopt"}, False),
+        ({"quant_algo": "NVFP4"}, False),
+    ):
         config.quantization_config = section
         assert loading._has_decoder(config) is known
 

@@ -94,19 +94,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SSM = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_n_groups": 1}
 FURTHER: dict[str, dict[str, Any]] = {
-    "opt": {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "max_position_embeddings": 160, "word_embed_proj_dim": 32},
+    "opt": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 160,
+        "word_embed_proj_dim": 32,
+    },
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "llama4_text": {**DENSE, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48,
-                    "attention_chunk_size": 8},
+    "llama4_text": {
+        **DENSE,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 8,
+    },
     "gpt_oss": {**DENSE, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8},
-    "mamba2": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8,
-               "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "mamba2": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
     "falcon_h1": {**DENSE, **SSM, "head_dim": 8},
-    "nemotron_h": {**DENSE, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8,
-                   "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8},
+    "nemotron_h": {
+        **DENSE,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "head_dim": 8,
+    },
     "deepseek_v4": {**DENSE, "head_dim": 16},
-}  # fmt: skip
+}
 """Architectures that are looked at less closely: other positions, masks, and classes of caches."""
 CONFIGS |= FURTHER
 

@@ -317,9 +317,17 @@ class NativeOps(ReferenceOps):
         outs = tuple([_new(rows, n, dtype=dtype) for n in features])
         wide, bias_addresses = self._biases(biases, features) if biases else (None, None)
         self._project(
-            at, stride, rows, length, count, addresses, strides, sizes, bias_addresses,
+            at,
+            stride,
+            rows,
+            length,
+            count,
+            addresses,
+            strides,
+            sizes,
+            bias_addresses,
             _Pointers[count](*[out.data_ptr() for out in outs]),
-        )  # fmt: skip
+        )
         del wide  # whose addresses the call has used
         return outs
 
@@ -353,9 +361,7 @@ class NativeOps(ReferenceOps):
             if residual.shape != out.shape:
                 raise self._refused("linear", "residual", residual, f"[{rows}, {features}]")
             added, added_stride, _, _ = self._rows(residual, "linear")
-        self._linear(
-            at, stride, rows, length, w, w_stride, features, added, added_stride, out.data_ptr()
-        )  # fmt: skip
+        self._linear(at, stride, rows, length, w, w_stride, features, added, added_stride, out.data_ptr())
         return out
 
     def swiglu(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -424,9 +430,8 @@ class NativeOps(ReferenceOps):
         scale = 0 if weight is None else self._floats(weight, dim, "norm_rope", "weight")
         out = _new(rows, heads, dim, dtype=self.dtype)
         self._norm_rope(
-            at, row_stride, head_stride, rows, heads, dim, scale, eps, held[2], half, position,
-            out.data_ptr(),
-        )  # fmt: skip
+            at, row_stride, head_stride, rows, heads, dim, scale, eps, held[2], half, position, out.data_ptr()
+        )
         return out
 
     def attend(
@@ -451,10 +456,20 @@ class NativeOps(ReferenceOps):
             gate_view = self._heads(gate, "attend", "gate")
         out = _new(rows, heads * dim, dtype=self.dtype)
         self._attend(
-            *self._heads(q, "attend", "q"), *self._heads(k, "attend", "k"), *self._heads(v, "attend", "v"),
-            keys.data_ptr(), values.data_ptr(), *gate_view, rows, heads, kv_heads, dim, start, scale,
+            *self._heads(q, "attend", "q"),
+            *self._heads(k, "attend", "k"),
+            *self._heads(v, "attend", "v"),
+            keys.data_ptr(),
+            values.data_ptr(),
+            *gate_view,
+            rows,
+            heads,
+            kv_heads,
+            dim,
+            start,
+            scale,
             out.data_ptr(),
-        )  # fmt: skip
+        )
         return out
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
@@ -468,9 +483,7 @@ class NativeOps(ReferenceOps):
         scale = self._floats(weight, channels * taps, "conv_window", "weight")
         raw = _new(taps - 1 + rows, channels, dtype=self.dtype)
         out = _new(rows, channels, dtype=self.dtype)
-        self._conv_window(
-            window, at, stride, rows, channels, scale, taps, raw.data_ptr(), out.data_ptr()
-        )  # fmt: skip
+        self._conv_window(window, at, stride, rows, channels, scale, taps, raw.data_ptr(), out.data_ptr())
         cache.raw = raw
         return out
 
@@ -489,9 +502,7 @@ class NativeOps(ReferenceOps):
         sizes = (shape.key_heads, heads, shape.key_dim, shape.value_dim)
         out = _new(rows, heads, shape.value_dim, dtype=self.dtype)
         kernel = self._gated_delta
-        kernel(
-            *sizes, *inputs, cache.state.data_ptr(), cache.after.data_ptr(), rows, out.data_ptr()
-        )  # fmt: skip
+        kernel(*sizes, *inputs, cache.state.data_ptr(), cache.after.data_ptr(), rows, out.data_ptr())
         keep = (u, a, b, a_log, dt_bias)  # the replay reads them by address
 
         def replay(kept_rows: int) -> None:
@@ -507,7 +518,13 @@ class NativeOps(ReferenceOps):
         rows, heads, dim = x.shape
         out = _new(rows, heads * dim, dtype=self.dtype)
         self._gated_rms_norm(
-            *self._heads(x, "gated_rms_norm", "x"), *self._heads(z, "gated_rms_norm", "z"), rows, heads, dim,
-            self._floats(weight, dim, "gated_rms_norm", "weight"), eps, out.data_ptr(),
-        )  # fmt: skip
+            *self._heads(x, "gated_rms_norm", "x"),
+            *self._heads(z, "gated_rms_norm", "z"),
+            rows,
+            heads,
+            dim,
+            self._floats(weight, dim, "gated_rms_norm", "weight"),
+            eps,
+            out.data_ptr(),
+        )
         return out

@@ -79,9 +79,14 @@ class HeadRows:
     __slots__ = ("_block", "_tokens", "base", "ids", "parts", "vocab_size")
 
     def __init__(
-        self, parts: tuple[Tensor, ...], ids: Int32, vocab_size: int, *, base: HeadRows | None = None,
+        self,
+        parts: tuple[Tensor, ...],
+        ids: Int32,
+        vocab_size: int,
+        *,
+        base: HeadRows | None = None,
         block: _Block | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.parts = parts
         self.ids = ids
         self.vocab_size = vocab_size
@@ -110,9 +115,12 @@ class HeadRows:
         block.rows[used : used + len(tokens)] = rows
         block.used = used + len(tokens)
         return HeadRows(
-            (self.base.parts[0], block.rows[: block.used]), np.concatenate([self.ids, np.array(tokens, np.int32)]),
-            self.vocab_size, base=self.base, block=block,
-        )  # fmt: skip
+            (self.base.parts[0], block.rows[: block.used]),
+            np.concatenate([self.ids, np.array(tokens, np.int32)]),
+            self.vocab_size,
+            base=self.base,
+            block=block,
+        )
 
 
 class _Block:

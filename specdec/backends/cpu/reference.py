@@ -127,9 +127,15 @@ class ReferenceOps:
         return ids, weights * routing.scale
 
     def moe(
-        self, x: Tensor, chosen: tuple[Tensor, Tensor], experts: tuple[Sequence[Tensor], ...], residual: Tensor, *,
-        shared: tuple[Tensor, Tensor, Tensor] | None = None, shared_gate: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        chosen: tuple[Tensor, Tensor],
+        experts: tuple[Sequence[Tensor], ...],
+        residual: Tensor,
+        *,
+        shared: tuple[Tensor, Tensor, Tensor] | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
         ids, weights = chosen
         gates, ups, downs = experts
         rows, slots = ids.shape
@@ -174,9 +180,9 @@ class ReferenceOps:
         cache.keys[start:end] = k
         cache.values[start:end] = v
         step = 1 if rows <= MAX_ROWS else _ATTEND_BLOCK
-        out = torch.cat([
-            _attend_block(q[at : at + step].clone(), cache, start + at, scale) for at in range(0, rows, step)
-        ])  # fmt: skip
+        out = torch.cat(
+            [_attend_block(q[at : at + step].clone(), cache, start + at, scale) for at in range(0, rows, step)]
+        )
         if gate is not None:
             out = out * _by_row(torch.sigmoid, gate.float())
         return out.to(self.dtype).reshape(rows, heads * dim)

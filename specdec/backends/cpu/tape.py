@@ -246,9 +246,7 @@ class Tape(TorchFunctionMode):
         for cache in self.caches:
             if isinstance(cache, _RecordedDelta) and cache.raw is not None:
                 taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
-                self._runner.keep_window(
-                    cache.raw.data_ptr(), cache.window.data_ptr(), Unknown(ROWS), row_bytes, taps
-                )  # fmt: skip
+                self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Unknown(ROWS), row_bytes, taps)
         windows, self.steps = self.steps, []
 
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
@@ -410,9 +408,11 @@ class Program:
     def addresses(self) -> tuple[int, int, int, int]:
         """As kernels/tape.cpp has it."""
         return (
-            ctypes.addressof(self.steps), len(self.names), ctypes.addressof(self.arguments),
+            ctypes.addressof(self.steps),
+            len(self.names),
+            ctypes.addressof(self.arguments),
             ctypes.addressof(self.spent),
-        )  # fmt: skip
+        )
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -579,7 +579,7 @@ class RecordedPass:
             slots[THREADS] = torch.get_num_threads()
             drafted: int = passes.runner.chain(
                 programs, slots, len(self._caches), rows, depth, row_bytes, found, ops.timing
-            )  # fmt: skip
+            )
             whole = drafted == depth
             not_finite = not whole and found[drafted] < 0
             if not_finite:
@@ -619,9 +619,7 @@ class RecordedPass:
 
     def _play(self, program: Program) -> int:
         spent = program.spent if self._ops.timing else None
-        failed: int = self._passes.runner.run(
-            program.steps, len(program.names), program.arguments, self._slots, spent
-        )  # fmt: skip
+        failed: int = self._passes.runner.run(program.steps, len(program.names), program.arguments, self._slots, spent)
         return failed
 
 

@@ -355,9 +355,14 @@ class Rotated(Deferred):
     """``norm_rope(x)``: a query or key on its way to attention."""
 
     def __init__(
-        self, x: Tensor, weight: Tensor | None, eps: float, frequencies: Tensor, position: Any,
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        frequencies: Tensor,
+        position: Any,
         compute: Callable[[], Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(x.shape, compute)
         self.x, self.weight, self.eps, self.frequencies, self.position = x, weight, eps, frequencies, position
 

@@ -44,6 +44,8 @@ class CudaBackend:
     def ops(self, dtype: str) -> CudaOps:
         eager = os.environ.get(EAGER, "").strip().lower() not in ("", "0", "false", "no", "off")
         return CudaOps(
-            self._device, DTYPES[dtype], eager_reason=f"{EAGER} is set" if eager else "",
+            self._device,
+            DTYPES[dtype],
+            eager_reason=f"{EAGER} is set" if eager else "",
             kernels=f"Triton {triton.__version__}",
-        )  # fmt: skip
+        )

@@ -151,7 +151,7 @@ class CycleGraphs:
 
     def _cycle(
         self, cycles: CudaCycles, target: list[CapturedCache], mtp: list[CapturedCache], fed: int, depth: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         b = self.buffers
         table = b.table[self.caches :]
         self.settle()
@@ -214,9 +214,15 @@ class CudaCycles:
         self.draft_head: Weight = drafting
         tokens, length = setup.tokens, int(target.caches[0].length)
         start = Decision(
-            halted=0, remaining=setup.limit, pending=tokens[-1], position=length, kept=0, accepted=0, cycles=0,
+            halted=0,
+            remaining=setup.limit,
+            pending=tokens[-1],
+            position=length,
+            kept=0,
+            accepted=0,
+            cycles=0,
             emitted=(),
-        )  # fmt: skip
+        )
         self._decisions = [start]  # those that the host knows
         self._depths = [0]  # of the cycles submitted
         self._flights: dict[int, _Flight] = {}
@@ -288,9 +294,14 @@ class CudaCycles:
             raise StateError(f"{tokens} of {last.kept} tokens are kept of a cycle that was the last one, and collected")
         back = last.kept - tokens
         self._decisions[-1] = attrs.evolve(
-            last, halted=0, remaining=last.remaining + back, pending=last.emitted[tokens - 1],
-            position=last.position - back, kept=tokens, emitted=last.emitted[:tokens],
-        )  # fmt: skip
+            last,
+            halted=0,
+            remaining=last.remaining + back,
+            pending=last.emitted[tokens - 1],
+            position=last.position - back,
+            kept=tokens,
+            emitted=last.emitted[:tokens],
+        )
         with self._graphs.target.lock, self._graphs.mtp.lock:
             self._graphs.own(self)
             self._write(self._graphs.buffers.control, self._decisions[-1])

@@ -87,8 +87,9 @@ class CudaOps:
     def weight(self, tensor: Any) -> Weight:
         if isinstance(tensor, StoredMatrix):
             return self._packed(tensor)
-        with self.device.guarded(f"a weight of shape {list(tensor.shape)}", tensor.numel() * self.dtype.itemsize,
-                                 _LOADING):  # fmt: skip
+        with self.device.guarded(
+            f"a weight of shape {list(tensor.shape)}", tensor.numel() * self.dtype.itemsize, _LOADING
+        ):
             return DenseWeight(tensor.to(self.device.place).to(self.dtype))
 
     def _packed(self, stored: StoredMatrix) -> Weight:
@@ -216,9 +217,15 @@ class CudaOps:
         return choose(gemm.float32_product(x, weight), routing, bias)
 
     def moe(
-        self, x: Any, chosen: tuple[Tensor, Tensor], experts: tuple[ExpertStack, ExpertStack, ExpertStack],
-        residual: Any, *, shared: tuple[Weight, Weight, Weight] | None = None, shared_gate: Weight | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Any,
+        chosen: tuple[Tensor, Tensor],
+        experts: tuple[ExpertStack, ExpertStack, ExpertStack],
+        residual: Any,
+        *,
+        shared: tuple[Weight, Weight, Weight] | None = None,
+        shared_gate: Weight | None = None,
+    ) -> Tensor:
         x, residual = materialised(x), materialised(residual)
         ids, weights = chosen
         if x.shape[0] <= MAX_ROWS:

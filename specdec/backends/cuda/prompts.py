@@ -38,9 +38,13 @@ def float32_product(x: Tensor, weight: Weight) -> Tensor:
 
 
 def moe(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: tuple[ExpertStack, ExpertStack, ExpertStack], residual: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: tuple[ExpertStack, ExpertStack, ExpertStack],
+    residual: Tensor,
     common: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The experts of every row in slot order, each expert read once; ``common`` float32 is added behind them."""
     gates, ups, downs = experts
     rows, slots = ids.shape
@@ -77,9 +81,12 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, position: int, scale: float)
         at = torch.arange(position + first, end, device=q.device)
         seen = torch.arange(end, device=q.device) <= at[:, None]
         mixed = F.scaled_dot_product_attention(
-            part.reshape(1, kv_heads, group * count, dim), keys[:end].transpose(0, 1)[None],
-            values[:end].transpose(0, 1)[None], attn_mask=seen.repeat(group, 1), scale=scale,
-        )  # fmt: skip
+            part.reshape(1, kv_heads, group * count, dim),
+            keys[:end].transpose(0, 1)[None],
+            values[:end].transpose(0, 1)[None],
+            attn_mask=seen.repeat(group, 1),
+            scale=scale,
+        )
         out.append(mixed.view(kv_heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1))
     return out[0] if len(out) == 1 else torch.cat(out)
 

@@ -247,9 +247,11 @@ def _ends(tensor: Tensor) -> int:
 
 def _format(weight: Weight) -> tuple[object, ...]:
     return (
-        type(weight), parts(weight)[0].dtype, weight.device,
+        type(weight),
+        parts(weight)[0].dtype,
+        weight.device,
         weight.block if isinstance(weight, Fp8BlockWeight) else None,
-    )  # fmt: skip
+    )
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -55,9 +55,16 @@ class KernelSet(Protocol):
         """``x[t, j] @ stack[ids[t, j]].T``: ``[T, k, N]``; x is ``[T, k, K]``, or ``[T, 1, K]`` for all slots."""
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, length: Length, *, scale: float, dtype: mx.Dtype,
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        length: Length,
+        *,
+        scale: float,
+        dtype: mx.Dtype,
         value_dims: int | None = None,
-    ) -> mx.array:  # fmt: skip
+    ) -> mx.array:
         """Causal attention of ``q [T, nq, D]`` over buckets ``[1, nkv, bucket, ...]``: ``[T, nq, Dv]``."""
 
     def delta(
@@ -84,13 +91,19 @@ class OwnKernels:
         return expert_matvec(x, stack, ids, dtype=dtype, executor=self.executor)
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, length: Length, *, scale: float, dtype: mx.Dtype,
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        length: Length,
+        *,
+        scale: float,
+        dtype: mx.Dtype,
         value_dims: int | None = None,
-    ) -> mx.array:  # fmt: skip
+    ) -> mx.array:
         return attention.attend(
-            q, keys, values, on_device(length), scale=scale, dtype=dtype, value_dims=value_dims,
-            executor=self.executor,
-        )  # fmt: skip
+            q, keys, values, on_device(length), scale=scale, dtype=dtype, value_dims=value_dims, executor=self.executor
+        )
 
     def delta(
         self, base: mx.array, past: Past | None, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
@@ -154,9 +167,16 @@ class StockKernels:
         return mx.gather_mm(each, stack.swapaxes(-1, -2), rhs_indices=ids)[:, :, 0].astype(dtype)
 
     def attend(
-        self, q: mx.array, keys: mx.array, values: mx.array, length: Length, *, scale: float, dtype: mx.Dtype,
+        self,
+        q: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        length: Length,
+        *,
+        scale: float,
+        dtype: mx.Dtype,
         value_dims: int | None = None,
-    ) -> mx.array:  # fmt: skip
+    ) -> mx.array:
         rows = q.shape[0]
         mask: Any = "causal" if rows > 1 else None
         if isinstance(length, DeviceLength):  # how far to read is not known, so all is read and most of it masked

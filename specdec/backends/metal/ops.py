@@ -188,10 +188,15 @@ class MetalOps:
         return ids, weights * routing.scale
 
     def moe(
-        self, x: mx.array, chosen: tuple[mx.array, mx.array], experts: tuple[Matrix, Matrix, Matrix],
-        residual: mx.array, *, shared: tuple[Matrix, Matrix, Matrix] | None = None,
+        self,
+        x: mx.array,
+        chosen: tuple[mx.array, mx.array],
+        experts: tuple[Matrix, Matrix, Matrix],
+        residual: mx.array,
+        *,
+        shared: tuple[Matrix, Matrix, Matrix] | None = None,
         shared_gate: Matrix | None = None,
-    ) -> mx.array:  # fmt: skip
+    ) -> mx.array:
         ids, weights = chosen
         gates, ups, downs = experts
         kernels = self._set(x.shape[0])
@@ -247,9 +252,15 @@ class MetalOps:
         return _silu(total).astype(self.dtype)
 
     def gated_delta(
-        self, u: mx.array, a: mx.array, b: mx.array, a_log: mx.array, dt_bias: mx.array, cache: MetalDeltaCache,
+        self,
+        u: mx.array,
+        a: mx.array,
+        b: mx.array,
+        a_log: mx.array,
+        dt_bias: mx.array,
+        cache: MetalDeltaCache,
         shape: DeltaShape,
-    ) -> mx.array:  # fmt: skip
+    ) -> mx.array:
         rows, keys = u.shape[0], shape.key_heads * shape.key_dim
         split = [keys, 2 * keys]
         q, k, v = (

@@ -82,16 +82,23 @@ def numbers(octets: torch.Tensor) -> torch.Tensor:
 
 
 def stored_nvfp4(
-    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, columns: int, dtype: torch.dtype,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    columns: int,
+    dtype: torch.dtype,
     divisor: torch.Tensor | None = None,
-) -> StoredMatrix:  # fmt: skip
+) -> StoredMatrix:
     """A matrix of NVFP4 from its parts, as ``StoredMatrix`` lists them."""
     return StoredMatrix(
-        format="nvfp4", shape=(len(codes), columns),
+        format="nvfp4",
+        shape=(len(codes), columns),
         parts={"codes": codes, "scale": scale, "global_scale": global_scale},
         meta={"block_rows": 1, "block_columns": 16, "group": 16, "bits": 4},
-        dtype=dtype, numbers=numbers, divisor=divisor,
-    )  # fmt: skip
+        dtype=dtype,
+        numbers=numbers,
+        divisor=divisor,
+    )
 
 
 def _of_matrix(scales: torch.Tensor, index: int) -> torch.Tensor:

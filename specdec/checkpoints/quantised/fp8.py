@@ -58,9 +58,13 @@ class Fp8Coding(Coding):
         codes = self.parts.checkpoint.load(self.parts.codes).view(torch.uint8).view(count, rows, columns)[index]
         meta = {"block_rows": self.grid.rows, "block_columns": self.grid.columns, "group": self.grid.columns, "bits": 8}
         return StoredMatrix(
-            format="fp8-block", shape=(rows, columns), parts={"codes": codes, "scale": self.scales()[index]}, meta=meta,
-            dtype=dtype, numbers=numbers,
-        )  # fmt: skip
+            format="fp8-block",
+            shape=(rows, columns),
+            parts={"codes": codes, "scale": self.scales()[index]},
+            meta=meta,
+            dtype=dtype,
+            numbers=numbers,
+        )
 
     def has_nan(self) -> bool:
         # 0x7F is the largest int8, 0xFF the largest uint8: two reductions without a copy

@@ -59,10 +59,14 @@ class Hints:
                 channels = True
         mlx = next((given[key] for key in reversed(_KEYS) if _is_mlx(given.get(key))), None)
         return cls(
-            method=quantisation(config), blocks=tuple(blocks), groups=tuple(groups), bits=tuple(bits),
-            channels=channels, mlx=mlx,
+            method=quantisation(config),
+            blocks=tuple(blocks),
+            groups=tuple(groups),
+            bits=tuple(bits),
+            channels=channels,
+            mlx=mlx,
             mlx_modules={canonical_name(path): value for path, value in (mlx or {}).items() if path not in _MLX_KEYS},
-        )  # fmt: skip
+        )
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:

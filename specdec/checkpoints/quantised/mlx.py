@@ -66,12 +66,17 @@ class AffineCoding(Coding):
 
         group = self.grid.columns
         return StoredMatrix(
-            format="mlx-affine", shape=(rows, columns),
-            parts={"codes": part(self.parts.codes), "scale": part(self.parts.original("mlx_scale")),
-                   "bias": part(self.parts.original("mlx_bias"))},
+            format="mlx-affine",
+            shape=(rows, columns),
+            parts={
+                "codes": part(self.parts.codes),
+                "scale": part(self.parts.original("mlx_scale")),
+                "bias": part(self.parts.original("mlx_bias")),
+            },
             meta={"block_rows": 1, "block_columns": group, "group": group, "bits": self.bits},
-            dtype=dtype, numbers=functools.partial(unpack, bits=self.bits),
-        )  # fmt: skip
+            dtype=dtype,
+            numbers=functools.partial(unpack, bits=self.bits),
+        )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -176,8 +181,7 @@ def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:
     mode = told.get("mode", "affine") if isinstance(told, dict) else None
     if mode not in _SIZES:
         raise parts.error(
-            f"the tensor {parts.codes} is quantised with MLX's mode {mode!r}, which is not read",
-            read=", ".join(_SIZES),
+            f"the tensor {parts.codes} is quantised with MLX's mode {mode!r}, which is not read", read=", ".join(_SIZES)
         )
     usual_group, usual_bits = _SIZES[mode]
     group, bits = (told.get(key) or usual for key, usual in (("group_size", usual_group), ("bits", usual_bits)))

@@ -208,8 +208,13 @@ def _packed_offsets(parts: Parts, shape: tuple[int, ...], grid: Grid, bits: int)
         return True
     if parts.dtype_of("zero_point") in ("I8", "U8", "I32", "I64", *FLOATS) and given == scale:
         return False
-    raise misfit(parts, "zero_point", f"{list(scale)}, as {parts.original('scale')} has" if not bits else
-                 f"int32 {[*shape[:-2], words, grid.shape[2]]}, packed along the rows")  # fmt: skip
+    raise misfit(
+        parts,
+        "zero_point",
+        f"{list(scale)}, as {parts.original('scale')} has"
+        if not bits
+        else f"int32 {[*shape[:-2], words, grid.shape[2]]}, packed along the rows",
+    )
 
 
 PACKED, PLAIN = Packed(), PlainInt()

@@ -21,8 +21,13 @@ from tests import tiny
 from tests.checkpoints.quantised.quantisers import Tensors, spread
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-SHIFTED = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", "q_norm.weight",
-           "k_norm.weight")  # fmt: skip
+SHIFTED = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "model.norm.weight",
+    "q_norm.weight",
+    "k_norm.weight",
+)
 
 
 def bit_stream(codes: np.ndarray, bits: int) -> torch.Tensor:
@@ -59,9 +64,14 @@ def plain(path: str) -> tuple[int, int] | None:
 
 
 def convert(
-    folder: Path, source: Path, family: str, sizes: Sizes = four_bits, *, dtype: torch.dtype = torch.float32,
+    folder: Path,
+    source: Path,
+    family: str,
+    sizes: Sizes = four_bits,
+    *,
+    dtype: torch.dtype = torch.float32,
     keep_head: bool = False,
-) -> tuple[Path, Path]:  # fmt: skip
+) -> tuple[Path, Path]:
     """``source`` as mlx-lm would convert it, and the twin: the values that this has, in Hugging Face's layout.
 
     With ``keep_head`` the MTP head stays in the former, under its own names, in the dtype that it has.
@@ -96,8 +106,9 @@ def convert(
     if any(name.endswith(".scales") for name in stored):
         told = {**config, "quantization": quantization, "quantization_config": quantization}
     write_checkpoint(folder / "mlx", told, stored)
-    headless = {key: 0 if key in ("mtp_num_hidden_layers", "num_nextn_predict_layers") else config[key]
-                for key in config}  # fmt: skip
+    headless = {
+        key: 0 if key in ("mtp_num_hidden_layers", "num_nextn_predict_layers") else config[key] for key in config
+    }
     write_checkpoint(folder / "twin", headless, _to_hf(decoded, tensors, config))
     for made in ("mlx", "twin"):
         tiny.write_tokenizer(folder / made)

@@ -81,9 +81,13 @@ def pack(values: np.ndarray, bits: int) -> torch.Tensor:
 
 
 def fp8_block(
-    weight: np.ndarray, block: tuple[int, int] = (128, 128), *, name: str = "weight_scale_inv", e8m0: bool = False,
+    weight: np.ndarray,
+    block: tuple[int, int] = (128, 128),
+    *,
+    name: str = "weight_scale_inv",
+    e8m0: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensors, np.ndarray]:  # fmt: skip
+) -> tuple[Tensors, np.ndarray]:
     scale = amax(weight, *block) / E4M3_MAX
     if e8m0:
         codes = to_e8m0(scale)
@@ -129,11 +133,19 @@ def nvfp4(weight: np.ndarray, *, packed: bool = False) -> tuple[Tensors, np.ndar
     wide = spread(scale, weight.shape, 1, 16)
     codes = to_e2m1(weight / np.where(wide > 0, wide, 1))
     if packed:
-        tensors = {"weight_packed": nibbles(codes), "weight_scale": local,
-                   "weight_global_scale": torch.tensor([divisor]), "input_global_scale": torch.ones(1)}  # fmt: skip
+        tensors = {
+            "weight_packed": nibbles(codes),
+            "weight_scale": local,
+            "weight_global_scale": torch.tensor([divisor]),
+            "input_global_scale": torch.ones(1),
+        }
     else:
-        tensors = {"weight": nibbles(codes), "weight_scale": local, "weight_scale_2": torch.tensor(whole),
-                   "input_scale": torch.tensor(0.25)}  # fmt: skip
+        tensors = {
+            "weight": nibbles(codes),
+            "weight_scale": local,
+            "weight_scale_2": torch.tensor(whole),
+            "input_scale": torch.tensor(0.25),
+        }
     return tensors, E2M1[codes] * wide
 
 
@@ -150,9 +162,14 @@ def mxfp4(weight: np.ndarray, *, naming: str = "deepseek") -> tuple[Tensors, np.
 
 
 def integers(
-    weight: np.ndarray, bits: int = 4, group: int | None = None, *, zero_points: bool = False, packed: bool = True,
+    weight: np.ndarray,
+    bits: int = 4,
+    group: int | None = None,
+    *,
+    zero_points: bool = False,
+    packed: bool = True,
     order: np.ndarray | None = None,
-) -> tuple[Tensors, np.ndarray]:  # fmt: skip
+) -> tuple[Tensors, np.ndarray]:
     *lead, n, k = weight.shape
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     scale = (amax(weight, 1, group or k) / np.float32(high)).astype(np.float32)

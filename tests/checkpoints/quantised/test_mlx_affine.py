@@ -43,9 +43,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "intermediate": 96},
     "qwen2": {**SMALL, "intermediate": 96, "tied": False},
     "glm4_moe": {**SMALL, "intermediate": 96, "inner": 32, "experts": 4},
-    "deepseek_v3": {"hidden": 64, "heads": 2, "nope": 32, "rope": 32, "value": 32, "kv_lora": 32, "q_lora": 32,
-                    "intermediate": 96, "inner": 32, "experts": 4},
-}  # fmt: skip
+    "deepseek_v3": {
+        "hidden": 64,
+        "heads": 2,
+        "nope": 32,
+        "rope": 32,
+        "value": 32,
+        "kv_lora": 32,
+        "q_lora": 32,
+        "intermediate": 96,
+        "inner": 32,
+        "experts": 4,
+    },
+}
 
 
 def opened(folder: Path, parts: Tensors, **quantization: Any) -> Checkpoint:
@@ -86,10 +96,13 @@ def test_codes_scales_and_biases_mean_what_mlx_says(tmp_path: Path, bits: int) -
     """Every size of group, stacks of experts, scales of both signs; in float32 bit for bit, and rounded once."""
 
     @given(
-        rows=st.integers(1, 40), groups=st.integers(1, 5), seed=st.integers(0, 999),
+        rows=st.integers(1, 40),
+        groups=st.integers(1, 5),
+        seed=st.integers(0, 999),
         group=st.sampled_from([32, 64, 128]),
-        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), stacked=st.booleans(),
-    )  # fmt: skip
+        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+        stacked=st.booleans(),
+    )
     def check(rows: int, groups: int, seed: int, group: int, dtype: torch.dtype, stacked: bool) -> None:
         shape = (3, rows, groups * group) if stacked else (rows, groups * group)
         weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -114,8 +127,11 @@ def test_decoding_has_the_bits_of_mlx(tmp_path: Path, bits: int, group: int) -> 
         wide = (scales.astype(mx.float32), biases.astype(mx.float32))
         wanted = np.array(mx.dequantize(codes, *wide, group_size=group, bits=bits))
         stored = getattr(torch, str(dtype).rpartition(".")[2])
-        parts = {"weight": torch.from_numpy(np.array(codes)), "scales": torch.from_numpy(np.array(wide[0])).to(stored),
-                 "biases": torch.from_numpy(np.array(wide[1])).to(stored)}  # fmt: skip
+        parts = {
+            "weight": torch.from_numpy(np.array(codes)),
+            "scales": torch.from_numpy(np.array(wide[0])).to(stored),
+            "biases": torch.from_numpy(np.array(wide[1])).to(stored),
+        }
         checkpoint = opened(tmp_path / str(dtype), parts, group_size=group, bits=bits)
         assert_same_bits(decoded(checkpoint, torch.float32), wanted)
         assert np.abs(wanted - np.array(weight)).max() < np.abs(np.array(weight)).max() / 2  # it is that weight
@@ -158,25 +174,43 @@ USUAL = {"group_size": 64, "bits": 4}
 NAN = torch.full((20, 5), float("nan"))
 REFUSED: dict[str, tuple[Change, dict[str, Any], list[str]]] = {
     "no config": (add("scales", torch.ones(20, 5)), {}, ["is in MLX's layout", "no 'quantization'"]),
-    "bits of the config": (add("scales", torch.ones(20, 5)), {"group_size": 64, "bits": 8},
-                           ["scales has the shape [20, 5]", "for 8 bits and groups of 64"]),
-    "group of the config": (add("scales", torch.ones(20, 5)), {"group_size": 128, "bits": 4},
-                            ["scales has the shape [20, 5]", "groups of 128"]),
-    "bits that do not exist": (add("scales", torch.ones(20, 5)), {"group_size": 64, "bits": 7},
-                               ["says 7 bits and groups of 64", "not read"]),
-    "another mode": (add("scales", torch.ones(20, 5)), {**USUAL, "mode": "nf4"},
-                     ["MLX's mode 'nf4', which is not read"]),
-    "not quantised": (add("scales", torch.ones(20, 5)), {**USUAL, X.removesuffix("."): False},
-                      ["is quantised, and config.json says that layers.0.mlp.up_proj is not"]),
+    "bits of the config": (
+        add("scales", torch.ones(20, 5)),
+        {"group_size": 64, "bits": 8},
+        ["scales has the shape [20, 5]", "for 8 bits and groups of 64"],
+    ),
+    "group of the config": (
+        add("scales", torch.ones(20, 5)),
+        {"group_size": 128, "bits": 4},
+        ["scales has the shape [20, 5]", "groups of 128"],
+    ),
+    "bits that do not exist": (
+        add("scales", torch.ones(20, 5)),
+        {"group_size": 64, "bits": 7},
+        ["says 7 bits and groups of 64", "not read"],
+    ),
+    "another mode": (
+        add("scales", torch.ones(20, 5)),
+        {**USUAL, "mode": "nf4"},
+        ["MLX's mode 'nf4', which is not read"],
+    ),
+    "not quantised": (
+        add("scales", torch.ones(20, 5)),
+        {**USUAL, X.removesuffix("."): False},
+        ["is quantised, and config.json says that layers.0.mlp.up_proj is not"],
+    ),
     "no scales": (put("scales", None), USUAL, ["no known format"]),
     "no biases": (put("biases", None), USUAL, ["needs biases beside it"]),
     "other biases": (put("biases", torch.ones(20, 4)), USUAL, ["biases has the shape [20, 4]", "takes [20, 5]"]),
     "integers as scales": (put("scales", torch.ones(20, 5).int()), USUAL, ["scales is stored as I32"]),
     "NaN as scales": (put("scales", NAN), USUAL, ["scales holds NaN or infinity"]),
     "NaN as biases": (put("biases", NAN), USUAL, ["biases holds NaN or infinity"]),
-    "a scale per tensor": (add("global_scale", torch.ones(1)), USUAL,
-                           ["global_scale stands beside", "no known meaning"]),
-}  # fmt: skip
+    "a scale per tensor": (
+        add("global_scale", torch.ones(1)),
+        USUAL,
+        ["global_scale stands beside", "no known meaning"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -321,11 +355,26 @@ def test_info_names_the_format_and_counts_experts_once(tmp_path: Path) -> None:
 def test_config_alone_counts_each_layout_once() -> None:
     """Latent attention and experts have optional tensors of mlx-lm's conversion; a report from the config has one."""
     spec = registry().model("deepseek_v3", asked_by="a test")
-    family = spec.parse({"model_type": "deepseek_v3", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 2, "intermediate_size": 96, "first_k_dense_replace": 1,
-                         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 32,
-                         "hidden_act": "silu", "rms_norm_eps": 1e-6})  # fmt: skip
+    family = spec.parse(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 96,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "kv_lora_rank": 32,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+        }
+    )
     names = [name for name, _ in _one_layout(spec.tensors(family))]
     assert not [name for name in names if "switch_mlp" in name or "embed_q" in name or "unembed_out" in name]
     assert "layers.0.self_attn.kv_b_proj.weight" in names

@@ -85,9 +85,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
         preset, changes, _ = CASES[case]
         torch.manual_seed(len(made))
         config = transformers.Qwen3Config(
-            vocab_size=tiny.TOKENIZER_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
-            num_attention_heads=2, num_key_value_heads=1, head_dim=32, tie_word_embeddings=False,
-        )  # fmt: skip
+            vocab_size=tiny.TOKENIZER_SIZE,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            tie_word_embeddings=False,
+        )
         model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
         scheme = preset_name_to_scheme(preset, ["Linear"]).model_copy(deep=True)
         for key, value in changes.items():

@@ -122,8 +122,11 @@ def test_every_e4m3_scale_of_nvfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_packed_integer(tmp_path: Path, bits: int) -> None:
     values = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).reshape(1, -1)
-    parts = {"weight_packed": q.pack(values, bits), "weight_shape": torch.tensor(values.shape),
-             "weight_scale": torch.tensor([[0.3]])}  # fmt: skip
+    parts = {
+        "weight_packed": q.pack(values, bits),
+        "weight_shape": torch.tensor(values.shape),
+        "weight_scale": torch.tensor([[0.3]]),
+    }
     checkpoint = written(tmp_path, parts, quant_method="compressed-tensors")
     assert_same_bits(decoded(checkpoint, torch.float32), values.astype(np.float32) * np.float32(0.3))
 
@@ -137,8 +140,13 @@ def test_blocks_of_any_size_from_the_config_are_cut_at_both_edges(
     assert_same_bits(decoded(checkpoint), values)
 
 
-@given(rows=st.integers(1, 40), columns=st.integers(1, 70), group=st.integers(1, 40), bits=st.sampled_from([4, 8]),
-       zero_points=st.booleans())  # fmt: skip
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 70),
+    group=st.integers(1, 40),
+    bits=st.sampled_from([4, 8]),
+    zero_points=st.booleans(),
+)
 def test_packed_integers_of_any_width(
     tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, group: int, bits: int, zero_points: bool
 ) -> None:
@@ -146,9 +154,11 @@ def test_packed_integers_of_any_width(
     parts, values = q.integers(drawn(rows, rows, columns), bits, group, zero_points=zero_points)
     scheme = {"num_bits": bits, "type": "int", "group_size": group}
     checkpoint = written(
-        tmp_path_factory.mktemp("ints"), parts, quant_method="compressed-tensors",
+        tmp_path_factory.mktemp("ints"),
+        parts,
+        quant_method="compressed-tensors",
         config_groups={"group_0": {"weights": scheme}},
-    )  # fmt: skip
+    )
     assert_same_bits(decoded(checkpoint), values)
 
 

@@ -50,8 +50,14 @@ def test_the_parts_of_a_weight_are_not_weights(tmp_path: Path) -> None:
 
 
 def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
-    scales = ["self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale", "self_attn.q_scale", "mlp.up_proj.input_scale",
-              "mlp.experts.gate_up_proj_input_scale", "mlp.up_proj.input_global_scale"]  # fmt: skip
+    scales = [
+        "self_attn.k_proj.k_scale",
+        "self_attn.v_proj.v_scale",
+        "self_attn.q_scale",
+        "mlp.up_proj.input_scale",
+        "mlp.experts.gate_up_proj_input_scale",
+        "mlp.up_proj.input_global_scale",
+    ]
     checkpoint = opened(tmp_path, {f"model.layers.0.{name}": torch.ones(1) for name in scales})
     formats = formats_of(checkpoint)
     assert dict(formats) == {}

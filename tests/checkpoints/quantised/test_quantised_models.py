@@ -20,10 +20,33 @@ from tests.checkpoints.quantised import quantisers as q
 
 PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
 NORMS = ("norm.weight", "layernorm.weight", "A_log", "dt_bias", "norm_embedding.weight", "norm_hidden.weight", ".bias")
-HYBRID = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "key_heads": 2, "value_heads": 4, "key_dim": 16,
-          "value_dim": 16, "intermediate": 96, "tied": False, "dtype": "bfloat16"}  # fmt: skip
-EXPERTS = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "key_heads": 2, "value_heads": 4, "key_dim": 16,
-           "value_dim": 16, "inner": 32, "shared": 32, "experts": 4, "dtype": "bfloat16"}  # fmt: skip
+HYBRID = {
+    "hidden": 64,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 32,
+    "key_heads": 2,
+    "value_heads": 4,
+    "key_dim": 16,
+    "value_dim": 16,
+    "intermediate": 96,
+    "tied": False,
+    "dtype": "bfloat16",
+}
+EXPERTS = {
+    "hidden": 64,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 32,
+    "key_heads": 2,
+    "value_heads": 4,
+    "key_dim": 16,
+    "value_dim": 16,
+    "inner": 32,
+    "shared": 32,
+    "experts": 4,
+    "dtype": "bfloat16",
+}
 
 
 def matrix(name: str) -> bool:
@@ -104,10 +127,14 @@ def test_a_mixture_of_formats_and_a_lying_list_of_excluded_modules(tmp_path: Pat
     write = {"qwen3_5_moe": tiny_families.write_qwen3_5_moe, "qwen3_next": tiny_families.write_qwen3_next}[family]
     source = write(tmp_path / "source", **EXPERTS, layouts=(layout,), mtp_layout="apart")
     stored, decoded = split(
-        tmp_path, source, lambda n: None if layout == "fused" and n.endswith("_proj") else mixed(n),
-        quant_method="fp8", weight_block_size=[128, 128],
-        modules_to_not_convert=["self_attn", "linear_attn", "mlp.experts", "mtp"], ignore=["re:.*experts.*", "lm_head"],
-    )  # fmt: skip
+        tmp_path,
+        source,
+        lambda n: None if layout == "fused" and n.endswith("_proj") else mixed(n),
+        quant_method="fp8",
+        weight_block_size=[128, 128],
+        modules_to_not_convert=["self_attn", "linear_attn", "mlp.experts", "mtp"],
+        ignore=["re:.*experts.*", "lm_head"],
+    )
     found = {found.format for found in formats_of(Checkpoint.open(stored)).values()}
     assert found == {"bf16", "f32", "fp8-block 128x128", "int8 per channel"} | (
         {"nvfp4"} if layout == "apart" else set()

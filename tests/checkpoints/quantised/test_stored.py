@@ -170,9 +170,15 @@ def test_only_what_is_asked_for_stays_packed(tmp_path: Path, name: str) -> None:
 
 def test_a_stack_of_several_layouts_is_decoded(tmp_path: Path) -> None:
     tensors: q.Tensors = {}
-    for e, (parts, _) in enumerate((q.nvfp4(drawn(5, 32, 64)), q.nvfp4(drawn(6, 32, 64)), q.fp8_block(drawn(7, 32, 64)),
-                                    mlx_layout.affine(drawn(8, 32, 64), 4, 32),
-                                    mlx_layout.affine(drawn(9, 32, 64), 4, 32, torch.bfloat16))):  # fmt: skip
+    for e, (parts, _) in enumerate(
+        (
+            q.nvfp4(drawn(5, 32, 64)),
+            q.nvfp4(drawn(6, 32, 64)),
+            q.fp8_block(drawn(7, 32, 64)),
+            mlx_layout.affine(drawn(8, 32, 64), 4, 32),
+            mlx_layout.affine(drawn(9, 32, 64), 4, 32, torch.bfloat16),
+        )
+    ):
         tensors |= {f"model.experts.{e}.{name}": part for name, part in parts.items()}
     held = weights(Checkpoint.open(write_checkpoint(tmp_path, CONFIG, tensors)))
 

@@ -242,8 +242,9 @@ def _buffer_of(
 
 def _check_launch(kernel: str, launch: Launch) -> None:
     if min(*launch.grid, *launch.threadgroup) < 1:
-        raise errors.LaunchError(kernel, f"takes a grid and a threadgroup of at least 1, got {launch.grid}, "
-                                         f"{launch.threadgroup}")  # fmt: skip
+        raise errors.LaunchError(
+            kernel, f"takes a grid and a threadgroup of at least 1, got {launch.grid}, {launch.threadgroup}"
+        )
     if (threads := int(np.prod(launch.threadgroup))) > _MAX_THREADS:
         raise errors.LaunchError(kernel, f"asks for {threads} threads in a threadgroup; Metal has {_MAX_THREADS}")
 
@@ -303,11 +304,14 @@ def _run(
     report = _Report()
     with _RUNNING:
         _runtime().emu_run(
-            ctypes.cast(library.handle.emu_kernel, ctypes.c_void_p), buffers, len(arguments),
-            ctypes.byref(_Size(*grid)), ctypes.byref(_Size(*block)),
+            ctypes.cast(library.handle.emu_kernel, ctypes.c_void_p),
+            buffers,
+            len(arguments),
+            ctypes.byref(_Size(*grid)),
+            ctypes.byref(_Size(*block)),
             ctypes.byref(_Knobs(ORDERS.index(knobs.order), knobs.guard == "front", knobs.seconds, knobs.seed, tree)),
             ctypes.byref(report),
-        )  # fmt: skip
+        )
     if report.kind:
         raise _error(kernel, exported, library, report, names, arguments)
 
@@ -372,9 +376,14 @@ def _runtime() -> ctypes.CDLL:
     path = _build("runtime", text, ())
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.emu_run.argtypes = [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
         ctypes.c_void_p,
-    ]  # fmt: skip
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
     library.emu_run.restype = ctypes.c_int
     return library
 
@@ -403,8 +412,10 @@ def _build(name: str, text: str, flags: tuple[str, ...]) -> Path:
         source.write_text(text)
         done = subprocess.run(
             [*command, f"-I{_HERE}", str(source), "-o", str(library)],
-            capture_output=True, text=True, timeout=_COMPILE_SECONDS,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+        )
         if done.returncode:
             raise errors.CompileError(name, f"does not compile:\n{_first_error(done.stderr)}")
         os.replace(library, target)  # atomic: another process sees no library or a whole one

@@ -18,11 +18,7 @@ class KernelError(Exception):
     """
 
     def __init__(
-        self,
-        kernel: str,
-        what: str,
-        threadgroup: tuple[int, ...] | None = None,
-        thread: tuple[int, ...] | None = None,
+        self, kernel: str, what: str, threadgroup: tuple[int, ...] | None = None, thread: tuple[int, ...] | None = None
     ) -> None:
         self.kernel = kernel
         self.what = what

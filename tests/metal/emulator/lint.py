@@ -30,14 +30,47 @@ class Finding:
 
 
 _WORDS = {
-    "double", "virtual", "new", "delete", "goto", "try", "catch", "throw", "dynamic_cast", "typeid", "thread_local",
-    "register", "asm", "wchar_t", "printf", "std",
-}  # fmt: skip
+    "double",
+    "virtual",
+    "new",
+    "delete",
+    "goto",
+    "try",
+    "catch",
+    "throw",
+    "dynamic_cast",
+    "typeid",
+    "thread_local",
+    "register",
+    "asm",
+    "wchar_t",
+    "printf",
+    "std",
+}
 _SPACES = ("device", "constant", "threadgroup", "thread", "ray_data", "object_data")
 _INTEGERS = {
-    "bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "size_t", "ptrdiff_t", "unsigned",
-    "signed", "int8_t", "uint8_t", "int16_t", "uint16_t", "int32_t", "uint32_t", "int64_t", "uint64_t",
-}  # fmt: skip
+    "bool",
+    "char",
+    "uchar",
+    "short",
+    "ushort",
+    "int",
+    "uint",
+    "long",
+    "ulong",
+    "size_t",
+    "ptrdiff_t",
+    "unsigned",
+    "signed",
+    "int8_t",
+    "uint8_t",
+    "int16_t",
+    "uint16_t",
+    "int32_t",
+    "uint32_t",
+    "int64_t",
+    "uint64_t",
+}
 _FLOATS = {"float", "half", "bfloat", "bfloat16_t", "float16_t"}
 _VECTORS = {f"{name}{n}" for name in (*_INTEGERS, *_FLOATS) for n in (2, 3, 4)}
 _INTEGER_VECTORS = {f"{name}{n}" for name in _INTEGERS for n in (2, 3, 4)}
@@ -49,8 +82,13 @@ def forbidden(text: str) -> list[Finding]:
     lines = text.splitlines()
     found = code(text)
     places = [
-        *_words(found), *_includes(text), *_scopes(found), *_recursion(found), *_pointers(found), *_lambdas(found),
-    ]  # fmt: skip
+        *_words(found),
+        *_includes(text),
+        *_scopes(found),
+        *_recursion(found),
+        *_pointers(found),
+        *_lambdas(found),
+    ]
     return sorted((Finding(line, lines[line - 1].strip(), what) for line, what in places), key=lambda f: f.line)
 
 

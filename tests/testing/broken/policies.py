@@ -68,18 +68,8 @@ class SharesCounters(DepthPolicy):
 BROKEN = {
     Truth: ("P1",),
     Negative: ("P1",),
-    DividesByCycles: (
-        "P2",
-        "P1",
-        "P4",
-        "P6",
-    ),
-    DividesByOffered: (
-        "P3",
-        "P1",
-        "P5",
-        "P6",
-    ),
+    DividesByCycles: ("P2", "P1", "P4", "P6"),
+    DividesByOffered: ("P3", "P1", "P5", "P6"),
     GrowsForEver: ("P4",),
     ForgetsInTheStats: ("P5",),
     SharesCounters: ("P6",),

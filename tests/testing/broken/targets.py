@@ -315,21 +315,8 @@ class KeepsARowTooFew(RunsCycles):
 
 
 BROKEN = {
-    (ForgetsInLongPrompts, ()): (
-        "F1",
-        "F2",
-        "F3",
-        "F4",
-        "F5",
-        "F6",
-        "F7",
-        "F10",
-        "F12",
-    ),
-    (GoesOnFromProvisionalRows, ()): (
-        "F2",
-        "F7",
-    ),
+    (ForgetsInLongPrompts, ()): ("F1", "F2", "F3", "F4", "F5", "F6", "F7", "F10", "F12"),
+    (GoesOnFromProvisionalRows, ()): ("F2", "F7"),
     (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): ("F3",),
     (SharesItsSnapshot, ()): ("F4",),
     (OtherBitsInWidePasses, ()): ("F5",),
@@ -337,18 +324,12 @@ BROKEN = {
     (IgnoresMisuse, ()): ("F7",),
     (TiesToTheHighestId, ()): ("F8",),
     (LogitsFromPrefill, ()): ("F9",),
-    (LastPlaceUnusable, ()): (
-        "F10",
-        "F7",
-    ),
+    (LastPlaceUnusable, ()): ("F10", "F7"),
     (TraceOfRejectedRows, ()): ("F11",),
     (SharedScratch, ()): ("F12",),
     (HeadlessCrash, ()): ("F13",),
     (KeepsProvisionalPairs, (("mtp", True),)): ("F13",),
-    (SeesTheFuture, ()): (
-        "F14",
-        "F5",
-    ),
+    (SeesTheFuture, ()): ("F14", "F5"),
     (NoiseOfAnotherRow, ()): ("F15",),
     (OneRowOnly, ()): ("F16",),
     (HiddenStatesOverwritten, (("mtp", True),)): ("F17",),

@@ -66,10 +66,15 @@ class Decision:
         """From the values of a control block."""
         kept, first = values[KEPT.value], FIELDS.value
         return cls(
-            halted=values[HALTED.value], remaining=values[REMAINING.value], pending=values[PENDING.value],
-            position=values[POSITION.value], kept=kept, accepted=values[ACCEPTED.value], cycles=values[CYCLES.value],
+            halted=values[HALTED.value],
+            remaining=values[REMAINING.value],
+            pending=values[PENDING.value],
+            position=values[POSITION.value],
+            kept=kept,
+            accepted=values[ACCEPTED.value],
+            cycles=values[CYCLES.value],
             emitted=tuple(values[first : first + kept]),
-        )  # fmt: skip
+        )
 
 
 def new_control(*, remaining: int, pending: int, position: int, depth: int, device: torch.device) -> Tensor:
@@ -135,10 +140,18 @@ def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor) -> 
     if {drafted.dtype, best.dtype, stop_ids.dtype, control.dtype} != {torch.int32}:
         raise ShapeError("acceptance takes int32 tensors")
     launch(
-        _accept, (1,), drafted, best, stop_ids, control, K, stop_ids.shape[0],
-        BLOCK_K=max(32, triton.next_power_of_2(K + 1)), BLOCK_S=max(16, triton.next_power_of_2(stop_ids.shape[0])),
+        _accept,
+        (1,),
+        drafted,
+        best,
+        stop_ids,
+        control,
+        K,
+        stop_ids.shape[0],
+        BLOCK_K=max(32, triton.next_power_of_2(K + 1)),
+        BLOCK_S=max(16, triton.next_power_of_2(stop_ids.shape[0])),
         num_warps=1,
-    )  # fmt: skip
+    )
 
 
 def accept_reference(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor) -> None:
@@ -173,8 +186,17 @@ def accept_reference(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: T
 
 
 @triton.jit(do_not_specialize=["caches", "count"])
-def _commit_rows(table, kinds, kept, count, caches, FROM_DEVICE: tl.constexpr, WHOLE: tl.constexpr,
-                 COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _commit_rows(
+    table,
+    kinds,
+    kept,
+    count,
+    caches,
+    FROM_DEVICE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     cache = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = cache < caches
     at = table + cache.to(tl.int64) * COLUMNS
@@ -217,10 +239,19 @@ def commit_rows(table: Tensor, kinds: Tensor, kept: Tensor | int, *, whole: bool
     if isinstance(kept, Tensor) and kept.dtype != torch.int32:
         raise ShapeError(f"rows to keep are an int32 scalar, got {kept.dtype}")
     launch(
-        _commit_rows, (triton.cdiv(caches, 128),), table, kinds, kept if from_device else None,
-        0 if from_device else kept, caches, FROM_DEVICE=from_device, WHOLE=whole, COLUMNS=COLUMNS, BLOCK=128,
+        _commit_rows,
+        (triton.cdiv(caches, 128),),
+        table,
+        kinds,
+        kept if from_device else None,
+        0 if from_device else kept,
+        caches,
+        FROM_DEVICE=from_device,
+        WHOLE=whole,
+        COLUMNS=COLUMNS,
+        BLOCK=128,
         num_warps=1,
-    )  # fmt: skip
+    )
 
 
 def commit_rows_reference(table: Tensor, kinds: Tensor, kept: Tensor | int, *, whole: bool = False) -> None:

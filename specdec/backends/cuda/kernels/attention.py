@@ -82,9 +82,21 @@ def weigh(scores, visible, top, total):
 
 
 @triton.jit(do_not_specialize=["T", "most"])
-def _attend_splits(q, row, sums, stats, scale, T, most,
-                   NKV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _attend_splits(
+    q,
+    row,
+    sums,
+    stats,
+    scale,
+    T,
+    most,
+    NKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     kv = tl.program_id(1)
     dtype: tl.constexpr = q.dtype.element_ty
     length = tl.load(row + LENGTH).to(tl.int32)  # positions are below 2^31; offsets are not
@@ -123,8 +135,22 @@ def _attend_splits(q, row, sums, stats, scale, T, most,
 
 
 @triton.jit(do_not_specialize=["T", "gate_row", "gate_head", "most"], do_not_specialize_on_alignment=["gate"])
-def fold_splits(sums, stats, row, gate, out, T, gate_row, gate_head, most, HEADS: tl.constexpr, D: tl.constexpr,
-                GATED: tl.constexpr, FOLD: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def fold_splits(
+    sums,
+    stats,
+    row,
+    gate,
+    out,
+    T,
+    gate_row,
+    gate_head,
+    most,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GATED: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """One row and head: ``sum_s exp2(top_s - top) mixed_s / sum_s exp2(top_s - top) total_s``, gated, rounded once."""
     t = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -172,15 +198,27 @@ def attend(
     """
     T, nq, dim = q.shape
     if nq % kv_heads or not q.is_contiguous() or (gate is not None and (gate.shape != q.shape or gate.stride(2) != 1)):
-        raise ShapeError(f"attention of q {tuple(q.shape)} with {kv_heads} KV heads"
-                         + ("" if gate is None else f" and gate {tuple(gate.shape)}"))  # fmt: skip
+        raise ShapeError(
+            f"attention of q {tuple(q.shape)} with {kv_heads} KV heads"
+            + ("" if gate is None else f" and gate {tuple(gate.shape)}")
+        )
     most, sums, stats = partial_sums(T * nq, dim, max_length, q.device)
     group = nq // kv_heads
     launch(
-        _attend_splits, (min(most, max(1, PROGRAMS // kv_heads)), kv_heads, triton.cdiv(T * group, BLOCK_M)),
-        q, row, sums, stats, scale * math.log2(math.e), T, most,
-        NKV=kv_heads, GROUP=group, D=dim, **tiling(q.dtype, dim),
-    )  # fmt: skip
+        _attend_splits,
+        (min(most, max(1, PROGRAMS // kv_heads)), kv_heads, triton.cdiv(T * group, BLOCK_M)),
+        q,
+        row,
+        sums,
+        stats,
+        scale * math.log2(math.e),
+        T,
+        most,
+        NKV=kv_heads,
+        GROUP=group,
+        D=dim,
+        **tiling(q.dtype, dim),
+    )
     return fold(sums, stats, row, most, T, nq, dim, q.dtype, gate).view(T, nq * dim)
 
 
@@ -200,16 +238,38 @@ def partial_sums(pairs: int, dim: int, max_length: int, device: torch.device) ->
 
 
 def fold(
-    sums: Tensor, stats: Tensor, row: Tensor, most: int, T: int, heads: int, dim: int, dtype: torch.dtype,
+    sums: Tensor,
+    stats: Tensor,
+    row: Tensor,
+    most: int,
+    T: int,
+    heads: int,
+    dim: int,
+    dtype: torch.dtype,
     gate: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The second launch: ``[T, heads, dim]``."""
     out = torch.empty(T, heads, dim, dtype=dtype, device=sums.device)
     gate_row, gate_head = (0, 0) if gate is None else (gate.stride(0), gate.stride(1))
     launch(
-        fold_splits, (T, heads), sums, stats, row, gate, out, T, gate_row, gate_head, most, HEADS=heads, D=dim,
-        GATED=gate is not None, FOLD=FOLD, BLOCK_D=triton.next_power_of_2(dim), num_warps=2 if dim <= 256 else 4,
-    )  # fmt: skip
+        fold_splits,
+        (T, heads),
+        sums,
+        stats,
+        row,
+        gate,
+        out,
+        T,
+        gate_row,
+        gate_head,
+        most,
+        HEADS=heads,
+        D=dim,
+        GATED=gate is not None,
+        FOLD=FOLD,
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=2 if dim <= 256 else 4,
+    )
     return out
 
 

@@ -102,11 +102,19 @@ def compile_launch(name: str, launch: Launch, architecture: int) -> Compiled:
     usage = _usage(binary.asm["cubin"])
     ptx = binary.asm["ptx"]
     return Compiled(
-        name=name, kernel=launch.kernel.__name__, architecture=architecture, grid=launch.grid,
-        warps=launch.options["num_warps"], registers=usage["REG"], shared=binary.metadata.shared,
-        spilled=usage["STACK"] + usage["LOCAL"], copies=_copies(ptx), loads=_loads(ptx),
-        ttir=binary.asm["ttir"], ptx=ptx,
-    )  # fmt: skip
+        name=name,
+        kernel=launch.kernel.__name__,
+        architecture=architecture,
+        grid=launch.grid,
+        warps=launch.options["num_warps"],
+        registers=usage["REG"],
+        shared=binary.metadata.shared,
+        spilled=usage["STACK"] + usage["LOCAL"],
+        copies=_copies(ptx),
+        loads=_loads(ptx),
+        ttir=binary.asm["ttir"],
+        ptx=ptx,
+    )
 
 
 def compiled(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[Compiled]:
@@ -134,9 +142,10 @@ class _Specialisation:
     def parts(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
         """As ``ASTSource`` takes them."""
         return (
-            dict(self.kinds), {(index,): value for index, value in self.constants},
+            dict(self.kinds),
+            {(index,): value for index, value in self.constants},
             {(index,): [["tt.divisibility", 16]] for index in self.divisible},
-        )  # fmt: skip
+        )
 
 
 def _specialisation(launch: Launch) -> _Specialisation:
@@ -170,9 +179,15 @@ def _kind(value: Any) -> tuple[str, bool]:
 
 
 _TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", torch.uint8: "u8",
-    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
-}  # fmt: skip
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -261,9 +276,15 @@ def _products(form: str) -> None:
         shared = (_weight(form, 512, 2048), _weight(form, 512, 2048), _weight(form, 2048, 512))
         both: dict[str, Any] = {"shared": shared, "shared_gate": _act(1, 2048)} if form == "bf16" else {}
         return moe.experts(
-            _act(3, 2048), ids, _float(3, 8), stack(512, 2048), stack(512, 2048), stack(2048, 512), _act(3, 2048),
+            _act(3, 2048),
+            ids,
+            _float(3, 8),
+            stack(512, 2048),
+            stack(512, 2048),
+            stack(2048, 512),
+            _act(3, 2048),
             **both,
-        )  # fmt: skip
+        )
 
     if form == "nvfp4":
         return  # heads are bfloat16 or FP8 in the checkpoints there are
@@ -378,9 +399,7 @@ def _attend_latent() -> object:
     from specdec.backends.cuda.kernels import latent
 
     row = torch.zeros(8, dtype=torch.int64)
-    return latent.attend_latent(
-        _act(3, 128, 576), _act(3, 576), row, scale=0.1, value_dims=512, max_length=4096
-    )  # fmt: skip
+    return latent.attend_latent(_act(3, 128, 576), _act(3, 576), row, scale=0.1, value_dims=512, max_length=4096)
 
 
 @example("norm rope 128x64")

@@ -19,8 +19,9 @@ _BLOCK = 1024  # values of a row that one program moves
 
 
 @triton.jit
-def _settle(control, fresh, waiting, waiting_ids, counters, verified_ids, hidden, ROWS: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def _settle(
+    control, fresh, waiting, waiting_ids, counters, verified_ids, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     kept = tl.load(control + KEPT)
     row = tl.arange(0, ROWS)[:, None]
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -58,9 +59,18 @@ def settle(
     hidden = fresh.shape[1]
     block = min(_BLOCK // MAX_ROWS * 2, triton.next_power_of_2(hidden))
     launch(
-        _settle, (triton.cdiv(hidden, block),), control, fresh, waiting, waiting_ids, counters, verified_ids, hidden,
-        ROWS=MAX_ROWS, BLOCK=block,
-    )  # fmt: skip
+        _settle,
+        (triton.cdiv(hidden, block),),
+        control,
+        fresh,
+        waiting,
+        waiting_ids,
+        counters,
+        verified_ids,
+        hidden,
+        ROWS=MAX_ROWS,
+        BLOCK=block,
+    )
 
 
 def settle_reference(

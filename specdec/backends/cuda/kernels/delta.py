@@ -86,9 +86,29 @@ def unit(x, EPS: tl.constexpr):
 
 # The width of loads decides the order of the l2 norm's sum: where a view begins must not.
 @triton.jit(do_not_specialize=["T", "x_row", "a_row", "b_row"], do_not_specialize_on_alignment=["x", "a", "b"])
-def _delta_rows(x, a, b, weight, a_log, dt_bias, row, out, T, x_row, a_row, b_row, q_scale,
-                HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr,
-                EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+def _delta_rows(
+    x,
+    a,
+    b,
+    weight,
+    a_log,
+    dt_bias,
+    row,
+    out,
+    T,
+    x_row,
+    a_row,
+    b_row,
+    q_scale,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    TAPS: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     C: tl.constexpr = 2 * HK * DK + HV * DV
     dtype: tl.constexpr = x.dtype.element_ty
     head = tl.program_id(1)
@@ -106,15 +126,21 @@ def _delta_rows(x, a, b, weight, a_log, dt_bias, row, out, T, x_row, a_row, b_ro
     writes_keys = i < tl.where((tl.program_id(0) == 0) & (head % (HV // HK) == 0), DK, 0)
 
     # the window of three rows before the pass, and the weights of four taps
-    q1, k1, v1 = (before(ring, length, ring_rows, cq, i_real, 1, TAPS, C),
-                  before(ring, length, ring_rows, ck, i_real, 1, TAPS, C),
-                  before(ring, length, ring_rows, cv, j_real, 1, TAPS, C))  # fmt: skip
-    q2, k2, v2 = (before(ring, length, ring_rows, cq, i_real, 2, TAPS, C),
-                  before(ring, length, ring_rows, ck, i_real, 2, TAPS, C),
-                  before(ring, length, ring_rows, cv, j_real, 2, TAPS, C))  # fmt: skip
-    q3, k3, v3 = (before(ring, length, ring_rows, cq, i_real, 3, TAPS, C),
-                  before(ring, length, ring_rows, ck, i_real, 3, TAPS, C),
-                  before(ring, length, ring_rows, cv, j_real, 3, TAPS, C))  # fmt: skip
+    q1, k1, v1 = (
+        before(ring, length, ring_rows, cq, i_real, 1, TAPS, C),
+        before(ring, length, ring_rows, ck, i_real, 1, TAPS, C),
+        before(ring, length, ring_rows, cv, j_real, 1, TAPS, C),
+    )
+    q2, k2, v2 = (
+        before(ring, length, ring_rows, cq, i_real, 2, TAPS, C),
+        before(ring, length, ring_rows, ck, i_real, 2, TAPS, C),
+        before(ring, length, ring_rows, cv, j_real, 2, TAPS, C),
+    )
+    q3, k3, v3 = (
+        before(ring, length, ring_rows, cq, i_real, 3, TAPS, C),
+        before(ring, length, ring_rows, ck, i_real, 3, TAPS, C),
+        before(ring, length, ring_rows, cv, j_real, 3, TAPS, C),
+    )
     wq0, wq1 = tap(weight, cq, i_real, 0, TAPS), tap(weight, cq, i_real, 1, TAPS)
     wq2, wq3 = tap(weight, cq, i_real, 2, TAPS), tap(weight, cq, i_real, 3, TAPS)
     wk0, wk1 = tap(weight, ck, i_real, 0, TAPS), tap(weight, ck, i_real, 1, TAPS)
@@ -156,8 +182,9 @@ def _delta_rows(x, a, b, weight, a_log, dt_bias, row, out, T, x_row, a_row, b_ro
 
         state = state * decay_of(gate_a, rate, bias)
         error = (v - tl.sum(state * k[:, None], 0)) / (1.0 + tl.exp(-gate_b))
-        state = tl.fma(tl.broadcast_to(k[:, None], BLOCK_K, BLOCK_V), tl.broadcast_to(error[None, :], BLOCK_K, BLOCK_V),
-                       state)  # fmt: skip
+        state = tl.fma(
+            tl.broadcast_to(k[:, None], BLOCK_K, BLOCK_V), tl.broadcast_to(error[None, :], BLOCK_K, BLOCK_V), state
+        )
         mixed = tl.sum(state * q[:, None], 0)
         tl.store(out + (t * HV + head) * DV + j, rounded(mixed, dtype), mask=j_real)
         slot = tl.where(slot + 1 < slots, slot + 1, 0)
@@ -165,8 +192,9 @@ def _delta_rows(x, a, b, weight, a_log, dt_bias, row, out, T, x_row, a_row, b_ro
 
 
 @triton.jit(do_not_specialize=["T", "x_row"], do_not_specialize_on_alignment=["x"])
-def _conv_window(x, weight, row, out, T, x_row, C: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr,
-                 BLOCK_C: tl.constexpr):  # fmt: skip
+def _conv_window(
+    x, weight, row, out, T, x_row, C: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
+):
     dtype: tl.constexpr = x.dtype.element_ty
     length = tl.load(row + LENGTH).to(tl.int32)
     ring = tl.multiple_of(tl.load(row + SECOND).to(tl.pointer_type(dtype)), 16)
@@ -199,9 +227,15 @@ def _raw(x, ring, length, ring_rows, first, x_row, c, known, BACK: tl.constexpr,
 
 
 def delta_rows(
-    qkv: Tensor, a: Tensor, b: Tensor, conv_weight: Tensor, a_log: Tensor, dt_bias: Tensor, row: Tensor,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    row: Tensor,
     shape: DeltaShape,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``conv_window`` and ``gated_delta`` of a pass of up to 16 rows over the delta cache of ``row``.
 
     Args:
@@ -222,11 +256,31 @@ def delta_rows(
     warps = max(1, block_k * qkv.element_size() // 256)  # rows of float32 need the registers of two
     out = torch.empty(T, shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=qkv.device)
     launch(
-        _delta_rows, (triton.cdiv(shape.value_dim, BLOCK_V), shape.value_heads), qkv, a, b, conv_weight, a_log,
-        dt_bias, row, out, T, qkv.stride(0), a.stride(0), b.stride(0), shape.key_dim**-0.5,
-        HK=shape.key_heads, HV=shape.value_heads, DK=shape.key_dim, DV=shape.value_dim, TAPS=shape.kernel,
-        EPS=UNIT_EPS, BLOCK_K=block_k, BLOCK_V=BLOCK_V, num_warps=warps,
-    )  # fmt: skip
+        _delta_rows,
+        (triton.cdiv(shape.value_dim, BLOCK_V), shape.value_heads),
+        qkv,
+        a,
+        b,
+        conv_weight,
+        a_log,
+        dt_bias,
+        row,
+        out,
+        T,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        shape.key_dim**-0.5,
+        HK=shape.key_heads,
+        HV=shape.value_heads,
+        DK=shape.key_dim,
+        DV=shape.value_dim,
+        TAPS=shape.kernel,
+        EPS=UNIT_EPS,
+        BLOCK_K=block_k,
+        BLOCK_V=BLOCK_V,
+        num_warps=warps,
+    )
     return out
 
 
@@ -242,9 +296,20 @@ def conv_window(x: Tensor, weight: Tensor, row: Tensor) -> Tensor:
     out = torch.empty(T, channels, dtype=x.dtype, device=x.device)
     block_t, block_c = 32, min(256, triton.next_power_of_2(channels))
     launch(
-        _conv_window, (triton.cdiv(T, block_t), triton.cdiv(channels, block_c)), x, weight, row, out, T, x.stride(0),
-        C=channels, TAPS=taps, BLOCK_T=block_t, BLOCK_C=block_c, num_warps=4,
-    )  # fmt: skip
+        _conv_window,
+        (triton.cdiv(T, block_t), triton.cdiv(channels, block_c)),
+        x,
+        weight,
+        row,
+        out,
+        T,
+        x.stride(0),
+        C=channels,
+        TAPS=taps,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+        num_warps=4,
+    )
     return out
 
 

@@ -47,9 +47,22 @@ MAX_KEY_DIM = 128
 
 
 @triton.jit(do_not_specialize=["chunks", "from_slot"])
-def _scan_chunks(solved, k_out, last, starts, deltas, row, chunks, from_slot,
-                 HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
-                 BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):  # fmt: skip
+def _scan_chunks(
+    solved,
+    k_out,
+    last,
+    starts,
+    deltas,
+    row,
+    chunks,
+    from_slot,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """D of every chunk and the state before it, ``BLOCK_V`` columns of one value head.
 
     From state slot SLOT + from_slot to slot SLOT + 1. The matrix is held as two halves of ``BLOCK_K`` rows: products
@@ -115,8 +128,10 @@ def delta_chunked(
     """
     T = u.shape[0]
     if T == 0 or u.shape[1] != shape.channels or a.shape != (T, shape.value_heads) or b.shape != a.shape:
-        raise ShapeError(f"the delta rule over u {tuple(u.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)} "
-                         f"with {shape.channels} channels and {shape.value_heads} heads")  # fmt: skip
+        raise ShapeError(
+            f"the delta rule over u {tuple(u.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)} "
+            f"with {shape.channels} channels and {shape.value_heads} heads"
+        )
     if shape.key_dim > MAX_KEY_DIM:
         raise UnsupportedError(f"the chunked delta rule takes keys of up to {MAX_KEY_DIM} values, got {shape.key_dim}")
     parts = [
@@ -134,10 +149,25 @@ def _piece(
     starts = solved.new_empty(chunks, shape.value_heads, shape.key_dim, shape.value_dim)
     deltas = solved.new_empty(chunks, shape.value_heads, CHUNK, shape.value_dim)
     launch(
-        _scan_chunks, (triton.cdiv(shape.value_dim, BLOCK_V), shape.value_heads), solved, k_out, last, starts, deltas,
-        row, chunks, from_slot, HV=shape.value_heads, DK=shape.key_dim, DV=shape.value_dim, CHUNK=CHUNK,
-        BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim) // 2), BLOCK_V=BLOCK_V, num_warps=4, num_stages=2,
-    )  # fmt: skip
+        _scan_chunks,
+        (triton.cdiv(shape.value_dim, BLOCK_V), shape.value_heads),
+        solved,
+        k_out,
+        last,
+        starts,
+        deltas,
+        row,
+        chunks,
+        from_slot,
+        HV=shape.value_heads,
+        DK=shape.key_dim,
+        DV=shape.value_dim,
+        CHUNK=CHUNK,
+        BLOCK_K=max(16, triton.next_power_of_2(shape.key_dim) // 2),
+        BLOCK_V=BLOCK_V,
+        num_warps=4,
+        num_stages=2,
+    )
     mixed = q_in @ starts + attention @ deltas
     return mixed.transpose(1, 2).flatten(0, 1)[: u.shape[0]].to(u.dtype)
 

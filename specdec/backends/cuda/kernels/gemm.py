@@ -30,9 +30,21 @@ from specdec.errors import ShapeError, UnsupportedError
 
 @triton.jit
 def x_tile(
-    x_ptr, x_stride, z_ptr, z_stride, norm_ptr, eps, scale, rows, T, start, K,
-    PROLOGUE: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    z_ptr,
+    z_stride,
+    norm_ptr,
+    eps,
+    scale,
+    rows,
+    T,
+    start,
+    K,
+    PROLOGUE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
     """Columns ``start : start + BLOCK_K`` of x after the prologue, in x's dtype: ``[16, BLOCK_K]``, zeros behind T."""
     columns = start + tl.arange(0, BLOCK_K)
     mask = (rows < T)[:, None]
@@ -61,11 +73,26 @@ def silu_product(gate, up):
 
 @triton.jit
 def _write(
-    acc, second, globals_ptr, globals2_ptr, bias_ptr, residual_ptr, residual_stride, out_ptr, out_stride, rows, T,
-    columns, inside, N,
-    FORMAT: tl.constexpr, PAIR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    acc,
+    second,
+    globals_ptr,
+    globals2_ptr,
+    bias_ptr,
+    residual_ptr,
+    residual_stride,
+    out_ptr,
+    out_stride,
+    rows,
+    T,
+    columns,
+    inside,
+    N,
+    FORMAT: tl.constexpr,
+    PAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     OUT: tl.constexpr,
-):  # fmt: skip
+):
     """The epilogue: everything that follows a whole sum, rounded once."""
     acc = packed.finish(acc, globals_ptr, inside, FORMAT)
     mask = (rows < T)[:, None] & (columns < N)[None, :]
@@ -82,13 +109,42 @@ def _write(
 
 @triton.jit(do_not_specialize=["T"])
 def product_kernel(
-    x_ptr, x_stride, T, w_ptr, scales_ptr, globals_ptr, w2_ptr, scales2_ptr, globals2_ptr,
-    bias_ptr, residual_ptr, residual_stride, out_ptr, out_stride, z_ptr, z_stride, norm_ptr, eps,
-    partials_ptr, counters_ptr, N, K,
-    FORMAT: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, PAIR: tl.constexpr, PROLOGUE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OUT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr, NORM_BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    T,
+    w_ptr,
+    scales_ptr,
+    globals_ptr,
+    w2_ptr,
+    scales2_ptr,
+    globals2_ptr,
+    bias_ptr,
+    residual_ptr,
+    residual_stride,
+    out_ptr,
+    out_stride,
+    z_ptr,
+    z_stride,
+    norm_ptr,
+    eps,
+    partials_ptr,
+    counters_ptr,
+    N,
+    K,
+    FORMAT: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    PAIR: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    NORM_BLOCK: tl.constexpr,
+):
     """``out [T, N]``. Programs: tiles of N times slices of K, the slices of a tile side by side."""
     tile = tl.program_id(0) // SPLITS
     piece = tl.program_id(0) % SPLITS
@@ -113,9 +169,26 @@ def product_kernel(
             )
     if SPLITS == 1:
         _write(
-            acc, second, globals_ptr, globals2_ptr, bias_ptr, residual_ptr, residual_stride, out_ptr, out_stride,
-            rows, T, columns, inside, N, FORMAT, PAIR, HAS_BIAS, HAS_RESIDUAL, OUT,
-        )  # fmt: skip
+            acc,
+            second,
+            globals_ptr,
+            globals2_ptr,
+            bias_ptr,
+            residual_ptr,
+            residual_stride,
+            out_ptr,
+            out_stride,
+            rows,
+            T,
+            columns,
+            inside,
+            N,
+            FORMAT,
+            PAIR,
+            HAS_BIAS,
+            HAS_RESIDUAL,
+            OUT,
+        )
     else:
         tiles = tl.num_programs(0) // SPLITS
         place = rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -136,17 +209,42 @@ def product_kernel(
                 if PAIR:
                     total2 += tl.load(at + apart, mask=present, other=0.0, cache_modifier=".cg")
             _write(
-                total, total2, globals_ptr, globals2_ptr, bias_ptr, residual_ptr, residual_stride, out_ptr, out_stride,
-                rows, T, columns, inside, N, FORMAT, PAIR, HAS_BIAS, HAS_RESIDUAL, OUT,
-            )  # fmt: skip
+                total,
+                total2,
+                globals_ptr,
+                globals2_ptr,
+                bias_ptr,
+                residual_ptr,
+                residual_stride,
+                out_ptr,
+                out_stride,
+                rows,
+                T,
+                columns,
+                inside,
+                N,
+                FORMAT,
+                PAIR,
+                HAS_BIAS,
+                HAS_RESIDUAL,
+                OUT,
+            )
             tl.store(counters_ptr + tile, 0)
 
 
 def _product(
-    x: Tensor, layout: Layout, n: int, *, second: Layout | None = None, bias: Tensor | None = None,
-    residual: Tensor | None = None, prologue: Prologue | None = None, dtype: torch.dtype | None = None,
-    out: Tensor | None = None, tile: Tile | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    layout: Layout,
+    n: int,
+    *,
+    second: Layout | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    prologue: Prologue | None = None,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
     """One launch of ``product_kernel``: ``[T, n]`` in ``dtype`` (x's by default)."""
     rows, k = x.shape[0], x[0].numel()
     check_rows(rows)
@@ -169,14 +267,40 @@ def _product(
     if tile.splits > 1:
         space.check((1 if second is None else 2) * tile.splits * tiles * tile.block_n, tiles)
     launch(
-        product_kernel, (tiles * tile.splits,), x, x_stride, rows, *layout.tensors, *other.tensors,
-        x if bias is None else bias, added, added_stride, out, n, z, z_stride, weight, eps,
-        space.partials, space.counters, n, k,
-        **layout.constexprs, PAIR=second is not None, PROLOGUE=_code(prologue), HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, OUT=dtype_of(out.dtype), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLITS=tile.splits, EVEN_K=k % tile.block_k == 0, NORM_BLOCK=norm.block_of(k),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        product_kernel,
+        (tiles * tile.splits,),
+        x,
+        x_stride,
+        rows,
+        *layout.tensors,
+        *other.tensors,
+        x if bias is None else bias,
+        added,
+        added_stride,
+        out,
+        n,
+        z,
+        z_stride,
+        weight,
+        eps,
+        space.partials,
+        space.counters,
+        n,
+        k,
+        **layout.constexprs,
+        PAIR=second is not None,
+        PROLOGUE=_code(prologue),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        OUT=dtype_of(out.dtype),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SPLITS=tile.splits,
+        EVEN_K=k % tile.block_k == 0,
+        NORM_BLOCK=norm.block_of(k),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out
 
 
@@ -210,9 +334,13 @@ def _check_columns(x: Tensor, weight: Weight) -> None:
 
 
 def project(
-    x: Tensor, weights: Sequence[Weight], *, biases: Sequence[DenseWeight | None] = (),
-    prologue: Prologue | None = None, tile: Tile | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    weights: Sequence[Weight],
+    *,
+    biases: Sequence[DenseWeight | None] = (),
+    prologue: Prologue | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, ...]:
     """``x [T, K] @ w.T (+ bias)`` for several weights ``[N_i, K]``: ``[T, N_i]`` each, x's dtype.
 
     Weights that ``fuse`` has put behind one another are one launch, and their results are columns of one tensor
@@ -231,9 +359,13 @@ def project(
         _check_columns(x, group[0])
         sizes = [w.shape[0] for w in group]
         y = _product(
-            x, Layout.of(group[0]), sum(sizes), bias=None if added is None else added.tensor, prologue=prologue,
+            x,
+            Layout.of(group[0]),
+            sum(sizes),
+            bias=None if added is None else added.tensor,
+            prologue=prologue,
             tile=tile,
-        )  # fmt: skip
+        )
         results.extend(y.split(sizes, dim=1) if count > 1 else [y])
         at += count
     return tuple(results)
@@ -253,9 +385,15 @@ def _launches(weights: Sequence[Weight], biases: Sequence[DenseWeight | None]) -
 
 
 def linear(
-    x: Tensor, weight: Weight, *, residual: Tensor | None = None, prologue: Prologue | None = None,
-    bias: DenseWeight | None = None, tile: Tile | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Weight,
+    *,
+    residual: Tensor | None = None,
+    prologue: Prologue | None = None,
+    bias: DenseWeight | None = None,
+    tile: Tile | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """``x @ w.T (+ bias) (+ residual [T, N])``, rounded once: ``[T, N]`` in x's dtype.
 
     x is ``[T, K]``; with ``GatedRms`` it is ``[T, heads, D]``. Raises: ShapeError above 16 rows.
@@ -269,9 +407,14 @@ def linear(
 
 
 def swiglu(
-    x: Tensor, gate: Weight, up: Weight, *, prologue: Prologue | None = None, tile: Tile | None = None,
+    x: Tensor,
+    gate: Weight,
+    up: Weight,
+    *,
+    prologue: Prologue | None = None,
+    tile: Tile | None = None,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)``, everything in float32 and rounded once: ``[T, N]`` in x's dtype.
 
     Raises: ShapeError above 16 rows; UnsupportedError when gate and up are stored in different formats.
@@ -308,9 +451,13 @@ def prologue_reference(x: Tensor, prologue: Prologue | None) -> Tensor:
 
 
 def linear_reference(
-    x: Tensor, weight: Weight, *, residual: Tensor | None = None, prologue: Prologue | None = None,
+    x: Tensor,
+    weight: Weight,
+    *,
+    residual: Tensor | None = None,
+    prologue: Prologue | None = None,
     bias: DenseWeight | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``linear`` and ``float32_product`` in float64, not rounded."""
     y = prologue_reference(x, prologue) @ weight.decode().double().T
     if bias is not None:
@@ -319,9 +466,8 @@ def linear_reference(
 
 
 def project_reference(
-    x: Tensor, weights: Sequence[Weight], *, biases: Sequence[DenseWeight | None] = (),
-    prologue: Prologue | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor, weights: Sequence[Weight], *, biases: Sequence[DenseWeight | None] = (), prologue: Prologue | None = None
+) -> tuple[Tensor, ...]:
     """``project`` in float64, not rounded."""
     biases = list(biases) or [None] * len(weights)
     pairs = zip(weights, biases, strict=True)

@@ -120,11 +120,32 @@ def gumbel(words):
 
 @triton.jit(do_not_specialize=["T"])
 def head_kernel(
-    x_ptr, x_stride, T, w_ptr, scales_ptr, globals_ptr, norm_ptr, eps, ids_ptr, key_ptr, noise_scale_ptr,
-    floats_ptr, tile_ids_ptr, N, K,
-    FORMAT: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, PROLOGUE: tl.constexpr, MAPPED: tl.constexpr,
-    NOISE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, NORM_BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    T,
+    w_ptr,
+    scales_ptr,
+    globals_ptr,
+    norm_ptr,
+    eps,
+    ids_ptr,
+    key_ptr,
+    noise_scale_ptr,
+    floats_ptr,
+    tile_ids_ptr,
+    N,
+    K,
+    FORMAT: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    MAPPED: tl.constexpr,
+    NOISE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    NORM_BLOCK: tl.constexpr,
+):
     """One tile of the vocabulary per program. Of every row: best score, its logit, maximum and sum of exponentials to
     ``floats [tiles, 16, 4]``, the best id to ``tile_ids [tiles, 16]``."""
     tile = tl.program_id(0)
@@ -213,9 +234,14 @@ def logits(
 
 
 def best(
-    x: Tensor, weight: Weight, *, ids: Tensor | None = None, prologue: Rms | None = None, tile: Tile | None = None,
+    x: Tensor,
+    weight: Weight,
+    *,
+    ids: Tensor | None = None,
+    prologue: Rms | None = None,
+    tile: Tile | None = None,
     out: HeadStats | None = None,
-) -> HeadStats:  # fmt: skip
+) -> HeadStats:
     """The best token of every row of ``x [T, K]``, its logit, and the row's log-sum-exp.
 
     ``ids`` int32 ``[V]``: the token ids of a pruned head's rows (all others count as -inf); without it, 0 to V - 1.
@@ -225,9 +251,15 @@ def best(
 
 
 def sample(
-    x: Tensor, weight: Weight, *, noise: Noise, ids: Tensor | None = None, prologue: Rms | None = None,
-    tile: Tile | None = None, out: HeadStats | None = None,
-) -> HeadStats:  # fmt: skip
+    x: Tensor,
+    weight: Weight,
+    *,
+    noise: Noise,
+    ids: Tensor | None = None,
+    prologue: Rms | None = None,
+    tile: Tile | None = None,
+    out: HeadStats | None = None,
+) -> HeadStats:
     """``argmax_v(logit_v / temperature + G(seed, position, v))`` of every row; values and log_sum are of raw logits.
 
     Raises: ShapeError above 16 rows.
@@ -246,9 +278,14 @@ def head_tile(weight: Weight) -> Tile:
 
 
 def _stats(
-    x: Tensor, weight: Weight, ids: Tensor | None, prologue: Rms | None, noise: Noise | None, tile: Tile | None,
+    x: Tensor,
+    weight: Weight,
+    ids: Tensor | None,
+    prologue: Rms | None,
+    noise: Noise | None,
+    tile: Tile | None,
     out: HeadStats | None,
-) -> HeadStats:  # fmt: skip
+) -> HeadStats:
     rows = len(x)
     check_rows(rows)
     vocabulary, k = weight.shape
@@ -268,17 +305,44 @@ def _stats(
             torch.empty(rows, dtype=torch.float32, device=x.device),
         )
     launch(
-        head_kernel, (tiles,), x, stride, rows, *layout.tensors, x if prologue is None else prologue.weight,
-        0.0 if prologue is None else prologue.eps, x if ids is None else ids, x if noise is None else noise.key,
-        x if noise is None else noise.scale, floats, tile_ids, vocabulary, k,
-        **layout.constexprs, PROLOGUE=0 if prologue is None else int(RMS.value), MAPPED=ids is not None,
-        NOISE=noise is not None, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_K=k % tile.block_k == 0,
-        NORM_BLOCK=norm.block_of(k), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        head_kernel,
+        (tiles,),
+        x,
+        stride,
+        rows,
+        *layout.tensors,
+        x if prologue is None else prologue.weight,
+        0.0 if prologue is None else prologue.eps,
+        x if ids is None else ids,
+        x if noise is None else noise.key,
+        x if noise is None else noise.scale,
+        floats,
+        tile_ids,
+        vocabulary,
+        k,
+        **layout.constexprs,
+        PROLOGUE=0 if prologue is None else int(RMS.value),
+        MAPPED=ids is not None,
+        NOISE=noise is not None,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=k % tile.block_k == 0,
+        NORM_BLOCK=norm.block_of(k),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     launch(
-        fold_kernel, (rows,), floats, tile_ids, tiles, out.ids, out.values, out.log_sum,
-        BLOCK=min(1024, max(16, triton.next_power_of_2(tiles))), num_warps=4,
-    )  # fmt: skip
+        fold_kernel,
+        (rows,),
+        floats,
+        tile_ids,
+        tiles,
+        out.ids,
+        out.values,
+        out.log_sum,
+        BLOCK=min(1024, max(16, triton.next_power_of_2(tiles))),
+        num_warps=4,
+    )
     return out
 
 

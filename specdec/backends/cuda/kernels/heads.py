@@ -20,9 +20,22 @@ _BLOCK_BYTES = 128  # of a row that it takes at a time
 
 @triton.jit(do_not_specialize=["rows", "x_row"])
 def _project_heads(
-    x, weights, out, rows, heads, length, features, x_row, x_head, x_value, weight_head,
-    dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-):  # fmt: skip
+    x,
+    weights,
+    out,
+    rows,
+    heads,
+    length,
+    features,
+    x_row,
+    x_head,
+    x_value,
+    weight_head,
+    dtype: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
     h = tl.program_id(0)
     t = tl.arange(0, ROWS)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -32,8 +45,9 @@ def _project_heads(
         i = start + tl.arange(0, BLOCK_I)
         part = tl.load(
             x + t[:, None] * x_row + h * x_head + i[None, :] * x_value,
-            (t[:, None] < rows) & (i[None, :] < length), other=0.0,
-        )  # fmt: skip
+            (t[:, None] < rows) & (i[None, :] < length),
+            other=0.0,
+        )
         tile = tl.load(
             weight + o[None, :] * length + i[:, None], (o[None, :] < features) & (i[:, None] < length), other=0.0
         )
@@ -48,17 +62,30 @@ def project_heads(x: Tensor, weights: Tensor) -> Tensor:
     fits = weights.shape[0] == heads and weights.shape[2] == length and weights.stride()[1:] == (length, 1)
     if rows > MAX_ROWS or not fits:
         raise ShapeError(
-            "project_heads got heads and matrices that do not fit", got=f"{list(x.shape)} and {list(weights.shape)}",
+            "project_heads got heads and matrices that do not fit",
+            got=f"{list(x.shape)} and {list(weights.shape)}",
             takes=f"[T, n, I] of up to {MAX_ROWS} rows, and [n, O, I] of contiguous matrices",
-        )  # fmt: skip
+        )
     features = weights.shape[1]
     out = torch.empty(rows, heads, features, dtype=x.dtype, device=x.device)
     block_o = max(16, min(256, triton.next_power_of_2(features))) if interpreting() else _BLOCK_O
     launch(
-        _project_heads, (heads, triton.cdiv(features, block_o)), x, weights, out, rows, heads, length, features,
-        *x.stride(), weights.stride(0), dtype=dtype_of(x.dtype), ROWS=MAX_ROWS, BLOCK_O=block_o,
+        _project_heads,
+        (heads, triton.cdiv(features, block_o)),
+        x,
+        weights,
+        out,
+        rows,
+        heads,
+        length,
+        features,
+        *x.stride(),
+        weights.stride(0),
+        dtype=dtype_of(x.dtype),
+        ROWS=MAX_ROWS,
+        BLOCK_O=block_o,
         BLOCK_I=_BLOCK_BYTES // x.element_size(),
-    )  # fmt: skip
+    )
     return out
 
 

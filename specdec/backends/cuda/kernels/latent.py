@@ -36,9 +36,22 @@ def _write_rows(x, row, x_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "most"])
-def _attend_latent_splits(q, row, sums, stats, scale, T, most,
-                          N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+def _attend_latent_splits(
+    q,
+    row,
+    sums,
+    stats,
+    scale,
+    T,
+    most,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     dtype: tl.constexpr = q.dtype.element_ty
     length = tl.load(row + LENGTH).to(tl.int32)
     rows = tl.multiple_of(tl.load(row + FIRST).to(tl.pointer_type(dtype)), 16)
@@ -86,18 +99,34 @@ def attend_latent(q: Tensor, rows_in: Tensor, row: Tensor, *, scale: float, valu
     """
     T, heads, dims = q.shape
     if rows_in.shape != (T, dims) or not 0 < value_dims <= dims or not q.is_contiguous() or rows_in.stride(1) != 1:
-        raise ShapeError(f"latent attention of q {tuple(q.shape)} over rows {tuple(rows_in.shape)} "
-                         f"with {value_dims} value dimensions")  # fmt: skip
+        raise ShapeError(
+            f"latent attention of q {tuple(q.shape)} over rows {tuple(rows_in.shape)} "
+            f"with {value_dims} value dimensions"
+        )
     launch(_write_rows, (T,), rows_in, row, rows_in.stride(0), D=dims, BLOCK_D=triton.next_power_of_2(dims))
     most, sums, stats = partial_sums(T * heads, value_dims, max_length, q.device)
     tiles = triton.cdiv(T * heads, BLOCK_M)
     wide = max(16, triton.next_power_of_2(value_dims))
     launch(
-        _attend_latent_splits, (min(most, PROGRAMS), tiles), q, row, sums, stats, scale * math.log2(math.e), T, most,
-        N=heads, D=dims, DV=value_dims, BLOCK_M=BLOCK_M, BLOCK_N=max(16, min(64, 2**14 // (wide * q.element_size()))),
-        BLOCK_V=wide, BLOCK_R=max(16, triton.next_power_of_2(dims - value_dims)),
-        num_warps=4, num_stages=1 if q.dtype == torch.float32 else 3,
-    )  # fmt: skip
+        _attend_latent_splits,
+        (min(most, PROGRAMS), tiles),
+        q,
+        row,
+        sums,
+        stats,
+        scale * math.log2(math.e),
+        T,
+        most,
+        N=heads,
+        D=dims,
+        DV=value_dims,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=max(16, min(64, 2**14 // (wide * q.element_size()))),
+        BLOCK_V=wide,
+        BLOCK_R=max(16, triton.next_power_of_2(dims - value_dims)),
+        num_warps=4,
+        num_stages=1 if q.dtype == torch.float32 else 3,
+    )
     return fold(sums, stats, row, most, T, heads, value_dims, q.dtype)
 
 

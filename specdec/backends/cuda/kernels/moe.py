@@ -45,10 +45,27 @@ def _matrix(addresses_ptr, expert, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def experts_kernel(
-    x_ptr, x_row, x_slot, T, choices_ptr, first_ptr, second_ptr, out_ptr, N, K, CHOSEN,
-    FORMAT: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr, PAIR: tl.constexpr, DTYPE: tl.constexpr,
-    PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_row,
+    x_slot,
+    T,
+    choices_ptr,
+    first_ptr,
+    second_ptr,
+    out_ptr,
+    N,
+    K,
+    CHOSEN,
+    FORMAT: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    PAIR: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
     """Programs: places (t, j) of ``choices [T, CHOSEN]`` times tiles of N. ``out [T, CHOSEN, N]`` act.
 
     Row t reads x at ``t * x_row + j * x_slot``: its row of x for gate and up (``x_slot`` 0), its part for down.
@@ -96,9 +113,24 @@ def experts_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts_ptr, weights_ptr, shared_ptr, x_ptr, x_stride, gate_ptr, residual_ptr, residual_stride, out_ptr, N, K, CHOSEN,
-    SHARED: tl.constexpr, GATED: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    parts_ptr,
+    weights_ptr,
+    shared_ptr,
+    x_ptr,
+    x_stride,
+    gate_ptr,
+    residual_ptr,
+    residual_stride,
+    out_ptr,
+    N,
+    K,
+    CHOSEN,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """One row and one block of columns per program: parts in the order of the slots, shared expert, residual."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -142,20 +174,46 @@ def _experts(x: Tensor, choices: Tensor, first: ExpertStack, second: ExpertStack
         )
     x_row, x_slot = (x.stride(0), x.stride(1)) if x.dim() == 3 else (strided(x)[1], 0)
     launch(
-        experts_kernel, (rows * chosen, -(-n // tile.block_n)), x, x_row, x_slot, rows, choices, first.addresses,
-        (second or first).addresses, out, n, k, chosen,
-        **layout.constexprs, PAIR=second is not None, DTYPE=dtype_of(x.dtype),
-        PLACES=triton.next_power_of_2(chosen), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        EVEN_K=k % tile.block_k == 0, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        experts_kernel,
+        (rows * chosen, -(-n // tile.block_n)),
+        x,
+        x_row,
+        x_slot,
+        rows,
+        choices,
+        first.addresses,
+        (second or first).addresses,
+        out,
+        n,
+        k,
+        chosen,
+        **layout.constexprs,
+        PAIR=second is not None,
+        DTYPE=dtype_of(x.dtype),
+        PLACES=triton.next_power_of_2(chosen),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=k % tile.block_k == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gates: ExpertStack, ups: ExpertStack, downs: ExpertStack,
-    residual: Tensor, *, shared: tuple[Weight, Weight, Weight] | None = None, shared_gate: Tensor | None = None,
-    parts: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gates: ExpertStack,
+    ups: ExpertStack,
+    downs: ExpertStack,
+    residual: Tensor,
+    *,
+    shared: tuple[Weight, Weight, Weight] | None = None,
+    shared_gate: Tensor | None = None,
+    parts: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` in x's dtype.
 
     ``x [T, H]``, ``ids [T, k]`` int32 and ``weights [T, k]`` float32, the experts of a row all different, ``residual
@@ -173,8 +231,10 @@ def experts(
             f"experts of {list(gates.shape)}, {list(ups.shape)} and {list(downs.shape)} do not fit rows of {x.shape[1]}"
         )
     if weights.shape != ids.shape or weights.dtype != torch.float32 or ids.dtype != torch.int32:
-        raise ShapeError(f"ids should be int32 and weights float32 of one shape, got {ids.dtype} {list(ids.shape)} "
-                         f"and {weights.dtype} {list(weights.shape)}")  # fmt: skip
+        raise ShapeError(
+            f"ids should be int32 and weights float32 of one shape, got {ids.dtype} {list(ids.shape)} "
+            f"and {weights.dtype} {list(weights.shape)}"
+        )
     x, x_stride = strided(x)
     ids, weights = ids.contiguous(), weights.contiguous()
     inner = torch.empty(rows, chosen, gates.shape[1], dtype=x.dtype, device=x.device)
@@ -191,18 +251,42 @@ def experts(
     n = x.shape[1]
     block = 4096 if interpreting() else 256
     launch(
-        combine_kernel, (rows, -(-n // block)), parts, weights, common, x, x_stride,
-        x if shared_gate is None else shared_gate, residual, residual_stride, out, n, n, chosen,
-        SHARED=shared is not None, GATED=shared_gate is not None, OUT=dtype_of(x.dtype), BLOCK_N=block,
-        BLOCK_K=min(2048, triton.next_power_of_2(n)), num_warps=4,
-    )  # fmt: skip
+        combine_kernel,
+        (rows, -(-n // block)),
+        parts,
+        weights,
+        common,
+        x,
+        x_stride,
+        x if shared_gate is None else shared_gate,
+        residual,
+        residual_stride,
+        out,
+        n,
+        n,
+        chosen,
+        SHARED=shared is not None,
+        GATED=shared_gate is not None,
+        OUT=dtype_of(x.dtype),
+        BLOCK_N=block,
+        BLOCK_K=min(2048, triton.next_power_of_2(n)),
+        num_warps=4,
+    )
     return out
 
 
 def experts_reference(
-    x: Tensor, ids: Tensor, weights: Tensor, gates: ExpertStack, ups: ExpertStack, downs: ExpertStack,
-    residual: Tensor, *, shared: tuple[Weight, Weight, Weight] | None = None, shared_gate: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gates: ExpertStack,
+    ups: ExpertStack,
+    downs: ExpertStack,
+    residual: Tensor,
+    *,
+    shared: tuple[Weight, Weight, Weight] | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
     """``experts`` in float64, rounded to x's dtype between the products as ``experts`` does."""
 
     def expert(row: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:

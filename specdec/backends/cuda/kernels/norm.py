@@ -116,9 +116,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     flat, stride = strided(x.reshape(-1, k))
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device) if out is None else out
     launch(
-        _rms_kernel, (-(-len(flat) // MAX_ROWS),), flat, stride, len(flat), weight, eps, out, k,
-        BLOCK=block_of(k), OUT=dtype_of(x.dtype),
-    )  # fmt: skip
+        _rms_kernel,
+        (-(-len(flat) // MAX_ROWS),),
+        flat,
+        stride,
+        len(flat),
+        weight,
+        eps,
+        out,
+        k,
+        BLOCK=block_of(k),
+        OUT=dtype_of(x.dtype),
+    )
     return out.view(x.shape)
 
 
@@ -137,9 +146,21 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, *, out: Ten
     gate, gate_stride = strided(z.reshape(rows, heads * dim))
     out = torch.empty(rows, heads * dim, dtype=x.dtype, device=x.device) if out is None else out
     launch(
-        _gated_kernel, (-(-rows // MAX_ROWS), heads), flat, stride, gate, gate_stride, rows, weight, eps, out,
-        heads * dim, dim, BLOCK=max(16, triton.next_power_of_2(dim)), OUT=dtype_of(x.dtype),
-    )  # fmt: skip
+        _gated_kernel,
+        (-(-rows // MAX_ROWS), heads),
+        flat,
+        stride,
+        gate,
+        gate_stride,
+        rows,
+        weight,
+        eps,
+        out,
+        heads * dim,
+        dim,
+        BLOCK=max(16, triton.next_power_of_2(dim)),
+        OUT=dtype_of(x.dtype),
+    )
     return out
 
 

@@ -136,10 +136,20 @@ def dot(x, w, acc):
 
 @triton.jit
 def multiply(
-    x, acc, w_ptr, scales_ptr, rows, start, K,
-    FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_N: tl.constexpr, SCALE_K: tl.constexpr,
+    x,
+    acc,
+    w_ptr,
+    scales_ptr,
+    rows,
+    start,
+    K,
+    FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-):  # fmt: skip
+):
     """``acc [16, BLOCK_N] + x [16, BLOCK_K] @ W[rows, start : start + BLOCK_K].T``, float32.
 
     ``rows`` int64 ``[BLOCK_N]``, all of them inside the weight. NVFP4 leaves out the global scale and 2^7, which

@@ -39,8 +39,9 @@ def cos_and_sin(angle):
 
 
 @triton.jit
-def _rotated(x, weight, eps, inv_freq, position, D: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr,
-             BLOCK_D: tl.constexpr):  # fmt: skip
+def _rotated(
+    x, weight, eps, inv_freq, position, D: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """One head ``x [D]`` normed by ``weight`` and turned to ``position``: ``[BLOCK_D]`` float32."""
     d = tl.arange(0, BLOCK_D)
     first, turned = d < HALF, d < 2 * HALF
@@ -57,12 +58,34 @@ def _rotated(x, weight, eps, inv_freq, position, D: tl.constexpr, HALF: tl.const
 
 
 # The width of loads decides the order of a norm's sum: where a view begins must not.
-@triton.jit(do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head"],
-            do_not_specialize_on_alignment=["q", "k", "v"])  # fmt: skip
-def _rotate_and_write(q, k, v, q_weight, k_weight, eps, inv_freq, row, out,
-                      q_row, q_head, k_row, k_head, v_row, v_head,
-                      NQ: tl.constexpr, NKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-                      Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+@triton.jit(
+    do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head"],
+    do_not_specialize_on_alignment=["q", "k", "v"],
+)
+def _rotate_and_write(
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    eps,
+    inv_freq,
+    row,
+    out,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    NQ: tl.constexpr,
+    NKV: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_NORMED: tl.constexpr,
+    K_NORMED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -85,8 +108,23 @@ def _rotate_and_write(q, k, v, q_weight, k_weight, eps, inv_freq, row, out,
 
 
 @triton.jit(do_not_specialize=["start", "x_row", "x_head"], do_not_specialize_on_alignment=["x"])
-def _norm_rope(x, weight, eps, inv_freq, row, start, out, x_row, x_head, N: tl.constexpr, D: tl.constexpr,
-               HALF: tl.constexpr, NORMED: tl.constexpr, FROM_ROW: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _norm_rope(
+    x,
+    weight,
+    eps,
+    inv_freq,
+    row,
+    start,
+    out,
+    x_row,
+    x_head,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+    FROM_ROW: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -100,9 +138,15 @@ def _norm_rope(x, weight, eps, inv_freq, row, start, out, x_row, x_head, N: tl.c
 
 
 def rotate_and_write(
-    q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, inv_freq: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    inv_freq: Tensor,
     row: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Norm and rotate q and k, and write k and v into the cache behind its committed rows.
 
     Args:
@@ -119,23 +163,44 @@ def rotate_and_write(
     nkv = k.shape[1]
     half = inv_freq.shape[0]
     if k.shape != (T, nkv, dim) or v.shape != k.shape or 2 * half > dim:
-        raise ShapeError(f"rotary embedding of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} "
-                         f"over {2 * half} dimensions")  # fmt: skip
+        raise ShapeError(
+            f"rotary embedding of q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} over {2 * half} dimensions"
+        )
     _unit_stride(q=q, k=k, v=v)
     out = torch.empty(T, nq, dim, dtype=q.dtype, device=q.device)
     launch(
-        _rotate_and_write, (T, nq + nkv), q, k, v, q_norm, k_norm, eps, inv_freq, row, out,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        NQ=nq, NKV=nkv, D=dim, HALF=half, Q_NORMED=q_norm is not None, K_NORMED=k_norm is not None,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=1,
-    )  # fmt: skip
+        _rotate_and_write,
+        (T, nq + nkv),
+        q,
+        k,
+        v,
+        q_norm,
+        k_norm,
+        eps,
+        inv_freq,
+        row,
+        out,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        NQ=nq,
+        NKV=nkv,
+        D=dim,
+        HALF=half,
+        Q_NORMED=q_norm is not None,
+        K_NORMED=k_norm is not None,
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
     return out
 
 
 def norm_rope(
-    x: Tensor, weight: Tensor | None, eps: float, inv_freq: Tensor, position: Tensor | int, *,
-    out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor | None, eps: float, inv_freq: Tensor, position: Tensor | int, *, out: Tensor | None = None
+) -> Tensor:
     """Norm every head of ``x [T, n, D]`` (any strides, the last one 1) and rotate it: ``[T, n, D]``, rounded once.
 
     ``position`` of the first row is a number, or a cache's row of the address table, whose LENGTH it is then.
@@ -150,10 +215,25 @@ def norm_rope(
         out = torch.empty(T, heads, dim, dtype=x.dtype, device=x.device)
     from_row = isinstance(position, Tensor)
     launch(
-        _norm_rope, (T, heads), x, weight, eps, inv_freq, position if from_row else None, 0 if from_row else position,
-        out, x.stride(0), x.stride(1), N=heads, D=dim, HALF=half, NORMED=weight is not None, FROM_ROW=from_row,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=1,
-    )  # fmt: skip
+        _norm_rope,
+        (T, heads),
+        x,
+        weight,
+        eps,
+        inv_freq,
+        position if from_row else None,
+        0 if from_row else position,
+        out,
+        x.stride(0),
+        x.stride(1),
+        N=heads,
+        D=dim,
+        HALF=half,
+        NORMED=weight is not None,
+        FROM_ROW=from_row,
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
     return out
 
 

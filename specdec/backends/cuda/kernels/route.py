@@ -25,10 +25,24 @@ def _take(values, open_, at, count):
 
 @triton.jit
 def _choose(
-    logits, bias, ids, weights, experts, top_k, scale, groups, kept_groups, per_group,
-    SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, BIASED: tl.constexpr, GROUPED: tl.constexpr,
-    EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    ids,
+    weights,
+    experts,
+    top_k,
+    scale,
+    groups,
+    kept_groups,
+    per_group,
+    SIGMOID: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BIASED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     t = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     there = e < experts
@@ -82,12 +96,26 @@ def choose(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tupl
     ids = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     launch(
-        _choose, (rows,), logits, logits if bias is None else bias, ids, weights, experts, top_k, routing.scale,
-        routing.groups, routing.kept_groups, experts // routing.groups,
-        SIGMOID=routing.scores == "sigmoid", NORMALISED=routing.normalised, BIASED=bias is not None,
-        GROUPED=routing.groups > 1, EXPERTS=triton.next_power_of_2(experts), SLOTS=triton.next_power_of_2(top_k),
+        _choose,
+        (rows,),
+        logits,
+        logits if bias is None else bias,
+        ids,
+        weights,
+        experts,
+        top_k,
+        routing.scale,
+        routing.groups,
+        routing.kept_groups,
+        experts // routing.groups,
+        SIGMOID=routing.scores == "sigmoid",
+        NORMALISED=routing.normalised,
+        BIASED=bias is not None,
+        GROUPED=routing.groups > 1,
+        EXPERTS=triton.next_power_of_2(experts),
+        SLOTS=triton.next_power_of_2(top_k),
         GROUPS=triton.next_power_of_2(routing.groups),
-    )  # fmt: skip
+    )
     return ids, weights
 
 

@@ -29,9 +29,16 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(rows, hidden, dtype=table.dtype, device=table.device)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
     launch(
-        _embed, (rows, triton.cdiv(hidden, block)), table, ids, out, table.stride(0), table.shape[0], hidden,
+        _embed,
+        (rows, triton.cdiv(hidden, block)),
+        table,
+        ids,
+        out,
+        table.stride(0),
+        table.shape[0],
+        hidden,
         BLOCK=block,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -62,9 +69,18 @@ def concat(a: Tensor, b: Tensor) -> Tensor:
     out = torch.empty(*a.shape[:-1], left + right, dtype=a.dtype, device=a.device)
     block = min(_BLOCK, triton.next_power_of_2(left + right))
     launch(
-        _concat, (rows * heads, triton.cdiv(left + right, block)), wide_a, wide_b, out, heads, left, right,
-        *wide_a.stride(), *wide_b.stride(), BLOCK=block,
-    )  # fmt: skip
+        _concat,
+        (rows * heads, triton.cdiv(left + right, block)),
+        wide_a,
+        wide_b,
+        out,
+        heads,
+        left,
+        right,
+        *wide_a.stride(),
+        *wide_b.stride(),
+        BLOCK=block,
+    )
     return out
 
 

@@ -38,5 +38,7 @@ class Workspace:
     def check(self, columns: int, tiles: int) -> None:
         """Raises: ShapeError when a launch needs more than there is."""
         if columns > COLUMNS or tiles > TILES:
-            raise ShapeError(f"a split product needs {columns} columns and {tiles} tiles of workspace, "
-                             f"there are {COLUMNS} and {TILES}")  # fmt: skip
+            raise ShapeError(
+                f"a split product needs {columns} columns and {tiles} tiles of workspace, "
+                f"there are {COLUMNS} and {TILES}"
+            )

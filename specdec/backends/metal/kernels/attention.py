@@ -130,9 +130,17 @@ JOIN_PARTS = MslKernel(
 
 
 def attend(
-    q: mx.array, keys: mx.array, values: mx.array, length: mx.array, *, scale: float, dtype: mx.Dtype,
-    value_dims: int | None = None, part: int = PART, executor: Executor | None = None,
-) -> mx.array:  # fmt: skip
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    length: mx.array,
+    *,
+    scale: float,
+    dtype: mx.Dtype,
+    value_dims: int | None = None,
+    part: int = PART,
+    executor: Executor | None = None,
+) -> mx.array:
     """T rows of queries, row t of which sees the first ``length + t + 1`` positions: ``[T, nq, Dv]``. Lazy.
 
     Args:
@@ -179,9 +187,15 @@ def attend(
 
 
 def attend_reference(
-    q: mx.array, keys: mx.array, values: mx.array, length: mx.array, *, scale: float, dtype: mx.Dtype,
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    length: mx.array,
+    *,
+    scale: float,
+    dtype: mx.Dtype,
     value_dims: int | None = None,
-) -> mx.array:  # fmt: skip
+) -> mx.array:
     """``attend`` in MLX operations, over the whole bucket; what a row does not see counts as zero."""
     rows, heads, _ = q.shape
     at = mx.arange(keys.shape[2])

@@ -132,9 +132,18 @@ class DeltaRows:
 
 
 def gated_delta(
-    base: mx.array, past: DeltaRows, kept: mx.array, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array,
-    *, dtype: mx.Dtype, executor: Executor | None = None,
-) -> tuple[mx.array, mx.array, DeltaRows]:  # fmt: skip
+    base: mx.array,
+    past: DeltaRows,
+    kept: mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    *,
+    dtype: mx.Dtype,
+    executor: Executor | None = None,
+) -> tuple[mx.array, mx.array, DeltaRows]:
     """T rows behind the accepted rows of the previous block. Lazy.
 
     Args:
@@ -170,9 +179,17 @@ def gated_delta(
 
 
 def gated_delta_reference(
-    base: mx.array, past: DeltaRows, kept: mx.array, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array,
-    *, dtype: mx.Dtype,
-) -> tuple[mx.array, mx.array, DeltaRows]:  # fmt: skip
+    base: mx.array,
+    past: DeltaRows,
+    kept: mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    *,
+    dtype: mx.Dtype,
+) -> tuple[mx.array, mx.array, DeltaRows]:
     """``gated_delta`` in MLX operations."""
     state = flush_reference(base, past, kept)
     matrix = state

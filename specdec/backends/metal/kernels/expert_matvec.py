@@ -97,9 +97,15 @@ def expert_matvec_reference(x: mx.array, w: mx.array | PackedMatrix, ids: mx.arr
     each = x.astype(mx.float32)[:, :, None]  # [T, k or 1, 1, K]
     if isinstance(w, PackedMatrix):
         y = mx.gather_qmm(
-            each, w.codes, w.scales.astype(mx.float32), w.biases.astype(mx.float32), rhs_indices=ids, transpose=True,
-            group_size=w.group, bits=w.bits,
-        )  # fmt: skip
+            each,
+            w.codes,
+            w.scales.astype(mx.float32),
+            w.biases.astype(mx.float32),
+            rhs_indices=ids,
+            transpose=True,
+            group_size=w.group,
+            bits=w.bits,
+        )
     else:
         y = mx.gather_mm(each, w.astype(mx.float32).swapaxes(-1, -2), rhs_indices=ids)
     return y[:, :, 0].astype(dtype)

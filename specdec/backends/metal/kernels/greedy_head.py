@@ -118,9 +118,12 @@ inline void better(thread float& best, thread int& token, float logit, int other
 
 
 def greedy_head(
-    x: mx.array, parts: Sequence[mx.array | PackedMatrix], ids: Sequence[mx.array] | None = None, *,
+    x: mx.array,
+    parts: Sequence[mx.array | PackedMatrix],
+    ids: Sequence[mx.array] | None = None,
+    *,
     executor: Executor | None = None,
-) -> mx.array:  # fmt: skip
+) -> mx.array:
     """The token of the largest logit of every row, of equal ones the lowest, or -1: int32 ``[T]``. Lazy.
 
     Args:

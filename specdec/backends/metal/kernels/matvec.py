@@ -93,11 +93,7 @@ PLAIN = storing("sums[c][r]")
 ADDING = storing("sums[c][r] + float(residual[SHARED ? size_t(first + c) : place])")
 
 MATVEC = MslKernel(
-    name="specdec_matvec",
-    inputs=("x", "w"),
-    outputs=("y",),
-    source=SETUP + FIRST + PRODUCTS + PLAIN,
-    header=OVER_LANES,
+    name="specdec_matvec", inputs=("x", "w"), outputs=("y",), source=SETUP + FIRST + PRODUCTS + PLAIN, header=OVER_LANES
 )
 MATVEC_ADD = MslKernel(
     name="specdec_matvec_add",
@@ -127,9 +123,15 @@ def matvec(
 
 
 def launched(
-    executor: Executor, plain: MslKernel, adding: MslKernel, inputs: list[mx.array], residual: mx.array | None,
-    features: int, dtype: mx.Dtype, template: tuple[tuple[str, int], ...],
-) -> mx.array:  # fmt: skip
+    executor: Executor,
+    plain: MslKernel,
+    adding: MslKernel,
+    inputs: list[mx.array],
+    residual: mx.array | None,
+    features: int,
+    dtype: mx.Dtype,
+    template: tuple[tuple[str, int], ...],
+) -> mx.array:
     """One of two kernels over ``inputs``, the first of which is x: ``[T, N]``."""
     rows = inputs[0].shape[0]
     height, count = tiles(rows)

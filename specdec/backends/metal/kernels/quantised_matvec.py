@@ -125,8 +125,8 @@ def quantised_matvec(
     if executor is None:
         return quantised_matvec_reference(x, w, residual, dtype=dtype)
     return launched(
-        executor, QUANTISED_MATVEC, QUANTISED_MATVEC_ADD, [x, *w.parts()], residual, w.codes.shape[0], dtype, layout(w),
-    )  # fmt: skip
+        executor, QUANTISED_MATVEC, QUANTISED_MATVEC_ADD, [x, *w.parts()], residual, w.codes.shape[0], dtype, layout(w)
+    )
 
 
 def quantised_matvec_reference(
