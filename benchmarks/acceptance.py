@@ -15,7 +15,7 @@ from typing import Any
 
 import specdec
 from benchmarks.common import machine, save
-from specdec.measure import Prompt, measure_acceptance
+from specdec.measuring import Prompt, measure_acceptance
 
 PROMPTS = Path(__file__).parents[1] / "tools" / "train_demo" / "held_out_prompts.json"
 

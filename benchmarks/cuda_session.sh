@@ -55,7 +55,7 @@ run() {
   export PYTHONPATH=$PWD:${PYTHONPATH:-} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
   case $call in
   first)
-    step 220 "$python" -m pytest -q -n 14 -m gpu -p no:cacheprovider tests/cuda
+    step 220 "$python" -m pytest -q -n 14 -m gpu -p no:cacheprovider tests/backends/cuda
     measure 110 --stage models --shapes 0.8b --total 1.6
     measure 230 --stage check --shapes 0.8b,4b,9b --total 3.3
     ;;

@@ -547,8 +547,8 @@ def measure_models(folder: Path, sizes: Sizes, repeats: int, bandwidth: float) -
 def measure_demo(sizes: Sizes) -> dict[str, Any]:
     """The demo model on this backend, plain against speculative (A B B A), outputs compared."""
     import specdec
-    from specdec.measure.bench import BenchRun
-    from specdec.measure.prompts import choose_prompts, own_prompts
+    from specdec.measuring.bench import BenchRun
+    from specdec.measuring.prompts import choose_prompts, own_prompts
 
     lm = specdec.load(backend="metal", depth=2)
     chosen = choose_prompts(own_prompts(), per_class=sizes.demo_prompts)

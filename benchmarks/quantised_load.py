@@ -100,7 +100,7 @@ def measure(folder: Path, what: str) -> dict[str, Any]:
     from specdec.config import RunConfig, TargetConfig
     from specdec.models.qwen3_5 import Qwen35Config, tensors
     from specdec.pipeline import load_target
-    from specdec.plugins import registry
+    from specdec.registry import registry
 
     registry().model("qwen3_5_text")
     load_kernels()

@@ -6,7 +6,7 @@ Run it with ``python examples/custom_policy.py``.
 import attrs
 
 import specdec
-from specdec.plugins import registry
+from specdec.registry import registry
 
 
 @attrs.frozen(kw_only=True)

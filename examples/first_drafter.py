@@ -4,7 +4,7 @@ import sys
 
 import attrs
 
-import specdec.plugins
+import specdec.registry
 from specdec import Context, Draft, Drafter, DrafterEnv, DrafterSpec, between, hookimpl
 
 
@@ -32,7 +32,7 @@ def specdec_drafters() -> list[DrafterSpec]:
 
 
 if __name__ == "__main__":  # without packaging: register this module, then ask for the drafter by its name
-    specdec.plugins.registry().register(sys.modules[__name__])
+    specdec.registry.registry().register(sys.modules[__name__])
     lm = specdec.load("demo", drafter={"name": "echo", "period": 1}, depth=4)
     result = lm.generate("0, 0, 0, 0,", max_new_tokens=40)
     print(result.text, result.stats.accepted, sep="\n")

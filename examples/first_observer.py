@@ -5,7 +5,7 @@ import os
 import sys
 from typing import TextIO
 
-import specdec.plugins
+import specdec.registry
 from specdec import CycleRecord, hookimpl
 
 VARIABLE = "SPECDEC_CYCLE_LOG"  # the file to append to; unset: nothing is written
@@ -35,5 +35,5 @@ class CycleLog:
 
 if __name__ == "__main__":  # without packaging: register an object with hooks, then generate
     os.environ.setdefault(VARIABLE, "cycles.jsonl")
-    specdec.plugins.registry().register(CycleLog())
+    specdec.registry.registry().register(CycleLog())
     print(specdec.load("demo").generate("def add(a, b):", max_new_tokens=40).text, file=sys.stderr)

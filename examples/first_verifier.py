@@ -4,7 +4,7 @@ import sys
 
 import attrs
 
-import specdec.plugins
+import specdec.registry
 from specdec import Context, Draft, Guarantee, Logits, Verdict, Verifier, VerifierSpec, between, hookimpl
 from specdec.sampling import Rows
 from specdec.verifiers.strict import check_rows
@@ -47,7 +47,7 @@ def specdec_verifiers() -> list[VerifierSpec]:
 
 
 if __name__ == "__main__":  # without packaging: register this module, then ask for the verifier by its name
-    specdec.plugins.registry().register(sys.modules[__name__])
+    specdec.registry.registry().register(sys.modules[__name__])
     lm = specdec.load("demo", verifier={"name": "top", "k": 3}, depth=4)
     result = lm.generate("def add(a, b):", max_new_tokens=40)
     print(result.text, result.guarantee, result.deviation, sep="\n")

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
         Verifier,
         VerifierSpec,
     )
+    from specdec.decoding.result import Result
+    from specdec.decoding.session import Session, Stream
     from specdec.errors import SpecdecError
     from specdec.hookspecs import hookimpl
     from specdec.pipeline import LanguageModel
-    from specdec.session import Session, Stream
-    from specdec.telemetry import Result
 
 _HOME = {
     "specdec.api": ("inspect_checkpoint", "load"),
@@ -96,8 +96,8 @@ _HOME = {
     "specdec.errors": ("SpecdecError",),
     "specdec.hookspecs": ("hookimpl",),
     "specdec.pipeline": ("LanguageModel",),
-    "specdec.session": ("Session", "Stream"),
-    "specdec.telemetry": ("Result",),
+    "specdec.decoding.session": ("Session", "Stream"),
+    "specdec.decoding.result": ("Result",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 
 from specdec.checkpoints import Checkpoint, audit, holds_weights, locate, read_json, text_config
+from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig
 from specdec.errors import ConfigError, UnknownNameError
 from specdec.pipeline import LanguageModel, build, family_of
-from specdec.plugins import PUBLISHED, Kind, registry
-from specdec.report import CheckpointReport, describe, describe_config, describe_foreign
+from specdec.registry import PUBLISHED, Kind, registry
 
 
 def load(

@@ -39,15 +39,15 @@ from specdec.contract import (
     PrepareEnv,
     Verifier,
 )
-from specdec.cost_file import costs_of
-from specdec.costs import DEPTHS, CostTable, warm_up
+from specdec.decoding.cost_table import DEPTHS, CostTable, warm_up
+from specdec.decoding.result import Result
+from specdec.decoding.session import Session, Stream
 from specdec.errors import CheckpointError, PluginError, PromptError, SpecdecError, UnsupportedError
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
-from specdec.plugins import registry
-from specdec.probes import unproved
-from specdec.session import Session, Stream
-from specdec.telemetry import Result
+from specdec.records.cost_file import costs_of
+from specdec.records.probes import unproved
+from specdec.registry import registry
 from specdec.text import Tokenizer
 
 log = structlog.get_logger(__name__)

@@ -3,8 +3,8 @@
 A test calls ``record``; with ``SPECDEC_MODELS_MAP=FILE`` in the environment, ``tests/models/conftest.py`` collects
 the records of a run and writes the page. The tests that record something are enough:
 
-    SPECDEC_MODELS_MAP=docs/models.md pytest tests/models tests/test_mtp_drafts.py tests/checkpoints/quantised \\
-        -k "equal or after_prefill or decoded"
+    SPECDEC_MODELS_MAP=docs/models.md pytest tests/models tests/drafters/test_mtp_drafts.py \\
+        tests/checkpoints/quantised -k "equal or after_prefill or decoded"
 
 ``tests/models/test_models_map.py`` compares the committed page with what the tests know, but for the figures.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from specdec.plugins import Kind, registry
+from specdec.registry import Kind, registry
 
 PROPERTY = "comparison"
 MTP_RULES = {  # what the head is fed, and what a chained step feeds in place of the hidden state

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available():  # tests/cuda interprets its kernels; triton reads this when anything imports it first
+if not torch.cuda.is_available():  # triton reads it when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; OpenMP threads that wait for theirs burn them

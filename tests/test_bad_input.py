@@ -312,7 +312,7 @@ def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
     """The plugin is named, with its own error; other names go on working."""
     from specdec.contract import DepthPolicySpec, DrafterSpec, VerifierSpec
     from specdec.hookspecs import hookimpl
-    from specdec.plugins import Registry, use_registry
+    from specdec.registry import Registry, use_registry
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("its own bug")

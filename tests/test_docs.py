@@ -35,7 +35,7 @@ from click.testing import CliRunner
 from specdec import errors, hookspecs
 from specdec.cli import main
 from specdec.config import PLUGIN_TABLES, Choice, GenerationConfig, RunConfig, TargetConfig, load_config
-from specdec.plugins import BUILT_INS, KINDS, Kind, Registry, use_registry
+from specdec.registry import BUILT_INS, KINDS, Kind, Registry, use_registry
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
 from specdec.contract import Context, DrafterEnv, Guarantee, NoConfig, Sampling
+from specdec.decoding.cycle import Sequence, run_cycle
+from specdec.decoding.result import RunStats
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Sequence, run_cycle
 from specdec.errors import ConfigError
-from specdec.plugins import BUILT_INS, Registry, use_registry
-from specdec.telemetry import RunStats
+from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import TableModel, parametrize_checks
 from specdec.verifiers.strict import StrictVerifier
 

@@ -441,7 +441,7 @@ def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "f
     from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, text_config
     from specdec.contract import ModelInfo
     from specdec.models.causal_lm import CausalLM
-    from specdec.plugins import registry
+    from specdec.registry import registry
 
     checkpoint = Checkpoint.open(folder)
     config = text_config(checkpoint.config)

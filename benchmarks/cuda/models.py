@@ -26,9 +26,9 @@ from specdec.backends.cuda.kernels import accept, head
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.passes import DeviceTokens
 from specdec.contract import State
-from specdec.measure.arms import Arm
-from specdec.measure.speed_model import expected_tokens
-from specdec.measure.synthetic import SyntheticVerifier
+from specdec.measuring.arms import Arm
+from specdec.measuring.speed_model import expected_tokens
+from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.models.causal_lm import CausalLM, PrunedHead
 
 ROWS = (1, 2, 3, 4, 5, 8, 16)

@@ -14,7 +14,7 @@ from benchmarks.cuda.models import Model, prompt_of
 from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, Shape
 from benchmarks.cuda.timing import Lab
 from benchmarks.cuda.weights import MadeWeights
-from specdec.measure.arms import Arm
+from specdec.measuring.arms import Arm
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "static cache, compiled": {"cache_implementation": "static"},

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from specdec.measure.environment import commit
+from specdec.measuring.environment import commit
 
 FILE = "cuda.json"
 

@@ -164,7 +164,7 @@ def plot(found: list[Line], path: Path) -> None:
     """Figure over target, a bar each. Raises: UnsupportedError without matplotlib."""
     from matplotlib.figure import Figure
 
-    from specdec.measure.plots import COLOURS, save_figure
+    from specdec.measuring.plots import COLOURS, save_figure
 
     known = [line for line in found if line.ratio is not None]
     figure = Figure(figsize=(10, 1.2 + 0.32 * max(1, len(known))), layout="constrained")

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from specdec.measure.synthetic import PROFILES
+from specdec.measuring.synthetic import PROFILES
 
 CONTEXT = 2048
 DRAFT_ROWS = 32768  # of a pruned draft head
@@ -239,7 +239,7 @@ class Costs:
 
     def speedup(self, depth: int, cumulative: Sequence[float] = PROFILE) -> float:
         """Tokens per second of cycles of ``depth`` over those of plain decoding."""
-        from specdec.measure.speed_model import expected_tokens
+        from specdec.measuring.speed_model import expected_tokens
 
         return expected_tokens(conditional(cumulative, depth)) * self.decode / self.cycle(depth)
 

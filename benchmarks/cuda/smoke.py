@@ -24,7 +24,7 @@ def lab() -> Lab:
 
     if not interpreting():
         raise UnsupportedError("triton was set up for a device", try_="TRITON_INTERPRET=1 in the environment")
-    from tests.cuda.fake import FakeDevice
+    from tests.backends.cuda.fake import FakeDevice
 
     rows_alike()
     torch.set_num_threads(1)

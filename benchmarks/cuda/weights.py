@@ -32,7 +32,7 @@ from specdec.contract import ModelInfo, PrepareEnv
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.models.causal_lm import CausalLM
 from specdec.pipeline import LanguageModel
-from specdec.plugins import registry
+from specdec.registry import registry
 from specdec.text import Tokenizer
 
 AGREEMENT = 0.78  # conditional, at every position: about the profile "mixed" (0.763, 0.817, 0.737, 0.863)

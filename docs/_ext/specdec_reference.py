@@ -51,7 +51,7 @@ def plugins_markdown() -> str:
     """Every built-in plugin: its name, what it does, its options with their defaults."""
     from specdec.cli.plugins import _options as options_of
     from specdec.contract import ModelSpec
-    from specdec.plugins import BUILT_INS, KINDS, Kind, Registry
+    from specdec.registry import BUILT_INS, KINDS, Kind, Registry
 
     registry = Registry(BUILT_INS, entry_points=(), strict=True)
     lines: list[str] = []

@@ -10,7 +10,7 @@ layer, Dk / Dv their sizes, V vocabulary. "act" is the activation dtype (bfloat1
 cached rows before it, never on T or on how earlier rows were grouped into passes. A backend that cannot keep this for
 up to ``max_rows`` rows declares ``Parity.NUMERIC``. One that has reason to believe it and could not be tried on its
 device sets ``exact_needs_probe = True`` beside ``Parity.BITWISE``: a load then asks for a stored probe
-(``specdec.probes``).
+(``specdec.records.probes``).
 
 Ops return new arrays and never write to their inputs; the caches own all mutation, and what an op writes to a cache is
 provisional until the cache's ``commit``.

@@ -25,7 +25,7 @@ from specdec.config import Choice, Override, RunConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specdec.measure import AcceptanceReport, ClassReport
+    from specdec.measuring import AcceptanceReport, ClassReport
 
 NEW_TOKENS = 48  # per prompt, where neither the configuration nor an option says
 SHOWN_DEPTHS = 8  # columns of predicted speed-ups on a terminal; --json and --csv have all
@@ -106,8 +106,8 @@ def accept(
     config = _config(config_file, [*map(Override.parse, settings), *flag_overrides(flags)])
 
     import specdec
-    from specdec.measure.acceptance import AcceptanceRun
-    from specdec.measure.patterns import PatternLog
+    from specdec.measuring.acceptance import AcceptanceRun
+    from specdec.measuring.patterns import PatternLog
 
     # all that can be wrong is said before weights are read
     chosen = chosen_prompts(prompts_file, classes, per_class)
@@ -147,7 +147,7 @@ def accept(
     if csv_file is not None:
         write_csv(report.rows(), csv_file)
     if plot_file is not None:
-        from specdec.measure.plots import plot_acceptance
+        from specdec.measuring.plots import plot_acceptance
 
         plot_acceptance(report, plot_file)
     if not as_json:

@@ -19,7 +19,7 @@ from specdec.errors import PromptError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specdec.audit import AuditReport, RecordedRun
+    from specdec.measuring.audit import AuditReport, RecordedRun
     from specdec.pipeline import LanguageModel
 
 BROKEN_PROMISE = 1  # exit status when exact, bitwise decoding diverges
@@ -96,8 +96,8 @@ def audit(
             click.echo("no prompt given: continuing a sample", err=True)
 
     import specdec
-    from specdec.audit import audit as replay
-    from specdec.audit import plot, read_run, require_matplotlib
+    from specdec.measuring.audit import audit as replay
+    from specdec.measuring.audit import plot, read_run, require_matplotlib
 
     if png is not None:
         require_matplotlib()  # before minutes of decoding
@@ -133,7 +133,7 @@ def audit(
 
 
 def _run_now(lm: LanguageModel, prompt: str | Sequence[int], *, chat: bool) -> RecordedRun:
-    from specdec.audit import RecordedRun
+    from specdec.measuring.audit import RecordedRun
 
     stream = lm.stream(prompt, chat=chat)
     with interruptible(stream), output.status("generating"):
@@ -198,16 +198,16 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> list[tuple[st
         rows.append(
             (
                 "control",
-                f"plain decoding by {control.rows} rows: {control.equal_rows} of {control.compared} rows bit-equal to one "
-                f"row alone, {output.count(control.argmax_disagreements, 'argmax disagreement')}, largest difference of a "
-                f"logit {control.largest_difference:.3g}",
+                f"plain decoding by {control.rows} rows: {control.equal_rows} of {control.compared} rows bit-equal "
+                f"to one row alone, {output.count(control.argmax_disagreements, 'argmax disagreement')}, largest "
+                f"difference of a logit {control.largest_difference:.3g}",
             )
         )
     return rows
 
 
 def _histogram(report: AuditReport) -> Table:
-    from specdec.audit import bin_label
+    from specdec.measuring.audit import bin_label
 
     table = output.table("top-two gap (nats)", "positions", "divergences", right=("positions", "divergences"))
     for low, high, everywhere, diverging in report.histogram():

@@ -24,7 +24,7 @@ from specdec.config import Override
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specdec.measure.bench import BenchReport, ClassBench
+    from specdec.measuring.bench import BenchReport, ClassBench
 
 NEW_TOKENS = 96
 PER_CLASS = 3
@@ -96,8 +96,8 @@ def bench(
     lengths = _lengths(contexts)
 
     import specdec
-    from specdec.measure.bench import BenchRun
-    from specdec.measure.synthetic import parse_profile
+    from specdec.measuring.bench import BenchRun
+    from specdec.measuring.synthetic import parse_profile
 
     # all that can be wrong is said before weights are read
     chosen = chosen_prompts(prompts_file, classes, per_class)
@@ -126,7 +126,7 @@ def bench(
     if csv_file is not None:
         write_csv(report.rows(), csv_file)
     if files["plot"] is not None:
-        from specdec.measure.bench_plot import plot_bench
+        from specdec.measuring.bench_plot import plot_bench
 
         plot_bench(report, files["plot"])
     if not as_json:

@@ -19,9 +19,9 @@ from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import PromptError, SpecdecError, did_you_mean
 
 if TYPE_CHECKING:
-    from specdec.chat import Conversation
+    from specdec.decoding.conversation import Conversation
+    from specdec.decoding.result import Result
     from specdec.pipeline import LanguageModel
-    from specdec.telemetry import Result
 
 ANSWER_TOKENS = 1024  # at most, where neither the configuration nor an option says
 PROMPT, MORE = "> ", ". "
@@ -70,7 +70,7 @@ def chat(
     config = _config(config_file, [*map(Override.parse, settings), *flag_overrides(flags)])
 
     import specdec
-    from specdec.chat import Conversation
+    from specdec.decoding.conversation import Conversation
 
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)

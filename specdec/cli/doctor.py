@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from specdec.contract import ModelInfo
     from specdec.doctor import MachineReport, Promise, RowCosts
-    from specdec.probes import ProbeRecord
+    from specdec.records.probes import ProbeRecord
 
 SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # columns of expected speed-ups; --json has all
 
@@ -75,7 +75,7 @@ def doctor(
     from specdec.doctor import make_record, measure_row_costs, probe_bits, promise
     from specdec.doctor.operations import CONTEXTS
     from specdec.pipeline import load_target
-    from specdec.probes import SWITCH, probe_folder, write_probe
+    from specdec.records.probes import SWITCH, probe_folder, write_probe
 
     with output.status(f"loading {config.target.model}"):
         loaded = load_target(config)

@@ -17,7 +17,7 @@ from specdec.config import Override, RunConfig, load_config, read_toml
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from specdec.measure.prompts import PromptSet
+    from specdec.measuring.prompts import PromptSet
 
 BROKEN_PROMISE = 1  # exit status when outputs differ although verifier and backend promise that they cannot
 LENGTH_KEY = ("generation", "max_new_tokens")
@@ -62,7 +62,7 @@ def progress(
 
 def chosen_prompts(file: str | None, classes: str | None, per_class: int | None) -> PromptSet:
     """The prompts of ``--prompts``, ``--classes`` and ``--per-class``. Raises: PromptError as the loader does."""
-    from specdec.measure.prompts import choose_prompts, load_prompts, own_prompts
+    from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
 
     prompts = own_prompts() if file is None else load_prompts(file)
     wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
@@ -75,7 +75,7 @@ def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None
     Raises: UnsupportedError naming the file, or matplotlib.
     """
     if plot is not None:
-        from specdec.audit import require_matplotlib
+        from specdec.measuring.audit import require_matplotlib
 
         require_matplotlib()
     for file in (*files, plot):

@@ -80,7 +80,7 @@ class Group(click.Group):
 
     def _extend(self) -> Group:
         if not self.extended:
-            from specdec.plugins import registry
+            from specdec.registry import registry
 
             registry().add_commands(self)
             self.extended = True
@@ -215,7 +215,7 @@ def count(number: int, noun: str) -> str:
 
 def configure(verbose: int) -> None:
     """Logs go to stderr: warnings, with ``-v`` events, with ``-vv`` all. Only the command line does this."""
-    from specdec.plugins import tracing
+    from specdec.registry import tracing
 
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)

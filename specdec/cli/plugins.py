@@ -10,7 +10,7 @@ import click
 
 from specdec.cli import output
 from specdec.contract import BackendSpec, DrafterSpec, ModelSpec
-from specdec.plugins import KINDS, Entry, Failure, Kind, registry
+from specdec.registry import KINDS, Entry, Failure, Kind, registry
 
 
 @click.command()

@@ -16,9 +16,9 @@ from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
 if TYPE_CHECKING:
+    from specdec.decoding.session import Stream
     from specdec.drafters.draft_vocabulary import DraftVocabulary, TokenCounts
     from specdec.pipeline import LanguageModel
-    from specdec.session import Stream
 
 PART = 1 << 18  # characters tokenised at a time; a part ends with a line
 

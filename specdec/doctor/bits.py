@@ -8,7 +8,7 @@ from specdec.contract import ForwardPass
 from specdec.doctor.operations import CONTEXTS, probe_operations
 from specdec.doctor.passes import CONTEXT, PassProbe
 from specdec.models.causal_lm import CausalLM
-from specdec.probes import Finding
+from specdec.records.probes import Finding
 
 
 def probe_bits(target: ForwardPass, contexts: Sequence[int] = CONTEXTS) -> tuple[tuple[Finding, ...], tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec.contract import Logits
-from specdec.probes import Finding, Kind, finite
+from specdec.records.probes import Finding, Kind, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,9 +10,9 @@ from time import perf_counter
 import attrs
 
 from specdec.contract import ForwardPass
-from specdec.costs import STEADY, CostTable
-from specdec.measure.speed_model import break_even, expected_tokens
-from specdec.probes import RowCost
+from specdec.decoding.cost_table import STEADY, CostTable
+from specdec.measuring.speed_model import break_even, expected_tokens
+from specdec.records.probes import RowCost
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 CONTEXT = 40  # tokens before the timed passes

@@ -19,10 +19,10 @@ from specdec._version import __version__
 from specdec.backends.cpu.compiler import Kernels, find_compiler, load_kernels
 from specdec.contract import BackendSpec
 from specdec.errors import SpecdecError
-from specdec.folders import cache_folder
 from specdec.pipeline import _auto_backend
-from specdec.plugins import Kind, registry
-from specdec.probes import LIBRARIES, probe_folder
+from specdec.records.folders import cache_folder
+from specdec.records.probes import LIBRARIES, probe_folder
+from specdec.registry import Kind, registry
 
 _APPLE_ONLY = () if sys.platform == "darwin" else ("mlx-metal",)
 _SHOWN_LIBRARIES = (*(name for name in LIBRARIES if name not in _APPLE_ONLY), "numpy", "tokenizers")

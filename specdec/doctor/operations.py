@@ -17,7 +17,7 @@ import attrs
 from specdec.backends.ops import Cache, DeltaShape, Ops, Rope, Routing
 from specdec.doctor.comparing import Comparison, arrays_on_host, on_host, one_by_one
 from specdec.models.causal_lm import CausalLM
-from specdec.probes import Finding
+from specdec.records.probes import Finding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

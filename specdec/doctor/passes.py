@@ -11,10 +11,10 @@ import attrs
 import numpy as np
 
 from specdec.contract import ForwardPass, GreedyCycles, GreedyStart, Hidden, Snapshot, State
+from specdec.decoding.stepwise import StepwiseCycles
 from specdec.doctor.comparing import Comparison, on_host, one_by_one
 from specdec.models.causal_lm import CausalLM
-from specdec.probes import Finding
-from specdec.stepwise import StepwiseCycles
+from specdec.records.probes import Finding
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,7 +9,7 @@ import attrs
 from specdec.contract import ForwardPass, ModelInfo, Parity
 from specdec.doctor.costs import ACCEPTANCES, RowCosts
 from specdec.models.causal_lm import CausalLM
-from specdec.probes import Finding, ProbeIdentity, ProbeRecord
+from specdec.records.probes import Finding, ProbeIdentity, ProbeRecord
 
 SUGGESTED_AT = 0.7  # conditional acceptance for which a depth is suggested
 

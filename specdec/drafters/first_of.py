@@ -33,7 +33,7 @@ from specdec.contract import (
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.plugins import registry
+from specdec.registry import registry
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
 _PATH = "drafter.drafters[{}]"

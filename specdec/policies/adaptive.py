@@ -11,7 +11,7 @@ import attrs
 
 from specdec.config import between
 from specdec.contract import CycleRecord, DepthPolicy, DepthPolicySpec, PrepareEnv, Stats
-from specdec.costs import CostTable
+from specdec.decoding.cost_table import CostTable
 from specdec.errors import UnsupportedError
 from specdec.hookspecs import hookimpl
 from specdec.policies.acceptance import Acceptance

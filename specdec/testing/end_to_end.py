@@ -8,10 +8,10 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec import engine
 from specdec.contract import Context, Draft, Drafter, DrafterEnv, ForwardPass, Guarantee, Need, Sampling, Verifier
+from specdec.decoding import cycle as engine
+from specdec.decoding.result import RunStats
 from specdec.errors import UnsupportedError
-from specdec.telemetry import RunStats
 from specdec.testing import strategies
 from specdec.testing.by_hand import law_by_hand
 from specdec.testing.models import Memory, StrictForwardPass, TableModel

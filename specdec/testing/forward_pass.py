@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import numpy as np
 
 from specdec.contract import ForwardOutput, GreedyCycle, GreedyStart, Parity, State
+from specdec.decoding.stepwise import StepwiseCycles
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
-from specdec.stepwise import StepwiseCycles
 from specdec.testing.registry import Broken, ForwardPassSubject, Run, check, expect, not_applicable
 from specdec.testing.strategies import Call, calls
 from specdec.testing.views import check_views

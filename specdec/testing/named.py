@@ -8,7 +8,7 @@ from typing import Any
 from specdec.config import Choice, structure_choice
 from specdec.contract import BackendSpec, ModelSpec
 from specdec.errors import SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
-from specdec.plugins import Entry, Kind, registry
+from specdec.registry import Entry, Kind, registry
 from specdec.testing.registry import AnySubject, OpsSubject, Subject, as_subject
 
 _SUBJECTS = {

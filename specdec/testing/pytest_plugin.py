@@ -34,7 +34,7 @@ def pytest_report_collectionfinish() -> str | list[str]:
     """One line: contract, seed, and which backends this machine runs. None in a run that does not use the kit."""
     if "specdec.testing.registry" not in sys.modules:  # installed is not used: other people's runs stay as they are
         return []
-    from specdec.plugins import Kind, registry
+    from specdec.registry import Kind, registry
     from specdec.testing.registry import CONTRACT
 
     backends = []

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import specdec
 from specdec import plugins
 from specdec.cli import main
-from specdec.plugins import Registry
+from specdec.registry import Registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 

@@ -13,9 +13,9 @@ import pytest
 
 import specdec
 from specdec.cli.accept import accept as command
-from specdec.measure.recording import Recording
+from specdec.measuring.recording import Recording
 from specdec.models.ablation import SWITCHES
-from specdec.plugins import BUILT_INS, Registry
+from specdec.registry import BUILT_INS, Registry
 
 SHORT = ("--per-class", "1", "-n", "8", "--depth", "2")
 
@@ -258,7 +258,7 @@ def test_a_configuration_file_gives_model_drafter_and_length(accept, tmp_path):
 
 
 def test_the_thresholds_in_the_help_are_those_in_force():
-    from specdec.measure.speed_model import NOT_WORTH_IT, TURN_ON
+    from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON
 
     text = " ".join(str(command.help).split())
     assert f"above {TURN_ON} at the best depth" in text

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import specdec
-from specdec.plugins import BUILT_INS, Registry
+from specdec.registry import BUILT_INS, Registry
 
 MARGIN = ("-s", "verifier.name=margin", "-s", "verifier.margin=1.0")
 

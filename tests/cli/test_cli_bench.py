@@ -10,9 +10,9 @@ import attrs
 import pytest
 
 import specdec
-from specdec.measure.arms import Arm
-from specdec.measure.bench import BenchRun
-from specdec.plugins import BUILT_INS, Registry
+from specdec.measuring.arms import Arm
+from specdec.measuring.bench import BenchRun
+from specdec.registry import BUILT_INS, Registry
 
 SHORT = ("--per-class", "1", "--max-new-tokens", "8")
 
@@ -121,7 +121,7 @@ def test_an_interruption_reports_what_was_done(bench, monkeypatch):
 
 
 def test_a_broken_promise_is_an_exit_status(bench, monkeypatch):
-    monkeypatch.setattr("specdec.measure.bench._first_difference", lambda wanted, got: 3)
+    monkeypatch.setattr("specdec.measuring.bench._first_difference", lambda wanted, got: 3)
     done = bench(*SHORT, "--classes", "code")
     assert done.exit_code == 1
     assert "OUTPUTS DIFFER on 1 of 1 prompts" in done.stdout

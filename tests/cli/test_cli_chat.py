@@ -14,10 +14,10 @@ import time
 import pytest
 
 import specdec
-from specdec.chat import Conversation
 from specdec.cli.chat import ANSWER_TOKENS, Chat
+from specdec.decoding.conversation import Conversation
 from specdec.errors import PromptError, SessionFileError, StateError
-from specdec.plugins import BUILT_INS, Registry
+from specdec.registry import BUILT_INS, Registry
 from specdec.text import ChatTemplate
 
 STRIPPING = """\
@@ -369,7 +369,7 @@ def test_wrong_options(chat):
 
 def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
     """The signal that a terminal sends, in the middle of the first answer."""
-    from specdec.chat import Answer
+    from specdec.decoding.conversation import Answer
 
     pieces, following = [], Answer.__next__
 

@@ -12,11 +12,11 @@ import pytest
 
 import specdec
 from specdec import __version__
+from specdec.checkpoints.description import CheckpointReport, ModuleFormat, StepBytes
 from specdec.cli.info import amount
 from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
-from specdec.plugins import Registry
-from specdec.report import CheckpointReport, ModuleFormat, StepBytes
+from specdec.registry import Registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 

@@ -14,8 +14,8 @@ from specdec import __version__
 from specdec.contract import BackendSpec
 from specdec.doctor.machine import free_of_vm_stat
 from specdec.hookspecs import hookimpl
-from specdec.plugins import BUILT_INS, Registry
-from specdec.probes import read_probe
+from specdec.records.probes import read_probe
+from specdec.registry import BUILT_INS, Registry
 from tests.wrong_ops import ROWS, ProbedBackend, wrong_ops
 
 

@@ -32,7 +32,7 @@ from specdec.contract import (
 from specdec.drafters import draft_model
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftModelDrafter, DraftRow
 from specdec.errors import SpecdecError, UnsupportedError
-from specdec.plugins import Registry
+from specdec.registry import Registry
 from specdec.testing import Memory, TableModel
 from specdec.testing.end_to_end import run_engine
 from specdec.testing.models import TableLogits
@@ -40,9 +40,9 @@ from specdec.text import Tokenizer
 from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
+from tests.decoding.test_sessions import Told, operations
 from tests.drafters.composed import LLAMA, composed
 from tests.drafters.two_tokenizers import byte_level, sentence_piece
-from tests.test_sessions import Told, operations
 from tests.verifiers.enumeration import array, distance, emitted, joint_of
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
@@ -542,7 +542,7 @@ BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base, folders, written, case, monkeypatch):
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    monkeypatch.setattr("specdec.plugins._current", Registry(entry_points=()))
+    monkeypatch.setattr("specdec.registry._current", Registry(entry_points=()))
     make, words = BAD[case]
     options = {"name": "draft_model", **make(folders=folders, written=written)}
     with pytest.raises(SpecdecError) as caught:

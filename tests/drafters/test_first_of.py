@@ -31,7 +31,7 @@ from specdec.contract import (
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
 from specdec.hookspecs import hookimpl
-from specdec.plugins import BUILT_INS, Registry, use_registry
+from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import TableModel
 from specdec.testing.end_to_end import run_engine
 from specdec.testing.playing import Played

@@ -25,7 +25,7 @@ class MapWriter:
         if exitstatus != pytest.ExitCode.OK:
             return
         from specdec.checkpoints import text_config
-        from specdec.plugins import registry
+        from specdec.registry import registry
         from tests.models.test_public_configs import PUBLISHED
 
         released = {

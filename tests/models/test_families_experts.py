@@ -186,7 +186,7 @@ def test_qwen3_next_has_a_head_when_its_tensors_are_there(mtp: bool, checkpoint:
 
 
 def test_nothing_is_unused_in_any_checkpoint(checkpoint: Callable[..., pathlib.Path]) -> None:
-    from specdec.plugins import registry
+    from specdec.registry import registry
 
     for family, shapes in SHAPES.items():
         for name, shape in shapes.items():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from specdec.contract import Drafter, Parity
 from specdec.models.parity import probe_rows
 from tests import tiny
-from tests.test_lossless import (
+from tests.decoding.test_lossless import (
     Case,
     ScriptedDepth,
     adversarial,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from tests.comparisons import record
+from tests.drafters.test_mtp_drafts import Run, check, prompt_of
 from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
-from tests.test_mtp_drafts import Run, check, prompt_of
 from tests.tiny_families import FAMILIES, SHAPES
 
 Float64 = NDArray[np.float64]

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import specdec
+from specdec.checkpoints.description import CheckpointReport
 from specdec.cli import main
 from specdec.errors import CheckpointError
-from specdec.report import CheckpointReport
 from tests import tiny
 from tests.models.test_public_configs import PUBLISHED, moe, qwen3_5
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from specdec.plugins import Kind, registry
+from specdec.registry import Kind, registry
 from tests.checkpoints.quantised import quantisers as q
 from tests.comparisons import Comparison, page
 from tests.models.test_public_configs import PUBLISHED

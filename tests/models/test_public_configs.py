@@ -15,7 +15,7 @@ import pytest
 
 from specdec.checkpoints import text_config
 from specdec.errors import CheckpointError
-from specdec.plugins import registry
+from specdec.registry import registry
 
 
 def qwen3_5(

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from specdec.contract import CycleRecord, DepthPolicy, Stats
-from specdec.costs import CostTable
+from specdec.decoding.cost_table import CostTable
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 
 DEEPEST = 6

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.costs import CostTable
+from specdec.decoding.cost_table import CostTable
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given
 
 from specdec.contract import Context, Draft, Drafter, Sampling
-from specdec.engine import Sequence as EngineSequence
-from specdec.engine import run_cycle
+from specdec.decoding.cycle import Sequence as EngineSequence
+from specdec.decoding.cycle import run_cycle
+from specdec.decoding.result import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors.grammar import GrammarConfig, GrammarProcessor
-from specdec.telemetry import RunStats
 from specdec.testing.models import TableModel
 from specdec.verifiers.strict import StrictVerifier
 from tests.processors import words

@@ -9,9 +9,9 @@ import pytest
 
 from specdec.config import structure_options
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.plugins import Kind, Registry
 from specdec.processors import grammar
 from specdec.processors.grammar import GrammarConfig
+from specdec.registry import Kind, Registry
 from tests.processors import words
 
 

@@ -14,8 +14,8 @@ from specdec.drafters.first_of import specdec_drafters as first_of_specs
 from specdec.drafters.mtp import specdec_drafters as mtp_specs
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
-from specdec.plugins import Kind, registry
 from specdec.policies.fixed import specdec_depth_policies
+from specdec.registry import Kind, registry
 from specdec.testing import (
     DepthPolicySubject,
     DrafterSubject,

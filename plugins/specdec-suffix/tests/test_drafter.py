@@ -12,10 +12,10 @@ import reference
 from hypothesis import given, settings
 from specdec.config import structure_options
 from specdec.contract import Context, DrafterEnv, PrepareEnv, Sampling
-from specdec.engine import Sequence, run_cycle
+from specdec.decoding.cycle import Sequence, run_cycle
+from specdec.decoding.result import RunStats
 from specdec.errors import ConfigError
-from specdec.plugins import Registry
-from specdec.telemetry import RunStats
+from specdec.registry import Registry
 from specdec.testing import TableModel
 from specdec.verifiers.strict import StrictVerifier
 

@@ -76,7 +76,7 @@ def _peek(target: TargetConfig) -> Mapping[str, Any] | None:
 def _has_family(config: Mapping[str, Any]) -> bool:
     """Whether specdec reads this model itself, or a plugin that should is broken (which specdec then says)."""
     from specdec.checkpoints import text_config
-    from specdec.plugins import registry
+    from specdec.registry import registry
 
     model_type = text_config(dict(config)).get("model_type")
     try:

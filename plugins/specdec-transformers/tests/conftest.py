@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 from specdec.config import TargetConfig
-from specdec.plugins import registry
+from specdec.registry import registry
 
 import specdec_transformers
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from specdec.config import TargetConfig
 from specdec.errors import CheckpointError, PluginError, SpecdecError, UnknownNameError, UnsupportedError
-from specdec.plugins import Registry, use_registry
+from specdec.registry import Registry, use_registry
 from transformers import AutoConfig
 
 from specdec_transformers import choice, loading, specdec_forward_pass

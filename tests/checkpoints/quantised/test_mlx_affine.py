@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
 from specdec.checkpoints import Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.checkpoints.description import _one_layout
 from specdec.checkpoints.quantised import formats_of
 from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
 from specdec.pipeline import _stored_dtype, load_target
-from specdec.plugins import registry
-from specdec.report import _one_layout
+from specdec.registry import registry
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.quantisers import Tensors

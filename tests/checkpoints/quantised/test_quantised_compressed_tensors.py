@@ -13,7 +13,7 @@ import torch
 
 from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, text_config
 from specdec.checkpoints.quantised import formats_of
-from specdec.plugins import registry
+from specdec.registry import registry
 from tests import tiny
 from tests.comparisons import record
 

@@ -6,9 +6,9 @@ import attrs
 import numpy as np
 
 from specdec.contract import DraftHead, ForwardOutput
+from specdec.decoding.stepwise import StepwiseCycles
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
-from specdec.stepwise import StepwiseCycles
 from specdec.testing.models import Memory, TableHead, TableLogits, TableModel
 
 

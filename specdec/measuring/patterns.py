@@ -1,0 +1,106 @@
+"""What was drafted beside what became output: the log that shows where a drafter goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import attrs
+
+from specdec.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from specdec.measuring.recording import PromptRun
+    from specdec.text import Tokenizer
+
+CONTEXT_TOKENS = 16  # of the tail that a row of the log shows
+
+
+def _texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
+    """Each token as text, special tokens too; part of a character becomes the replacement character."""
+    return [tokenizer.decode([token], skip_special=False) for token in tokens]
+
+
+def _pair(tokenizer: Tokenizer, tokens: tuple[int, int]) -> tuple[str, str]:
+    drafted, actual = _texts(tokenizer, tokens)
+    return drafted, actual
+
+
+def log_rows(run: PromptRun, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """One row per draft: the tail of the context, drafted and actual tokens, and where they first differ.
+
+    ``actual`` holds the tokens that became output at the drafted positions, fewer where the generation ended.
+    ``mismatch`` is the lookahead position of the first rejected token, null where the draft was accepted whole.
+    """
+    tokens = [*run.prompt_tokens, *run.tokens]
+    for cycle in run.cycles:
+        if not cycle.drafted:
+            continue
+        at = cycle.position
+        actual = tokens[at : at + len(cycle.drafted)]
+        yield {
+            "class": run.prompt.kind,
+            "prompt": run.prompt.source,
+            "position": at - len(run.prompt_tokens),  # generated tokens before the draft
+            "context": tokenizer.decode(tokens[max(0, at - CONTEXT_TOKENS) : at], skip_special=False),
+            "drafted": list(cycle.drafted),
+            "drafted_text": _texts(tokenizer, cycle.drafted),
+            "actual": actual,
+            "actual_text": _texts(tokenizer, actual),
+            "accepted": cycle.accepted,
+            "mismatch": cycle.accepted if cycle.accepted < len(cycle.drafted) else None,
+        }
+
+
+class PatternLog:
+    """A JSON-lines file of ``log_rows``, written run by run, so that an interrupted measurement leaves its part.
+
+    Raises: UnsupportedError, at once, when the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.rows = 0
+        try:
+            self._file: TextIO = open(path, "w", encoding="utf-8")
+        except OSError as error:
+            raise UnsupportedError(f"the log cannot be written: {error.strerror or error}", file=path) from error
+
+    def add(self, run: PromptRun, tokenizer: Tokenizer) -> None:
+        """Write the drafts of a run."""
+        for row in log_rows(run, tokenizer):
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.rows += 1
+        self._file.flush()
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+
+@attrs.frozen
+class Mismatch:
+    """A drafted token that was rejected, what became output in its place, and how often."""
+
+    drafted: str
+    actual: str
+    count: int
+    share: float  # of all rejected tokens
+
+
+def commonest(runs: Iterable[PromptRun], tokenizer: Tokenizer, limit: int) -> list[Mismatch]:
+    """The most frequent first mismatches, most frequent first."""
+    pairs: Counter[tuple[int, int]] = Counter()
+    for run in runs:
+        start = len(run.prompt_tokens)
+        for cycle in run.cycles:
+            at = cycle.position - start + cycle.accepted
+            if cycle.accepted < len(cycle.drafted) and at < len(run.tokens):  # past the end nothing became output
+                pairs[cycle.drafted[cycle.accepted], run.tokens[at]] += 1
+    total = sum(pairs.values())
+    return [
+        Mismatch(*_pair(tokenizer, pair), count, count / total)
+        for pair, count in sorted(pairs.items(), key=lambda entry: (-entry[1], entry[0]))[:limit]
+    ]

@@ -1,0 +1,738 @@
+"""The C++ kernels: every op against a float64 oracle, and the same bits for any number of rows and threads.
+
+An invariance test proves nothing alone (garbage can be invariant), so each op is compared with an oracle as well.
+
+Tolerances are bounds, not fits. ``U`` is float32's unit roundoff 2^-24. A sum of n products in m accumulators is off by
+at most (n/m + log2 m + 1) U sum|a b| (Higham 2002, section 4.2); the narrowest vectors have m = 4 lanes. To that comes
+the rounding to the activation dtype, 2^-8 relative for bfloat16, once per op.
+
+Every output that the kernels are handed is filled with NaN first: an element that nobody writes is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdec.backends.cpu import compiler, native
+from specdec.backends.cpu.caches import CpuDeltaCache
+from specdec.backends.cpu.compiler import Kernels, KernelsUnavailable, load_kernels
+from specdec.backends.cpu.native import NativeOps
+from specdec.backends.cpu.reference import ReferenceOps
+from specdec.backends.ops import DeltaShape, Rope
+from specdec.errors import ConfigError, ContractError, ShapeError, StateError, UnsupportedError
+from specdec.records.folders import cache_folder
+
+U = 2.0**-24
+ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8}
+TINY = 1e-36  # bfloat16 dot products flush subnormal operands
+ROWS = [*range(1, 17), 23, 49, 67, 130]  # 49 and 67: behind a panel of the product; 130: several query blocks
+
+SETTINGS = settings(max_examples=15, deadline=None)
+
+
+def _kernels(machine: str) -> Kernels:
+    if machine == "native":
+        kernels = load_kernels()
+    else:
+        command = compiler.find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+        if not isinstance(command, KernelsUnavailable):
+            kernels = compiler.build(command, cache_folder(), machine)
+        else:
+            kernels = command
+    if isinstance(kernels, KernelsUnavailable):
+        pytest.skip(kernels.reason)
+    return kernels
+
+
+# The second build has AVX2 and no bfloat16 unit: it runs the portable vector code that other processors get. Both are
+# loaded side by side, which once made the second one call the first one's template instances: equal names, unified by
+# the loader, and rows that changed their bits with the tile they stood in. Hence -fvisibility=hidden.
+MACHINES = ["native"] + (["-march=x86-64-v3"] if platform.machine() == "x86_64" else [])
+
+
+@pytest.fixture(scope="module", params=[(m, d) for m in MACHINES for d in ROUNDING], ids=str)
+def ops(request: pytest.FixtureRequest) -> NativeOps:
+    machine, dtype = request.param
+    return NativeOps(dtype, _kernels(machine))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nan_filled_outputs() -> Iterator[None]:
+    """Catches: an output element that no thread writes (a tail, a row block, a head)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_empty", lambda *shape, dtype: torch.full(shape, float("nan"), dtype=dtype))
+        yield
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    """Integers, so that equality sees signed zeros and NaNs."""
+    return x.contiguous().view(torch.int16 if x.dtype is torch.bfloat16 else torch.int32)
+
+
+def assert_same_bits(a: Tensor, b: Tensor) -> None:
+    assert a.shape == b.shape
+    assert torch.equal(bits(a), bits(b)), f"{(bits(a) != bits(b)).sum()} of {a.numel()} differ"
+
+
+def assert_within(actual: Tensor, expected: Tensor, bound: Tensor | float) -> None:
+    """``bound`` is the absolute error before the rounding to actual's dtype."""
+    rounding = ROUNDING[actual.dtype]
+    allowed = bound + rounding * (expected.abs() + bound) + TINY
+    error = (actual.double() - expected).abs()
+    assert not actual.isnan().any(), f"{actual.isnan().sum()} of {actual.numel()} are NaN"
+    assert (error <= allowed).all(), f"error is {(error / allowed).max():.3g} times what is allowed"
+
+
+def product_bound(x: Tensor, w: Tensor) -> Tensor:
+    k = x.shape[-1]
+    return (k / 4 + 8) * U * (x.double().abs() @ w.double().abs().T)
+
+
+def unaligned(w: Tensor) -> Tensor:
+    """The same matrix one element behind a 64-byte boundary, as in a memory-mapped checkpoint."""
+    room = torch.empty(w.numel() + 64, dtype=w.dtype)
+    start = 1 + (-room.data_ptr() % 64) // w.element_size()
+    moved = room[start : start + w.numel()].view(w.shape)
+    moved.copy_(w)
+    assert moved.data_ptr() % 64 == w.element_size()
+    return moved
+
+
+# --- matrix products -----------------------------------------------------------------------------------------------
+
+sizes = st.integers(1, 150)
+row_counts = st.sampled_from(ROWS)
+
+
+@SETTINGS
+@given(rows=row_counts, k=st.integers(1, 300), n=sizes, m=sizes, seed=st.integers(0, 99))
+def test_products_match_the_oracle(ops: NativeOps, rows: int, k: int, n: int, m: int, seed: int) -> None:
+    """Catches: wrong tails of K and N, a bias or residual added to the wrong row or after the rounding, swapped
+    gate and up, outputs of one weight written into another's."""
+    dtype = ops.dtype
+    x, w, v = (draw(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate([(rows, k), (n, k), (m, k)]))
+    w, v = unaligned(w), unaligned(v)
+    bias, residual = draw(m, seed=seed + 3), draw(rows, n, seed=seed + 4, dtype=dtype)
+    wide, exact, other = x.double(), w.double(), v.double()
+    bound = product_bound(x, w)
+
+    first, second, third = ops.project(x, [w, v, v], [None, bias, None])
+    assert_within(first, wide @ exact.T, bound)
+    assert_within(second, wide @ other.T + bias.double(), product_bound(x, v) + U * (wide @ other.T).abs() + U)
+    assert_same_bits(third, ops.project(x, [v])[0])
+    assert_same_bits(ops.linear(x, w), first)
+    summed = wide @ exact.T + residual.double()
+    assert_within(ops.linear(x, w, residual), summed, bound + 2 * U * summed.abs())
+
+    logits = torch.tensor(ops.head(x, w).rows())
+    assert_within(logits, wide @ exact.T, bound)
+    assert_same_bits(logits.to(dtype), first)  # one rounding, and ours is torch's
+
+
+@SETTINGS
+@given(rows=row_counts, k=st.integers(1, 200), n=sizes, seed=st.integers(0, 99))
+def test_swiglu_matches_the_oracle(ops: NativeOps, rows: int, k: int, n: int, seed: int) -> None:
+    """Catches: a rounding between product and gating, features of a tail block paired with the wrong gate."""
+    x, gate, up = (draw(*s, seed=seed + i, dtype=ops.dtype) for i, s in enumerate([(rows, k), (n, k), (n, k)]))
+    g, u = x.double() @ gate.double().T, x.double() @ up.double().T
+    expected = g * torch.sigmoid(g) * u
+    # |silu'| <= 1.1, |silu(g)| <= |g|; silu itself is within 4 ulp.
+    bound = 1.1 * product_bound(x, gate) * u.abs() + g.abs() * product_bound(x, up) + 8 * U * expected.abs()
+    bound = bound + 1.1 * product_bound(x, gate) * product_bound(x, up)
+    assert_within(ops.swiglu(x, gate, up), expected, bound)
+
+
+@pytest.mark.parametrize(("n", "k"), [(100, 72), (700, 333), (96, 2048)])
+def test_product_bits_do_not_depend_on_rows_or_threads(
+    ops: NativeOps, threads: Callable[[int], None], n: int, k: int
+) -> None:
+    """Catches: another K order for one row than for many, split K, a tile that reads its neighbour. The second and
+    third shape are large enough to run on several threads."""
+    x, w, up = (draw(*s, seed=i, dtype=ops.dtype) for i, s in enumerate([(130, k), (n, k), (n, k)]))
+    w = unaligned(w)
+    residual = draw(130, n, seed=7, dtype=ops.dtype)
+    threads(1)
+    product = torch.cat([ops.linear(x[t : t + 1], w, residual[t : t + 1]) for t in range(130)])
+    gated = torch.cat([ops.swiglu(x[t : t + 1], w, up) for t in range(130)])
+    logits = torch.cat([torch.tensor(ops.head(x[t : t + 1], w).rows()) for t in range(130)])
+    for team in (1, 2, 3):
+        threads(team)
+        for rows in ROWS:
+            assert_same_bits(ops.linear(x[:rows], w, residual[:rows]), product[:rows])
+            assert_same_bits(ops.swiglu(x[:rows], w, up), gated[:rows])
+            assert_same_bits(torch.tensor(ops.head(x[:rows], w).rows()), logits[:rows])
+            for y in ops.project(x[5 : 5 + rows], [up, w], [])[1:]:  # other neighbours, another place in the tile
+                assert_same_bits(y, ops.linear(x[5 : 5 + rows], w))
+
+
+def test_a_poisoned_row_stays_alone(ops: NativeOps) -> None:
+    """Catches: rows that leak into each other through padding (0 * NaN) or a shared scale. One library's bfloat16
+    product did that for K not a multiple of 32."""
+    x, w = draw(16, 70, seed=0, dtype=ops.dtype), draw(30, 70, seed=1, dtype=ops.dtype)
+    clean = ops.linear(x, w)
+    x = x.clone()
+    x[3] = float("nan")
+    x[7] = float("inf")
+    assert_same_bits(torch.cat([ops.linear(x, w)[i : i + 1] for i in (0, 2, 4, 6, 8, 15)]), clean[[0, 2, 4, 6, 8, 15]])
+    assert ops.linear(x, w)[3].isnan().all()
+
+
+def test_strided_rows_are_read_in_place(ops: NativeOps) -> None:
+    """Catches: a stride taken for the row length. Views of rows come from Hidden slices and fused projections."""
+    wide, w = draw(6, 200, seed=0, dtype=ops.dtype), draw(90, 300, seed=1, dtype=ops.dtype)
+    x, part = wide[1:, 40:140], w[10:70, 100:200]
+    assert_same_bits(ops.linear(x, part), ops.linear(x.contiguous(), part.contiguous()))
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+@SETTINGS
+@given(rows=st.integers(1, 20), n=st.integers(1, 400), seed=st.integers(0, 99))
+def test_rms_norm_matches_the_oracle(ops: NativeOps, rows: int, n: int, seed: int) -> None:
+    """Catches: a mean over padded lanes, eps outside the root, a tail without its weight."""
+    x, weight, eps = 3 * draw(rows, n, seed=seed, dtype=ops.dtype), draw(n, seed=seed + 1), 1e-6
+    wide = x.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    assert_within(ops.rms_norm(x, weight, eps), expected, (n / 8 + 10) * U * expected.abs())
+    for t in range(rows):
+        assert_same_bits(ops.rms_norm(x[t : t + 1], weight, eps), ops.rms_norm(x, weight, eps)[t : t + 1])
+
+
+@SETTINGS
+@given(rows=st.integers(1, 20), heads=st.integers(1, 4), n=st.integers(1, 140), seed=st.integers(0, 99))
+def test_gated_rms_norm_matches_the_oracle(ops: NativeOps, rows: int, heads: int, n: int, seed: int) -> None:
+    """Catches: a mean over all heads instead of one, a gate read with x's strides."""
+    x, weight = draw(rows, heads, n, seed=seed, dtype=ops.dtype), draw(n, seed=seed + 1)
+    z = draw(rows, heads, 2 * n, seed=seed + 2, dtype=ops.dtype)[:, :, n:]
+    wide, gate = x.double(), z.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    expected = (normed * gate * torch.sigmoid(gate)).flatten(1)
+    actual = ops.gated_rms_norm(x, z, weight, 1e-6)
+    assert_within(actual, expected, (n / 8 + 16) * U * expected.abs())
+    assert_same_bits(ops.gated_rms_norm(x[-1:], z[-1:], weight, 1e-6), actual[-1:])
+
+
+@SETTINGS
+@given(
+    rows=st.integers(1, 20),
+    heads=st.integers(1, 4),
+    half=st.integers(1, 40),
+    rest=st.integers(0, 60),
+    position=st.sampled_from([0, 1, 63, 4096, 200_000]),
+    normed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_norm_rope_matches_the_oracle(
+    ops: NativeOps, rows: int, heads: int, half: int, rest: int, position: int, normed: bool, seed: int
+) -> None:
+    """Catches: interleaved instead of half-split pairs, dimensions behind the rotary ones changed, row t rotated by
+    another row's position, an angle in other than float32 (at position 200 000 it is off by up to 0.01)."""
+    dim = 2 * half + rest
+    x = draw(rows, heads, 2 * dim, seed=seed, dtype=ops.dtype)[:, :, :dim]
+    weight = draw(dim, seed=seed + 1) if normed else None
+    rope = Rope.of(10_000.0, 2 * half)
+    wide = x.double()
+    if weight is not None:
+        wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    steps = torch.arange(position, position + rows, dtype=torch.float32)
+    angle = (steps[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)).double()[:, None]
+    left, right = wide[..., :half], wide[..., half : 2 * half]
+    turned = [left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()]
+    size = left.abs() + right.abs()
+    bound = (dim / 8 + 14) * U * torch.cat([size, size, wide[..., 2 * half :].abs()], -1)
+    actual = ops.norm_rope(x, weight, 1e-6, rope, position)
+    assert_within(actual, torch.cat([*turned, wide[..., 2 * half :]], -1), bound)
+    for t in range(rows):
+        assert_same_bits(ops.norm_rope(x[t : t + 1], weight, 1e-6, rope, position + t), actual[t : t + 1])
+
+
+def test_embed_gathers_and_refuses_foreign_tokens(ops: NativeOps) -> None:
+    """Catches: a read outside the table, which in a memory map is another tensor's weights."""
+    table = draw(50, 33, seed=0, dtype=ops.dtype)
+    tokens = [3, 49, 0, 3]
+    assert_same_bits(ops.embed(table, tokens), table[tokens])
+    for bad in (-1, 50):
+        with pytest.raises(ContractError, match=f"token {bad} of row 1"):
+            ops.embed(table, [0, bad])
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+class Attention:
+    """Random queries, keys, values and gates of a sequence, with views as strided as a model's."""
+
+    def __init__(self, ops: NativeOps, length: int, heads: int, kv_heads: int, dim: int, seed: int) -> None:
+        self.ops, self.length, self.shape = ops, length, (kv_heads, dim)
+        both = draw(length, heads, 2 * dim, seed=seed, dtype=ops.dtype)
+        self.q, self.gate = both[:, :, :dim], both[:, :, dim:]
+        self.k, self.v = (draw(length, kv_heads, dim, seed=seed + i, dtype=ops.dtype) for i in (1, 2))
+        self.scale = dim**-0.5
+
+    def run(self, passes: list[int], gated: bool = True) -> Tensor:
+        """Attend in passes of these many rows over a cache whose unwritten slots are NaN."""
+        cache = self.ops.new_kv(self.length, *self.shape)
+        cache.keys.fill_(float("nan"))
+        cache.values.fill_(float("nan"))
+        out = []
+        for rows in passes:
+            at = slice(cache.length, cache.length + rows)
+            gate = self.gate[at] if gated else None
+            q, k, v = self.q[at], self.k[at], self.v[at]
+            out.append(self.ops.attend(q, k, v, cache, scale=self.scale, gate=gate))
+            cache.commit(rows)
+        return torch.cat(out)
+
+    def check(self, actual: Tensor, gated: bool = True) -> None:
+        """Against softmax attention in float64."""
+        q, gate, v = self.q.double(), self.gate.double(), self.v.double()
+        repeats = q.shape[1] // v.shape[1]
+        k, v = (x.double().repeat_interleave(repeats, 1) for x in (self.k, v))
+        scores = torch.einsum("tnd,snd->nts", q, k) * self.scale
+        future = torch.ones(self.length, self.length).triu(1).bool()
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        expected, mass = torch.einsum("nts,snd->tnd", weights, v), torch.einsum("nts,snd->tnd", weights, v.abs())
+        # A weight e^s moves by s's own error, by the subtraction of the maximum and by 2 ulp of the exponential; the
+        # sum over keys, the rescaling per tile and the normalisation by one U per step each.
+        size = torch.einsum("tnd,snd->nts", q.abs(), k.abs()).max() * self.scale
+        bound = (2 * (q.shape[2] / 4 + 12) * size + self.length + 40) * U * mass
+        if gated:
+            expected, bound = expected * torch.sigmoid(gate), bound * torch.sigmoid(gate) + 4 * U * expected.abs()
+        assert_within(actual, expected.flatten(1), bound.flatten(1))
+
+
+@SETTINGS
+@given(
+    length=st.sampled_from([1, 5, 63, 64, 65, 150]),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3, 4, 5]),
+    dim=st.sampled_from([1, 7, 16, 40, 72, 131]),
+    gated=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_attend_matches_the_oracle(
+    ops: NativeOps, length: int, kv_heads: int, group: int, dim: int, gated: bool, seed: int
+) -> None:
+    """Catches: a key of the future, a stale slot read (NaN), the wrong KV head of a group, the scale applied twice."""
+    attention = Attention(ops, length, kv_heads * group, kv_heads, dim, seed)
+    attention.check(attention.run([length], gated), gated)
+
+
+@pytest.mark.parametrize(("length", "group", "dim"), [(130, 1, 40), (139, 4, 64), (1100, 2, 24)])
+def test_attention_bits_do_not_depend_on_passes_or_threads(
+    ops: NativeOps, threads: Callable[[int], None], length: int, group: int, dim: int
+) -> None:
+    """Catches: tiles counted from the start of the pass, a masked tile that is not an exact no-op, splits that follow
+    the number of threads. 1100 keys cross the boundary of a split."""
+    attention = Attention(ops, length, 2 * group, 2, dim, seed=3)
+    threads(1)
+    whole = attention.run([length])
+    attention.check(whole)
+    tail = length - 96
+    for team in (1, 2, 5):
+        threads(team)
+        assert_same_bits(attention.run([length]), whole)
+        assert_same_bits(attention.run([*range(1, 9), tail, *[1] * 10, 3, 16, 15, 16]), whole)
+    if length < 200:
+        assert_same_bits(attention.run([1] * length), whole)
+
+
+def test_attend_overwrites_provisional_rows(ops: NativeOps) -> None:
+    """Catches: rows of a rejected branch that stay visible to the next pass."""
+    attention = Attention(ops, 40, 4, 2, 24, seed=5)
+    expected = attention.run([20, 20])
+    cache = ops.new_kv(40, 2, 24)
+    q, k, v, gate = attention.q, attention.k, attention.v, attention.gate
+    scale = attention.scale
+    first = ops.attend(q[:20], k[:20], v[:20], cache, scale=scale, gate=gate[:20])
+    ops.attend(q[20:], k[20:] * 9, v[20:] * 9, cache, scale=scale)  # rejected: 20 rows on top of the 20 provisional
+    cache.commit(20)
+    cache.keys[:20], cache.values[:20] = k[:20], v[:20]
+    second = ops.attend(q[20:], k[20:], v[20:], cache, scale=scale, gate=gate[20:])
+    assert_same_bits(torch.cat([first, second]), expected)
+    cache.commit(20)
+    with pytest.raises(StateError, match="holds 40 tokens"):
+        ops.attend(q[:1], k[:1], v[:1], cache, scale=1.0)
+
+
+# --- gated delta rule ----------------------------------------------------------------------------------------------
+
+
+class Delta:
+    """Random inputs of one layer; value heads per key head, sizes and taps vary."""
+
+    def __init__(self, ops: NativeOps, rows: int, shape: DeltaShape, seed: int) -> None:
+        self.ops, self.shape, dtype = ops, shape, ops.dtype
+        self.x = draw(rows, shape.channels, seed=seed, dtype=dtype)
+        self.a, self.b = (2 * draw(rows, shape.value_heads, seed=seed + i, dtype=dtype) for i in (1, 2))
+        self.taps = draw(shape.channels, shape.kernel, seed=seed + 3)
+        self.a_log, self.dt_bias = draw(shape.value_heads, seed=seed + 4), draw(shape.value_heads, seed=seed + 5)
+        self.a[0, 0] = 60.0  # the linear branch of softplus
+
+    def step(self, cache: CpuDeltaCache, start: int, end: int) -> Tensor:
+        u = self.ops.conv_window(self.x[start:end], self.taps, cache)
+        return self.ops.gated_delta(
+            u, self.a[start:end], self.b[start:end], self.a_log, self.dt_bias, cache, self.shape
+        )
+
+    def run(self, passes: list[int]) -> tuple[Tensor, CpuDeltaCache]:
+        cache = self.ops.new_delta(self.shape)
+        cache.after.fill_(float("nan"))
+        out = []
+        for rows in passes:
+            out.append(self.step(cache, cache.length, cache.length + rows))
+            cache.commit(rows)
+        return torch.cat(out), cache
+
+
+def delta_oracle(shape: DeltaShape, u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> list[Tensor]:
+    """Outputs ``[T, Hv, Dv]``, the final matrix and its largest column norm, in float64, written from the maths."""
+    ratio, keys = shape.value_heads // shape.key_heads, shape.key_heads * shape.key_dim
+    state = torch.zeros(shape.value_heads, shape.key_dim, shape.value_dim, dtype=torch.float64)
+    largest, out = torch.zeros((), dtype=torch.float64), []
+    for t in range(u.shape[0]):
+        row = u[t].double()
+        q = row[:keys].view(shape.key_heads, -1)
+        k = row[keys : 2 * keys].view(shape.key_heads, -1)
+        v = row[2 * keys :].view(shape.value_heads, -1)
+        q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt() / shape.key_dim**0.5
+        k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        for h in range(shape.value_heads):
+            softplus = torch.log1p(torch.exp(a[t, h].double() + dt_bias[h].double()))
+            s = state[h] * torch.exp(-torch.exp(a_log[h].double()) * softplus)
+            s = s + torch.outer(k[h // ratio], torch.sigmoid(b[t, h].double()) * (v[h] - s.T @ k[h // ratio]))
+            state[h] = s
+            largest = torch.maximum(largest, torch.linalg.norm(s, dim=0).max())
+        out.append(torch.einsum("hkv,hk->hv", state, q.repeat_interleave(ratio, 0)))
+    return [torch.stack(out), state, largest]
+
+
+shapes = st.builds(
+    lambda hk, ratio, dk, dv, taps: DeltaShape(
+        key_heads=hk, value_heads=hk * ratio, key_dim=dk, value_dim=dv, kernel=taps
+    ),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.sampled_from([1, 6, 16, 37, 64]),
+    st.sampled_from([1, 5, 16, 40, 64, 71]),
+    st.sampled_from([2, 4, 5]),
+)
+
+
+@SETTINGS
+@given(shape=shapes, rows=st.sampled_from([1, 2, 5, 16, 40]), seed=st.integers(0, 99))
+def test_conv_window_matches_the_oracle(ops: NativeOps, shape: DeltaShape, rows: int, seed: int) -> None:
+    """Catches: taps in reversed order, a window of the wrong rows, zeros instead of the committed rows."""
+    delta = Delta(ops, rows, shape, seed)
+    padded = torch.cat([torch.zeros(shape.kernel - 1, shape.channels, dtype=ops.dtype), delta.x]).double()
+    sums = sum(padded[j : j + rows] * delta.taps[:, j].double() for j in range(shape.kernel))
+    sizes = sum((padded[j : j + rows] * delta.taps[:, j].double()).abs() for j in range(shape.kernel))
+    assert isinstance(sums, Tensor)
+    assert isinstance(sizes, Tensor)
+    expected = sums * torch.sigmoid(sums)
+    bound = 1.1 * (shape.kernel + 1) * U * sizes + 8 * U * expected.abs()
+    cache = ops.new_delta(shape)
+    assert_within(ops.conv_window(delta.x, delta.taps, cache), expected, bound)
+    if rows > 1:
+        ops.conv_window(delta.x[:-1], delta.taps, cache)
+        cache.replay = lambda rows: None
+        cache.commit(rows - 1)
+        assert_within(ops.conv_window(delta.x[-1:], delta.taps, cache), expected[-1:], bound[-1:])
+
+
+@SETTINGS
+@given(shape=shapes, rows=st.sampled_from([1, 2, 5, 16, 40]), seed=st.integers(0, 99))
+def test_gated_delta_matches_the_oracle(ops: NativeOps, shape: DeltaShape, rows: int, seed: int) -> None:
+    """Catches: the read before the update, decay after the error, a value head on the wrong key head, columns of a
+    tail block left behind in the state."""
+    delta = Delta(ops, rows, shape, seed)
+    cache = ops.new_delta(shape)
+    cache.after.fill_(float("nan"))
+    u = ops.conv_window(delta.x, delta.taps, cache)
+    actual = ops.gated_delta(u, delta.a, delta.b, delta.a_log, delta.dt_bias, cache, shape)
+    expected, state, largest = delta_oracle(shape, u, delta.a, delta.b, delta.a_log, delta.dt_bias)
+    # |k| = 1 and 0 <= beta, decay <= 1: the update is non-expansive, so the errors of the tokens add up; each is a sum
+    # over Dk and a dozen roundings relative to the largest column and value. g reaches -40: exp(g) is off by 40 U.
+    scale = largest + u.double().abs().max()
+    bound = rows * (shape.key_dim / 4 + 60) * U * scale
+    assert_within(actual, expected, bound)
+    cache.commit(rows)
+    assert_within(cache.state, state, bound)
+
+
+DELTA_SHAPES = [
+    DeltaShape(key_heads=2, value_heads=2, key_dim=16, value_dim=16, kernel=4),
+    DeltaShape(key_heads=2, value_heads=6, key_dim=37, value_dim=71, kernel=4),  # odd in every size
+    DeltaShape(key_heads=8, value_heads=16, key_dim=64, value_dim=128, kernel=4),  # large enough for several threads
+]
+
+
+@pytest.mark.parametrize("shape", DELTA_SHAPES, ids=lambda s: f"Hv{s.value_heads}")
+def test_delta_bits_do_not_depend_on_passes_or_threads(
+    ops: NativeOps, threads: Callable[[int], None], shape: DeltaShape
+) -> None:
+    """Catches: a chunked form for many rows, a state rounded between passes, a conv window one row off. 300 rows
+    cross the block of tokens whose keys are prepared at once."""
+    rows = 300 if shape.value_heads == 6 else 67
+    delta = Delta(ops, rows, shape, seed=11)
+    threads(1)
+    whole, after = delta.run([rows])
+    for team in (1, 2, 3):
+        threads(team)
+        for passes in ([rows], [1, 2, 16, 5, rows - 24], [rows - 1, 1], *([[1] * rows] if team == 2 else [])):
+            out, cache = delta.run(passes)
+            assert_same_bits(out, whole)
+            assert_same_bits(cache.state, after.state)
+            assert_same_bits(cache.window, after.window)
+
+
+@pytest.mark.parametrize("shape", DELTA_SHAPES[:2], ids=lambda s: f"Hv{s.value_heads}")
+def test_a_pass_cut_short_equals_a_shorter_pass(ops: NativeOps, shape: DeltaShape) -> None:
+    """Catches: a replay from the wrong state, with another kernel, or one that clobbers the outputs of the pass;
+    commit(0) that leaves anything behind."""
+    delta = Delta(ops, 25, shape, seed=13)
+    for kept in range(17):
+        _, cache = delta.run([8])
+        out = delta.step(cache, 8, 24)
+        before = out.clone()
+        cache.commit(kept)
+        _, fresh = delta.run([8, *([kept] if kept else [])])
+        assert_same_bits(out, before)
+        assert_same_bits(cache.state, fresh.state)
+        assert_same_bits(cache.window, fresh.window)
+        assert_same_bits(delta.step(cache, 8 + kept, 9 + kept), delta.step(fresh, 8 + kept, 9 + kept))
+
+
+# --- against the torch reference -----------------------------------------------------------------------------------
+
+
+def test_ops_agree_with_the_torch_reference(ops: NativeOps) -> None:
+    """Catches: two readings of the protocol. The reference rounds to act dtype in more places (between product and
+    residual, between norm and rotation), hence three roundings of the largest value."""
+    dtype, reference = ops.dtype, ReferenceOps(ops.dtype)
+    rows, hidden, heads, kv, dim = 7, 96, 6, 2, 40
+    tolerance = 3 * ROUNDING[dtype] + 200 * U
+
+    def agree(actual: Tensor, expected: Tensor) -> None:
+        assert actual.dtype is expected.dtype
+        assert actual.shape == expected.shape
+        assert (actual.double() - expected.double()).abs().max() <= 2 * tolerance * expected.double().abs().max()
+
+    x, w = draw(rows, hidden, seed=0, dtype=dtype), draw(80, hidden, seed=1, dtype=dtype) / 10
+    residual, scale = draw(rows, 80, seed=2, dtype=dtype), draw(hidden, seed=3)
+    both = draw(rows, heads, 2 * dim, seed=4, dtype=dtype)
+    k, v = draw(rows, kv, dim, seed=5, dtype=dtype), draw(rows, kv, dim, seed=6, dtype=dtype)
+    head_scale, rope = draw(dim, seed=7), Rope.of(1e4, 16)
+    shape = DeltaShape(key_heads=2, value_heads=6, key_dim=24, value_dim=40, kernel=4)
+    delta = Delta(ops, rows, shape, seed=8)
+    results: list[list[Tensor]] = []
+    for each in (ops, reference):
+        cache, layer = each.new_kv(64, kv, dim), each.new_delta(shape)
+        out = [*each.project(x, [w, w[:5]]), each.linear(x, w, residual), each.swiglu(x, w, w)]
+        out += [each.rms_norm(x, scale, 1e-6), each.embed(w, [3, 0, 79]), each.concat(x, x)]
+        out += [torch.tensor(each.head(x, w).rows())]
+        out += [each.norm_rope(both[:, :, :dim], head_scale, 1e-6, rope, 100)]
+        out += [each.norm_rope(k, None, 1e-6, rope, 3)]
+        for _ in range(2):
+            out += [each.attend(both[:, :, :dim], k, v, cache, scale=0.2, gate=both[:, :, dim:])]
+            cache.commit(rows)
+        for kept in (rows, 3):
+            u = each.conv_window(delta.x, delta.taps, layer)
+            o = each.gated_delta(u, delta.a, delta.b, delta.a_log, delta.dt_bias, layer, shape)
+            layer.commit(kept)
+            out += [u, o, layer.state, layer.window, each.gated_rms_norm(o, o, draw(40, seed=9), 1e-6)]
+        results.append(out)
+    for actual, expected in zip(*results, strict=True):
+        agree(actual, expected)
+
+
+# --- elementary functions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_exponentials_are_accurate(machine: str) -> None:
+    """Catches: a polynomial coefficient or range reduction that is off. Bounds in ulp of the float64 value:
+    1.5 for exp, 3 for sigmoid, 3.5 for silu."""
+    function = _kernels(machine).function("elementwise", "ipip")
+    x = np.concatenate([np.linspace(-87.3, 88.7, 2_000_001), np.geomspace(1e-30, 80, 200_001), [0.0]])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    x = x[(x > -87.3) & (x < 88.7)]
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        exact = [np.exp(wide), 1 / (1 + np.exp(-wide)), wide / (1 + np.exp(-wide))]
+    for which, (expected, ulp) in enumerate(zip(exact, (1.5, 3.0, 3.5), strict=True)):
+        out = np.full_like(x, np.nan)
+        function(which, x.ctypes.data, x.size, out.ctypes.data)
+        spacing = np.spacing(np.maximum(np.abs(expected), 2.0**-126).astype(np.float32)).astype(np.float64)
+        assert (np.abs(out - expected) / spacing).max() <= ulp
+    edges = np.array([-np.inf, -1000, -88, 89, 1000, np.inf, np.nan], dtype=np.float32)
+    out = np.zeros_like(edges)
+    function(0, edges.ctypes.data, edges.size, out.ctypes.data)
+    np.testing.assert_array_equal(out, np.array([0, 0, 0, np.inf, np.inf, np.inf, np.nan], dtype=np.float32))
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_layouts_that_an_address_cannot_describe_are_refused(ops: NativeOps) -> None:
+    """Catches: silently wrong numbers from a transposed view or another dtype."""
+    x, w = draw(4, 32, seed=0, dtype=ops.dtype), draw(8, 32, seed=1, dtype=ops.dtype)
+    with pytest.raises(ShapeError, match="linear cannot read weight"):
+        ops.linear(x, draw(32, 8, seed=1, dtype=ops.dtype).T)
+    with pytest.raises(ShapeError, match="linear cannot read weight"):
+        ops.linear(x, w.double())
+    with pytest.raises(ShapeError, match="linear cannot read x"):
+        ops.linear(x.double(), w)
+    with pytest.raises(ShapeError, match="residual"):
+        ops.linear(x, w, draw(4, 9, seed=2, dtype=ops.dtype))
+    with pytest.raises(ShapeError, match="up"):
+        ops.swiglu(x, w, w[:4])
+    with pytest.raises(ShapeError, match="rms_norm cannot read weight"):
+        ops.rms_norm(x, torch.ones(31), 1e-6)
+    with pytest.raises(ShapeError, match="do not fit together"):
+        ops.attend(x.view(4, 1, 32), x.view(4, 2, 16), x.view(4, 2, 16), ops.new_kv(8, 2, 16), scale=1.0)
+
+
+# --- building ------------------------------------------------------------------------------------------------------
+
+TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def trivial_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text(TRIVIAL)
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPECDEC_CPU_KERNELS", raising=False)
+    monkeypatch.setattr(compiler, "_load", compiler._load.__wrapped__)  # without its memory
+    return sources
+
+
+def built(kernels: Kernels | KernelsUnavailable) -> Kernels:
+    if isinstance(kernels, KernelsUnavailable) and kernels.reason.startswith("no C++ compiler"):
+        pytest.skip(kernels.reason)
+    assert isinstance(kernels, Kernels), kernels
+    return kernels
+
+
+def test_a_library_is_built_once_and_again_for_new_sources(trivial_sources: Path, tmp_path: Path) -> None:
+    """Catches: a stale library after an update, temporary files left in the cache."""
+    first = built(load_kernels())
+    stamp = first.path.stat().st_mtime_ns
+    assert built(load_kernels()).path.stat().st_mtime_ns == stamp
+    (trivial_sources / "answer.cpp").write_text(TRIVIAL.replace("42", "43"))
+    second = built(load_kernels())
+    assert second.path != first.path
+    assert (first.library.answer(), second.library.answer()) == (42, 43)
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted([first.path.name, second.path.name])
+
+
+def test_a_damaged_library_is_built_again(trivial_sources: Path) -> None:
+    """Catches: a library cut short by a full disk that keeps every later start from working."""
+    first = built(load_kernels())
+    first.path.unlink()
+    first.path.write_bytes(b"\x7fELF")
+    assert built(load_kernels()).library.answer() == 42
+
+
+def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) -> None:
+    """Catches: one process that loads what the other has half written."""
+    built(load_kernels()).path.unlink()
+    script = (
+        "import pathlib, sys; from specdec.backends.cpu import compiler\n"
+        "compiler.SOURCES = pathlib.Path(sys.argv[1])\n"
+        "print(compiler.load_kernels().library.answer())\n"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", script, str(trivial_sources)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=100)[0].split()[-1] for process in both] == ["42", "42"]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_without_a_compiler_the_reason_is_recorded(
+    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a silent fallback. SPECDEC_CPU_KERNELS=native turns the reason into an error."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    missing = load_kernels()
+    assert isinstance(missing, KernelsUnavailable)
+    assert "no C++ compiler" in missing.reason
+    monkeypatch.setenv("CXX", "no-such-compiler -O9")
+    missing = load_kernels()
+    assert isinstance(missing, KernelsUnavailable)
+    assert "CXX='no-such-compiler -O9' is not an executable" in missing.reason
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "native")
+    with pytest.raises(UnsupportedError, match="no-such-compiler"):
+        load_kernels()
+
+
+def test_a_failed_build_keeps_what_the_compiler_said(trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an unexplained fallback after a compiler error."""
+    built(load_kernels())
+    (trivial_sources / "answer.cpp").write_text("#error kernels of tomorrow\n")
+    failed = load_kernels()
+    assert isinstance(failed, KernelsUnavailable)
+    assert "exit status" in failed.reason
+    assert "kernels of tomorrow" in failed.detail
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "native")
+    with pytest.raises(UnsupportedError) as error:
+        load_kernels()
+    assert "kernels of tomorrow" in str(error.value)
+
+
+def test_an_unusable_cache_is_a_reason(trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a traceback on a read-only home directory. (A file in the way refuses even root.)"""
+    built(load_kernels())
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    failed = load_kernels()
+    assert isinstance(failed, KernelsUnavailable)
+    assert str(tmp_path / "file") in failed.reason
+
+
+def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a misspelt SPECDEC_CPU_KERNELS that is ignored."""
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    assert load_kernels() == KernelsUnavailable("SPECDEC_CPU_KERNELS=torch")
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "nativ")
+    with pytest.raises(ConfigError, match="auto, torch or native"):
+        load_kernels()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_one_openmp_runtime_is_loaded() -> None:
+    """Catches: a second thread pool beside torch's, which would fight it for the cores."""
+    _kernels("native")
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line}
+    assert len(runtimes) == 1, runtimes

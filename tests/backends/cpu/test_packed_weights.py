@@ -1,0 +1,203 @@
+"""Packed weights: the right products, the same bits for any rows and threads, and a file's pages given back.
+
+Bounds as in ``test_native_ops``; a packed product has one accumulator, so a sum of n products is off by at most
+n U sum|a b| (Higham 2002, section 4.2).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdec.backends.cpu.native import SMALL, NativeOps
+from specdec.errors import ShapeError
+from tests.backends.cpu.test_native_ops import MACHINES, ROUNDING, U, _kernels, assert_same_bits, assert_within, draw
+
+ROWS = [*range(1, 17), 23, 49, 67]  # 12 rows make a tile, 48 a chunk
+SETTINGS = settings(max_examples=25, deadline=None)
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which pages are a file's")
+
+
+@pytest.fixture(scope="module", params=[(m, d) for m in MACHINES for d in ROUNDING], ids=str)
+def ops(request: pytest.FixtureRequest) -> NativeOps:
+    machine, dtype = request.param
+    return NativeOps(dtype, _kernels(machine))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def packed(ops: NativeOps, *shape: int, seed: int) -> Tensor:
+    w = draw(*shape, seed=seed, dtype=ops.dtype)
+    ops.pack(w)
+    return w
+
+
+@given(rows=st.integers(1, 30), features=st.integers(1, 100), words=st.integers(1, 150), seed=st.integers(0, 2**31))
+@SETTINGS
+def test_products_are_right(ops: NativeOps, rows: int, features: int, words: int, seed: int) -> None:
+    k = words * 4 // ops.dtype.itemsize
+    x, w = draw(rows, k, seed=seed, dtype=ops.dtype), packed(ops, features, k, seed=seed + 1)
+    residual = draw(rows, features, seed=seed + 2, dtype=ops.dtype)
+    exact = x.double() @ w.double().T
+    bound = (k + 2) * U * (x.double().abs() @ w.double().abs().T + residual.double().abs())
+    assert_within(ops.linear(x, w, residual), exact + residual.double(), bound)
+    assert_within(torch.from_numpy(ops.head(x, w).rows()), exact, bound)
+
+
+def test_rows_and_threads_do_not_change_bits(ops: NativeOps, threads: Callable[[int], None]) -> None:
+    """Catches: an order of additions that depends on the tile; a row that lands in another one's place."""
+    k, n = 320, 203
+    x = draw(max(ROWS), k, seed=0, dtype=ops.dtype)
+    a, b, c = (packed(ops, size, k, seed=size) for size in (n, 48, 16))
+    up = packed(ops, n, k, seed=7)
+
+    def run(x: Tensor) -> list[Tensor]:
+        logits = torch.from_numpy(ops.head(x, a).rows())
+        return [*ops.project(x, [a, b, c]), ops.linear(x, a), ops.swiglu(x, a, up), logits]
+
+    threads(1)
+    alone = [torch.cat(parts) for parts in zip(*(run(x[t : t + 1]) for t in range(len(x))), strict=True)]
+    for count in (1, 2, 5):
+        threads(count)
+        for rows in ROWS:
+            for got, expected in zip(run(x[:rows]), alone, strict=True):
+                assert_same_bits(got, expected[:rows])
+
+
+def test_packed_and_plain_weights_side_by_side(ops: NativeOps) -> None:
+    """Catches: a block of features that starts inside a panel because another weight of the call is plain."""
+    x = draw(3, 64, seed=0, dtype=ops.dtype)
+    plain, w = draw(50, 64, seed=1, dtype=ops.dtype), packed(ops, 70, 64, seed=2)
+    together = ops.project(x, [plain, w, plain])
+    assert_same_bits(together[0], ops.linear(x, plain))
+    assert_same_bits(together[1], ops.linear(x, w))
+    assert_same_bits(together[2], ops.linear(x, plain))
+
+
+def test_embed_reads_packed_tables(ops: NativeOps) -> None:
+    table = packed(ops, 77, 96, seed=0)
+    tokens = [0, 31, 32, 63, 64, 76, 5, 5]
+    assert_same_bits(ops.embed(table, tokens), table[torch.tensor(tokens)])
+
+
+def test_a_copy_lives_as_long_as_its_weight(ops: NativeOps) -> None:
+    w = packed(ops, 40, 32, seed=0)
+    (held,) = [copy for weight, copy in ops._copies.values() if weight() is w]
+    at = held.data_ptr()
+    assert any(p.data_ptr() == at for p in ops.parameters())
+    del held, w
+    gc.collect()
+    assert all(copy.data_ptr() != at for _, copy in ops._copies.values())
+
+
+def test_what_cannot_be_packed_is_refused(ops: NativeOps) -> None:
+    odd = 7 if ops.dtype is torch.bfloat16 else None
+    with pytest.raises(ShapeError, match="pack cannot read weight"):
+        ops.pack(draw(8, odd or 8, seed=0, dtype=ops.dtype if odd else torch.float64))
+    with pytest.raises(ShapeError, match="pack cannot read weight"):
+        ops.pack(draw(8, 8, seed=0, dtype=ops.dtype).T[:, :4])
+
+
+# --- memory-mapped weights --------------------------------------------------------------------------------------------
+
+
+def mapped(folder: Path, w: Tensor) -> Tensor:
+    save_file({"w": w}, folder / "model.safetensors")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensor: Tensor = file.get_tensor("w")
+    return tensor
+
+
+def resident_of_file(name: str) -> int:
+    """Resident bytes of the mappings of a file."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0] and not line.split(" ", 1)[0].endswith(":"):
+            inside = line.endswith(name)
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@LINUX
+def test_mapped_weights_are_packed_and_their_pages_given_back(ops: NativeOps, tmp_path: Path) -> None:
+    original = draw(1000, 2048, seed=0, dtype=ops.dtype)
+    w = mapped(tmp_path, original)
+    name = str(tmp_path / "model.safetensors")
+    assert torch.equal(w, original)
+    assert resident_of_file(name) >= original.nbytes
+    assert ops.weight(w) is w
+    assert resident_of_file(name) < original.nbytes // 10
+    again = draw(1000, 2048, seed=0, dtype=ops.dtype)
+    ops.pack(again)
+    x = draw(2, 2048, seed=1, dtype=ops.dtype)
+    assert_same_bits(ops.linear(x, w), ops.linear(x, again))
+    assert_same_bits(ops.embed(w, [999, 3]), original[[999, 3]])
+    assert torch.equal(w, original), "the plain tensor must stay valid"
+
+
+@LINUX
+def test_written_and_private_memory_is_left_alone(ops: NativeOps, tmp_path: Path) -> None:
+    """Catches: giving back pages that hold what no file holds, which would lose it."""
+    own = draw(100, 64, seed=0, dtype=ops.dtype)
+    written = mapped(tmp_path, own)
+    written[50, 3] = 8.0  # a private mapping: the page is now memory of this process
+    expected = written.clone()
+    for w in (own, written):
+        assert ops.weight(w) is w
+    assert torch.equal(written, expected)
+    x = draw(2, 64, seed=1, dtype=ops.dtype)
+    assert_same_bits(ops.linear(x, written), ops.linear(x, packed_copy(ops, expected)))
+
+
+def packed_copy(ops: NativeOps, w: Tensor) -> Tensor:
+    copy = w.clone()
+    ops.pack(copy)
+    return copy
+
+
+def test_a_weight_has_the_same_bits_wherever_it_came_from(ops: NativeOps, tmp_path: Path) -> None:
+    """From a file, and from memory (decoded, converted): a checkpoint and its decoded form must not differ."""
+    original = draw(700, 512, seed=0, dtype=ops.dtype)
+    assert original.nbytes > SMALL
+    from_file, from_memory = ops.weight(mapped(tmp_path, original)), ops.weight(original.clone())
+    x, tokens = draw(5, 512, seed=1, dtype=ops.dtype), [699, 0, 31, 32]
+    for rows in (1, 5):
+        assert_same_bits(ops.linear(x[:rows], from_file), ops.linear(x[:rows], from_memory))
+        assert (ops.head(x[:rows], from_file).rows() == ops.head(x[:rows], from_memory).rows()).all()
+    assert_same_bits(ops.embed(from_memory, tokens), original[tokens])
+
+
+def test_a_weight_from_memory_is_held_once(ops: NativeOps) -> None:
+    """The caller's tensor is not kept, and what stands for it has no memory of its own."""
+    own = draw(700, 512, seed=0, dtype=ops.dtype)
+    gone = weakref.ref(own)
+    handle = ops.weight(own)
+    del own
+    gc.collect()
+    assert gone() is None
+    assert handle.is_meta
+    assert tuple(handle.shape) == (700, 512)
+    held = ops._panels(handle)
+    assert held is not None
+    assert held.nbytes == 22 * 32 * 512 * ops.dtype.itemsize
+    kept = weakref.ref(held)
+    del held, handle
+    gc.collect()
+    assert kept() is None, "the packed copy must go with the weight"

@@ -1,0 +1,235 @@
+"""Logits of some token ids: everything they answer is what the full row answers with -inf in the other places, bit for
+bit; and what a row is searched for (its best two, its log-sum-exp) against numpy in float64.
+
+Rows are drawn with ties, infinities and few values, so that ids decide often.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.backends.cpu import compiler
+from specdec.backends.cpu.arrays import CpuLogits
+from specdec.backends.cpu.compiler import KernelsUnavailable
+from specdec.backends.cpu.native import NativeOps
+from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
+from specdec.backends.cpu.reference import ReferenceOps
+from specdec.contract import Context, Sampling
+from specdec.errors import ConfigError, ContractError
+from specdec.records.folders import cache_folder
+from specdec.sampling import draft_token
+
+SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 300])
+MACHINES = ("torch", "native", "-march=x86-64-v3")
+"""The last one has the vectors of other processors."""
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def ops(request: pytest.FixtureRequest) -> ReferenceOps:
+    if request.param == "torch":
+        return ReferenceOps(torch.float32)
+    command = compiler.find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    if isinstance(command, KernelsUnavailable):
+        pytest.skip(command.reason)
+    machine = None if request.param == "native" else request.param
+    kernels = compiler.build(command, cache_folder(), machine)
+    if isinstance(kernels, KernelsUnavailable):
+        pytest.skip(kernels.reason)
+    return NativeOps(torch.float32, kernels)
+
+
+def full_logits(ops: ReferenceOps, rows: np.ndarray) -> CpuLogits:
+    array = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32))
+    return ops.logits(array) if isinstance(ops, NativeOps) else CpuLogits(array)
+
+
+def pruned_logits(ops: ReferenceOps, rows: np.ndarray, ids: np.ndarray) -> PrunedLogits:
+    head = HeadRows((), ids.astype(np.int32), rows.shape[1])
+    return ops._pruned_logits(np.ascontiguousarray(rows[:, ids], dtype=np.float32), head)
+
+
+@st.composite
+def cases(draw: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Rows ``[T, V]`` with -inf outside some ids, and those ids in any order."""
+    size, count = draw(SIZES), draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kind = draw(st.sampled_from(["normal", "few values", "with -inf", "far apart", "equal"]))
+    rows = rng.normal(size=(count, size)) * 4
+    if kind == "few values":
+        rows = rng.integers(-2, 3, (count, size)).astype(np.float64)
+    elif kind == "with -inf":
+        rows[rng.random((count, size)) < 0.5] = -np.inf
+        rows[:, rng.integers(size)] = 0.25
+    elif kind == "far apart":
+        rows *= 40
+    elif kind == "equal":
+        rows[:] = -1.5
+    keep = np.flatnonzero(rng.random(size) < draw(st.sampled_from([0.1, 0.5, 1.0])))
+    keep = np.union1d(keep, np.flatnonzero(rows.max(axis=0) > -np.inf)[:1])
+    ids = rng.permutation(keep) if draw(st.booleans()) else keep
+    masked = np.full((count, size), -np.inf, dtype=np.float32)
+    masked[:, ids] = rows[:, ids]
+    return masked, ids
+
+
+def alive(masked: np.ndarray) -> bool:
+    return bool(np.isfinite(masked).any(axis=1).all())
+
+
+@given(case=cases(), data=st.data())
+def test_answers_are_those_of_the_masked_row(ops: ReferenceOps, case: Any, data: Any) -> None:
+    masked, ids = case
+    full, pruned = full_logits(ops, masked), pruned_logits(ops, masked, ids)
+    assert len(pruned) == len(full)
+    np.testing.assert_array_equal(pruned.rows(), full.rows())
+    assert pruned.rows().dtype == np.float32
+    tokens = data.draw(st.lists(st.integers(0, masked.shape[1] - 1), max_size=len(full)))
+    assert pruned.gather(tokens) == full.gather(tokens)
+    for k in (1, 2, 3, masked.shape[1], masked.shape[1] + 2):
+        assert pruned.topk(k) == full.topk(k), k
+    if not alive(masked):
+        for logits in (full, pruned):
+            with pytest.raises(ContractError, match="not finite"):
+                logits.argmax()
+        return
+    assert pruned.argmax() == full.argmax()
+    ours, theirs = np.array(pruned.logsumexp()), np.array(full.logsumexp())
+    assert (ours.view(np.int64) == theirs.view(np.int64)).all()
+
+
+@given(
+    case=cases(), seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**31), scale=st.sampled_from([0.2, 1.0, 3.0])
+)
+def test_noise_belongs_to_the_token_id(ops: ReferenceOps, case: Any, seed: int, position: int, scale: float) -> None:
+    masked, ids = case
+    full, pruned = full_logits(ops, masked), pruned_logits(ops, masked, ids)
+    if not alive(masked):
+        return
+    for row in range(len(full)):
+        assert pruned.noisy_argmax(row, scale, seed, position) == full.noisy_argmax(row, scale, seed, position)
+    # and through the function that drafters call, which falls back to numpy where there is no kernel
+    context = Context([1, 2, 3], Sampling(temperature=1 / scale, seed=seed))
+    first = [full_logits(ops, masked[:1]), pruned_logits(ops, masked[:1], ids)]
+    assert draft_token(first[0], [], context)[0] == draft_token(first[1], [], context)[0]
+
+
+@given(case=cases())
+def test_the_best_two_and_the_sum_against_float64(ops: ReferenceOps, case: Any) -> None:
+    masked, _ = case
+    logits = full_logits(ops, masked)
+    for k in (1, 2):
+        ids, values = logits.topk(k)
+        for row, best, found in zip(masked, ids, values, strict=True):
+            wanted = np.lexsort((np.arange(len(row)), -row))[:k]
+            assert best == wanted.tolist()
+            assert found == row[wanted].tolist()
+    if alive(masked):
+        wide = masked.astype(np.float64)
+        top = wide.max(axis=1)
+        wanted = top + np.log(np.exp(wide - top[:, None]).sum(axis=1))
+        # each term is off by 1.5 ulp at most and by 2^-42, the sum is exact
+        np.testing.assert_allclose(logits.logsumexp(), wanted, rtol=0, atol=3 * 2.0**-24)
+
+
+def test_equal_logits_in_one_lane_of_the_vectors_go_by_id(ops: ReferenceOps) -> None:
+    """Places 0, 16 and 32 share a lane on every processor; ids come in descending, ascending and mixed order there."""
+    rows = np.zeros((1, 48), dtype=np.float32)
+    for lane in ((5, 1, 0), (0, 1, 5), (1, 0, 5), (5, 0, 1), (1, 5, 0)):
+        ids = np.array([i for i in range(48) if i not in lane])
+        ids = np.insert(np.insert(np.insert(ids, 0, lane[0]), 16, lane[1]), 32, lane[2])
+        pruned = pruned_logits(ops, rows, ids)
+        assert pruned.topk(2) == ([[0, 1]], [[0.0, 0.0]])
+        assert pruned.argmax() == [0]
+
+
+def test_the_sum_of_a_large_flat_row(ops: ReferenceOps) -> None:
+    """300 000 equal tokens, and as many far below the best: small terms count, and none overflows."""
+    flat = np.full((1, 300_000), 7.0, dtype=np.float32)
+    assert full_logits(ops, flat).logsumexp()[0] == pytest.approx(7 + np.log(300_000), abs=1e-6)
+    flat[0, 17] = 7.0 + 16.0
+    wanted = 23 + np.log1p(299_999 * np.exp(-16.0))
+    assert full_logits(ops, flat).logsumexp()[0] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_what_is_not_finite_is_refused_by_row(ops: ReferenceOps) -> None:
+    for bad in (np.nan, -np.inf):
+        rows = np.zeros((2, 40), dtype=np.float32)
+        rows[1] = bad if bad != bad else -np.inf
+        pruned = pruned_logits(ops, rows, np.arange(5, 40, 5))
+        with pytest.raises(ContractError, match="row 1"):
+            pruned.argmax()
+    one = np.zeros((1, 40), dtype=np.float32)
+    one[0, 20] = np.nan
+    with pytest.raises(ContractError, match="row 0"):
+        pruned_logits(ops, one, np.arange(0, 40, 2)).argmax()
+    if isinstance(ops, NativeOps):
+        with pytest.raises(ContractError, match="row 0"):
+            pruned_logits(ops, one, np.arange(0, 40, 2)).noisy_argmax(0, 1.0, 1, 1)
+
+
+def test_a_vocabulary_without_a_legal_token_is_told(ops: ReferenceOps) -> None:
+    row = np.zeros((1, 8), dtype=np.float32)
+    context = Context([1], Sampling(banned=(2, 3)))
+    with pytest.raises(ConfigError, match="no token is allowed"):
+        draft_token(pruned_logits(ops, row, np.array([2, 3])), [], context)
+
+
+# --- gathered rows ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    hidden=st.sampled_from([5, 16, 40]),
+    steps=st.lists(st.lists(st.integers(0, 89), min_size=1, max_size=20), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_rows_that_are_added_belong_to_their_ids(
+    ops: ReferenceOps, dtype: torch.dtype, hidden: int, steps: list[list[int]], seed: int
+) -> None:
+    """A chain of extensions, and a branch from each of its heads: no head sees another one's rows."""
+    rng = torch.Generator().manual_seed(seed)
+    ops = ReferenceOps(dtype) if type(ops) is ReferenceOps else NativeOps(dtype, compiler.load_kernels())  # type: ignore[arg-type]
+    weight = ops.weight(torch.randn(90, hidden, generator=rng).to(dtype))
+    x = torch.randn(2, hidden, generator=rng).to(dtype)
+    full = ops.head(x, weight).rows()
+    heads = [(ops.head_rows(weight, steps[0]), set(steps[0]))]
+    for more in steps[1:]:
+        base, ids = heads[-1]
+        heads.append((ops.head_rows(weight, more, base), ids | set(more)))
+        heads.insert(0, (ops.head_rows(weight, [more[-1], 89], base), ids | {more[-1], 89}))
+    for head, ids in heads:
+        assert list(head.tokens) == sorted(ids)
+        wanted = np.full_like(full, -np.inf)
+        wanted[:, sorted(ids)] = full[:, sorted(ids)]
+        bound = 2.0**-7 if dtype is torch.bfloat16 else 1e-5
+        np.testing.assert_allclose(ops.pruned_head(x, head).rows(), wanted, rtol=bound, atol=bound * 8)
+    assert heads[-1][0].parts[0].data_ptr() == heads[-1][0].base.parts[0].data_ptr()
+
+
+def test_adding_to_the_newest_head_copies_nothing() -> None:
+    ops = ReferenceOps(torch.float32)
+    weight = torch.arange(400.0).reshape(100, 4)
+    base = ops.head_rows(weight, [1, 2, 3])
+    one = ops.head_rows(weight, [10, 11, 12], base)
+    two = ops.head_rows(weight, [20], one)
+    assert two.parts[1].data_ptr() == one.parts[1].data_ptr()
+    branch = ops.head_rows(weight, [30], one)  # the place behind it is taken
+    assert branch.parts[1].data_ptr() != one.parts[1].data_ptr()
+    assert two.parts[1][3].tolist() == weight[20].tolist()
+    assert branch.parts[1][3].tolist() == weight[30].tolist()
+    assert ops.head_rows(weight, [1, 10], two) is two
+
+
+def test_rows_of_another_backend_are_refused() -> None:
+    ops = ReferenceOps(torch.float32)
+    with pytest.raises(ContractError, match="another backend"):
+        ops.pruned_head(torch.zeros(1, 4), object())
+    with pytest.raises(ContractError, match="another backend"):
+        ops.head_rows(torch.zeros(9, 4), [1], object())

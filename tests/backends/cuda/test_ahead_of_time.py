@@ -1,0 +1,124 @@
+"""Every kernel compiled for sm_80 and sm_90 without a device: no spills, shared memory that fits, 16-byte accesses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# In a process of its own: this one interprets. A kernel that the backend must not have is compiled beside the others.
+_SCRIPT = """
+import json, sys, attrs, torch
+from specdec.backends.cuda.kernels import catalogue
+from specdec.backends.cuda.kernels.launch import launch
+from tests.backends.cuda.kernels import narrow_kernel
+
+rows = [attrs.asdict(row) for row in catalogue.compiled()]
+catalogue.EXAMPLES.clear()
+x = torch.empty(64)
+catalogue.example("narrow")(lambda: launch(narrow_kernel, (1,), x, x, 48, 17, BLOCK=16))
+json.dump({"rows": rows, "narrow": [attrs.asdict(row) for row in catalogue.compiled((90,))]}, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads(run.stdout)
+    return found
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['kernel']} of {row['name']!r} on sm_{row['architecture']}"
+
+
+def test_nothing_spills_and_shared_memory_fits(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    rows = compiled["rows"]
+    assert {row["architecture"] for row in rows} == {80, 90}
+    kernels = {"product_kernel", "head_kernel", "fold_kernel", "experts_kernel", "combine_kernel"}
+    assert kernels <= {row["kernel"] for row in rows}
+    for row in rows:
+        most = _SPILLED.get((row["kernel"], row["architecture"]), 0)
+        assert row["spilled"] <= most, f"{_name(row)} spills {row['spilled']} bytes"
+        limit = {80: 163, 90: 227}[row["architecture"]] * 1024
+        assert row["shared"] <= limit, f"{_name(row)} needs {row['shared']} bytes of shared memory"
+
+
+_SPILLED = {("_delta_rows", 80): 8}  # bytes of a thread with triton 3.6; none with later ones
+
+
+def test_weights_are_read_16_bytes_at_a_time(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    streamed = [
+        row
+        for row in compiled["rows"]
+        if row["kernel"] in ("product_kernel", "head_kernel", "experts_kernel") and "float32" not in row["name"]
+    ]
+    assert streamed
+    for row in streamed:
+        assert 16 in row["copies"], f"{_name(row)} copies {row['copies']} bytes at a time"
+        # weights come through shared memory, asynchronously; loads of single values are scales, norms and residuals
+        products = len(re.findall(r"mma\.sync", row["ptx"]))
+        assert products >= 4, f"{_name(row)} has {products} tensor core instructions"
+
+
+def narrow_products(ttir: str) -> list[str]:
+    """Products of two 32-bit variables that an address is made of, as lines of Triton's intermediate form."""
+    lines = dict(re.findall(r"^\s*(%[\w#]+)(?::\d+)? = (.*)$", ttir, re.MULTILINE))
+    found: list[str] = []
+
+    def constant(name: str) -> bool:
+        line = lines.get(name, "")
+        if line.startswith("arith.constant"):
+            return True
+        inner = re.match(r"(?:tt\.splat|tt\.broadcast|tt\.expand_dims|arith\.ext\w+) (%[\w#]+)", line)
+        return inner is not None and constant(inner[1])
+
+    def walk(name: str, seen: set[str]) -> None:
+        line = lines.get(name)
+        if line is None or name in seen:
+            return
+        seen.add(name)
+        names = re.findall(r"%[\w#]+", line.split(" : ")[0])
+        narrow = re.search(r"(?:i32|xi32>)(?: loc\(.*\))?$", line) is not None
+        if line.startswith("arith.muli") and narrow and not any(constant(part) for part in names):
+            found.append(line)
+        if not line.startswith("tt.load"):
+            for part in names:
+                walk(part, seen)
+
+    for at in re.findall(r"tt\.addptr %[\w#]+, (%[\w#]+)", ttir):
+        walk(at, set())
+    return found
+
+
+def test_no_address_is_a_32_bit_product(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """Rows times a stride can pass 2^31 elements; the factor that is known when compiling cannot."""
+    assert narrow_products(compiled["narrow"][0]["ttir"]), "the check does not see what it is there for"
+    for row in compiled["rows"]:
+        if row["kernel"] in _DENSE and row["architecture"] == 90:
+            found = narrow_products(row["ttir"])
+            assert not found, f"{_name(row)}: {found[0]}"
+
+
+_DENSE = (
+    "product_kernel",
+    "head_kernel",
+    "fold_kernel",
+    "experts_kernel",
+    "combine_kernel",
+    "_rms_kernel",
+    "_gated_kernel",
+)

@@ -1,0 +1,306 @@
+"""``python -m benchmarks.cuda``: its arithmetic, its gates, its record, and all of its code on the host."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("kernels run on the device here; the benchmark itself is what to run", allow_module_level=True)
+
+from benchmarks.cuda import __main__ as script
+from benchmarks.cuda import kernels, models, others, smoke, timing
+from benchmarks.cuda.record import Record
+from benchmarks.cuda.report import lines
+from benchmarks.cuda.shapes import BANDWIDTH, PROFILE, SHAPES, TOY, Costs, predict
+from benchmarks.cuda.weights import AGREEMENT, MadeWeights, build_target, language_model
+
+HOST = torch.device("cpu")
+DOCUMENT = pathlib.Path(__file__).resolve().parents[3] / "docs" / "performance.md"
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[timing.Lab]:
+    """The stand-in for a GPU. What it changes for the process is changed back."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", InterpreterBuilder.create_dot)
+    threads = torch.get_num_threads()
+    yield smoke.lab()
+    torch.set_num_threads(threads)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "per_token", "state", "head"),
+    [
+        ("0.8b", 0.752e9, 12 * 1024, 18.9e6, 254e6),
+        ("4b", 4.205e9, 32 * 1024, 50.3e6, 636e6),
+        ("9b", 7.936e9, 32 * 1024, 50.3e6, 1017e6),
+    ],
+)
+def test_bytes_are_those_of_the_published_shapes(
+    name: str, parameters: float, per_token: int, state: float, head: float
+) -> None:
+    """Parameters, bytes of keys and values per token, and states, as published for these models."""
+    shape = SHAPES[name]
+    rest = shape.kv_bytes(shape.context, shape.attention_layers) + 2 * shape.state_bytes
+    assert (shape.pass_bytes(1) - rest) / 2 == pytest.approx(parameters, rel=2e-3)
+    assert shape.kv_bytes(1, shape.attention_layers) == per_token
+    assert shape.state_bytes == pytest.approx(state, rel=2e-3)
+    assert shape.head_bytes / 2 == pytest.approx(head, rel=2e-3)
+    assert shape.pass_bytes(4) - shape.pass_bytes(1) == 3 * shape.state_bytes
+
+
+def test_speed_up_is_tokens_over_seconds() -> None:
+    """By hand: 1 + .763 + .623 tokens in 1.1 + 2 * 0.1 + 0.1 plain steps."""
+    costs = Costs(decode=2.0, verify={1: 2.0, 2: 2.1, 3: 2.2}, draft=0.2, bookkeeping=0.2)
+    assert costs.speedup(2) == pytest.approx((1 + 0.763 + 0.623) / 1.4)
+    assert costs.best() == (2, costs.speedup(2))
+    assert costs.best((0.1, 0.01))[0] == 1
+
+
+def test_the_documented_predictions_are_those_of_the_model() -> None:
+    """The table of docs/performance.md was written before anything was measured; the model must not drift from it."""
+    section = DOCUMENT.read_text().split("## CUDA", 1)[1].split("\n## ", 1)[0]
+    for name, shape in SHAPES.items():
+        row = re.search(rf"^\| {re.escape(name.upper())} \|(.*)\|$", section, re.MULTILINE)
+        assert row, name
+        bound, kernels_, decode, of_bound, verify, draft, depth, speedup = (
+            float(cell) for cell in row.group(1).split("|")
+        )
+        found = predict(shape)
+        best = found.costs.best()
+        assert (kernels_, depth) == (found.kernels, best[0])
+        assert bound == pytest.approx(1e3 * found.bound, abs=6e-4)
+        assert decode == pytest.approx(1e3 * found.costs.decode, abs=6e-4)
+        assert [of_bound, verify, draft, speedup] == pytest.approx(
+            [found.decode_of_bound, found.verify_4, found.draft, best[1]], abs=6e-3
+        )
+    assert BANDWIDTH == 4.3e12
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_made_heads_agree_as_often_as_asked(tied: bool, tmp_path: pathlib.Path) -> None:
+    """Measured where it counts: drafts of single tokens over the whole model, at many tokens."""
+    from specdec.backends.cpu.reference import ReferenceOps
+
+    shape = attrs.evolve(TOY, hidden=128, intermediate=96, vocabulary=2048, draft_rows=1024, tied=tied)
+    weights = MadeWeights(shape, HOST, dtype=torch.float32, agreement=AGREEMENT)
+    target = build_target(shape, ReferenceOps(torch.float32), weights, backend="cpu", dtype="float32")
+    lm = language_model(target, shape, tmp_path, depth=1, pruned=True, capacity=64)
+    plain = language_model(target, shape, tmp_path, drafter="none", capacity=64)
+    right = offered = 0
+    for start in range(60):
+        prompt = [17 * start, 17 * start + 1]
+        result = lm.generate(prompt, max_new_tokens=5)
+        assert result.tokens == plain.generate(prompt, max_new_tokens=5).tokens
+        right, offered = right + sum(result.stats.accepted), offered + sum(result.stats.offered)
+        assert max(result.tokens) < shape.draft_rows
+    assert offered > 100
+    assert right / offered == pytest.approx(AGREEMENT, abs=0.12)
+
+
+def test_made_weights_are_all_there_and_the_same_each_time() -> None:
+    one, two = (MadeWeights(TOY, HOST, agreement=agreement) for agreement in (None, None))
+    assert set(one) == set(TOY.tensors)
+    for name, size in TOY.tensors.items():
+        assert tuple(one[name].shape) == size
+        assert torch.equal(one[name], two[name])
+        assert one[name].abs().max() > 0
+        assert one[name].dtype == (torch.bfloat16 if len(size) == 2 else torch.float32)
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_whose_rows_lean_on_each_other_fails_its_check() -> None:
+    """Its own mutants: bits that change with the rows beside it, a row that is wrong, a result that moves."""
+    x = torch.randn(16, 8)
+
+    def case(run: Callable[[slice, int], tuple[torch.Tensor, ...]]) -> kernels.Case:
+        return kernels.Case(
+            name="mutant",
+            run=run,
+            alone=True,
+            copies=1,
+            moved=lambda rows: 1,
+            reference=lambda: (x.double(),),
+            tolerance=1e-6,
+            times=1,
+        )
+
+    calls = iter(range(10**6))
+    assert kernels.check(case(lambda part, copy: (x[part],)))["failures"] == []
+    assert kernels.check(case(lambda part, copy: (x[part] * (1 + 1e-7 * len(x[part])),)))["failures"]
+    assert kernels.check(case(lambda part, copy: (x[part] + 1e-3,)))["failures"]
+    assert kernels.check(case(lambda part, copy: (x[part] * float("nan"),)))["failures"]
+    assert kernels.check(case(lambda part, copy: (x[part] + 1e-7 * next(calls),)))["failures"]
+
+
+def test_forced_acceptance_finds_a_commit_that_keeps_a_row_too_many(make_target: Callable[..., Any]) -> None:
+    """The gate over verification: silent for the CPU backend, loud for a target whose rollback is wrong."""
+    target = make_target("qwen3_5")
+    prompt, failures = list(range(5, 17)), list[str]()
+    ids, logits = models._plain(target, prompt, 12, 64, failures)
+    assert failures == []
+    for depth in (1, 3):
+        assert models._forced(target, prompt, ids, logits, depth, 64) == []
+
+    class Forgetful(type(target)):  # type: ignore[misc]
+        def commit(self, state: Any, rows: int) -> None:
+            super().commit(state, min(rows + 1, len(state.decoded)))
+
+    broken = Forgetful(target.info, target.model)
+    assert models._forced(broken, prompt, ids, logits, 3, 64)
+    other = [row.copy() for row in logits]
+    other[4][7] += 1e-6
+    models._compare("here", ids, logits, ids, other, failures)
+    assert failures == ["here: the logits of token 4 have other bits"]
+
+
+def test_a_failed_gate_or_part_is_a_failed_run(
+    tmp_path: pathlib.Path, lab: timing.Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status says it, the end of the output says it, and the record keeps it; other parts still run."""
+    monkeypatch.setattr(kernels, "cases", lambda *_: iter(()))
+    monkeypatch.setattr(others, "cases", lambda *_: iter(()))
+    monkeypatch.setattr(models, "gates", lambda *_, **__: {"failures": ["row 3 has other bits"]})
+    monkeypatch.setattr(kernels, "products", lambda shape: [("none", 1)])
+    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check,kernels"]
+    assert script.main(arguments) == 1
+    assert "FAILED: toy, whole model: row 3 has other bits" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "cuda.json").read_text())
+    assert len(kept["runs"][-1]["failures"]) == 2
+    assert kept["results"]["check"]["toy"]["complete"]
+    assert "complete" not in kept["results"]["kernels"]["toy"]
+
+
+# --- record -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_before_an_end_is_kept_and_gone_on_from(tmp_path: pathlib.Path) -> None:
+    record = Record(tmp_path / "first")
+    with record.measuring("models", "0.8b") as part:
+        part["decode"] = {"of_bound": 0.6}
+
+    def cut_short() -> None:
+        with record.measuring("models", "4b") as part:
+            part["decode"] = {"of_bound": 0.8}
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut_short()
+    later = Record(tmp_path / "second", earlier=record.path)
+    assert later.has("models", "0.8b")
+    assert not later.has("models", "4b")
+    found = {(line.shape, line.quantity): line for line in lines(later.results)}
+    line = found["4b", "decode / bandwidth bound"]
+    assert (line.figure, line.met, line.ratio) == (0.8, True, 1.0)
+    assert found["9b", "decode / bandwidth bound"].met is None
+    assert len(later.data["runs"]) == 2
+
+
+def test_nothing_is_started_when_time_is_up(tmp_path: pathlib.Path, lab: timing.Lab) -> None:
+    arguments = ["--smoke", "--out", str(tmp_path), "--total", "0", "--stage", "check,models,demo"]
+    assert script.main(arguments) == 0
+    kept = json.loads((tmp_path / "cuda.json").read_text())
+    assert set(kept["results"]) == {"stream"}
+    assert [entry["reason"] for entry in kept["skipped"]] == ["no time was left"] * 4
+
+
+# --- everything -------------------------------------------------------------------------------------------------------
+
+
+def test_all_of_it_runs_on_the_host(
+    tmp_path: pathlib.Path, lab: timing.Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in device, a toy, a few tokens: checks pass, figures are there and say that they are none."""
+    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check,models,kernels,demo"]
+    assert script.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "not a measurement" in output
+    kept = json.loads((tmp_path / "cuda.json").read_text())
+    results = kept["results"]
+    assert all(part["complete"] for stage in results.values() for part in stage.values())
+    assert kept["runs"][0]["measurement"] is False
+    checked = results["check"]["toy"]
+    assert len(checked["kernels"]) == 15
+    assert checked["gates"]["depths"] == [0, 1]
+    assert checked["gates"]["host_reference"]["error"] < 1e-5
+    model = results["models"]["toy"]
+    assert set(model["verify"]) == {"1", "2", "4"}
+    assert model["decode"]["of_bound"] > 0
+    assert set(model["generation"]["1"]) == {"plain", "made", "coin", "cycles_on_the_device"}
+    assert set(results["kernels"]["toy"]["prices"]) == {name for name, *_ in kernels.products(TOY)}
+    assert results["kernels"]["toy"]["price"] > 0
+    assert results["demo"]["embedded"]["depths"]["1"]["mean_ratio"] > 0
+
+    assert script.main([*arguments[:3], "--stage", "kernels"]) == 0  # complete: left out
+    assert "left out: kernels toy: complete in an earlier run" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_transformers_generates_with_the_same_weights(tmp_path: pathlib.Path, lab: timing.Lab) -> None:
+    """Not only the same shapes: its greedy tokens are ours."""
+    pytest.importorskip("transformers")
+    assert script.main(["--smoke", "--out", str(tmp_path), "--stage", "transformers"]) == 0
+    found = json.loads((tmp_path / "cuda.json").read_text())["results"]["transformers"]["toy"]
+    assert set(found["settings"]) == {"dynamic cache", "static cache"}
+    assert all(entry["same_tokens"] == 1.0 for entry in found["settings"].values())
+
+
+def test_the_stream_kernel_reads_every_word_once() -> None:
+    words = torch.randint(-1000, 1000, (10_007,), dtype=torch.int32)
+    assert timing.stream_kernel(words, programs=3, block=1024).sum() == words.sum()
+
+
+def test_the_profile_is_the_published_one() -> None:
+    assert PROFILE == (0.763, 0.623, 0.459, 0.396)
+
+
+def test_a_session_goes_through_its_steps_whatever_one_of_them_gives(tmp_path: pathlib.Path) -> None:
+    """The shell script, with a stand-in for the interpreter that fails in the device tests."""
+    calls = tmp_path / "calls"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n[ "$2" != pytest ] || exit 5\n')
+    python.chmod(0o755)
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text("{}")
+    root = DOCUMENT.parents[1]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
+
+    def session(*arguments: str) -> tuple[int, list[str]]:
+        calls.write_text("")
+        command = ["bash", str(root / "benchmarks" / "cuda_session.sh"), *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        return done.returncode, calls.read_text().splitlines()
+
+    status, first = session("first", "out")
+    assert status == 5
+    assert [line.split()[1] for line in first] == ["pytest", "benchmarks.cuda", "benchmarks.cuda"]
+    assert "ended with 5" in (tmp_path / "out" / "first.log").read_text()
+    named = set()
+    for call in ("first", "second", "third"):
+        status, lines_ = session(call, "out", "earlier.json")
+        assert status == (5 if call == "first" else 0)
+        for line in lines_:
+            if "benchmarks.cuda" in line:
+                assert f"--out {tmp_path}/out --earlier {earlier}" in line
+                named.update(line.split("--stage ")[1].split(" --")[0].split(","))
+    assert named == set(script.STAGES) - {"stream"}
+    assert session("fourth", "out")[0] == 2

@@ -1,0 +1,360 @@
+"""Models on the backend: the reference's logits, and speculation with the tokens and the bits of plain decoding.
+
+Without a CUDA device the kernels are interpreted and models are tiny; the tests of the marker ``gpu`` run the same over
+larger ones, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from specdec.backends.cuda import memory
+from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache
+from specdec.backends.cuda.ops import CudaOps
+from specdec.contract import Drafter
+from tests import tiny, tiny_families  # noqa: F401  (the latter makes its writers known)
+from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, partly_right
+
+VOCAB = 277
+ATTENTION = {"heads": 2, "kv_heads": 1, "head_dim": 16}
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **ATTENTION,
+        "hidden": 32,
+        "intermediate": 32,
+        "key_heads": 1,
+        "value_heads": 2,
+        "key_dim": 16,
+        "value_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "llama": {**ATTENTION, "hidden": 32, "intermediate": 40, "layers": 1},
+    "qwen3_5_moe": {
+        **ATTENTION,
+        "hidden": 32,
+        "inner": 16,
+        "shared": 16,
+        "experts": 4,
+        "mtp": False,
+        "layer_types": ["full_attention"],
+    },
+    "deepseek_v3": {
+        "heads": 2,
+        "layers": 1,
+        "dense_layers": 0,
+        "hidden": 32,
+        "inner": 16,
+        "experts": 4,
+        "top_k": 2,
+        "groups": 2,
+        "kept_groups": 1,
+    },
+}
+PROMPT = (3, 1)
+CAPACITY = 64
+GENERATED = 6
+
+
+@pytest.fixture(autouse=True)
+def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph's grid is for as many keys as a cache holds at first; the interpreter pays for every program of it."""
+    monkeypatch.setattr(memory, "FIRST_ROWS", 64)
+
+
+@pytest.fixture(scope="module")
+def build(checkpoint: Callable[..., pathlib.Path], new_device: Callable[[], Any]) -> Callable[..., Any]:
+    """``build(family, eager=False, dtype="float32")``: a target on the device, shared by all tests."""
+    built: dict[Any, Any] = {}
+
+    def get(family: str, *, eager: bool = False, dtype: str = "float32", **settings: Any) -> Any:
+        key = family, eager, dtype, *settings.items()
+        if key not in built:
+            folder = checkpoint(family, **{**TINY.get(family, {}), **settings})
+            ops = CudaOps(new_device(), getattr(torch, dtype), eager_reason="asked for" if eager else "")
+            built[key] = tiny.make_target(folder, dtype=dtype, ops=ops)
+        return built[key]
+
+    return get
+
+
+@attrs.define
+class Recorded:
+    """A target that remembers the logits of every row that was committed. The host runs its cycles."""
+
+    runs_greedy_cycles = False
+
+    inner: Any
+    rows: list[Any] = attrs.field(factory=list)
+    _last: Any = None
+    runs_greedy_cycles = False  # those decode by themselves
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decode(self, state: Any, tokens: Sequence[int]) -> Any:
+        output = self.inner.decode(state, tokens)
+        self._last = output.need_logits().rows().copy()
+        return output
+
+    def commit(self, state: Any, rows: int) -> None:
+        self.rows.extend(self._last[:rows])
+        self.inner.commit(state, rows)
+
+
+def run(
+    folder: pathlib.Path,
+    target: Any,
+    prompt: Sequence[int],
+    count: int,
+    depth: int,
+    drafter: Callable[[Case], Drafter] = mtp,
+    truth: Sequence[int] = (),
+    **generation: Any,
+) -> tuple[list[int], Any, Any]:
+    """Tokens, the bits of the logits that decided them, and the result."""
+    recorded = Recorded(target)
+    make = None if depth == 0 else lambda env: drafter(Case(list(truth), env, [1, 0, 2]))
+    lm = tiny.make_lm(folder, recorded, make, lambda: ScriptedDepth([depth]))
+    result = lm.session().generate(list(prompt), max_new_tokens=count, ignore_eos=True, **generation)
+    assert not result.stats.faults
+    if depth and drafter is mtp:
+        assert sum(result.stats.offered) > 0
+    return result.tokens, np.stack(recorded.rows).view(np.int32), result
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_logits_are_those_of_the_torch_reference(
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
+) -> None:
+    """A prompt of more than 16 rows, a pass of three rows that is cut, one of one row, and the head's own logits."""
+    tokens = [(7 * i + 3) % VOCAB for i in range(24)]
+    found = []
+    for target in (tiny.make_target(checkpoint(family, **TINY[family])), build(family)):
+        state = target.new_state(CAPACITY)
+        hidden = target.prefill(state, tokens[:18]).need_hidden()
+        logits = [target.decode(state, tokens[18:21]).need_logits().rows().copy()]
+        target.commit(state, 2)
+        logits.append(target.decode(state, tokens[20:21]).need_logits().rows().copy())
+        target.commit(state, 1)
+        if target.info.mtp_layers:
+            target.prefill_mtp(state, tokens[1:18], hidden[:17])
+            output = target.decode_mtp(state, tokens[18:19], hidden[17:])
+            logits.append(output.need_logits().rows().copy())
+            chained = target.decode_mtp(state, [5], output.need_hidden()[-1:], provisional=True)
+            logits.append(chained.need_logits().rows().copy())
+        found.append(np.concatenate(logits))
+    assert np.ptp(found[0]) > 5
+    assert np.abs(found[0] - found[1]).max() <= 2e-4
+
+
+CASES = [("qwen3_5", eager, depth) for eager in (False, True) for depth in (0, 1, 3)]
+CASES += [(family, False, 3) for family in TINY if family != "qwen3_5"]
+SLOW = [(family, True, 1) for family in TINY if family != "qwen3_5"]
+SLOW += [(family, eager, 7) for family in TINY for eager in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "eager", "depth"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_speculation_has_the_tokens_and_the_logits_of_plain_decoding(
+    build: Callable[..., Any],
+    checkpoint: Callable[..., pathlib.Path],
+    plain: Callable[..., Any],
+    family: str,
+    eager: bool,
+    depth: int,
+) -> None:
+    """Whatever is drafted, by graph and op by op; all compared with one row at a time, op by op."""
+    target, folder = build(family, eager=eager), checkpoint(family, **TINY[family])
+    tokens, logits = plain(family)
+    drafter = mtp if target.info.mtp_layers else partly_right
+    ours, bits, result = run(folder, target, PROMPT, GENERATED, depth, drafter, [*PROMPT, *tokens])
+    assert ours == tokens[:GENERATED]
+    assert np.array_equal(bits[:GENERATED], logits[:GENERATED])
+    assert result.parity == "bitwise"
+
+
+@pytest.fixture(scope="module")
+def plain(build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+    """``plain(family)``: tokens and bits of the logits of plain decoding, op by op."""
+    known: dict[str, Any] = {}
+
+    def get(family: str) -> Any:
+        if family not in known:
+            folder = checkpoint(family, **TINY[family])
+            known[family] = run(folder, build(family, eager=True), PROMPT, GENERATED + 3, 0)[:2]
+        return known[family]
+
+    return get
+
+
+def test_sampling_with_a_seed_gives_the_tokens_of_plain_sampling(
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
+) -> None:
+    target, folder = build("qwen3_5"), checkpoint("qwen3_5", **TINY["qwen3_5"])
+    settings = {"temperature": 0.8, "seed": 2**40 + 7}
+    wanted, logits, _ = run(folder, target, PROMPT, GENERATED, 0, **settings)
+    tokens, bits, result = run(folder, target, PROMPT, GENERATED, 3, **settings)
+    assert tokens == wanted
+    assert np.array_equal(bits[:GENERATED], logits[:GENERATED])
+    assert wanted != run(folder, target, PROMPT, GENERATED, 0, temperature=0.8, seed=1)[0]
+
+
+def poison(state: Any) -> None:
+    """NaN wherever nothing is committed: rows behind the length, other states, rows that no window holds."""
+    for cache in state.caches:
+        if isinstance(cache, CudaDeltaCache):
+            kept, window = cache.state.clone(), cache.window()
+            cache.states.fill_(float("nan"))
+            cache.state.copy_(kept)
+            cache.ring.fill_(float("nan"))
+            for at, position in cache._window_positions():
+                cache.ring[position % cache.ring_rows] = window[at]
+        elif isinstance(cache, CudaKVCache):
+            cache.keys[cache.length :] = float("nan")
+            if not isinstance(cache, CudaLatentCache):
+                cache.values[cache.length :] = float("nan")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_every_accept_count_leaves_the_state_of_a_plain_run(
+    build: Callable[..., Any], plain: Callable[..., Any], family: str
+) -> None:
+    """None to all of 3, the bits right after the commit and those of the pass after it; stale memory is NaN."""
+    target, depth = build(family), 3
+    truth, logits = plain(family)
+    start = target.snapshot(tiny.held(target, PROMPT))
+    row, states = target.restore(start), []
+    for token in [PROMPT[-1], *truth[: depth + 1]]:
+        target.decode(row, [token])
+        target.commit(row, 1)
+        states.append(target.snapshot(row).arrays)
+    for accepted in range(depth + 1):
+        state = target.restore(start)
+        poison(state)
+        drafted = truth[:accepted] + [(token + 1) % VOCAB for token in truth[accepted:depth]]
+        target.decode(state, [PROMPT[-1], *drafted])
+        target.commit(state, accepted + 1)
+        for name, array in states[accepted].items():
+            if not name.startswith("mtp."):
+                assert torch.equal(target.snapshot(state).arrays[name], array), (name, accepted)
+        poison(state)
+        following = target.decode(state, [truth[accepted]]).need_logits().rows()
+        assert np.array_equal(following[0].view(np.int32), logits[accepted + 1]), accepted
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(
+    build: Callable[..., Any], plain: Callable[..., Any], family: str
+) -> None:
+    target = build(family)
+    truth, logits = plain(family)
+    state = tiny.held(target, PROMPT, truth[:3])
+    taken = target.snapshot(state)
+    then = {name: array.clone() for name, array in taken.arrays.items()}
+    reached = target.rewind(state, len(PROMPT))
+    assert reached <= len(PROMPT)
+    poison(state)
+    for token in [*PROMPT, *truth][reached : len(PROMPT) + 1]:
+        output = target.decode(state, [token])
+        target.commit(state, 1)
+    assert np.array_equal(output.need_logits().rows()[0].view(np.int32), logits[1])
+    tiny.assert_same_bits(target.snapshot(target.restore(taken)).arrays, then)
+
+
+def test_sessions_fork_save_and_load(
+    build: Callable[..., Any],
+    checkpoint: Callable[..., pathlib.Path],
+    plain: Callable[..., Any],
+    tmp_path: pathlib.Path,
+) -> None:
+    target, folder = build("qwen3_5"), checkpoint("qwen3_5", **TINY["qwen3_5"])
+    truth, _ = plain("qwen3_5")
+    lm = tiny.make_lm(folder, target, lambda env: mtp(Case([], env, [])))
+    session = lm.session()
+    assert session.generate(list(PROMPT), max_new_tokens=3, ignore_eos=True).tokens == truth[:3]
+    session.save(tmp_path / "session.safetensors")
+    loaded, fork = lm.session(), session.fork()
+    loaded.load(tmp_path / "session.safetensors")
+    fork.generate([1, 2], max_new_tokens=2, ignore_eos=True)  # goes its own way
+    for one in (session, loaded):
+        assert one.generate(max_new_tokens=3, ignore_eos=True).tokens == truth[3:6]
+
+
+# --- on a device -----------------------------------------------------------------------------------------------------
+
+LARGER: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 128,
+        "value_dim": 128,
+        "intermediate": 512,
+        "vocab": 4099,
+    },
+    "llama": {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 768, "layers": 3},
+    "qwen3_5_moe": {
+        "hidden": 256,
+        "heads": 4,
+        "kv_heads": 1,
+        "head_dim": 64,
+        "inner": 128,
+        "shared": 128,
+        "experts": 16,
+        "top_k": 4,
+    },
+    "deepseek_v3": {"hidden": 256},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", LARGER)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_on_a_device_speculation_has_the_tokens_and_the_logits_of_plain_decoding(
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str, dtype: str, sampled: bool
+) -> None:
+    """64 tokens, drafts of 0, 1, 3 and 7, by graph and op by op; all compared with one row at a time, op by op."""
+    folder = checkpoint(family, **{**TINY.get(family, {}), **LARGER[family]})
+    settings = {"temperature": 0.7, "seed": 11} if sampled else {}
+    targets = {eager: build(family, eager=eager, dtype=dtype, **LARGER[family]) for eager in (False, True)}
+    prompt = [(11 * i + 5) % VOCAB for i in range(40)]
+    wanted, logits, _ = run(folder, targets[True], prompt, 64, 0, **settings)
+    for eager, target in targets.items():
+        for depth in (0, 1, 3, 7):
+            drafter = mtp if target.info.mtp_layers else partly_right
+            truth = [*prompt, *wanted, *[0] * 8]
+            tokens, bits, _ = run(folder, target, prompt, 64, depth, drafter, truth, **settings)
+            assert tokens == wanted, (eager, depth)
+            assert np.array_equal(bits[:64], logits[:64]), (eager, depth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", LARGER)
+def test_on_a_device_logits_are_those_of_the_torch_reference(
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
+) -> None:
+    """float32, over a prompt in bulk and passes of several rows."""
+    folder = checkpoint(family, **{**TINY.get(family, {}), **LARGER[family]})
+    tokens = [(7 * i + 3) % VOCAB for i in range(120)]
+    found = []
+    for target in (tiny.make_target(folder), build(family, **LARGER[family])):
+        state = target.new_state(256)
+        target.prefill(state, tokens[:100])
+        logits = []
+        for first, rows in ((100, 1), (101, 4), (105, 15)):
+            logits.append(target.decode(state, tokens[first : first + rows]).need_logits().rows().copy())
+            target.commit(state, rows)
+        found.append(np.concatenate(logits))
+    assert np.abs(found[0] - found[1]).max() <= 2e-3

@@ -1,0 +1,178 @@
+"""Decoding inside the product: every code of every format, by the interpreter's arithmetic and by the device's PTX."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.backends.cuda import weights
+from specdec.backends.cuda.kernels import gemm, packed
+from specdec.backends.cuda.kernels.tiles import Tile
+from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
+from specdec.checkpoints.quantised import fp4
+from specdec.errors import ShapeError, UnsupportedError
+from tests.backends.cuda.dense import FORMS, weight_of
+
+CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+FINITE = (CODES & 127) != 127
+
+
+def _columns(weight: weights.Weight, device: torch.device) -> Tensor:
+    """The weight read column by column through the product: unit rows times the weight, exactly."""
+    k = weight.shape[1]
+    unit = torch.eye(k, device=device)
+    tile = Tile(128, 16 if k % 32 else 32)
+    return torch.cat([gemm.float32_product(part, weight, tile=tile) for part in unit.split(16)]).T
+
+
+def test_every_e4m3_code_is_decoded_exactly(device: torch.device) -> None:
+    codes = torch.where(FINITE, CODES, 0).view(16, 16).to(device)
+    weight = Fp8BlockWeight(codes, torch.ones(1, 1, device=device), (128, 128))
+    assert torch.equal(_columns(weight, device), codes.cpu().view(torch.float8_e4m3fn).float().to(device))
+
+
+def test_every_e2m1_pair_under_every_group_scale_is_decoded_exactly(device: torch.device) -> None:
+    codes = CODES.view(32, 8).repeat(1, 2).to(device)  # [32, 16] bytes: 32 columns
+    for first in range(0, 127, 64):
+        scales = torch.arange(first, first + 64).clamp(max=126).to(torch.uint8).view(32, 2).to(device)
+        weight = Nvfp4Weight(codes, scales, torch.tensor(0.75, device=device))
+        assert torch.equal(_columns(weight, device), weight.decode())
+
+
+def test_a_scale_per_row_and_partial_blocks(device: torch.device) -> None:
+    for form in ("fp8 per row", "fp8 32x32"):
+        weight = weight_of(form, 37, 48, torch.float32, device)
+        assert torch.equal(_columns(weight, device), weight.decode())
+
+
+def test_decoding_agrees_with_the_loader() -> None:
+    assert torch.equal(torch.tensor(weights._E2M1), fp4.E2M1)
+
+
+# --- the device's PTX, run by hand ------------------------------------------------------------------------------------
+
+
+def _bfloat16_pairs(x: np.ndarray) -> np.ndarray:
+    halves = np.stack([x & 0xFFFF, x >> 16], axis=-1).astype(np.uint32) << 16
+    return halves.view(np.float32)
+
+
+def run_ptx(source: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run the few instructions that the decoders use, as the PTX ISA (8.8, section 9.7) defines them, on uint32."""
+    registers = dict(inputs)
+
+    def value(word: str) -> np.ndarray:
+        return registers[word] if word in registers else np.uint32(int(word, 0))
+
+    for line in re.findall(r"([a-z][\w.]*) ([^;]+);", source):
+        name, words = line[0], [word.strip() for word in line[1].split(",")]
+        if name == "reg":
+            continue
+        to, args = words[0], [value(word) for word in words[1:]]
+        match name:
+            case "mov.b32":
+                registers[to] = args[0]
+            case "and.b32":
+                registers[to] = args[0] & args[1]
+            case "shr.b32":
+                registers[to] = args[0] >> args[1]
+            case "shl.b32":
+                registers[to] = (args[0].astype(np.uint64) << np.uint64(args[1])).astype(np.uint32)
+            case "prmt.b32":
+                both = args[0].astype(np.uint64) | np.uint64(int(args[1]) << 32)
+                out = np.zeros_like(args[0])
+                for i in range(4):
+                    picked = (int(args[2]) >> (4 * i)) & 0xF
+                    assert picked < 8, "sign replication is not used"
+                    byte = (both >> np.uint64(8 * picked)).astype(np.uint32) & np.uint32(0xFF)
+                    out |= byte << np.uint32(8 * i)
+                registers[to] = out
+            case "lop3.b32":
+                assert int(words[4], 0) == 0xEA
+                registers[to] = (args[0] & args[1]) | args[2]
+            case "fma.rn.bf16x2":
+                a, b, c = (_bfloat16_pairs(np.broadcast_to(arg, args[0].shape).astype(np.uint32)) for arg in args)
+                exact = a.astype(np.float64) * b + c
+                bits = exact.astype(np.float32).view(np.uint32)
+                assert not (bits & 0xFFFF).any(), "every product is exact in bfloat16"
+                registers[to] = (bits[..., 0] >> 16) | bits[..., 1]
+            case _:
+                raise AssertionError(f"instruction {name}")
+    return registers
+
+
+def _lines(source: str) -> str:
+    return source.replace(".reg", "reg").replace("{", "").replace("}", "")
+
+
+def _packed_bytes() -> np.ndarray:
+    return torch.cat([CODES, CODES.flip(0)]).numpy().view(np.uint32)
+
+
+def test_the_ptx_of_e4m3() -> None:
+    words = _packed_bytes()
+    found = run_ptx(_lines(packed.E4M3.value), {"$2": words})
+    values = np.stack([_bfloat16_pairs(found["$0"]), _bfloat16_pairs(found["$1"])], axis=1).reshape(-1)
+    codes = torch.from_numpy(words.view(np.uint8).copy())
+    expected = codes.view(torch.float8_e4m3fn).float().numpy()
+    finite = ((codes & 127) != 127).numpy()
+    assert np.array_equal(values[finite], expected[finite])
+    assert np.array_equal(np.signbit(values), np.signbit(expected))
+
+
+def test_the_ptx_of_e2m1_and_of_its_scale() -> None:
+    words = _packed_bytes()
+    found = run_ptx(_lines(packed.E2M1.value), {"$4": words})
+    codes = words.view(np.uint8)
+    table = np.array(weights._E2M1, dtype=np.float32)
+    for registers, halves in ((("$0", "$1"), codes & 15), (("$2", "$3"), codes >> 4)):
+        values = np.stack([_bfloat16_pairs(found[name]) for name in registers], axis=1).reshape(-1)
+        assert np.array_equal(values.astype(np.float64) * 2.0**126, table[halves])
+        for scale in (2.0**-9, 0.4375, 13.0, 448.0):  # an E4M3 number times 2^119, in bfloat16
+            factor = np.uint32(np.float32(scale * 2.0**119).view(np.uint32) >> 16) * np.uint32(0x10001)
+            for name in registers:
+                times = run_ptx(_lines(packed.TIMES.value), {"$1": found[name], "$2": factor})["$0"]
+                expected = _bfloat16_pairs(found[name]).astype(np.float64) * 2.0**126 * scale * 2.0**-7
+                assert np.array_equal(_bfloat16_pairs(times), expected)
+
+
+def test_a_wrong_shift_is_seen() -> None:
+    wrong = _lines(packed.E4M3.value).replace("shr.b32 n, n, 4", "shr.b32 n, n, 3")
+    values, right = (run_ptx(source, {"$2": _packed_bytes()}) for source in (wrong, _lines(packed.E4M3.value)))
+    assert np.array_equal(values["$0"], right["$0"])
+    assert not np.array_equal(values["$1"], right["$1"])
+
+
+# --- holders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stack_knows_where_its_experts_are(form: str, device: torch.device) -> None:
+    stack = ExpertStack(tuple(weight_of(form, 8, 32, torch.float32, device, seed) for seed in range(3)))
+    assert stack.shape == (3, 8, 32)
+    assert len(stack) == 3
+    assert stack.aligned
+    assert stack.decode().shape == (3, 8, 32)
+    assert stack.nbytes == sum(expert.nbytes for expert in stack.experts)
+    for row, expert in zip(stack.addresses.tolist(), stack.experts, strict=True):
+        there = [part.data_ptr() for part in weights.parts(expert)]
+        assert row == there + [0] * (3 - len(there))
+
+
+def test_what_holders_refuse() -> None:
+    codes = torch.zeros(4, 16, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="scales of a weight should be"):
+        Fp8BlockWeight(codes, torch.ones(1, 2), (128, 128))
+    with pytest.raises(ShapeError, match="multiple of 16"):
+        Nvfp4Weight(torch.zeros(4, 5, dtype=torch.uint8), torch.zeros(4, 1, dtype=torch.uint8), torch.ones(1))
+    dense = DenseWeight(torch.zeros(4, 16))
+    with pytest.raises(UnsupportedError, match="different formats"):
+        ExpertStack((dense, Fp8BlockWeight(codes, torch.ones(1, 1), (128, 128))))
+    with pytest.raises(ShapeError, match="different shapes"):
+        ExpertStack((dense, DenseWeight(torch.zeros(4, 17))))
+    with pytest.raises(UnsupportedError, match="one scale per 24 columns"):
+        packed.Layout.of(Fp8BlockWeight(torch.zeros(4, 48, dtype=torch.uint8), torch.ones(1, 2), (4, 24)))

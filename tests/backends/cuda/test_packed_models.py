@@ -1,0 +1,126 @@
+"""Quantised checkpoints stay packed on the way through a family's builder: values, bits, tokens and memory."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec.backends.cuda import memory
+from specdec.backends.cuda.ops import CudaOps
+from specdec.backends.cuda.weights import Fp8BlockWeight, Nvfp4Weight, Weight
+from tests import tiny
+from tests.backends.cuda.test_models import CAPACITY, GENERATED, PROMPT, TINY, VOCAB, run
+from tests.checkpoints.quantised import quantisers
+from tests.checkpoints.quantised.test_quantised_models import matrix, split
+from tests.decoding.test_lossless import mtp, partly_right
+
+# family -> format of every matrix but the embedding, the holder, and the most bytes of its float32 matrices that it has
+STORED: dict[str, tuple[str, type[Any], float]] = {
+    "qwen3_5": ("fp8-block 16x16", Fp8BlockWeight, 0.26),
+    "qwen3_5_moe": ("nvfp4", Nvfp4Weight, 0.18),
+    "deepseek_v3": ("nvfp4 packed", Nvfp4Weight, 0.18),
+}
+BLOCK = (16, 16)  # of the FP8 weights: several in a matrix
+ALIKE = {"qwen3_5_moe": {"layouts": ("apart",)}}
+
+
+class Counted(CudaOps):
+    """Ops that remember the weights that they made."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.made: list[Weight] = []
+
+    def weight(self, tensor: Any) -> Weight:
+        self.made.append(super().weight(tensor))
+        return self.made[-1]
+
+
+@pytest.fixture(autouse=True)
+def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "FIRST_ROWS", 64)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[pathlib.Path, pathlib.Path]]:
+    """``folders(family)``: a quantised checkpoint, and the same with its weights decoded."""
+    written: dict[str, tuple[pathlib.Path, pathlib.Path]] = {}
+
+    def get(family: str) -> tuple[pathlib.Path, pathlib.Path]:
+        if family not in written:
+            folder, form = tmp_path_factory.mktemp(family), STORED[family][0]
+            source = tiny.WRITERS[family](folder / "source", **TINY[family], **ALIKE.get(family, {}), dtype="float32")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(quantisers.QUANTISERS, "fp8-block 16x16", lambda w: quantisers.fp8_block(w, BLOCK))
+                written[family] = split(
+                    folder,
+                    source,
+                    lambda name: form if matrix(name) and not _looked_up(name) else None,
+                    torch.float32,
+                    **({"quant_method": "fp8", "weight_block_size": BLOCK} if "fp8" in form else {}),
+                )
+        return written[family]
+
+    return get
+
+
+def _looked_up(name: str) -> bool:
+    """Rows are taken from it, or its values are wanted in float32: decoded in any case."""
+    return "embed_tokens" in name or name.endswith((".gate.weight", "shared_expert_gate.weight", "_bias"))
+
+
+@pytest.fixture(scope="module")
+def built(folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], new_device: Callable[[], Any]) -> Any:
+    """``built(family, eager=False)``: a target over the packed weights."""
+    known: dict[tuple[str, bool], Any] = {}
+
+    def get(family: str, *, eager: bool = False) -> Any:
+        if (family, eager) not in known:
+            ops = Counted(new_device(), torch.float32, eager_reason="asked for" if eager else "")
+            known[family, eager] = tiny.make_target(folders(family)[0], ops=ops)
+        return known[family, eager]
+
+    return get
+
+
+@pytest.mark.parametrize("family", STORED)
+def test_a_packed_model_is_its_decoded_twin_in_less_memory(
+    built: Callable[..., Any], folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], family: str
+) -> None:
+    """A prompt in bulk, which decodes matrix by matrix, and passes of three rows and one by the kernels."""
+    tokens = [(7 * i + 3) % VOCAB for i in range(22)]
+    found = []
+    for target in (built(family), tiny.make_target(folders(family)[1])):
+        state = target.new_state(CAPACITY)
+        target.prefill(state, tokens[:18])
+        rows = [target.decode(state, tokens[18:21]).need_logits().rows().copy()]
+        target.commit(state, 3)
+        rows.append(target.decode(state, tokens[21:]).need_logits().rows().copy())
+        found.append(np.concatenate(rows))
+    assert np.ptp(found[1]) > 5
+    assert np.abs(found[0] - found[1]).max() <= 5e-4
+    _, holder, most = STORED[family]
+    packed = [weight for weight in built(family).ops.made if isinstance(weight, holder)]
+    assert len(packed) >= 7
+    decoded = sum(4 * weight.shape[0] * weight.shape[1] for weight in packed)
+    assert sum(weight.nbytes for weight in packed) <= most * decoded
+
+
+@pytest.mark.parametrize("family", [*list(STORED)[:2], pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_speculation_over_packed_weights_has_the_bits_of_plain_decoding(
+    built: Callable[..., Any], folders: Callable[[str], tuple[pathlib.Path, pathlib.Path]], family: str
+) -> None:
+    """From graphs; compared with one row at a time, op by op."""
+    folder = folders(family)[0]
+    tokens, logits, _ = run(folder, built(family, eager=True), PROMPT, GENERATED + 3, 0)
+    target = built(family)
+    drafter = mtp if target.info.mtp_layers else partly_right
+    ours, bits, result = run(folder, target, PROMPT, GENERATED, 3, drafter, [*PROMPT, *tokens])
+    assert ours == tokens[:GENERATED]
+    assert np.array_equal(bits[:GENERATED], logits[:GENERATED])
+    assert result.parity == "bitwise"

@@ -1,0 +1,294 @@
+"""Graphs of passes: one for every sequence, nothing of a sequence in them, and drafts without the host."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.backends.cuda import caches, memory, passes
+from specdec.backends.cuda.ops import CudaOps
+from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
+from tests import tiny
+from tests.backends.cuda.fake import CaptureRefused, FakeDevice
+from tests.backends.cuda.test_models import TINY
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="looks into graphs of the interpreter's device"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # numpy, over NaN
+]
+
+CAPACITY = 200
+HYBRID = TINY["qwen3_5"]
+HEAD = {**HYBRID, "layer_types": ["full_attention"]}
+
+
+@pytest.fixture(autouse=True)
+def _short_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "FIRST_ROWS", 64)
+
+
+@pytest.fixture
+def build(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+    """``build(eager=False, **settings)``: a new target of the hybrid family."""
+
+    def get(*, eager: bool = False, **settings: Any) -> Any:
+        ops = CudaOps(FakeDevice(), torch.float32, eager_reason="asked for" if eager else "")
+        return tiny.make_target(checkpoint("qwen3_5", **(settings or HYBRID)), ops=ops)
+
+    return get
+
+
+def decoded(target: Any, state: Any, tokens: Sequence[int], keep: int | None = None) -> Any:
+    """The bits of a pass's hidden states, of which ``keep`` rows (all) are committed."""
+    output = target.decode(state, tokens)
+    target.commit(state, len(tokens) if keep is None else keep)
+    return target.ops.array(output.need_hidden()).view(torch.int32)
+
+
+# --- the fake device itself ------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "sum of two": lambda x: x + 1,
+    "in place": lambda x: x.add_(1),
+    "reduction": lambda x: x.sum(),
+    "product": lambda x: x @ x,
+    "constant": lambda x: torch.tensor([1.0]),
+    "zeros": lambda x: torch.zeros(3),
+    "list": lambda x: x.tolist(),
+    "item": lambda x: x[0].item(),
+    "number": lambda x: int(x[0]),
+    "condition": lambda x: bool(x[0] > 0),
+    "numpy": lambda x: x.numpy(),
+    "host": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+def test_a_capture_refuses_what_a_replay_could_not_repeat(body: Callable[[Any], Any]) -> None:
+    with pytest.raises(CaptureRefused):
+        FakeDevice().capture(_second_time(lambda: body(torch.ones(4))))
+
+
+def _second_time(body: Callable[[], Any]) -> Callable[[], None]:
+    """Nothing at the first call, which is no capture."""
+    calls = iter([lambda: None, body])
+    return lambda: next(calls)()
+
+
+def test_a_replay_copies_and_launches_again_over_poisoned_memory() -> None:
+    source, kept = torch.arange(4.0), []
+    graph = FakeDevice().capture(lambda: kept.append(source.view(2, 2).t().clone()))
+    made = kept[-1]
+    assert bool(made.isnan().all())
+    graph.replay()
+    assert torch.equal(made, torch.tensor([[0.0, 2.0], [1.0, 3.0]]))
+    source += 1
+    graph.replay()
+    assert torch.equal(made, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
+
+
+# --- one graph for every sequence ------------------------------------------------------------------------------------
+
+
+def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
+    """Two sequences of different lengths in turn, and each alone op by op; rows are dropped on the way."""
+    target, truth = build(), build(eager=True)
+    prompts = ([5, 6, 7], [9])
+    steps = [([1, 2], 2), ([3, 4], 1), ([5, 6], 0), ([7, 8], 2)]
+    wanted = []
+    for prompt in prompts:
+        state = truth.new_state(CAPACITY)
+        truth.prefill(state, prompt)
+        wanted.append([decoded(truth, state, tokens, keep) for tokens, keep in steps])
+    states = [target.new_state(CAPACITY) for _ in prompts]
+    for state, prompt in zip(states, prompts, strict=True):
+        target.prefill(state, prompt)
+    for at, (tokens, keep) in enumerate(steps):
+        for which, state in enumerate(states):
+            assert torch.equal(decoded(target, state, tokens, keep), wanted[which][at]), (which, at)
+    graphs = target._target_passes.graphs
+    assert {rows for rows, _ in graphs} == {1, 2, 3}
+    assert graphs[2, 64].graph.replays == len(steps) * len(states)
+
+
+def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
+    check_sequences_share_a_graph(build)
+
+
+@pytest.mark.parametrize("baked", ["row", "table"])
+def test_a_graph_that_keeps_a_length_is_caught(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, baked: str
+) -> None:
+    """The row of the table as it was when the graph was captured, or a static table that is filled only once."""
+    if baked == "row":
+        original = caches.CapturedCache.__init__
+
+        def keeping(self: Any, cache: Any, row: Any, bound: int) -> None:
+            original(self, cache, row.clone(), bound)
+
+        monkeypatch.setattr(passes.CapturedCache, "__init__", keeping)
+    else:
+        load = passes.CudaPasses.load
+
+        def once(self: Any, table: Any, tokens: Any, hidden: Any) -> None:
+            held = self.current.clone() if self.graphs else table
+            load(self, held, tokens, hidden)
+
+        monkeypatch.setattr(passes.CudaPasses, "load", once)
+    with pytest.raises(AssertionError):
+        check_sequences_share_a_graph(build)
+
+
+def test_a_pass_that_calculates_with_a_length_is_refused() -> None:
+    ops = CudaOps(FakeDevice(), torch.float32)
+    table = ops.weight(torch.randn(7, 16))
+    known = {
+        "length": lambda caches, tokens, hidden: ops.embed(table, tokens)[caches[0].length :],
+        "tokens": lambda caches, tokens, hidden: ops.embed(table, list(tokens)),
+    }
+    for body in known.values():
+        made = [ops.new_kv(8, 1, 16)]
+        with pytest.raises(StateError):
+            ops.record_passes(body, made, 0).bind(made).run([1, 2])
+    made = [ops.new_kv(8, 1, 16)]
+    refused = ops.record_passes(lambda caches, tokens, hidden: ops.embed(table, tokens) + 1, made, 0)
+    with pytest.raises(UnsupportedError, match="a pass of 2 rows cannot be captured as a CUDA graph") as error:
+        refused.bind(made).run([1, 2])
+    assert error.value.facts["try"] == "SPECDEC_EAGER=1"
+
+
+def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that outgrows its memory twice, beside one that had room from the start."""
+    monkeypatch.setattr(memory, "FIRST_ROWS", 4)
+    monkeypatch.setattr(memory, "GROWTH", 2)
+    target = build()
+    state = target.new_state(CAPACITY)
+    tokens = [(3 * i + 1) % 200 for i in range(19)]
+    first = state.nbytes()
+    found = [decoded(target, state, tokens[at : at + 3]) for at in range(0, 18, 3)]
+    assert state.nbytes() > first
+    stages = {bound for _, bound in target._target_passes.graphs}
+    assert stages == {4, 8, 16, 32}
+    monkeypatch.setattr(memory, "FIRST_ROWS", 64)
+    roomy = build(eager=True)
+    other = roomy.new_state(CAPACITY)
+    for at, got in zip(range(0, 18, 3), found, strict=True):
+        assert torch.equal(got, decoded(roomy, other, tokens[at : at + 3]))
+    tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(roomy, other))
+
+
+def test_a_pass_after_the_end_of_the_capacity_is_refused(build: Callable[..., Any]) -> None:
+    ops = CudaOps(FakeDevice(), torch.float32)
+    made = [ops.new_kv(5, 1, 16)]
+    table = ops.weight(torch.randn(7, 16))
+    one = ops.record_passes(lambda caches, tokens, hidden: ops.embed(table, tokens), made, 0).bind(made)
+    one.run([1, 2, 3])
+    one.commit(3)
+    with pytest.raises(StateError, match="holds 5 tokens, 6 are needed"):
+        one.run([1, 2, 3])
+
+
+def test_long_passes_make_room_for_states(build: Callable[..., Any]) -> None:
+    """A delta cache begins with the states of short passes; the committed one moves when a longer pass comes."""
+    target, truth = build(), build(eager=True)
+    state, other = target.new_state(CAPACITY), truth.new_state(CAPACITY)
+    delta = state.caches[0]
+    for count, keep in ((4, 3), (2, 2), (7, 4)):
+        tokens = list(range(10, 10 + count))
+        assert torch.equal(decoded(target, state, tokens, keep), decoded(truth, other, tokens, keep))
+    assert caches.FIRST_SLOTS < 8 <= delta.slots
+    single = build().new_state(CAPACITY)
+    assert single.caches[0].slots == caches.FIRST_SLOTS
+
+
+def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., Any]) -> None:
+    """An interruption between a prompt's pass and its commit: the window's rows are still there."""
+    target = build()
+    state = target.new_state(CAPACITY)
+    target.prefill(state, list(range(3, 20)))
+    kept = {name: array.clone() for name, array in tiny.state_arrays(target, state).items()}
+    state.target_pass.run(list(range(40, 80)))
+    tiny.assert_same_bits(tiny.state_arrays(target, state), kept)
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def step_by_step(target: Any, state: Any, tokens: Sequence[int], hidden: Any, depth: int) -> list[int]:
+    """What ``draft_greedy`` should give."""
+    output = target.decode_mtp(state, tokens, hidden)
+    drafted = output.need_logits().argmax()
+    while len(drafted) < depth:
+        output = target.decode_mtp(state, drafted[-1:], output.need_hidden()[-1:], provisional=True)
+        drafted += output.need_logits().argmax()
+    return drafted
+
+
+def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., Any]) -> None:
+    """Several pairs and depths after each other; graphs are made per number of pairs and per number of steps."""
+    target = build(**HEAD)
+    states = [target.new_state(40) for _ in range(2)]
+    for state in states:
+        hidden = target.prefill(state, list(range(20, 32))).need_hidden()
+    at = 0
+    for rows, depth in ((1, 1), (3, 2), (2, 3), (1, 3)):
+        tokens, part = list(range(30 + at, 30 + at + rows)), hidden[at : at + rows]
+        drafted = target.draft_greedy(states[0], tokens, part, depth)
+        assert drafted is not None
+        assert list(drafted) == step_by_step(target, states[1], tokens, part, depth)
+        assert [state.mtp_length for state in states] == [at + rows] * 2
+        held = [state.mtp.save() for state in states]
+        assert held[0]["keys"].shape[0] == at + rows + depth - 1
+        tiny.assert_same_bits(*held)
+        at += rows
+    found = target._mtp_passes
+    assert (sorted(found._firsts), sorted(found._rests)) == ([(1, 64), (2, 64), (3, 64)], [(1, 64), (2, 64)])
+
+
+def test_a_draft_without_room_is_not_offered(build: Callable[..., Any]) -> None:
+    target = build(**HEAD)
+    state = target.new_state(4)
+    hidden = target.prefill(state, [1, 2, 3]).need_hidden()
+    state.mtp.capacity = 5
+    assert target.draft_greedy(state, [2, 3], hidden[:2], 5) is None
+    assert (state.mtp.length, state.mtp_length) == (0, 0)
+    eager = build(eager=True, **HEAD)
+    assert eager.draft_greedy(eager.new_state(8), [2], hidden[:1], 2) is None
+
+
+def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any]) -> None:
+    """The embedding of one token breaks, so that the second step fails."""
+    target = build(**HEAD)
+    embedding = target.model.embed_tokens
+    object.__setattr__(target.model, "mtp_lm_head", target.ops.weight(embedding.tensor.clone()))  # they are tied
+    embedding.tensor = embedding.tensor.clone()
+    states = [target.new_state(20) for _ in range(3)]
+    for state in states:
+        hidden = target.prefill(state, [1, 2, 3]).need_hidden()
+    first = step_by_step(target, states[2], [2], hidden[:1], 1)[0]
+    embedding.tensor[first] = float("nan")  # in place: graphs hold its address
+    for state, draft in zip(states, (target.draft_greedy, None), strict=False):
+        with pytest.raises(ContractError, match="not finite"):
+            draft(state, [2], hidden[:1], 3) if draft else step_by_step(target, state, [2], hidden[:1], 3)
+        assert (state.mtp.length, state.mtp_length) == (2, 1)
+
+
+def test_hidden_states_that_do_not_fit_are_refused(build: Callable[..., Any]) -> None:
+    target = build(**HEAD)
+    state = target.new_state(20)
+    for hidden in (None, torch.zeros(1, 33), torch.zeros(2, 32), torch.zeros(1, 32, dtype=torch.bfloat16)):
+        with pytest.raises(ShapeError, match="hidden states that do not fit"):
+            state.mtp_pass.run([1], hidden)
+
+
+def test_eager_passes_say_why(build: Callable[..., Any]) -> None:
+    target = build(eager=True, **HEAD)
+    assert target.info.kernels.endswith("; passes run eagerly: asked for")
+    target.decode(target.new_state(8), [1, 2])
+    assert target.ops.device.graphs == []
+    assert "eagerly" not in build(**HEAD).info.kernels

@@ -1,0 +1,52 @@
+"""Runs the Metal source of MLX custom kernels on Linux: the text that MLX would compile, under g++, thread by thread.
+
+It finds what is wrong whatever the hardware: accesses outside a buffer, races in threadgroup memory, divergent
+collectives, values that nobody wrote. It shows what a result depends on: the order of threads, the order of sums,
+contraction. It says nothing about speed, registers, races in device memory, or the accuracy of the GPU's functions.
+"""
+
+from tests.backends.metal.emulator.driver import Emulated, emulate, unavailable
+from tests.backends.metal.emulator.errors import (
+    ArithmeticFault,
+    CompileError,
+    Divergence,
+    EmulatorUnavailable,
+    Endless,
+    Fault,
+    ForbiddenError,
+    KernelError,
+    LaunchError,
+    OutOfBounds,
+    Race,
+    ResourceError,
+    Uninitialised,
+)
+from tests.backends.metal.emulator.knobs import ORDERS, TREES, Knobs, every_knob, some_knobs
+from tests.backends.metal.emulator.lint import Finding, forbidden, plain_multiply_adds
+
+__all__ = [
+    "ORDERS",
+    "TREES",
+    "ArithmeticFault",
+    "CompileError",
+    "Divergence",
+    "Emulated",
+    "EmulatorUnavailable",
+    "Endless",
+    "Fault",
+    "Finding",
+    "ForbiddenError",
+    "KernelError",
+    "Knobs",
+    "LaunchError",
+    "OutOfBounds",
+    "Race",
+    "ResourceError",
+    "Uninitialised",
+    "emulate",
+    "every_knob",
+    "forbidden",
+    "plain_multiply_adds",
+    "some_knobs",
+    "unavailable",
+]

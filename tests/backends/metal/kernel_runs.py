@@ -1,0 +1,125 @@
+"""What the tests of the kernels share: who runs them, float64 values, and bits.
+
+Kernels run under emulation on Linux and on the GPU where there is Metal. The order of threads and contraction vary;
+sums over lanes do not, for no kernel leaves their order to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal
+from specdec.backends.metal.quantised import PackedMatrix
+from tests.backends.metal.emulator import Emulated, Knobs, OutOfBounds, Uninitialised, unavailable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
+
+PARTIAL = ("tops", "masses", "mixes")  # attention leaves parts unwritten that no row reaches
+_WHY_NOT = unavailable()
+if mx.metal.is_available():
+    EMULATED: Executor = OnMetal()
+    CONTRACTED: Executor = OnMetal()
+    RUNS = [pytest.param(EMULATED, id="metal")]
+elif _WHY_NOT is None:
+    EMULATED = Emulated(Knobs(), PARTIAL)
+    CONTRACTED = Emulated(Knobs(order="descending", contract=True), PARTIAL)
+    shuffled = Emulated(Knobs(order="random", contract=True, seed=1), PARTIAL)
+    RUNS = [
+        pytest.param(None, id="reference"),  # MLX's CPU device on Linux keeps rows apart; elsewhere nobody says so
+        pytest.param(EMULATED, id="emulated"),
+        pytest.param(CONTRACTED, id="contracted"),
+        pytest.param(shuffled, id="shuffled"),
+    ]
+else:
+    pytest.skip(_WHY_NOT, allow_module_level=True)
+EXECUTORS = [pytest.param(None, id="reference"), pytest.param(EMULATED, id="kernels")]
+emulated_only = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
+
+UNIT = 2.0**-24  # half the distance from 1 to the next float32: what one rounding costs, relatively
+NARROW = {mx.float32: (UNIT, 0.0), mx.bfloat16: (2.0**-8, 0.0), mx.float16: (2.0**-11, 2.0**-25)}
+
+
+def float64(array: Any) -> Float64:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def rounding(wanted: Float64, dtype: Any) -> Float64:
+    """What rounding a result (half as large again at most) to ``dtype`` may cost."""
+    relative, absolute = NARROW[dtype]
+    cost: Float64 = 1.5 * relative * np.abs(wanted) + absolute
+    return cost
+
+
+def bits(array: Any) -> NDArray[np.uint32]:
+    """The array's bits; widening to float32 keeps them apart."""
+    return np.array(array.astype(mx.float32)).view(np.uint32)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two arrays are equal bit by bit, and finite: a NaN is memory that nobody should have read."""
+    return bool((bits(a) == bits(b)).all() and np.isfinite(np.array(a.astype(mx.float32))).all())
+
+
+@attrs.define
+class Mutated:
+    """Runs kernels whose text has ``old`` replaced by ``new``; those without ``old`` as they are.
+
+    Attributes:
+        changed: how many kernels were run with another text.
+    """
+
+    executor: Executor
+    old: str
+    new: str
+    changed: int = 0
+
+    def run(self, kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]:
+        header, source = (text.replace(self.old, self.new) for text in (kernel.header, kernel.source))
+        mutant = attrs.evolve(kernel, header=header, source=source)
+        self.changed += mutant != kernel
+        return self.executor.run(mutant, inputs, launch)
+
+
+def caught(check: Callable[[Executor], bool], old: str, new: str, executor: Executor) -> bool:
+    """Whether ``check``, which holds, fails with kernels that compile and have ``old`` replaced by ``new``."""
+    mutated = Mutated(executor, old, new)
+    assert check(executor)
+    try:
+        held = check(mutated)
+    except (OutOfBounds, Uninitialised):
+        held = False
+    assert mutated.changed
+    return not held
+
+
+def affine(
+    rng: np.random.Generator, features: int, length: int, *, group: int, bits: int, dtype: Any, whole: bool = False
+) -> tuple[PackedMatrix, tuple[Float64, Float64, Float64]]:
+    """A random matrix in MLX's format, packed here level by level, and its levels, scales and biases in float64.
+
+    With ``whole`` all scales are 1 and all biases whole numbers.
+    """
+    levels = rng.integers(0, 2**bits, (features, length), dtype=np.uint64)
+    packed = np.zeros((features, length * bits // 32), np.uint32)
+    for j in range(length):
+        word, bit = divmod(j * bits, 32)
+        value = levels[:, j] << np.uint64(bit)
+        packed[:, word] |= (value & np.uint64(2**32 - 1)).astype(np.uint32)
+        if bit + bits > 32:
+            packed[:, word + 1] |= (value >> np.uint64(32)).astype(np.uint32)
+    shape = (features, length // group)
+    scales = np.ones(shape) if whole else rng.standard_normal(shape)
+    biases = np.rint(-(2.0 ** (bits - 1)) * np.ones(shape)) if whole else rng.standard_normal(shape)
+    stored = [mx.array(array.astype(np.float32)).astype(dtype) for array in (scales, biases)]
+    weight = PackedMatrix(codes=mx.array(packed), scales=stored[0], biases=stored[1], group=group, bits=bits)
+    wide = [np.repeat(float64(array), group, axis=1) for array in stored]
+    return weight, (levels.astype(np.float64), wide[0], wide[1])

@@ -1,0 +1,168 @@
+"""Exact mode with the kernels themselves: whole passes and cycles of a tiny model, run as Metal source.
+
+On Linux the text that MLX would compile runs under emulation, on a Mac on its GPU.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from specdec.backends.metal.kernels import lanes  # noqa: E402
+from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
+from specdec.backends.metal.ops import MetalOps  # noqa: E402
+from specdec.contract import GreedyStart, Parity  # noqa: E402
+from specdec.errors import UnsupportedError  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
+from tests.backends.metal.test_metal_families import arrays  # noqa: E402
+
+SMALL: Mapping[str, Any] = {
+    "hidden": 20,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "rotary_factor": 0.5,
+    "key_heads": 1,
+    "value_heads": 2,
+    "key_dim": 6,
+    "value_dim": 8,
+    "intermediate": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+TOKENS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
+
+
+@attrs.define
+class Counted:
+    """Counts launches by kernel."""
+
+    executor: Executor
+    launches: dict[str, int] = attrs.field(factory=dict)
+
+    def run(self, kernel: MslKernel, inputs: Sequence[Any], launch: Launch) -> list[Any]:
+        self.launches[kernel.name] = self.launches.get(kernel.name, 0) + 1
+        return self.executor.run(kernel, inputs, launch)
+
+
+Made = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Callable[..., pathlib.Path]) -> Made:
+    def get(executor: Executor | None, dtype: str = "float32", **options: Any) -> Any:
+        ops = MetalOps(getattr(mx, dtype), executor=executor, **options)
+        return tiny.make_target(checkpoint("qwen3_5", **SMALL), dtype=dtype, ops=ops)
+
+    return get
+
+
+def logits(target: Any, passes: Sequence[int]) -> tuple[Any, Any]:
+    """Logits of passes with so many rows each, behind a prompt of two tokens; and the state."""
+    state, at, found = target.new_state(32), 2, []
+    target.prefill(state, TOKENS[:2])
+    for rows in passes:
+        found.append(target.decode(state, TOKENS[at : at + rows]).need_logits().rows().copy())
+        target.commit(state, rows)
+        at += rows
+    return np.concatenate(found), state
+
+
+@pytest.mark.parametrize(("dtype", "executor"), [("float32", CONTRACTED), ("bfloat16", EMULATED)])
+def test_a_pass_of_several_rows_has_the_bits_of_passes_of_one(made: Made, dtype: str, executor: Executor) -> None:
+    counted = Counted(executor)
+    target = made(counted, dtype)
+    assert target.info.parity is Parity.BITWISE
+    assert target.info.max_rows == lanes.MAX_ROWS
+    singly, one = logits(target, [1] * 6)
+    assert counted.launches["specdec_gated_delta"] == 7
+    for passes in ([4, 2], [6]):
+        together, other = logits(target, passes)
+        assert np.array_equal(singly.view(np.uint32), together.view(np.uint32))
+        tiny.assert_same_bits(arrays(target, other), arrays(target, one))
+    reference, _ = logits(made(None, dtype), [6])
+    assert np.ptp(reference) > 5
+    assert np.abs(reference - singly).max() <= (1e-4 if dtype == "float32" else 0.05) * np.ptp(reference)
+
+
+def test_a_kernel_that_depends_on_its_rows_is_found_out(made: Made) -> None:
+    """The same check over products that begin their sums with the number of rows beside them."""
+    mutated = Mutated(EMULATED, "sums[c][r] = 0.0f;", "sums[c][r] = 1.0e-3f * float(rows);")
+    target = made(mutated)
+    singly, together = (logits(target, passes)[0] for passes in ([1, 1], [2]))
+    assert mutated.changed
+    assert not np.array_equal(singly, together)
+
+
+def test_cycles_of_the_kernels_say_what_one_row_passes_say(made: Made) -> None:
+    """Rejected drafts, rows of the head behind the pairs that wait, folds by a count that only the device knows."""
+    counted = Counted(EMULATED)
+    target = made(counted)
+    prompt = TOKENS[:4]
+    truth = [*prompt, *tiny.plain_run(target, prompt, 9)]
+    state = target.new_state(32)
+    hidden = target.prefill(state, prompt[:-1]).need_hidden()
+    target.prefill_mtp(state, prompt[1:-1], hidden[:-1])
+    start = GreedyStart((prompt[-1],), hidden[-1:])
+    cycles = target.greedy_cycles(state, start, stop_tokens=(), limit=20)
+    counted.launches.clear()
+    found: list[int] = []
+    for _ in range(2):
+        cycles.submit(2)
+        cycles.submit(3)
+        found += [token for _ in range(2) for token in cycles.collect().emitted]
+    cycles.close()
+    assert counted.launches["specdec_gated_delta"] == 4  # a layer, four cycles
+    assert found == truth[4 : 4 + len(found)]
+    plain = tiny.held(target, prompt, found)
+    tiny.assert_same_bits(arrays(target, state), arrays(target, plain))
+
+
+# --- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_each_mode_says_of_itself(made: Made) -> None:
+    exact, fast = MetalOps(mx.bfloat16, executor=EMULATED), MetalOps(mx.bfloat16, mode="fast")
+    assert exact.parity is Parity.BITWISE
+    assert "longer chunks" in exact.parity_reason
+    assert exact.max_rows == 8
+    assert fast.parity is Parity.NUMERIC
+    assert 'mode = "fast"' in fast.parity_reason
+    assert exact.kernels != fast.kernels  # part of a probe's identity
+
+
+def test_a_gpu_needs_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact mode claims nothing there that no stored record shows; fast mode claims nothing at all."""
+
+    class Gpu:
+        type = mx.DeviceType.gpu
+
+    monkeypatch.setattr(mx, "default_device", Gpu)
+    ops = MetalOps(mx.bfloat16)
+    assert ops.exact_needs_probe
+    assert ops.parity is Parity.BITWISE
+    assert ops.max_rows == lanes.MAX_ROWS
+    assert not MetalOps(mx.bfloat16, mode="fast").exact_needs_probe
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="its kernels can be built here")
+def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) -> None:
+    target = made(OnMetal())
+    with pytest.raises(UnsupportedError, match=r"No Metal back-end(?s:.*)backend_options\.mode=fast"):
+        target.prefill(target.new_state(8), TOKENS[:3])
+
+
+@pytest.mark.parametrize(("system", "needs"), [("linux", False), ("darwin", True)])
+def test_the_cpu_device_needs_one_but_on_linux(system: str, needs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mx.default_device().type == mx.DeviceType.gpu:
+        pytest.skip("the device is a GPU")
+    monkeypatch.setattr("sys.platform", system)
+    assert MetalOps(mx.float32).exact_needs_probe is needs

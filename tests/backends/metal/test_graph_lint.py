@@ -1,0 +1,275 @@
+"""What exact mode would launch on a GPU, read from exported graphs: no GPU is needed, and none is asked.
+
+MLX's CPU device gives a row the same bits in any company, so running there can never show that a stock kernel whose
+bits depend on the number of rows slipped in. The graph shows it. A few stock operations stay: those that work on each
+element or row alone, those that move data, and those whose result no order changes.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import pathlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from specdec.backends.metal import cycles, kernels  # noqa: E402
+from specdec.backends.metal import ops as ops_module  # noqa: E402
+from specdec.backends.metal.caches import MetalDeltaCache, Placed  # noqa: E402
+from specdec.backends.metal.device import DeviceLength, DeviceTokens  # noqa: E402
+from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
+from specdec.backends.metal.ops import MetalOps  # noqa: E402
+from specdec.contract import GreedyStart  # noqa: E402
+from specdec.errors import StateError  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.backends.metal.kernel_runs import affine  # noqa: E402
+from tests.backends.metal.test_metal_families import TRIED  # noqa: E402
+
+KERNELS = sorted(
+    {
+        one.name
+        for module in pkgutil.iter_modules(kernels.__path__)
+        for value in vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).values()
+        for one in (value if isinstance(value, tuple) else (value,))
+        if isinstance(one, MslKernel)
+    },
+    key=len,
+    reverse=True,
+)
+ROW_WISE = {"rms_norm", "Softmax"}  # one threadgroup per row, whatever the number of rows
+MOVES = {
+    "Gather",
+    "GatherAxis",
+    "Slice",
+    "DynamicSlice",
+    "DynamicSliceUpdate",
+    "Concatenate",
+    "Split",
+    "Reshape",
+    "Flatten",
+    "Unflatten",
+    "Transpose",
+    "ExpandDims",
+    "Squeeze",
+    "Broadcast",
+    "AsType",
+    "View",
+    "Arange",
+    "Contiguous",
+    "ArgSort",
+}
+ELEMENTWISE = {
+    "Add",
+    "Subtract",
+    "Multiply",
+    "Divide",
+    "Negative",
+    "Exp",
+    "LogAddExp",
+    "Sigmoid",
+    "Select",
+    "Maximum",
+    "Minimum",
+    "Equal",
+    "NotEqual",
+    "Less",
+    "LessEqual",
+    "Greater",
+    "GreaterEqual",
+    "LogicalAnd",
+    "LogicalOr",
+    "LogicalNot",
+    "BitwiseBinary",
+    "Remainder",
+}
+ORDERLESS = {0: "all", 1: "any", 4: "min", 5: "max"}  # reductions of any dtype
+INTEGERS = (mx.int32, mx.int64, mx.uint32, mx.bool_)
+
+_MARK = MslKernel(name="rms_norm", inputs=("x",), outputs=("y",), source="y[0] = x[0];")
+
+
+@pytest.fixture(autouse=True)
+def marked_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms as one primitive, which they are on a GPU; MLX exports them in pieces where there is none."""
+
+    class Fast:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mx.fast, name)
+
+        def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
+            launch = Launch(
+                template=(), grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=(x.shape,), output_dtypes=(x.dtype,)
+            )
+            return OnMetal().run(_MARK, [x], launch)[0]
+
+    class Core:
+        fast = Fast()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mx, name)
+
+    monkeypatch.setattr(ops_module, "mx", Core())
+
+
+def launched(run: Callable[..., Any], *inputs: Any) -> collections.Counter[str]:
+    """How often each primitive or kernel stands in the graph of ``run``; a forbidden one as ``"!..."``."""
+    found: collections.Counter[str] = collections.Counter()
+
+    def record(event: dict[str, Any]) -> None:
+        if event["type"] != "primitive":
+            return
+        name = event["name"]
+        if name == "CustomKernel":
+            made = event["arguments"][0].removeprefix("custom_kernel_")
+            name = next((known for known in ["rms_norm", *KERNELS] if made.startswith(known)), f"!{made}")
+        elif name in ("Reduce", "Scan"):
+            (_, _, dtype), code = event["inputs"][0], event["arguments"][0]
+            harmless = dtype in INTEGERS or (name == "Reduce" and code in ORDERLESS)
+            name = f"{'' if harmless else '!'}{name} {code} {dtype}"
+        elif name not in ROW_WISE | MOVES | ELEMENTWISE:
+            name = f"!{name}"
+        found[name] += 1
+
+    mx.export_function(record, run, *inputs)
+    return found
+
+
+def forbidden(found: collections.Counter[str]) -> set[str]:
+    return {name for name in found if name.startswith("!")}
+
+
+Made = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Callable[..., pathlib.Path]) -> Made:
+    def get(family: str, *, mode: Any = "exact", executor: Executor | None = None) -> Any:
+        ops = MetalOps(mx.bfloat16, mode=mode, executor=executor or OnMetal())
+        return tiny.make_target(checkpoint(family, **TRIED[family]), dtype="bfloat16", ops=ops)
+
+    return get
+
+
+def target_pass(target: Any) -> Callable[..., Any]:
+    """The pass with its head, from token ids and a length that the device knows."""
+
+    def run(ids: Any, length: Any) -> Any:
+        caches, _ = target._new_caches(64)
+        at = DeviceLength(length, 20)
+        placed = [cache if isinstance(cache, MetalDeltaCache) else Placed(cache, at) for cache in caches]
+        x = target._run_layers(placed, DeviceTokens(ids), None)
+        return target.ops.best(x, [target.model.lm_head]), target.ops.head(x, target.model.lm_head).array
+
+    return run
+
+
+def ids(rows: int) -> Any:
+    return mx.zeros((rows,), mx.int32)
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_passes_of_any_length_launch_the_same_kernels_of_our_own(made: Made, family: str) -> None:
+    target = made(family)
+    one = launched(target_pass(target), ids(1), mx.array([5], mx.int32))
+    assert not forbidden(one)
+    assert {name for name in one if name in KERNELS} >= {"specdec_matvec", "specdec_greedy", "specdec_best_candidate"}
+    for rows in (2, 4, 8):
+        assert launched(target_pass(target), ids(rows), mx.array([5], mx.int32)) == one
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_the_lint_sees_stock_kernels(made: Made, family: str) -> None:
+    """In fast mode, in a prompt, and where an own kernel gives way to its reference."""
+    fast = launched(target_pass(made(family, mode="fast")), ids(4), mx.array([5], mx.int32))
+    assert "!Matmul" in forbidden(fast)
+    prompt = launched(target_pass(made(family)), ids(9), mx.array([5], mx.int32))
+    assert "!Matmul" in forbidden(prompt)
+    assert not {name for name in prompt if name in KERNELS}
+
+    class Without:
+        """Runs all kernels but the one for products with a residual connection."""
+
+        def run(self, kernel: MslKernel, inputs: Any, launch: Any) -> list[Any]:
+            if kernel.name != "specdec_matvec_add":
+                return OnMetal().run(kernel, inputs, launch)
+            x, w, residual = inputs
+            return [x @ w.T + residual]
+
+    slipped = launched(target_pass(made(family, executor=Without())), ids(4), mx.array([5], mx.int32))
+    assert forbidden(slipped) == {"!Matmul"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "deepseek_v3"])
+@pytest.mark.parametrize("pruned", [False, True], ids=["full", "pruned"])
+def test_a_whole_cycle_is_one_graph_of_the_same_kernels(
+    made: Made, family: str, pruned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft chain, verification and decision: nothing is read between them, or MLX would refuse to export it."""
+    target = made(family)
+    monkeypatch.setattr(cycles, "start", lambda arrays, caches: None)
+    head = target.draft_head(range(0, 200, 3)).extended([4]) if pruned else None
+
+    def cycle(hidden: Any) -> Any:
+        state = target.new_state(64)
+        start = GreedyStart((5, 6), target.ops.hidden(hidden), head)
+        opened = target.greedy_cycles(state, start, stop_tokens=(3, 4), limit=9)
+        opened.submit(3)
+        opened.submit(2)
+        return [flight.report for flight in opened._cycles._flights]
+
+    found = launched(cycle, mx.zeros((2, target.info.hidden_size), mx.bfloat16))
+    assert not forbidden(found)
+    assert ("specdec_greedy_map" in found) is pruned
+    # the head's layer and the target's, twice; the second launch of the delta rule folds what the first one left
+    layers = sum(isinstance(cache, MetalDeltaCache) for cache in target._new_caches(1)[0])
+    assert found["specdec_gated_delta"] == 2 * layers
+    assert not found["specdec_flush_delta"]
+
+
+def test_a_pass_that_reads_the_device_cannot_be_exported(made: Made) -> None:
+    """So the tests above would fail if one did; and lengths of the device refuse the host's arithmetic."""
+    target = made("qwen3")
+
+    def reading(ids: Any, length: Any) -> Any:
+        int(length.item())
+        return target_pass(target)(ids, length)
+
+    with pytest.raises(ValueError, match=r"eval|item"):
+        launched(reading, ids(1), mx.array([5], mx.int32))
+    length = DeviceLength(mx.array([5], mx.int32), 8)
+    for use in (lambda: length + 1, lambda: int(length), lambda: length < 3, lambda: range(10)[length]):
+        with pytest.raises(StateError, match="calculated with outside"):
+            use()
+    with pytest.raises(StateError, match="read outside embed"):
+        list(DeviceTokens(ids(2)))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_packed_weights_have_kernels_of_our_own_too(rows: int) -> None:
+    rng = np.random.default_rng(0)
+    ops = MetalOps(mx.bfloat16, executor=OnMetal())
+    weight, _ = affine(rng, 64, 64, group=32, bits=4, dtype=mx.bfloat16)
+    weight_bytes = weight.parts()
+
+    def run(x: Any, residual: Any) -> Any:
+        assert weight_bytes
+        head = ops.head_rows(weight, [1, 5, 9])
+        return (
+            ops.linear(x, weight, residual),
+            ops.swiglu(x, weight, weight),
+            ops.head(x, weight).array,
+            ops.best(x, [weight]),
+            ops.pruned_head(x, head).array,
+        )
+
+    found = launched(run, mx.zeros((rows, 64), mx.bfloat16), mx.zeros((rows, 64), mx.bfloat16))
+    assert not forbidden(found) - {"!Scatter", "!Full"}
+    assert found["specdec_quantised_matvec"] == 4
+    assert found["specdec_quantised_matvec_add"] == 1
+    assert found["specdec_quantised_greedy"] == 1

@@ -1,0 +1,155 @@
+"""Which backend a load runs on, what it says about it, and that the embedded model says the same on both."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import specdec
+from specdec import pipeline
+from specdec.contract import Parity
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.registry import registry
+
+PROMPT = "The river"
+TOKENS = 56
+
+
+class Chosen(Exception):
+    """Raised in place of building a backend."""
+
+
+@pytest.fixture
+def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``choice(system, machine, mlx=...)``: the backend of ``auto`` and the notices, nothing being built."""
+
+    def choose(system: str, machine: str, *, mlx: bool, name: str = "auto") -> tuple[str, list[str]]:
+        monkeypatch.setattr(platform, "system", lambda: system)
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        find = importlib.util.find_spec
+
+        def find_spec(wanted: str, *rest: Any) -> Any:
+            return (object() if mlx else None) if wanted == "mlx.core" else find(wanted, *rest)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+        def construct(kind: str, chosen: str, make: Any) -> Any:
+            raise Chosen(chosen)
+
+        monkeypatch.setattr(pipeline, "_constructed", construct)
+        notices: list[str] = []
+        with pytest.raises(Chosen) as chosen:
+            pipeline._backend(name, notices)
+        return str(chosen.value), notices
+
+    return choose
+
+
+def test_auto_takes_metal_on_apple_silicon_with_mlx(choice: Any) -> None:
+    assert choice("Darwin", "arm64", mlx=True) == ("metal", [])
+
+
+def test_auto_says_why_it_does_not_on_apple_silicon(choice: Any) -> None:
+    name, notices = choice("Darwin", "arm64", mlx=False)
+    assert name == "cpu"
+    assert len(notices) == 1
+    assert "mlx is not installed" in notices[0]
+    assert "specdec-framework[metal]" in notices[0]
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Linux", "x86_64"), ("Linux", "arm64"), ("Darwin", "x86_64")])
+@pytest.mark.parametrize("mlx", [True, False])
+def test_auto_is_the_cpu_elsewhere_and_says_nothing(choice: Any, system: str, machine: str, mlx: bool) -> None:
+    assert choice(system, machine, mlx=mlx) == ("cpu", [])
+
+
+def test_a_name_is_taken_at_its_word(choice: Any) -> None:
+    assert choice("Linux", "x86_64", mlx=True, name="metal") == ("metal", [])
+    assert choice("Darwin", "arm64", mlx=True, name="cpu") == ("cpu", [])
+
+
+def test_metal_by_name_without_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    with pytest.raises(UnsupportedError, match=r"specdec-framework\[metal\]"):
+        pipeline._backend("metal", [])
+
+    def no_mlx(name: str, *rest: Any) -> Any:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", no_mlx)  # what it does where not even the package exists
+    assert "mlx is not installed" in str(registry().backend("metal").available())
+
+
+def test_asking_whether_it_can_run_imports_nothing() -> None:
+    code = """
+import sys
+from specdec.registry import registry
+registry().backend("metal").available()
+assert not [name for name in sys.modules if name.split(".")[0] == "mlx" and name != "mlx"], sys.modules.keys()
+assert "specdec.backends.metal.ops" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dtypes() -> None:
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    from specdec.backends.metal.backend import MetalBackend
+
+    backend = MetalBackend()
+    assert backend.choose_dtype("auto", "float32")[0] == "float32"
+    assert backend.choose_dtype("auto", "float16")[0] == "float16"
+    assert backend.choose_dtype("bfloat16", "float32") == ("bfloat16", "asked for")
+    with pytest.raises(ConfigError, match="float8"):
+        backend.choose_dtype("float8", "float32")
+
+
+def test_the_mode_is_an_option_of_the_backend() -> None:
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    overrides = ["target.backend=metal", "target.dtype=float32", "depth.depth=2"]
+    fast = pipeline.build(specdec.load_config(None, [*overrides, "target.backend_options.mode=fast"]))
+    assert fast.info.parity is Parity.NUMERIC
+    assert "stock kernels" in fast.info.kernels
+    assert any('mode = "fast"' in notice for notice in fast.generate(PROMPT, max_new_tokens=2).notices)
+    exact = pipeline.build(specdec.load_config(None, overrides))
+    assert "specdec's" in exact.info.kernels
+    assert not any("mode" in notice for notice in exact.generate(PROMPT, max_new_tokens=2).notices)
+
+
+@pytest.mark.parametrize(
+    ("backend", "option", "said"),
+    [
+        ("metal", "mode=exakt", "target.backend_options.mode takes 'exact', 'fast'"),
+        ("metal", "made=fast", "target.backend_options.made is unknown"),
+        ("cpu", "mode=fast", r"\[target.backend_options\] takes no options"),
+    ],
+)
+def test_a_wrong_option_is_refused(backend: str, option: str, said: str) -> None:
+    if backend == "metal":
+        pytest.importorskip("mlx.core", exc_type=ImportError)
+    override = f"target.backend_options.{option}"
+    with pytest.raises(ConfigError, match=said) as refused:
+        pipeline.build(specdec.load_config(None, [f"target.backend={backend}", override]))
+    assert f"-s {override}" in str(refused.value)
+
+
+def test_the_embedded_model_says_the_same_on_both_backends() -> None:
+    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+    found = {}
+    for backend in ("cpu", "metal"):
+        lm = specdec.load("demo", backend=backend, dtype="float32", depth=3)
+        result = lm.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True)
+        assert sum(result.stats.accepted) > 10
+        found[backend] = result.tokens
+        if backend == "metal":
+            assert lm.info.backend == "metal"
+            on_cpu = mx.default_device().type == mx.DeviceType.cpu
+            assert any("metal runs on MLX's CPU device here" in notice for notice in result.notices) == on_cpu
+    plain = specdec.load("demo", backend="metal", dtype="float32", drafter="none")
+    assert found["cpu"] == found["metal"] == plain.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True).tokens
+    assert len(found["cpu"]) == TOKENS

@@ -1,0 +1,324 @@
+"""Every family on MLX: the reference's logits, and speculation that leaves the tokens and the bits of plain decoding.
+
+Exactness is a promise of MLX's CPU device on Linux only; elsewhere these tests are skipped, but for the logits.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from specdec.backends.metal.arrays import to_host  # noqa: E402
+from specdec.backends.metal.caches import BUCKET, MetalKVCache, MetalLatentCache  # noqa: E402
+from specdec.backends.metal.ops import MetalOps  # noqa: E402
+from specdec.contract import Drafter, Parity  # noqa: E402
+from specdec.models.parity import probe_rows  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, ngram, oracle, partly_right, random  # noqa: E402
+from tests.tiny_families import SHAPES  # noqa: E402
+
+VOCAB = 277
+ALL = {**SHAPES, "qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": {"plain": {}}}
+TRIED = {  # the shape with most branches of each family
+    "qwen3_5": {
+        "hidden": 36,
+        "layers": 3,
+        "heads": 3,
+        "head_dim": 12,
+        "rotary_factor": 0.5,
+        "key_heads": 1,
+        "value_heads": 3,
+        "key_dim": 10,
+        "value_dim": 14,
+        "intermediate": 44,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "qwen3": {},
+    "qwen3_5_moe": SHAPES["qwen3_5_moe"]["mixed-layouts"],
+    "qwen3_next": SHAPES["qwen3_next"]["r3-fused"],
+    "llama": SHAPES["llama"]["llama3-rope"],
+    "qwen2": SHAPES["qwen2"]["yarn"],
+    "glm4_moe": SHAPES["glm4_moe"]["no-bias-groups"],
+    "deepseek_v3": SHAPES["deepseek_v3"]["all-sparse-mixed"],
+}
+GENERATED = 10
+FEW = max(1, settings().max_examples // 6)
+
+exact = pytest.mark.skipif(
+    MetalOps(mx.float32).parity is not Parity.BITWISE, reason="rows are the same bits on MLX's CPU device on Linux only"
+)
+
+Targets = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def metal(checkpoint: Callable[..., pathlib.Path]) -> Targets:
+    """``metal(family, dtype)``: a target on MLX."""
+    made: dict[tuple[str, str], Any] = {}
+
+    def get(family: str, dtype: str = "float32") -> Any:
+        if (family, dtype) not in made:
+            folder = checkpoint(family, **TRIED[family])
+            made[family, dtype] = tiny.make_target(folder, dtype=dtype, ops=MetalOps(getattr(mx, dtype)))
+        return made[family, dtype]
+
+    return get
+
+
+def on_host(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of the arrays of a snapshot."""
+    return {name: to_host(array) if isinstance(array, mx.array) else array.clone() for name, array in found.items()}
+
+
+def arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
+    """As ``tiny.state_arrays``, on the host."""
+    return on_host(tiny.state_arrays(target, state))
+
+
+def poison(state: Any) -> None:
+    """NaN into all rows of keys and values that are not committed."""
+    for cache in state.caches:
+        stale = (slice(None), slice(None), slice(cache.length, None))
+        if isinstance(cache, MetalKVCache):
+            cache.keys[stale] = mx.nan
+            cache.values[stale] = mx.nan
+        elif isinstance(cache, MetalLatentCache):
+            cache.rows[stale] = mx.nan
+
+
+@pytest.mark.parametrize(("family", "shape"), [(family, shape) for family, shapes in ALL.items() for shape in shapes])
+def test_logits_are_those_of_the_torch_reference(
+    checkpoint: Callable[..., pathlib.Path], family: str, shape: str
+) -> None:
+    """A prompt, a pass of several rows that is cut, a pass of one row, and the head's own logits."""
+    folder = checkpoint(family, **ALL[family][shape])
+    tokens = [(7 * i + 3) % VOCAB for i in range(40)]
+    found = []
+    for target in (tiny.make_target(folder), tiny.make_target(folder, ops=MetalOps(mx.float32))):
+        state = target.new_state(64)
+        hidden = target.prefill(state, tokens[:30]).need_hidden()
+        logits = [target.decode(state, tokens[30:36]).need_logits().rows().copy()]
+        target.commit(state, 3)
+        logits.append(target.decode(state, tokens[33:34]).need_logits().rows().copy())
+        target.commit(state, 1)
+        if target.info.mtp_layers:
+            target.prefill_mtp(state, tokens[1:30], hidden[:29])
+            output = target.decode_mtp(state, tokens[30:31], hidden[29:])
+            logits.append(output.need_logits().rows().copy())
+            chained = target.decode_mtp(state, [5], output.need_hidden()[-1:], provisional=True)
+            logits.append(chained.need_logits().rows().copy())
+        found.append(np.concatenate(logits))
+    assert np.ptp(found[0]) > 5
+    assert np.abs(found[0] - found[1]).max() <= 1e-4
+
+
+@exact
+@pytest.mark.parametrize("family", TRIED)
+@settings(max_examples=FEW)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14).map(tuple),
+    drafter=st.sampled_from([mtp, ngram, random, oracle, partly_right]),
+    depths=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
+)
+def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
+    family: str,
+    metal: Targets,
+    checkpoint: Callable[..., pathlib.Path],
+    prompt: tuple[int, ...],
+    drafter: Callable[[Case], Drafter],
+    depths: list[int],
+    numbers: list[int],
+) -> None:
+    target = metal(family)
+    if drafter is mtp and not target.info.mtp_layers:
+        drafter = partly_right
+    truth = [*prompt, *tiny.plain_run(target, prompt, 20)]
+    folder = checkpoint(family, **TRIED[family])
+    lm = tiny.make_lm(folder, target, lambda env: drafter(Case(truth, env, numbers)), lambda: ScriptedDepth(depths))
+    session = lm.session()
+    result = session.generate(list(prompt), max_new_tokens=GENERATED, ignore_eos=True)
+    assert result.tokens == truth[len(prompt) :][:GENERATED]
+    assert not result.stats.faults
+    if drafter is oracle:
+        assert result.stats.accepted == result.stats.offered
+    wanted = tiny.held(target, prompt, truth[len(prompt) :][:GENERATED])
+    tiny.assert_same_bits(arrays(target, session._sequence.state), arrays(target, wanted))
+
+
+@exact
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", TRIED)
+def test_every_accept_count_leaves_the_state_of_a_plain_run(metal: Targets, family: str, dtype: str) -> None:
+    """None to all of 5, the bits right after the commit and the logits of the pass after it; stale rows are NaN."""
+    target, prompt, depth = metal(family, dtype), (3, 1, 4, 1, 5), 5
+    assert probe_rows(target) is None
+    truth = [*prompt, *tiny.plain_run(target, prompt, depth + 5)]
+    at = len(prompt)
+    for accepted in range(depth + 1):
+        state = tiny.held(target, prompt)
+        poison(state)
+        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + depth]]
+        target.decode(state, [truth[at - 1], *drafted])
+        target.commit(state, accepted + 1)
+        wanted = tiny.held(target, prompt, truth[at : at + accepted + 1])
+        tiny.assert_same_bits(arrays(target, state), arrays(target, wanted))
+        poison(state)
+        following = truth[at + accepted : at + accepted + 4]
+        ours, theirs = (target.decode(s, following).need_logits().rows() for s in (state, wanted))
+        assert np.array_equal(ours, theirs)
+
+
+@exact
+@pytest.mark.parametrize("family", TRIED)
+def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, family: str) -> None:
+    target, prompt = metal(family), tuple(range(40, 52))
+    truth = [*prompt, *tiny.plain_run(target, prompt, 12)]
+    state = tiny.held(target, prompt, truth[len(prompt) :][:9])
+    taken = target.snapshot(state)
+    then = on_host(taken.arrays)
+    reached = target.rewind(state, len(prompt) + 2)
+    assert reached <= len(prompt) + 2
+    poison(state)
+    again = target.restore(target.snapshot(state))
+    for one in (state, again):
+        for token in truth[reached : len(prompt) + 5]:
+            target.decode(one, [token])
+            target.commit(one, 1)
+    wanted = tiny.held(target, prompt, truth[len(prompt) :][:6])
+    for one in (state, again):
+        tiny.assert_same_bits(arrays(target, one), arrays(target, wanted))
+    restored = target.snapshot(target.restore(taken)).arrays  # what the original did since left no trace in it
+    tiny.assert_same_bits(on_host(restored), then)
+
+
+@exact
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
+def test_sessions_fork_save_and_load(
+    metal: Targets, checkpoint: Callable[..., pathlib.Path], tmp_path: pathlib.Path, family: str, dtype: str
+) -> None:
+    target, prompt = metal(family, dtype), [9, 8, 9, 8, 7]
+    truth = tiny.plain_run(target, prompt, 24)
+    lm = tiny.make_lm(checkpoint(family, **TRIED[family]), target, lambda env: mtp(Case([], env, [])))
+    session = lm.session()
+    assert session.generate(prompt, max_new_tokens=7, ignore_eos=True).tokens == truth[:7]
+    session.save(tmp_path / "session.safetensors")
+    loaded, fork = lm.session(), session.fork()
+    loaded.load(tmp_path / "session.safetensors")
+    held = [on_host(target.snapshot(one._sequence.state).arrays) for one in (session, loaded, fork)]
+    assert any(name.startswith("mtp.") for name in held[0])
+    for other in held[1:]:  # the head's cache and the last hidden state too: wrong ones would only spoil the drafts
+        tiny.assert_same_bits(other, held[0])
+    fork.generate([1, 2, 3], max_new_tokens=5, ignore_eos=True)  # goes its own way
+    for one in (session, loaded):
+        assert one.generate(max_new_tokens=17, ignore_eos=True).tokens == truth[7:]
+
+
+@exact
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_a_session_may_go_on_in_another_thread(
+    metal: Targets, checkpoint: Callable[..., pathlib.Path], family: str
+) -> None:
+    """MLX computes what a thread asked for in that thread only, so nothing may be left to compute between calls."""
+    target, prompt = metal(family), [9, 8, 9, 8, 7]
+    truth = tiny.plain_run(target, prompt, 30)
+    lm = tiny.make_lm(checkpoint(family, **TRIED[family]), target, lambda env: mtp(Case([], env, [])))
+    session = lm.session()
+    found: list[int] = []
+
+    def go_on(more: list[int] | None) -> None:
+        result = session.generate(more, max_new_tokens=5, ignore_eos=True)
+        assert not result.stats.faults  # a drafter that fails is left out, and the tokens stay right
+        found.extend(result.tokens)
+
+    for part in range(6):
+        if part % 2:
+            go_on(None)
+        else:
+            thread = threading.Thread(target=go_on, args=(None if part else prompt,))
+            thread.start()
+            thread.join()
+    assert found == truth
+
+
+def test_hidden_states_may_be_cut_in_one_thread_and_used_in_another(metal: Targets) -> None:
+    target, found = metal("qwen3_5"), []
+    state = target.new_state(16)
+    hidden = target.prefill(state, [1, 2, 3, 4]).need_hidden()[1:3]
+
+    def use() -> None:
+        found.extend(target.decode_mtp(state, [3, 4], hidden).need_logits().argmax())
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(found) == 1
+
+
+@exact
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_larger_buckets_change_nothing(metal: Targets, family: str) -> None:
+    """Prompts that end around the edge of a bucket, in other chunks than one row at a time."""
+    target = metal(family)
+    tokens = [(11 * i + 5) % VOCAB for i in range(BUCKET + 9)]
+    singly = target.new_state(BUCKET + 20)
+    for token in tokens:
+        target.decode(singly, [token])
+        target.commit(singly, 1)
+    assert singly.nbytes() > target.new_state(BUCKET + 20).nbytes()
+    state = target.new_state(BUCKET + 20)
+    target.prefill(state, tokens[: BUCKET - 3])
+    target.decode(state, tokens[BUCKET - 3 : BUCKET + 5])
+    target.commit(state, 2)
+    target.decode(state, tokens[BUCKET - 1 : BUCKET + 9])
+    target.commit(state, 10)
+    tiny.assert_same_bits(arrays(target, state), arrays(target, singly))
+
+
+def test_a_pass_writes_keys_and_values_in_place(metal: Targets) -> None:
+    """A view that outlived its pass would make every later one copy the whole cache."""
+    target = metal("qwen3")
+    cache = MetalKVCache(4096, 2, 64, mx.float32)
+    rows = mx.ones((4000, 2, 64))
+    mx.eval(cache.append(rows, rows))
+    cache.commit(4000)
+    keys = None
+    peaks = []
+    for step in range(6):
+        row = mx.ones((1, 2, 64))
+        mx.synchronize()
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
+        target.ops.attend(mx.ones((1, 2, 64)), row, row, cache, scale=1.0)
+        mx.eval(cache.arrays())
+        cache.commit(1)
+        peaks.append(mx.get_peak_memory() - held)
+        if step == 2:
+            keys = cache.keys[:, :, :1]  # what the caches must not do
+            mx.eval(keys)
+    assert max(peaks[:3]) < cache.nbytes() / 8
+    assert peaks[3] >= cache.nbytes() / 2  # and the measurement sees it
+    assert keys is not None
+
+
+def test_a_long_prompt_leaves_only_its_state_behind(metal: Targets) -> None:
+    """The hidden states of its last chunk stay, as somebody may ask for them; the inputs of the layers do not."""
+    target, rows = metal("qwen3_5"), 500
+    mx.synchronize()
+    before = mx.get_active_memory()
+    state = target.new_state(512)
+    target.prefill(state, [1] * rows)
+    mx.synchronize()
+    held = mx.get_active_memory() - before
+    assert state.nbytes() <= held <= state.nbytes() + 1.5 * rows * target.info.hidden_size * 4

@@ -1,0 +1,156 @@
+"""Prefill: any chunking leaves the same states, of the target and of the MTP head, and a long prompt stays small."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.contract import Context, DrafterEnv
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.models import causal_lm
+from tests import tiny
+
+SHAPE: dict[str, Any] = tiny.QWEN3_5_SHAPES["r2-gqa1-untied"]
+VOCAB = 301
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=70)
+chunkings = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+def prefilled(target: Any, tokens: Sequence[int], sizes: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+    """A state that holds all tokens but the last, fed in chunks of these sizes in turn; and the drafts after them."""
+    state = target.new_state(128)
+    drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
+    turn = 0
+    while state.length < len(tokens) - 1:
+        at = state.length
+        chunk = tokens[at : min(at + sizes[turn % len(sizes)], len(tokens) - 1)]
+        output = target.prefill(state, chunk)
+        drafter.prefill(Context(list(tokens[: at + len(chunk)])), output)
+        turn += 1
+    assert state.mtp_length == state.length - 1  # one position waits for its token, none was skipped
+    return state, drafter.propose(Context(list(tokens)), 4).tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@given(tokens=prompts, sizes=chunkings)
+def test_any_chunking_gives_the_same_bits_and_drafts(
+    dtype: str, make_target: Callable[..., Any], tokens: list[int], sizes: list[int]
+) -> None:
+    """Native kernels: target and MTP cache bit for bit. A skipped or doubled position at a chunk's edge shows here."""
+    if "native" not in tiny.kernels_available():
+        pytest.skip("the native kernels do not compile on this machine")
+    target = make_target("qwen3_5", kernels="native", dtype=dtype, stored=dtype, **SHAPE)
+    (chunked, drafts), (whole, wanted) = prefilled(target, tokens, sizes), prefilled(target, tokens, [len(tokens)])
+    assert drafts == wanted
+    tiny.assert_same_bits(target.snapshot(chunked).arrays, target.snapshot(whole).arrays)
+
+
+@given(tokens=prompts, sizes=chunkings)
+def test_any_chunking_agrees_on_the_reference(
+    make_target: Callable[..., Any], tokens: list[int], sizes: list[int]
+) -> None:
+    """The torch reference computes long chunks in bulk: equal up to the order of float32 sums."""
+    target = make_target("qwen3_5", kernels="torch", **SHAPE)
+    (chunked, _), (whole, _) = prefilled(target, tokens, sizes), prefilled(target, tokens, [len(tokens)])
+    ours, theirs = target.snapshot(chunked).arrays, target.snapshot(whole).arrays
+    assert ours.keys() == theirs.keys()
+    assert "mtp.keys" in ours
+    for name, array in theirs.items():
+        torch.testing.assert_close(ours[name], array, rtol=1e-3, atol=1e-3 * float(array.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+def test_the_models_own_chunks_do_not_show(
+    rows: int, make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """PREFILL_ROWS splits long prompts inside one call: hidden states and caches must not depend on it."""
+    target = make_target("qwen3_5", kernels=kernels, **SHAPE)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 50).tolist()
+    whole, drafts = prefilled(target, tokens, [50])
+    monkeypatch.setattr(causal_lm, "PREFILL_ROWS", rows)
+    split, others = prefilled(target, tokens, [50])
+    assert drafts == others
+    ours, theirs = target.snapshot(split).arrays, target.snapshot(whole).arrays
+    if kernels == "native":
+        tiny.assert_same_bits(ours, theirs)
+    for name, array in theirs.items():
+        torch.testing.assert_close(ours[name], array, rtol=1e-3, atol=1e-3 * float(array.abs().max()), msg=name)
+
+
+def test_a_session_prefills_only_what_is_new(checkpoint: Callable[..., pathlib.Path], make_target: Any) -> None:
+    """The second turn of a conversation runs its own tokens and no others, and drafts as a new session would."""
+    folder = checkpoint("qwen3_5", dtype="float32", **SHAPE)
+    lm = tiny.make_lm(folder, make_target("qwen3_5", **SHAPE), lambda env: MtpDrafter(MtpConfig(), env))
+    session = lm.session()
+    first = session.generate(list(range(10, 30)), max_new_tokens=5, ignore_eos=True)
+    assert first.stats.prefilled == 19
+    second = session.generate(list(range(40, 47)), max_new_tokens=5, ignore_eos=True)
+    assert second.stats.prefilled == 7  # the pending token of the first turn, and all of the second but its last
+    assert second.tokens == lm.generate([*session.tokens[:-5]], max_new_tokens=5, ignore_eos=True).tokens
+
+
+MEASURE = """
+import resource, sys, torch
+from tests import tiny
+torch.set_num_threads(1)
+folder, kernels, length = sys.argv[1], sys.argv[2], int(sys.argv[3])
+import pathlib
+from specdec.contract import Context, DrafterEnv
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
+target = tiny.make_target(pathlib.Path(folder), kernels=kernels)
+
+def run(length):
+    tokens = [(7 * i) % 301 for i in range(length)]
+    state = target.new_state(8192)
+    drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
+    drafter.prefill(Context(tokens), target.prefill(state, tokens))
+    return state
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+run(600)  # libraries, threads and the first blocks of the allocator
+before = peak()
+state = run(length)
+print("grew", peak() - before, "state", state.nbytes())
+"""
+
+
+def test_a_long_prompt_builds_no_square_matrix(kernels: str, checkpoint: Callable[..., pathlib.Path]) -> None:
+    """Peak memory of an 8000-token prompt.
+
+    Scores of 128 rows (the reference's block) against 8000 keys and 3 heads are 12 MB in float32, and about five such
+    arrays exist at once (product, scaled, masked, weights, a transposed copy). As keys grow from chunk to chunk, so do
+    they, and the allocator cannot put a larger one where a smaller one was: twice that. The square would be 768 MB.
+    The bound: the state, the hidden states of all positions (8000 x 40 x 4 bytes, held twice while they are joined),
+    ten blocks, and 32 MB for everything else.
+    """
+    heads, length = SHAPE["heads"], 8000
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    folder = checkpoint("qwen3_5", dtype="float32", max_positions=8192, **SHAPE, **layers)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), kernels, str(length)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
+        timeout=300,
+    )
+    found = re.search(r"grew (\d+) state (\d+)", done.stdout)
+    assert found, done.stderr
+    grew, state = map(int, found.groups())
+    block = 4 * heads * 128 * length
+    bound = state + 2 * 4 * length * SHAPE["hidden"] + 10 * block + (32 << 20)
+    assert bound < 4 * heads * length**2 / 4  # the bound itself can tell a square matrix
+    assert grew < bound, f"{grew / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB"

@@ -1,0 +1,531 @@
+"""Sessions: whatever is fed, generated, taken back, forked, saved and loaded, the tokens are those of plain decoding.
+
+Three sessions live through each story: a speculative one that is really forked, saved and restored; one that never
+stopped; and a plain one. The first two must also agree in their acceptance: a drafter that comes back colder than it
+went is no error in the tokens, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import pytest
+import safetensors
+from hypothesis import event, given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import specdec
+from specdec.contract import Drafter, DrafterSpec, PrepareEnv
+from specdec.decoding.session import PREFILL_TAIL
+from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.registry import registry
+from tests.decoding.test_lossless import SHAPES
+
+TOTAL = 200  # tokens of a story, far below what the tiny models hold
+CODE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
+
+def variant(lm: Any, drafter: str = "none", depth: int = 2, verifier: str = "strict") -> Any:
+    """The same target with other plugins; weights are shared."""
+    other, found = copy.copy(lm), registry()
+    other.drafter_spec = found.drafter(drafter)
+    other.drafter_config = other.drafter_spec.config()
+    prepare = other.drafter_spec.prepare
+    other.drafter_shared = prepare(other.drafter_config, PrepareEnv(target=lm.target)) if prepare else None
+    other.depth_spec = found.depth_policy("fixed")
+    other.depth_config = other.depth_spec.config(depth=depth)
+    spec = found.verifier(verifier)
+    other.verifier = found.make_verifier(spec, spec.config())
+    return other
+
+
+@pytest.fixture(scope="session")
+def load(checkpoint: Callable[..., pathlib.Path]) -> Callable[..., Any]:
+    """``load("qwen3_5", "bfloat16")``: a language model as a user gets it, loaded once; "demo" is the embedded one."""
+    loaded: dict[tuple[str, str], Any] = {}
+
+    def get(family: str, dtype: str = "float32") -> Any:
+        if (family, dtype) not in loaded:
+            model = "demo" if family == "demo" else str(checkpoint(family, **SHAPES[family]))
+            loaded[family, dtype] = specdec.load(model, dtype=dtype)
+        return loaded[family, dtype]
+
+    return get
+
+
+@pytest.fixture
+def lm(load: Callable[..., Any]) -> Any:
+    """A tiny Qwen3.5 with its MTP head drafting."""
+    return variant(load("qwen3_5"), "mtp")
+
+
+# --- stories ---------------------------------------------------------------------------------------------------------
+
+token_lists = st.lists(st.integers(40, 90), min_size=1, max_size=30)
+operations = st.one_of(
+    st.tuples(st.just("feed"), token_lists),
+    st.tuples(st.just("generate"), st.integers(1, 12)),
+    st.tuples(st.just("generate"), st.integers(1, 12)),
+    st.tuples(st.just("rewind"), st.floats(0.3, 1.0)),
+    st.tuples(st.just("set_prompt"), st.tuples(st.floats(0.5, 1.0), token_lists)),
+    st.tuples(st.sampled_from(["fork", "save", "restore"]), st.none()),
+)
+
+
+class Told:
+    """One of the three sessions of a story; ``stops`` says whether forks and restores happen."""
+
+    def __init__(self, lm: Any, *, stops: bool, file: pathlib.Path, sampling: dict[str, Any]) -> None:
+        self.lm, self.stops, self.file, self.sampling = lm, stops, file, sampling
+        self.session = lm.session()
+
+    def do(self, kind: str, argument: Any) -> Any:
+        session = self.session
+        if kind == "feed":
+            return session.feed(argument)
+        if kind == "generate":
+            result = session.generate(max_new_tokens=argument, ignore_eos=True, logprobs=2, **self.sampling)
+            return result.tokens, result.text, result.logprobs, result.finish_reason
+        if kind == "rewind":
+            return session.rewind(int(argument * len(session.tokens)))
+        if kind == "set_prompt":
+            share, rest = argument
+            return session.set_prompt([*session.tokens[: int(share * len(session.tokens))], *rest])
+        if self.stops and kind == "fork":
+            self.session = session.fork()
+        elif self.stops:
+            session.save(self.file)
+            if kind == "restore":
+                self.session = self.lm.session()
+                self.session.load(self.file)
+        return None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [("qwen3_5", "mtp"), ("qwen3_5", "ngram"), ("qwen3_5", "none"), ("qwen3", "ngram"), ("demo", "mtp")],
+)
+@given(story=st.lists(operations, min_size=3, max_size=12), depth=st.integers(1, 5), seed=st.integers(0, 9))
+def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_session_drafts_as_if_it_had_never_stopped(
+    family: str,
+    drafter: str,
+    dtype: str,
+    load: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    story: list[tuple[str, Any]],
+    depth: int,
+    seed: int,
+) -> None:
+    base = load(family, dtype)
+    speculative, plain = variant(base, drafter, depth), variant(base)
+    file = tmp_path_factory.getbasetemp() / f"{family}-{drafter}-{dtype}.session"
+    sampling = {"temperature": 0.8, "seed": seed} if seed % 2 else {}
+    restored, unbroken, truth = (
+        Told(lm, stops=stops, file=file, sampling=sampling)
+        for lm, stops in ((speculative, True), (speculative, False), (plain, False))
+    )
+    if family == "demo":  # fifty times the work of the tiny ones
+        story = story[:4]
+    for kind, argument in [("feed", [50, 51, 52]), *story, ("feed", [60, 61]), ("generate", 6)]:
+        length = len(truth.session.tokens)
+        if (length > TOTAL and kind != "rewind") or (kind == "generate" and length == 0):
+            continue
+        told = [one.do(kind, argument) for one in (restored, unbroken, truth)]
+        assert told[0] == told[1] == told[2], kind
+        assert restored.session.tokens == unbroken.session.tokens == truth.session.tokens
+        assert restored.session.stats == unbroken.session.stats
+    event(f"accepted something: {any(restored.session.stats.accepted)}")
+    assert bool(restored.session.stats.offered) or drafter != "mtp"
+
+
+def test_a_fork_and_its_origin_go_their_own_ways(lm: Any) -> None:
+    session = lm.session()
+    session.generate(list(range(40, 60)), max_new_tokens=5, ignore_eos=True)
+    session.extra["note"] = ["kept"]
+    fork = session.fork()
+    fork.extra["note"].append("own")
+    there = fork.generate([70, 71], max_new_tokens=5, ignore_eos=True).tokens
+    here = session.generate([80], max_new_tokens=5, ignore_eos=True).tokens
+    assert session.extra == {"note": ["kept"]}
+    assert fork.tokens[:25] == session.tokens[:25]
+    plain = variant(lm)
+    assert there == plain.generate(list(fork.tokens[:-5]), max_new_tokens=5, ignore_eos=True).tokens
+    assert here == plain.generate(list(session.tokens[:-5]), max_new_tokens=5, ignore_eos=True).tokens
+
+
+# --- prefix reuse ----------------------------------------------------------------------------------------------------
+
+
+@given(before=st.integers(2, 40), generated=st.integers(1, 12), rest=st.integers(1, 30))
+def test_a_prompt_that_goes_on_runs_only_its_rest_and_drafts_as_a_cold_session(
+    load: Callable[..., Any], before: int, generated: int, rest: int
+) -> None:
+    """Real text and a trained head: a hole in the head's cache would cost acceptance here."""
+    lm = variant(load("demo", "bfloat16"), "mtp", 3)
+    text = lm.tokenizer.encode(CODE * 3)
+    warm = lm.session()
+    warm.generate(text[:before], max_new_tokens=generated, ignore_eos=True)
+    prompt = [*warm.tokens, *text[before : before + rest]]
+    assert warm.set_prompt(prompt) == before + generated
+    ours = warm.generate(max_new_tokens=24, ignore_eos=True)
+    cold = lm.generate(prompt, max_new_tokens=24, ignore_eos=True)
+    assert ours.stats.prefilled == rest
+    assert cold.stats.prefilled == len(prompt) - 1
+    assert ours.tokens == cold.tokens
+    counters = [(run.stats.offered, run.stats.reached, run.stats.accepted, run.stats.depth) for run in (ours, cold)]
+    assert counters[0] == counters[1]
+
+
+@pytest.mark.parametrize("changed", range(1, PREFILL_TAIL + 1))
+def test_a_prompt_that_changes_in_its_last_tokens_keeps_the_rest(changed: int, lm: Any) -> None:
+    """A chat template writes the beginning of an answer anew; a recurrent state can go back to before it."""
+    prompt = [40 + i % 50 for i in range(60)]
+    session = lm.session()
+    session.generate(prompt, max_new_tokens=7, ignore_eos=True)
+    following = [*prompt[:-changed], *range(91, 111)]
+    assert session.set_prompt(following) == 60 - changed
+    result = session.generate(max_new_tokens=5, ignore_eos=True)
+    assert result.stats.prefilled <= 20 + PREFILL_TAIL
+    assert result.tokens == variant(lm).generate(following, max_new_tokens=5, ignore_eos=True).tokens
+
+
+def test_text_after_the_first_is_fed_without_what_begins_a_text(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that puts a bos token before each text must not put one into the middle."""
+    encode = lm.tokenizer.encode
+    monkeypatch.setattr(
+        lm.tokenizer, "encode", lambda text, add_special=True: [*([42] if add_special else []), *encode(text)]
+    )
+    session = lm.session()
+    session.feed("ab")
+    session.feed("cd")
+    assert list(session.tokens) == [42, *encode("ab"), *encode("cd")]
+    session.set_prompt("ab")
+    assert list(session.tokens) == [42, *encode("ab")]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(lm: Any, tmp_path: pathlib.Path) -> tuple[Any, pathlib.Path]:
+    """A session in the middle of things, and its file."""
+    session = lm.session()
+    session.generate(list(range(40, 62)), max_new_tokens=9, ignore_eos=True)
+    file = tmp_path / "one.session"
+    session.save(file)
+    return session, file
+
+
+@pytest.fixture
+def refuses(lm: Any, saved: tuple[Any, pathlib.Path]) -> Iterator[Callable[..., str]]:
+    """``refuses(file)``: the reason why a running session does not load it; afterwards that session must go on."""
+    session = lm.session()
+    session.generate([50, 60, 70], max_new_tokens=4, ignore_eos=True)
+    truth = variant(lm).generate(session.tokens, max_new_tokens=6, ignore_eos=True).tokens
+    before, counters = session.tokens, copy.deepcopy(session.stats)
+
+    def refused(file: pathlib.Path) -> str:
+        with pytest.raises(SessionFileError) as caught:
+            session.load(file)
+        assert str(file) in str(caught.value)
+        assert (session.tokens, session.stats) == (before, counters)
+        return str(caught.value)
+
+    yield refused
+    assert session.generate(max_new_tokens=6, ignore_eos=True).tokens == truth
+
+
+def header_size(file: pathlib.Path) -> int:
+    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+Change = Callable[[dict[str, Any], dict[str, Any]], object]
+
+
+def rewrite(file: pathlib.Path, target: pathlib.Path, change: Change) -> None:
+    """``file`` with its description and tensors changed."""
+    with safetensors.safe_open(file, framework="pt") as opened:
+        described = json.loads(opened.metadata()["specdec.decoding.session"])
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}
+    change(described, tensors)
+    save_file(tensors, target, {"specdec.decoding.session": json.dumps(described)})
+
+
+def test_a_file_cut_anywhere_is_refused(saved: tuple[Any, pathlib.Path], refuses: Callable[..., str]) -> None:
+    data, header = saved[1].read_bytes(), header_size(saved[1])
+    offsets = {0, 1, 7, 8, 9, header - 1, header, header + 1, len(data) - 1}
+    offsets |= set(range(0, header, header // 40)) | set(range(header, len(data), (len(data) - header) // 40))
+    cut = saved[1].with_name("cut")
+    for offset in sorted(offsets):
+        cut.write_bytes(data[:offset])
+        refuses(cut)
+    cut.write_bytes(data + b"more")
+    refuses(cut)
+
+
+@given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_a_damaged_header_is_refused_or_harmless(
+    load: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, where: float, byte: int
+) -> None:
+    """Never an exception of a library's own: a program catches SessionFileError."""
+    lm = variant(load("qwen3_5"), "mtp")
+    session = lm.session()
+    session.generate([50, 60, 70, 80], max_new_tokens=3, ignore_eos=True)
+    file = tmp_path_factory.getbasetemp() / "damaged"
+    session.save(file)
+    data = bytearray(file.read_bytes())
+    data[int(where * header_size(file))] = byte
+    file.write_bytes(data)
+    other = lm.session()
+    try:
+        other.load(file)
+    except SessionFileError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    event("refused" if refused else "harmless")
+    assert len(other.tokens) == (0 if refused else 7)
+    assert not refused or str(file) in refused
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "newer": (lambda d, t: d.update(format=2), "format 2, this version reads 1[^$]*newer specdec"),
+    "older": (lambda d, t: d.update(format=0), "saving the session again"),
+    "no format": (lambda d, t: d.pop("format"), "names no format"),
+    "another model": (lambda d, t: d["model"].update(fingerprint="f00"), "another model: 'f00'"),
+    "another backend": (lambda d, t: d["model"].update(backend="cuda"), "another backend: 'cuda'"),
+    "no model": (lambda d, t: d.pop("model"), "another model: None"),
+    "model is no table": (lambda d, t: d.update(model=7), "another model: None"),
+    "no counters": (lambda d, t: d.pop("stats"), "broken: KeyError"),
+    "odd counters": (lambda d, t: d.update(stats=[]), "broken: TypeError"),
+    "no tokens": (lambda d, t: t.pop("tokens"), "broken: KeyError"),
+    "a lost array": (lambda d, t: t.pop("state.last_hidden"), "broken: KeyError"),
+    "an unlisted array": (lambda d, t: d["arrays"].remove("layers.0.state"), "does not fit this model: KeyError"),
+    "another shape": (lambda d, t: t.update({"state.layers.1.keys": t["tokens"].clone()}), "does not fit this model"),
+    "fractional tokens": (lambda d, t: t.update(tokens=t["tokens"].float()), "broken: ValueError"),
+    "foreign tokens": (lambda d, t: t.update(tokens=t["tokens"] + 10**6), "tokens do not fit"),
+    "too few tokens": (lambda d, t: t.update(tokens=t["tokens"][:10].clone()), "tokens do not fit"),
+    "no pending token": (lambda d, t: t.update(tokens=t["tokens"][:-1].clone()), "tokens do not fit"),
+    "a negative length": (lambda d, t: d.update(length=-1), "tokens do not fit"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_does_not_fit_is_refused_with_its_reason(
+    name: str, saved: tuple[Any, pathlib.Path], refuses: Callable[..., str], tmp_path: pathlib.Path
+) -> None:
+    change, reason = CHANGES[name]
+    file = tmp_path / "changed"
+    rewrite(saved[1], file, change)
+    assert re.search(reason, refuses(file))
+
+
+def test_files_that_are_none_are_refused(refuses: Callable[..., str], tmp_path: pathlib.Path, lm: Any) -> None:
+    assert "no such session file" in refuses(tmp_path / "missing")
+    assert "no such session file" in refuses(tmp_path)
+    for name, data in (("empty", b""), ("text", b"Dear diary,\n" * 99), ("zeros", bytes(999))):
+        (tmp_path / name).write_bytes(data)
+        assert "no complete session file" in refuses(tmp_path / name)
+    weights = pathlib.Path(lm.config.target.model) / "model.safetensors"
+    assert "no saved session" in refuses(weights)
+
+
+def test_a_session_of_another_model_or_dtype_is_refused(
+    saved: tuple[Any, pathlib.Path], load: Callable[..., Any], checkpoint: Callable[..., pathlib.Path]
+) -> None:
+    others = {
+        "another model": specdec.load(str(checkpoint("qwen3_5", **{**SHAPES["qwen3_5"], "seed": 1}))),
+        "another dtype: 'float32', this one has 'bfloat16'": load("qwen3_5", "bfloat16"),
+    }
+    for reason, other in others.items():
+        session = other.session()
+        with pytest.raises(SessionFileError, match=reason):
+            session.load(saved[1])
+        assert session.tokens == ()
+
+
+def test_a_longer_session_than_fits_is_refused(saved: tuple[Any, pathlib.Path], lm: Any) -> None:
+    small = copy.copy(lm)
+    small.config = attrs.evolve(lm.config, target=attrs.evolve(lm.config.target, capacity=30))
+    with pytest.raises(SessionFileError, match="31 tokens, this one holds 30"):
+        small.session().load(saved[1])
+
+
+@pytest.mark.parametrize("crash", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_crash_while_saving_leaves_the_old_file(
+    crash: BaseException, saved: tuple[Any, pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, file = saved
+    old = file.read_bytes()
+    session.generate(max_new_tokens=3, ignore_eos=True)
+
+    def fail(*_: object) -> None:
+        raise crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises((SessionFileError, KeyboardInterrupt)) as caught:
+            session.save(file)
+    if isinstance(crash, OSError):
+        assert "No space left" in str(caught.value)
+    assert file.read_bytes() == old
+    assert os.listdir(file.parent) == [file.name]  # and nothing half written beside it
+    session.save(file)
+    assert file.read_bytes() != old
+
+
+def test_places_that_cannot_be_written(saved: tuple[Any, pathlib.Path], tmp_path: pathlib.Path) -> None:
+    for place in (tmp_path / "no" / "such" / "folder", tmp_path):
+        with pytest.raises(SessionFileError, match="could not be written"):
+            saved[0].save(place)
+
+
+def test_an_empty_session_and_one_that_only_was_fed_are_saved_too(lm: Any, tmp_path: pathlib.Path) -> None:
+    for prompt in ([], [50, 60, 70]):
+        session = lm.session()
+        if prompt:
+            session.feed(prompt)
+        session.extra = {"who": "me"}
+        session.save(tmp_path / "s")
+        other = lm.session()
+        other.load(tmp_path / "s")
+        assert (list(other.tokens), other.extra) == (prompt, {"who": "me"})
+        ours = other.generate([80], max_new_tokens=4, ignore_eos=True)
+        assert ours.tokens == lm.generate([*prompt, 80], max_new_tokens=4, ignore_eos=True).tokens
+
+
+# --- what a session refuses and survives -----------------------------------------------------------------------------
+
+
+def test_a_refused_generation_leaves_the_session_as_it_was(lm: Any) -> None:
+    session = lm.session()
+    session.feed([50, 51])
+    for wrong in ({"banned": (10**6,)}, {"logit_bias": {"x": 1.0}}, {"temperature": -1.0}, {"tempreature": 1.0}):
+        with pytest.raises(PromptError):
+            session.stream([60, 61], **wrong)
+        assert session.tokens == (50, 51)
+    for length in (-1, 3):
+        with pytest.raises(StateError, match="rewind takes 0 to 2"):
+            session.rewind(length)
+    with pytest.raises(PromptError, match="outside the vocabulary"):
+        session.set_prompt([50, 10**6])
+    assert session.tokens == (50, 51)
+    assert session.generate(max_new_tokens=2, ignore_eos=True).prompt == [50, 51]
+
+
+def test_a_stopped_stream_frees_its_session(lm: Any) -> None:
+    """``break`` out of a loop over a stream, ``stop()``, and go on: nobody should have to run the rest."""
+    session = lm.session()
+    stream = session.stream([50, 60, 70], max_new_tokens=100, ignore_eos=True)
+    for _ in stream:
+        break
+    with pytest.raises(StateError, match="still running"):
+        session.feed([1])
+    stream.stop()
+    session.feed([80])
+    result = stream.result
+    assert result.finish_reason == "interrupted"
+    assert session.tokens == (50, 60, 70, *result.tokens, 80)
+    never = session.stream(max_new_tokens=5)
+    never.stop()
+    assert session.generate(max_new_tokens=3, ignore_eos=True).stats.cycles
+    assert never.result.tokens == []
+
+
+@pytest.mark.parametrize("stops", [(), ("no such text",)])  # with stop strings, tokens are taken one by one
+def test_a_generation_ends_at_its_token_wherever_it_stands_in_a_cycle(
+    stops: tuple[str, ...], lm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset[int]())
+    full = lm.generate(CODE, max_new_tokens=24, stop=stops)
+    assert (full.finish_reason, full.text) == ("length", lm.tokenizer.decode(full.tokens))
+    for stop in dict.fromkeys(full.tokens):
+        monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset({stop}))
+        result = lm.generate(CODE, max_new_tokens=24, stop=stops)
+        taken = full.tokens.index(stop) + 1
+        assert (result.tokens, result.finish_reason) == (full.tokens[:taken], "stop")
+        assert result.text == lm.tokenizer.decode(full.tokens[: taken - 1])
+
+
+class Failing(Drafter):
+    """Drafts one token; fails in the method of that name."""
+
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "moment"):
+            raise ValueError("out of ideas")
+        return object.__getattribute__(self, name)
+
+    def propose(self, context: Any, depth: int) -> Any:
+        from specdec.contract import Draft
+
+        return Draft((41,))
+
+
+@pytest.mark.parametrize("moment", ["prefill", "propose", "observe", "rewind", "settle"])
+def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
+    moment: str, lm: Any, tmp_path: pathlib.Path
+) -> None:
+    """The reason used to be told once: the next turn of the session said that the drafter had made no draft."""
+    other = copy.copy(lm)
+    other.drafter_spec = DrafterSpec(name="failing", factory=lambda config, env: Failing(moment))
+    session = other.session()
+    session.generate(list(range(50, 80)), max_new_tokens=6, ignore_eos=True)
+    session.rewind(20)
+    session.save(tmp_path / "s")
+    result = session.generate([60], max_new_tokens=6, ignore_eos=True)
+    told = result.stats.speculation()
+    assert (told["active"], told["drafter"]) == (False, "failing")
+    assert told["reason"] == f"the drafter failed in {moment}: ValueError: out of ideas"
+    assert result.tokens == variant(lm).generate(session.tokens[:-6], max_new_tokens=6, ignore_eos=True).tokens
+    session.load(tmp_path / "s")  # a new drafter, and a new chance
+    assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
+        moment in ("rewind", "settle", "observe")
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "depth", "reason"),
+    [
+        ("none", 2, "drafter 'none' was chosen"),
+        ("mtp", 0, "the depth policy 'fixed' chose depth 0 in every cycle"),
+        ("ngram", 2, "the drafter made no draft"),
+    ],
+)
+def test_inactive_speculation_says_why(drafter: str, depth: int, reason: str, lm: Any) -> None:
+    run = variant(lm, drafter, depth).generate([50], max_new_tokens=2, ignore_eos=True)
+    assert run.to_dict()["stats"]["speculation"] == {"active": False, "drafter": drafter, "reason": reason}
+    assert lm.generate([50], max_new_tokens=5, ignore_eos=True).stats.speculation()["active"]
+
+
+@given(depth=st.integers(0, 6), count=st.integers(1, 40), prompt=token_lists, drafter=st.sampled_from(["mtp", "ngram"]))
+def test_counters_are_consistent(
+    load: Callable[..., Any], depth: int, count: int, prompt: list[int], drafter: str
+) -> None:
+    lm = variant(load("demo", "bfloat16"), drafter, depth)
+    session = lm.session()
+    stats = session.generate(prompt, max_new_tokens=count, ignore_eos=True).stats
+    assert stats.tokens == count == stats.cycles + sum(stats.accepted)
+    assert stats.rows == sum(stats.offered) + stats.cycles
+    assert sum(stats.depth.values()) == stats.cycles
+    assert sum(length * cycles for length, cycles in stats.depth.items()) == sum(stats.offered)
+    assert stats.prefilled == len(prompt) - 1
+    assert stats.reached[:1] == stats.offered[:1]
+    for position in range(len(stats.offered)):
+        assert stats.accepted[position] <= stats.reached[position] <= stats.offered[position]
+    for before, after in zip(stats.accepted, stats.reached[1:], strict=False):
+        assert after <= before
+    assert stats.offered == sorted(stats.offered, reverse=True)
+    assert attrs.asdict(session.stats) == {name: getattr(stats, name) for name in attrs.asdict(session.stats)}
+    assert stats.faults == {}

@@ -1,0 +1,258 @@
+"""Each switch is the mistake that it says it is: its drafts equal those of an oracle that makes the same one.
+
+The oracles are float64 numpy, straight from the equations (``models/mtp_oracle.py``), and share no code with us.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specdec
+from specdec.decoding.cost_table import CostTable
+from specdec.errors import ConfigError, ContractError, StateError, UnsupportedError
+from specdec.measuring import AcceptanceReport, measure_acceptance
+from specdec.measuring.ablations import ablation_report
+from specdec.measuring.prompts import Prompt
+from specdec.measuring.recording import DraftedCycle, PromptRun
+from specdec.models.ablation import SWITCHES, AblatedPass, inapplicable, parse_switches
+from specdec.testing import TableModel, check_plugin
+from tests import tiny
+from tests.drafters.test_mtp_drafts import Run, check, prompt_of
+from tests.models.mtp_oracle import MtpOracle
+from tests.models.test_families_mtp import QwenMoeOracle
+from tests.tiny_families import SHAPES
+
+MUTANTS = {"hidden-pre-norm": "prenorm_hidden", "chain-pre-norm": "prenorm_chain", "gate-silu": "silu_gate"}
+COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
+PROMPT = 9
+
+
+def with_mistake(oracle: Any, switch: str) -> Any:
+    """The oracle, making a mistake of ours."""
+    right = oracle.mtp
+    if switch in MUTANTS:
+        oracle.mutant = MUTANTS[switch]
+    elif switch == "no-rotary":
+
+        def unrotated(tokens: Sequence[int], hidden: Any) -> Any:
+            oracle._rotate = lambda x: x
+            try:
+                return right(tokens, hidden)
+            finally:
+                del oracle._rotate
+
+        oracle.mtp = unrotated
+    elif switch == "no-prefill":  # the first pair that makes a draft is the last one of the prompt
+        first = PROMPT - 2
+        oracle.mtp = lambda tokens, hidden: right(tokens[first:], hidden[first:])
+    return oracle
+
+
+CASES = [
+    ("qwen3_5", "r3-gqa3-untied", tiny.QWEN3_5_SHAPES["r3-gqa3-untied"], MtpOracle),
+    ("qwen3_5", "attention-only", tiny.QWEN3_5_SHAPES["attention-only"], MtpOracle),
+    *(
+        (family, name, shape, QwenMoeOracle)
+        for family in ("qwen3_5_moe", "qwen3_next")
+        for name, shape in list(SHAPES[family].items())[:1]
+    ),
+]
+
+
+@pytest.mark.parametrize("switch", [*SWITCHES, "none"])
+@pytest.mark.parametrize(("family", "shape", "settings", "oracle"), CASES, ids=[f"{c[0]} {c[1]}" for c in CASES])
+def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
+    switch: str,
+    family: str,
+    shape: str,
+    settings: dict[str, Any],
+    oracle: Any,
+    kernels: str,
+    checkpoint: Callable[..., pathlib.Path],
+    make_target: Callable[..., Any],
+) -> None:
+    """After the prompt, and after cycles in which all, some and none of the draft were accepted."""
+    target = make_target(family, kernels=kernels, **settings)
+    wrong = with_mistake(oracle(checkpoint(family, dtype="float32", **settings)), switch)
+    run = Run(AblatedPass(target, () if switch == "none" else (switch,)))
+    run.prefill(prompt_of(PROMPT), [4])  # in two chunks
+    for cycle, accepted in enumerate((3, 0, 1)):
+        check(run, wrong, 3)
+        run.verify(prompt_of(3, seed=cycle + 1), accepted, following=31 * cycle + 7)
+    check(run, wrong, 4)
+
+
+def test_only_the_prompt_is_left_out(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> None:
+    """Pairs that wait through a run without drafts are fed without one; the head gets those all the same."""
+    settings = tiny.QWEN3_5_SHAPES["attention-only"]
+    wrong = with_mistake(MtpOracle(checkpoint("qwen3_5", dtype="float32", **settings)), "no-prefill")
+    run = Run(AblatedPass(make_target("qwen3_5", **settings), ("no-prefill",)))
+    run.prefill(prompt_of(PROMPT))
+    for cycle in range(12):
+        run.verify([], 0, following=7 * cycle + 3)
+    assert run.state.skipped == PROMPT - 2
+    check(run, wrong, 3)
+
+
+def test_outputs_are_compared_to_their_last_token() -> None:
+    def run(*tokens: int) -> PromptRun:
+        cycle = DraftedCycle(1, 2, (1, 2), 1, (0.0, 0.0, 0.0))
+        return PromptRun(
+            prompt=Prompt(kind="a", text="x"),
+            prompt_tokens=(0,),
+            tokens=tokens,
+            cycles=(cycle, cycle),
+            inactive_reason="",
+        )
+
+    right = [run(1, 2, 3), run(1, 2, 3)]
+    assert ablation_report("no-rotary", right, [run(1, 2, 3), run(1, 2, 4)], 2).equal == 1
+    assert ablation_report("no-rotary", right, [run(1, 2, 3), run(1, 2)], 2).equal == 1
+    assert ablation_report("no-rotary", right, right, 2).equal == 2
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_each_mistake_changes_the_logits(switch: str, make_target: Callable[..., Any]) -> None:
+    """A switch that did nothing would agree with the right head."""
+    target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
+    seen = []
+    for model in (target, AblatedPass(target, (switch,))):
+        run = Run(model)
+        run.prefill(prompt_of(20))
+        run.draft(2)
+        seen.append(run.target.seen[1 if switch == "chain-pre-norm" else 0])
+    assert np.abs(seen[0] - seen[1]).max() > 1e-3 * np.abs(seen[0]).max()
+
+
+def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..., Any], kernels: str) -> None:
+    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
+    ours, theirs = Run(AblatedPass(target, ())), Run(target)
+    for run in (ours, theirs):
+        run.prefill(prompt_of(12))
+        run.draft(4)
+    assert all((a == b).all() for a, b in zip(ours.target.seen, theirs.target.seen, strict=True))
+
+
+@pytest.mark.parametrize("switches", [(), ("hidden-pre-norm",), ("gate-silu", "no-rotary")])
+def test_it_keeps_the_contract_of_a_forward_pass(switches: tuple[str, ...], make_target: Callable[..., Any]) -> None:
+    kernels = tiny.kernels_available()[-1]
+    target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["mixed-layers"])
+    bulk = {"F6": "the torch reference computes long prompt chunks in bulk, and says so"}
+    report = check_plugin(AblatedPass(target, switches), effort=0.2, known_failures=bulk if kernels == "torch" else {})
+    assert [(failure.check.id, failure.detail) for failure in report.failures] == []
+
+
+def test_a_state_without_its_prompt_survives_a_snapshot(make_target: Callable[..., Any]) -> None:
+    target = AblatedPass(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]), ("no-prefill",))
+    drafts = []
+    for saving in (False, True):
+        run = Run(target)
+        run.prefill(prompt_of(12))
+        run.draft(2)
+        run.verify([5, 6], 1, following=7)
+        if saving:
+            run.save_and_load()
+        drafts.append(run.draft(3))
+        assert (run.state.mtp_length, run.state.skipped) == (run.state.length, 10)
+    assert drafts[0] == drafts[1]
+    run.verify([5], 0, following=9)
+    run.rewind(6)
+    assert (run.state.mtp_length, run.state.skipped) == (4, 4)
+    assert run.draft(3) == _fresh(target, run.tokens).draft(3)
+
+
+def _fresh(target: Any, tokens: Sequence[int]) -> Run:
+    run = Run(target)
+    run.prefill(tokens)
+    return run
+
+
+def test_what_has_no_such_head_is_refused(make_target: Callable[..., Any]) -> None:
+    without = make_target("qwen3_5", mtp=False)
+    assert inapplicable(without, "gate-silu") == "this qwen3_5 model has no MTP head"
+    assert "not of table" in str(inapplicable(TableModel.random(mtp=True), "gate-silu"))
+    for family in ("deepseek_v3", "glm4_moe"):
+        other = make_target(family, **next(iter(SHAPES[family].values())))
+        if other.info.mtp_layers:
+            with pytest.raises(UnsupportedError, match="cannot be measured") as caught:
+                AblatedPass(other, ("no-rotary",))
+            assert f"not of {family}" in caught.value.facts["reason"]
+
+
+def test_the_wrong_use_of_it_is_refused(make_target: Callable[..., Any]) -> None:
+    target = make_target("qwen3_5")
+    model = AblatedPass(target, ())
+    state = model.new_state(8)
+    hidden = model.prefill(state, [1, 2, 3]).need_hidden()
+    with pytest.raises(StateError, match="a state of another model"):
+        model.prefill(target.new_state(8), [1])
+    with pytest.raises(ContractError, match="another object"):
+        model.decode_mtp(state, [2], hidden[:1], head=object())  # type: ignore[arg-type]
+
+
+def test_names_of_switches() -> None:
+    assert parse_switches("all") == tuple(SWITCHES)
+    assert parse_switches(" gate-silu, no-rotary,gate-silu") == ("gate-silu", "no-rotary")
+    with pytest.raises(ConfigError, match="no ablation 'gate-sil'. Did you mean 'gate-silu'"):
+        parse_switches("gate-sil")
+    with pytest.raises(ConfigError, match="no ablation ''"):
+        parse_switches("")
+
+
+# --- measured --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    return specdec.load()
+
+
+def measured(lm: Any, depth: int = 3, **settings: Any) -> AcceptanceReport:
+    texts = ["def add(a, b):\n", "The river flows through the", "import json\n\n\ndef load(path):\n", "In 1901 he"]
+    mine = {"own": [Prompt(kind="own", text=text) for text in texts]}
+    settings = {"max_new_tokens": 24, "ignore_eos": True, **settings}
+    return measure_acceptance(lm, mine, depth=depth, costs=COSTS, ablations=tuple(SWITCHES), **settings)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_no_mistake_changes_the_output(demo: Any, temperature: float) -> None:
+    report = measured(demo, temperature=temperature, seed=3)
+    assert [(one.switch, one.equal, one.prompts) for one in report.ablations] == [(name, 4, 4) for name in SWITCHES]
+    assert not report.broken_promise
+    by_name = {one.switch: one for one in report.ablations}
+    for one in report.ablations:
+        assert one.cumulative_right == tuple(place.cumulative for place in report.overall.positions)
+        assert one.tokens_per_cycle_right == report.overall.tokens_per_cycle
+        assert one.change == pytest.approx(one.tokens_per_cycle / one.tokens_per_cycle_right - 1)
+        assert one.note == ""
+    assert by_name["gate-silu"].change < -0.05  # the embedded model's head was trained with a sigmoid
+    # chaining begins after the first drafted token
+    assert by_name["chain-pre-norm"].cumulative[0] == pytest.approx(
+        by_name["chain-pre-norm"].cumulative_right[0], abs=0.1
+    )
+
+
+def test_a_switch_that_cannot_show_says_so(demo: Any) -> None:
+    report = measured(demo, depth=1, max_new_tokens=8)
+    notes = {one.switch: one.note for one in report.ablations}
+    assert notes.pop("chain-pre-norm") == "at depth 1 nothing is chained"
+    assert set(notes.values()) == {""}
+
+
+def test_a_changed_output_is_a_broken_promise(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong trunk instead of a wrong head: the tokens differ, and the report says it."""
+    right = AblatedPass.decode
+
+    def wrong(self: Any, state: Any, tokens: Sequence[int]) -> Any:
+        return right(self, state, [(token + 1) % 256 for token in tokens] if "gate-silu" in self.switches else tokens)
+
+    monkeypatch.setattr(AblatedPass, "decode", wrong)
+    report = measured(demo)
+    assert report.broken_promise
+    assert {one.switch: one.equal for one in report.ablations}["gate-silu"] < 4
+    assert {one.switch: one.equal for one in report.ablations}["no-rotary"] == 4

@@ -1,0 +1,358 @@
+"""Counters, rates and predictions against drafts whose fate was written down beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specdec
+from specdec.contract import Context, CycleRecord, Draft, Drafter, Stats
+from specdec.decoding.cost_table import CostTable
+from specdec.errors import ConfigError, PromptError, UnsupportedError
+from specdec.measuring import AcceptanceRun, Prompt, Verdict, measure_acceptance, summarise
+from specdec.measuring.patterns import commonest, log_rows
+from specdec.measuring.recording import DraftedCycle, PromptRun, Recorder
+from tests import tiny
+
+COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
+PROMPT = "abcdefgh"
+NO_SECONDS = (0.0, 0.0, 0.0)
+
+
+class Scripted(Drafter):
+    """Knows what the target will say, and is right for as many tokens as the script tells, cycle by cycle.
+
+    A step of the script is ``(length, right)``: tokens drafted, and how many of them are right; then it starts over.
+    """
+
+    def __init__(self, truth: Sequence[int], start: int, script: Sequence[tuple[int, int]], vocab: int) -> None:
+        self._truth, self._start, self._script, self._vocab = truth, start, script, vocab
+        self.cycle = 0
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        length, right = self._script[self.cycle % len(self._script)]
+        self.cycle += 1
+        at = len(context) - self._start
+        known = self._truth[at : at + min(length, depth)]
+        return Draft(tuple(t if i < right else (t + 1) % self._vocab for i, t in enumerate(known)))
+
+
+@pytest.fixture
+def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
+    """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script."""
+    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
+
+    def lm(script: Sequence[tuple[int, int]], **generation: Any) -> Any:
+        made = tiny.make_lm(folder, target, ignore_eos=True, **generation)
+        ids = made.tokenizer.encode(PROMPT)
+        truth = tiny.plain_run(target, ids, 120)
+        factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
+        made.drafter_spec = attrs.evolve(made.drafter_spec, factory=factory)
+        return made
+
+    return lm
+
+
+def prompts(*kinds: str, count: int = 1) -> dict[str, list[Prompt]]:
+    return {kind: [Prompt(kind=kind, text=PROMPT, source=f"{kind} {n}") for n in range(count)] for kind in kinds}
+
+
+def test_counters_of_a_script(scripted):
+    """Cycles of 3, 1, 5 and 2 tokens; the generation ends after eight of them."""
+    lm = scripted([(4, 2), (4, 0), (4, 4), (4, 1)])
+    report = measure_acceptance(lm, prompts("one"), depth=4, costs=COSTS, max_new_tokens=27)
+    (group,) = report.classes
+    # 8 cycles emit 22 tokens, the ninth 3; then there is room for one drafted token (a wrong one), then for none
+    assert [place.offered for place in group.positions] == [10, 9, 9, 9]
+    assert [place.reached for place in group.positions] == [10, 7, 5, 2]
+    assert [place.accepted for place in group.positions] == [7, 5, 2, 2]
+    assert (group.prompts, group.tokens, group.cycles) == (1, 27, 11)
+    assert group.tokens_per_cycle == 27 / 11
+    for place in group.positions:
+        assert place.cumulative == place.accepted / place.offered
+        assert place.conditional == place.accepted / place.reached
+    tokens = 1 + np.cumsum([7 / 10, 5 / 9, 2 / 9, 2 / 9])
+    for prediction, expected in zip(group.predictions, tokens, strict=True):
+        assert prediction.tokens == pytest.approx(expected)
+        assert prediction.speedup == pytest.approx(expected * 1.1 / COSTS.cycle(prediction.depth))
+        assert prediction.interval is None  # of one prompt
+    assert group.verdict is Verdict.WORTH_TRYING
+    assert [one.cost for one in report.costs] == pytest.approx([COSTS.cycle(k) / 1.1 for k in (1, 2, 3, 4)])
+
+
+@settings(max_examples=10)
+@given(
+    st.lists(st.integers(0, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=6),
+    st.integers(1, 40),
+)
+def test_the_counters_are_the_engines_own(checkpoint, make_target, script, count):
+    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
+    lm = tiny.make_lm(folder, target, ignore_eos=True)
+    ids = lm.tokenizer.encode(PROMPT)
+    truth = tiny.plain_run(target, ids, 60)
+    factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
+    lm.drafter_spec = attrs.evolve(lm.drafter_spec, factory=factory)
+    result = lm.generate(PROMPT, max_new_tokens=count)  # at depth 3, as make_lm has it
+    stats: Stats = result.stats
+    report = measure_acceptance(lm, prompts("one"), depth=3, costs=COSTS, max_new_tokens=count)
+    (group,) = report.classes
+    padded = [[*counts, 0, 0, 0][:3] for counts in (stats.offered, stats.reached, stats.accepted)]
+    assert [[getattr(p, name) for p in group.positions] for name in ("offered", "reached", "accepted")] == padded
+    assert (group.tokens, group.cycles) == (stats.tokens, stats.cycles)
+    assert [row["class"] for row in report.rows()] == ["one"] * 3 + ["(all)"] * 3
+
+
+def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> PromptRun:
+    """A run from ``(asked, drafted, accepted)``."""
+    done = [DraftedCycle(9, asked, tuple(range(drafted)), accepted, NO_SECONDS) for asked, drafted, accepted in cycles]
+    return PromptRun(
+        prompt=Prompt(kind=kind, text="x"),
+        prompt_tokens=(1,),
+        tokens=(0,) * tokens,
+        cycles=tuple(done),
+        inactive_reason="",
+    )
+
+
+def test_a_drafter_that_is_often_silent_pays_for_the_drafts_it_makes():
+    """Three cycles in four without a draft cost a plain step each; the fourth emits three tokens."""
+    seconds = [1.0, 1.5, 2.0]
+    run = made_run("a", [(2, 0, 0), (2, 0, 0), (2, 0, 0), (2, 2, 2)], 6)
+    group = summarise("a", [run], seconds)
+    assert [p.offered for p in group.positions] == [1, 1]
+    assert [p.cumulative for p in group.positions] == [1.0, 1.0]
+    assert [p.tokens for p in group.predictions] == [1.25, 1.5]
+    assert [p.speedup for p in group.predictions] == pytest.approx([5 / 4.5, 6 / 5.0])
+
+
+def test_intervals_are_over_prompts():
+    """Ten prompts that are all alike leave no doubt, however few tokens they have."""
+    alike = [made_run("a", [(2, 2, 1), (2, 2, 2)], 5) for _ in range(10)]
+    group = summarise("a", alike, [1.0, 1.1, 1.2])
+    assert group.best is not None
+    assert group.best.interval == pytest.approx((group.best.speedup, group.best.speedup))
+    assert group.verdict is Verdict.TURN_ON
+    mixed = [made_run("a", [(2, 2, 2 if i % 2 else 0)] * 50, 150) for i in range(10)]
+    wide = summarise("a", mixed, [1.0, 1.1, 1.2])
+    low, high = wide.positions[0].cumulative_interval or (0, 0)
+    assert high - low > 0.4  # a thousand tokens, but ten prompts
+    second = wide.positions[1]  # reached by every second prompt, and then always right
+    assert (second.cumulative, second.conditional) == (0.5, 1.0)
+    assert second.cumulative_interval == (low, high)
+    assert second.conditional_interval == (1.0, 1.0)
+
+
+def test_a_class_without_runs_has_no_verdict():
+    group = summarise("a", [], [1.0, 1.1])
+    assert (group.prompts, group.verdict, group.best, group.tokens_per_cycle) == (0, None, None, None)
+    assert group.positions[0].cumulative is None
+    assert (group.predictions, group.clocked) == ((), None)
+
+
+def test_costs_that_no_draft_can_pay_for(scripted):
+    lm = scripted([(4, 4)])
+    dear = CostTable(verify={1: 1.0, 5: 9.0}, draft={0: 0.0, 4: 4.0}, commit=0.0)
+    report = measure_acceptance(lm, prompts("one", count=8), depth=4, costs=dear, max_new_tokens=30)
+    assert [one.break_even for one in report.costs] == [None] * 4
+    assert report.classes[0].verdict is Verdict.NOT_WORTH_IT
+    assert report.classes[0].best is not None
+    assert report.classes[0].best.depth == 1  # the least bad one
+
+
+def test_the_callers_model_stays_as_it_was(scripted):
+    lm = scripted([(4, 1)])
+    before = dict(vars(lm))
+    measure_acceptance(lm, prompts("one"), depth=2, costs=COSTS, max_new_tokens=8)
+    assert vars(lm) == before
+
+
+def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
+    lm = scripted([(4, 1)])
+    seen: list[str] = []
+
+    def progress(done: int, planned: int) -> None:
+        assert planned == 6
+        if done == 3:
+            run.stop()
+
+    def on_run(one: PromptRun) -> None:
+        seen.append(one.prompt.source)
+
+    run = AcceptanceRun(
+        lm, prompts("a", "b", count=3), depth=2, costs=COSTS, progress=progress, on_run=on_run, max_new_tokens=8
+    )
+    report = run.run()
+    assert seen == ["a 0", "b 0", "a 1"]
+    assert (report.partial, report.done, report.planned) == (True, 3, 6)
+    assert [(group.name, group.prompts) for group in report.classes] == [("a", 2), ("b", 1)]
+    assert report.overall.prompts == 3
+
+
+def test_an_interrupted_prompt_is_not_counted(scripted):
+    lm = scripted([(4, 1)])
+    run = AcceptanceRun(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
+
+    class Stopping(Scripted):
+        def propose(self, context: Context, depth: int) -> Draft:
+            if self.cycle == 2:
+                run.stop()  # a signal in the middle of the first prompt
+            return super().propose(context, depth)
+
+    lm.drafter_spec = attrs.evolve(
+        lm.drafter_spec, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], lm.info.vocab_size)
+    )
+    report = run.run()
+    assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
+    assert [row["verdict"] for row in report.rows()] == [None] * 4
+    json.dumps(report.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1.0, False), (1.4, False), (0.4, True), (9.0, True)])
+def test_a_clock_that_contradicts_the_costs_is_told(scripted, monkeypatch, factor, told):
+    """The costs were measured on a quiet machine, the run on a busy one, or the other way round."""
+    right = Recorder.record
+
+    def record(self: Recorder, cycle: CycleRecord) -> None:
+        seconds = factor * COSTS.cycle(4)
+        right(self, attrs.evolve(cycle, draft_seconds=0.0, verify_seconds=seconds, commit_seconds=0.0))
+
+    monkeypatch.setattr(Recorder, "record", record)
+    report = measure_acceptance(scripted([(4, 4)]), prompts("a"), depth=4, costs=COSTS, max_new_tokens=20)
+    assert any("times what the costs say" in notice for notice in report.notices) == told
+    assert report.overall.cycle_seconds == pytest.approx(factor * COSTS.cycle(4))
+    assert report.overall.clocked == pytest.approx(report.overall.predictions[-1].speedup / factor)
+
+
+def test_a_drafter_that_fails_is_told(scripted):
+    lm = scripted([(4, 1)])
+
+    class Failing(Drafter):
+        def propose(self, context: Context, depth: int) -> Draft:
+            raise RuntimeError("no idea")
+
+    lm.drafter_spec = attrs.evolve(lm.drafter_spec, factory=lambda config, env: Failing())
+    report = measure_acceptance(lm, prompts("a"), depth=2, costs=COSTS, max_new_tokens=4)
+    assert any("switched off: the drafter failed in propose: RuntimeError: no idea" in n for n in report.notices)
+    assert report.overall.positions[0].offered == 0
+    assert report.overall.cycles == 4
+
+
+def test_what_cannot_be_measured_is_refused(scripted):
+    lm = scripted([(4, 1)])
+    for depth in (0, 16):
+        with pytest.raises(ConfigError, match="the depth is 1 to 15 on this backend"):
+            AcceptanceRun(lm, prompts("a"), depth=depth)
+    with pytest.raises(UnsupportedError, match="the drafter 'tested' uses none"):
+        AcceptanceRun(lm, prompts("a"), ablations=("gate-silu",))
+    with pytest.raises(PromptError, match="temperature takes"):
+        AcceptanceRun(lm, prompts("a"), temperature=-1.0)
+    long = {"a": [Prompt(kind="a", text="word " * 600, source="mine.txt, line 4")]}
+    with pytest.raises(PromptError, match="too long") as caught:
+        AcceptanceRun(lm, long, costs=COSTS).run()
+    assert caught.value.facts["prompt"] == "mine.txt, line 4"
+    lm.drafter_spec = attrs.evolve(lm.drafter_spec, name="none")
+    with pytest.raises(UnsupportedError, match="no acceptance to measure"):
+        AcceptanceRun(lm, prompts("a"))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return specdec.load(depth=1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_embedded_model(demo, temperature):
+    """The MTP head, greedy and sampled: the counters of plain sessions, and a plausible acceptance."""
+    texts = ["def add(a, b):\n", "The river flows through"]
+    mine = {"code": [Prompt(kind="code", text=text) for text in texts]}
+    report = measure_acceptance(demo, mine, depth=3, costs=COSTS, max_new_tokens=24, temperature=temperature, seed=5)
+    wanted = Stats()
+    fixed = specdec.load(depth=3)
+    for text in texts:
+        stats = fixed.generate(text, max_new_tokens=24, temperature=temperature, seed=5).stats
+        wanted.cycles, wanted.tokens = wanted.cycles + stats.cycles, wanted.tokens + stats.tokens
+        for mine_, theirs in ((wanted.offered, stats.offered), (wanted.accepted, stats.accepted)):
+            mine_ += [0] * (len(theirs) - len(mine_))
+            mine_[:] = [a + b for a, b in zip(mine_, theirs, strict=True)]
+    (group,) = report.classes
+    assert [p.offered for p in group.positions] == wanted.offered
+    assert [p.accepted for p in group.positions] == wanted.accepted
+    assert (group.tokens, group.cycles) == (wanted.tokens, wanted.cycles)
+    assert group.positions[0].cumulative is not None
+    assert group.positions[0].cumulative > 0.2
+    assert report.temperature == temperature
+    assert group.clocked is not None
+    assert set(group.seconds_per_cycle) == {"draft", "verify", "commit"}
+    assert all(seconds > 0 for seconds in group.seconds_per_cycle.values())
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer of one letter per id."""
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        assert not skip_special
+        return "".join(chr(97 + token) for token in ids)
+
+
+def lettered() -> PromptRun:
+    """The prompt "ab", then "cdefg"; drafts "cde", "xx", "fgh" (the last one cut by the end), and one empty one."""
+    ids = {letter: ord(letter) - 97 for letter in "abcdefghx"}
+    spell = lambda text: tuple(ids[letter] for letter in text)  # noqa: E731
+    cycles = (
+        DraftedCycle(2, 3, spell("cxe"), 1, NO_SECONDS),  # emits "cd"
+        DraftedCycle(4, 3, (), 0, NO_SECONDS),  # emits "e"
+        DraftedCycle(5, 3, spell("fxh"), 1, NO_SECONDS),  # emits "fg"
+        DraftedCycle(7, 3, spell("ab"), 0, NO_SECONDS),  # cut away by the end
+    )
+    return PromptRun(
+        prompt=Prompt(kind="code", text="ab", source="mine.txt, line 1"),
+        prompt_tokens=spell("ab"),
+        tokens=spell("cdefg"),
+        cycles=cycles,
+        inactive_reason="",
+    )
+
+
+def test_a_row_of_the_log_has_drafted_beside_actual():
+    rows = list(log_rows(lettered(), Letters()))  # type: ignore[arg-type]
+    assert len(rows) == 3  # the cycle without a draft has none
+    assert rows[0] == {
+        "class": "code",
+        "prompt": "mine.txt, line 1",
+        "position": 0,
+        "context": "ab",
+        "drafted": [2, 23, 4],
+        "drafted_text": ["c", "x", "e"],
+        "actual": [2, 3, 4],
+        "actual_text": ["c", "d", "e"],
+        "accepted": 1,
+        "mismatch": 1,
+    }
+    assert (rows[1]["position"], rows[1]["context"], rows[1]["actual_text"]) == (3, "abcde", ["f", "g"])
+    assert (rows[2]["actual"], rows[2]["mismatch"]) == ([], 0)
+
+
+def test_a_draft_that_was_accepted_whole_has_no_mismatch():
+    run = attrs.evolve(lettered(), cycles=(DraftedCycle(2, 3, (2, 3, 4), 3, NO_SECONDS),))
+    (row,) = log_rows(run, Letters())  # type: ignore[arg-type]
+    assert row["mismatch"] is None
+    assert commonest([run], Letters(), 5) == []  # type: ignore[arg-type]
+
+
+def test_the_commonest_mismatches():
+    found = commonest([lettered(), lettered()], Letters(), 5)  # type: ignore[arg-type]
+    assert [(one.drafted, one.actual, one.count, one.share) for one in found] == [
+        ("x", "d", 2, 0.5),
+        ("x", "g", 2, 0.5),
+    ]
+    assert len(commonest([lettered()], Letters(), 1)) == 1  # type: ignore[arg-type]

@@ -1,0 +1,296 @@
+"""The audit finds nothing where nothing is, every tolerated token, and a backend that breaks its word."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.contract import Logits, Parity
+from specdec.errors import ConfigError, PromptError, UnsupportedError
+from specdec.measuring.audit import GAP_EDGES, AuditReport, Control, Divergence, audit, bin_label, plot, read_run
+from tests.decoding.test_sessions import CODE, load, variant
+
+__all__ = ["load"]  # a fixture
+
+
+@pytest.fixture
+def lm(load: Callable[..., Any]) -> Any:
+    return variant(load("qwen3_5", "bfloat16"), "mtp")
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_strict_run_of_the_embedded_model_has_no_divergence(count: int, load: Callable[..., Any]) -> None:
+    lm = variant(load("demo", "bfloat16"), "mtp")
+    run = lm.generate(CODE, max_new_tokens=count, ignore_eos=True)
+    assert any(run.stats.accepted)
+    report = audit(lm, run.prompt, run.tokens, generation=run.generation)
+    assert (report.tokens, report.divergences, report.first, report.rate) == (count, (), None, 0.0)
+    assert report.control == Control(
+        rows=4, compared=count, equal_rows=count, argmax_disagreements=0, largest_difference=0.0
+    )
+    assert not report.broken_promise
+    assert sum(count for _, _, count, _ in report.histogram()) == count
+
+
+@given(
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    seed=st.integers(0, 2**40),
+    depth=st.integers(0, 6),
+    extra=st.sampled_from(
+        [{}, {"top_k": 9}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}, {"logit_bias": {44: 5.0}}]
+    ),
+)
+def test_a_strict_run_has_no_divergence_at_any_setting(
+    load: Callable[..., Any], temperature: float, seed: int, depth: int, extra: dict[str, Any]
+) -> None:
+    lm = variant(load("qwen3_5"), "mtp", depth)
+    run = lm.generate([40, 50, 60], max_new_tokens=25, ignore_eos=True, temperature=temperature, seed=seed, **extra)
+    report = audit(lm, run.prompt, run.tokens, generation=run.generation)
+    assert report.divergences == ()
+    assert (report.temperature, report.guarantee, report.parity) == (temperature, "exact", "bitwise")
+
+
+def test_another_seed_is_another_run(lm: Any) -> None:
+    run = lm.generate([40, 50, 60], max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=1)
+    assert not audit(lm, run.prompt, run.tokens, temperature=1.0, seed=1).divergences
+    assert audit(lm, run.prompt, run.tokens, temperature=1.0, seed=2).broken_promise
+
+
+@pytest.mark.parametrize(("verifier", "option"), [("margin", "margin"), ("typical", "epsilon")])
+@pytest.mark.parametrize("value", [0.0, 0.3, 1.0])
+def test_a_lossy_runs_own_count_is_the_audits(
+    verifier: str, option: str, value: float, load: Callable[..., Any]
+) -> None:
+    """Two countings of the same thing: by the verifier during the run, by the replay after it."""
+    lm = variant(load("demo", "bfloat16"), "mtp", 3)
+    from specdec.registry import registry
+
+    spec = registry().verifier(verifier)
+    lm.verifier = registry().make_verifier(spec, spec.config(**{option: value}))
+    run = lm.generate(CODE, max_new_tokens=150, ignore_eos=True)
+    report = audit(lm, run.prompt, run.tokens, generation=run.generation)
+    assert len(report.divergences) == run.deviation.count
+    assert report.largest_gap == run.deviation.largest_gap
+    assert not report.broken_promise
+    if verifier == "margin":
+        assert report.divergences or value < 1.0
+        assert not report.divergences or value > 0.0
+        assert report.largest_gap <= value
+        assert all(found.top_two <= found.gap for found in report.divergences)
+
+
+def test_a_lossy_run_that_ends_inside_a_block_counts_only_what_it_kept(load: Callable[..., Any]) -> None:
+    lm = variant(load("demo", "bfloat16"), "mtp", 6)
+    from specdec.registry import registry
+
+    spec = registry().verifier("margin")
+    lm.verifier = registry().make_verifier(spec, spec.config(margin=1.5))
+    full = lm.generate(CODE, max_new_tokens=60, ignore_eos=True)
+    for offset in range(40):
+        stop = lm.tokenizer.decode(full.tokens[offset : offset + 2])
+        run = lm.generate(CODE, max_new_tokens=60, ignore_eos=True, stop=stop)
+        report = audit(lm, run.prompt, run.tokens, rows=1)
+        assert (len(report.divergences), report.largest_gap) == (run.deviation.count, run.deviation.largest_gap)
+
+
+@given(where=st.integers(0, 29), other=st.integers(0, 276))
+def test_one_changed_token_is_found_where_it_stands(load: Callable[..., Any], where: int, other: int) -> None:
+    """Teacher-forced: the audit goes on with the changed token, and reports it first."""
+    lm = variant(load("qwen3_5", "bfloat16"))
+    run = lm.generate([40, 50, 60], max_new_tokens=30, ignore_eos=True)
+    tokens = [*run.tokens[:where], other, *run.tokens[where + 1 :]]
+    report = audit(lm, run.prompt, tokens, rows=1)
+    if tokens == run.tokens:
+        assert report.divergences == ()
+        return
+    first = report.divergences[0]
+    assert (first.position, first.token, first.chosen) == (where, other, run.tokens[where])
+    assert report.first == where
+    assert first.gap >= first.top_two > 0
+    forced = lm.session()
+    assert all(
+        found.chosen == forced.fork().generate([*run.prompt, *tokens[: found.position]], max_new_tokens=1).tokens[0]
+        for found in report.divergences[:3]
+    )
+
+
+class Skewed(Logits):
+    """Logits of a pass that shift with the number of its rows, as a backend's that picks kernels by it."""
+
+    def __init__(self, inner: Logits) -> None:
+        self.inner, self.shift = inner, 1e-4 * (len(inner) - 1)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def rows(self) -> Any:
+        rows = self.inner.rows().copy()
+        rows[-1:, 0] += self.shift
+        return rows
+
+    def argmax(self) -> list[int]:
+        return [int(token) for token in self.rows().argmax(-1)]
+
+    def topk(self, k: int) -> Any:
+        raise NotImplementedError
+
+    def gather(self, tokens: Any) -> Any:
+        raise NotImplementedError
+
+
+class SkewedTarget:
+    def __init__(self, target: Any) -> None:
+        self.target, self.info = target, attrs.evolve(target.info, parity=Parity.NUMERIC)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def decode(self, state: Any, tokens: Any) -> Any:
+        output = self.target.decode(state, tokens)
+        return attrs.evolve(output, logits=Skewed(output.logits))
+
+
+def test_the_control_shows_what_the_backend_does_without_speculation(lm: Any) -> None:
+    run = lm.generate([40, 50, 60], max_new_tokens=21, ignore_eos=True)
+    skewed = copy.copy(lm)
+    skewed.target = SkewedTarget(lm.target)
+    control = audit(skewed, run.prompt, run.tokens, rows=4).control
+    assert control is not None
+    assert (control.compared, control.equal_rows) == (21, 16)  # the last row of five passes of 4; the last has one row
+    assert control.equal_share == 16 / 21
+    assert control.largest_difference == pytest.approx(3e-4, rel=0.1)
+    assert audit(skewed, run.prompt, run.tokens, rows=1).control is None
+    assert not audit(skewed, run.prompt, run.tokens).broken_promise
+
+
+def test_what_cannot_be_audited_is_refused(lm: Any) -> None:
+    for prompt, tokens, reason in (
+        ([], [1], "prompt is empty"),
+        ([1], [], "no tokens to audit"),
+        ([1], [10**6], "outside the vocabulary"),
+        ([1], [1] * 600, "more than the 512 that fit"),
+    ):
+        with pytest.raises(PromptError, match=reason):
+            audit(lm, prompt, tokens)
+    with pytest.raises(PromptError, match="1 row or more"):
+        audit(lm, [1], [1], rows=0)
+    with pytest.raises(PromptError, match="temperature"):
+        audit(lm, [1], [1], tempreature=1.0)
+
+
+def test_progress_and_more_rows_than_a_pass_takes(lm: Any) -> None:
+    seen: list[int] = []
+    report = audit(lm, [40], [50, 60, 70], rows=1000, progress=seen.append)
+    assert seen == [1, 2, 3]
+    assert report.control is not None
+    assert report.control.rows == lm.info.max_rows
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def report(gaps: list[float], divergences: tuple[Divergence, ...] = (), **changes: Any) -> AuditReport:
+    fields: dict[str, Any] = {
+        "prompt_tokens": 3,
+        "tokens": len(gaps),
+        "temperature": 0.0,
+        "guarantee": "exact",
+        "parity": "bitwise",
+        "divergences": divergences,
+        "gaps": tuple(gaps),
+        "control": None,
+    }
+    return AuditReport(**{**fields, **changes})
+
+
+@given(st.lists(st.floats(0, 20) | st.sampled_from([*GAP_EDGES, math.inf]), min_size=1))
+def test_every_gap_falls_into_the_bin_that_names_it(gaps: list[float]) -> None:
+    bins = report(gaps).histogram()
+    assert bins[0][0] == 0
+    assert bins[-1][1] == math.inf
+    assert all(left[1] == right[0] for left, right in zip(bins, bins[1:], strict=False))
+    for low, high, count, diverging in bins:
+        assert count == sum(low <= gap < high or gap == high == math.inf for gap in gaps)
+        assert diverging == 0
+
+
+def test_the_json_object_is_strict_json() -> None:
+    """A token that the settings forbid has an infinite gap, and JSON has no infinity."""
+    told = report([0.5, math.inf], (Divergence(1, 7, 8, math.inf, math.inf),)).to_dict()
+    read = json.loads(json.dumps(told, allow_nan=False))
+    assert read["divergence"]["largest_gap"] is None
+    assert read["divergence"]["positions"] == [{"position": 1, "token": 7, "chosen": 8, "gap": None, "top_two": None}]
+    assert (read["divergence"]["rate"], read["divergence"]["first"]) == (0.5, 1)
+    assert read["gap_histogram"][-1] == {"from": 10.0, "to": None, "positions": 1, "divergences": 1}
+    assert read["broken_promise"] is True
+    assert bin_label(0.1, 0.3) == "0.1 to 0.3"
+    assert bin_label(10.0, math.inf) == "10 and more"
+
+
+@pytest.mark.parametrize(
+    "found", [(), (Divergence(2, 7, 8, 0.2, 0.2), Divergence(3, 7, 8, math.inf, 0.4))], ids=["none", "some"]
+)
+def test_the_plot_is_a_png(found: tuple[Divergence, ...], tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot(report(list(np.geomspace(1e-4, 20, 50)), found), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(PromptError, match="cannot be written"):
+        plot(report([1.0]), tmp_path / "no" / "a.png")
+
+
+def test_without_matplotlib_the_plot_says_what_to_install(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"specdec-framework\[plot\]"):
+        plot(report([1.0]), tmp_path / "a.png")
+
+
+# --- runs from files -------------------------------------------------------------------------------------------------
+
+
+def test_a_recorded_run_is_read_back(lm: Any, tmp_path: pathlib.Path) -> None:
+    settings = {"temperature": 0.9, "seed": 4, "logit_bias": {44: 2.0}, "stop": "\0", "max_new_tokens": 12}
+    run = lm.generate([40, 50, 60], ignore_eos=True, **settings)
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(run.to_dict()))
+    recorded = read_run(file)
+    assert (recorded.prompt, recorded.tokens) == (run.prompt, run.tokens)
+    assert recorded.fingerprint == lm.info.fingerprint
+    assert recorded.generation is not None
+    assert attrs.evolve(recorded.generation, logit_bias={44: 2.0}) == run.generation  # JSON's keys are strings
+    assert not audit(lm, recorded.prompt, recorded.tokens, generation=recorded.generation).divergences
+
+
+def test_a_file_that_is_no_run_is_refused(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "run.json"
+    for text, reason in (
+        ("", "is no JSON"),
+        ("{", "is no JSON"),
+        ("\xff", "is no JSON"),
+        ("[]", "no list of token ids under 'prompt'"),
+        ('{"tokens": [1]}', "under 'prompt'"),
+        ('{"prompt": [1], "tokens": [1.5]}', "under 'tokens'"),
+        ('{"error": {"type": "X"}}', "holds an error"),
+    ):
+        file.write_bytes(text.encode("latin-1"))
+        with pytest.raises(PromptError, match=reason):
+            read_run(file)
+    with pytest.raises(PromptError, match="cannot be read"):
+        read_run(tmp_path)
+    file.write_text('{"prompt": [1], "tokens": [2], "generation": {"temperature": "hot"}}')
+    with pytest.raises(ConfigError, match=r"generation\.temperature takes a number"):
+        read_run(file)
+    file.write_text('{"prompt": [1], "tokens": [2]}')
+    assert read_run(file).generation is None

@@ -1,0 +1,328 @@
+"""The comparison of plain and speculative decoding: its counts, its algebra, and that it sees a difference."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
+from specdec.decoding.cost_table import CostTable
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.measuring import bench as bench_module
+from specdec.measuring.arms import Arm, ArmRun, plain
+from specdec.measuring.bench import BenchRun, compare
+from specdec.measuring.frontiers import measure_frontiers
+from specdec.measuring.synthetic import PROFILES, SyntheticVerifier, parse_profile
+from specdec.registry import registry
+from specdec.verifiers.strict import StrictVerifier
+from tests import tiny
+from tests.measuring.test_acceptance import PROMPT, Scripted, prompts
+
+COSTS = CostTable(verify={1: 1.0, 2: 1.25, 4: 1.75}, draft={0: 0.0, 1: 0.25, 3: 0.75}, commit=0.5)
+
+
+@pytest.fixture
+def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
+    """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script, at depth 4."""
+    folder, target = checkpoint("qwen3_5", dtype="float32"), make_target("qwen3_5")
+
+    def lm(script: Sequence[tuple[int, int]]) -> Any:
+        made = tiny.make_lm(folder, target, ignore_eos=True)
+        ids = made.tokenizer.encode(PROMPT)
+        truth = tiny.plain_run(target, ids, 120)
+        factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
+        made.drafter_spec = attrs.evolve(made.drafter_spec, factory=factory)
+        made.depth_spec = registry().depth_policy("fixed")
+        made.depth_config = made.depth_spec.config(depth=4)
+        return made
+
+    return lm
+
+
+class AcceptsAll(Verifier):
+    """Claims to be exact and accepts every draft: what the comparison is there to notice."""
+
+    guarantee = Guarantee.EXACT
+
+    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+        return Verdict(len(draft.tokens), logits.argmax()[len(draft.tokens)])
+
+
+def test_both_arms_run_interleaved_and_are_counted(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    run_arm = Arm.run
+
+    def noted(arm: Arm, prompt: Sequence[int], **settings: Any) -> ArmRun:
+        order.append("A" if arm.lm.drafter_spec.name == "none" else "B")
+        return run_arm(arm, prompt, **settings)
+
+    monkeypatch.setattr(Arm, "run", noted)
+    monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
+    ticks: list[tuple[int, int]] = []
+    lm = scripted([(4, 2), (4, 0)])
+    report = compare(
+        lm, prompts("one", count=2), repeats=2, max_new_tokens=20, progress=lambda *tick: ticks.append(tick)
+    )
+    warm = 2 * len(report.warm_up)
+    assert "".join(order[:warm]) == "AB" * len(report.warm_up)
+    assert "".join(order[warm:]) == "ABBA" * 4
+    assert ticks[-1] == (16, 16)
+    assert [(len(one.plain), len(one.speculative)) for one in report.prompts] == [(4, 4), (4, 4)]
+    assert report.equal
+    assert not report.broken_promise
+    (group,) = report.classes
+    # cycles of 3 and 1 tokens in turn; after ten of them all 20 are there, and the last one cannot draft beyond the end
+    assert group.tokens_per_cycle == 2.0
+    assert group.offered[0] == group.reached[0] == 8 * 9
+    assert group.accepted[:3] == (8 * 5, 8 * 5, 0)
+    assert group.depths == {0: 8, 3: 8, 4: 8 * 8} or sum(group.depths.values()) == 80
+    assert {row["arm"] for row in report.rows()} == {"plain", "speculative"}
+    told = report.to_dict()
+    assert told["equal"] is True
+    assert told["blame"] in bench_module.TERMS
+    assert len(told["prompts"]) == 16
+
+
+def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any]) -> None:
+    lm = scripted([(4, 2)])
+    lm.verifier = AcceptsAll()
+    report = compare(lm, prompts("one"), max_new_tokens=12)
+    # the third drafted token is the first wrong one
+    assert [one.differs_at for one in report.prompts] == [2]
+    assert not report.equal
+    assert report.broken_promise == (report.environment.parity == "bitwise")
+
+
+def test_the_drafter_none_and_what_does_not_fit_are_refused(scripted: Callable[..., Any]) -> None:
+    lm = scripted([(4, 2)])
+    with pytest.raises(UnsupportedError, match="'none' drafts nothing"):
+        BenchRun(plain(lm), prompts("one"))
+    with pytest.raises(ConfigError, match="do not fit"):
+        BenchRun(lm, prompts("one"), contexts=[lm.capacity], max_new_tokens=8)
+
+
+def test_stopping_reports_what_was_done(scripted: Callable[..., Any]) -> None:
+    lm = scripted([(4, 2)])
+    run = BenchRun(
+        lm, prompts("one", count=3), max_new_tokens=8, progress=lambda done, planned: run.stop() if done == 4 else None
+    )
+    report = run.run()
+    assert report.partial
+    assert len(report.prompts) == 1
+    nothing = BenchRun(lm, prompts("one"), max_new_tokens=8)
+    nothing.stop()
+    empty = nothing.run()
+    assert (empty.overall, empty.terms, empty.prompts) == (None, (), ())
+    assert empty.to_dict()["limit"] == ""
+
+
+# --- algebra ---------------------------------------------------------------------------------------------------------
+
+
+def cycle(offered: int, emitted: int, draft: float, verify: float, commit: float) -> CycleRecord:
+    return CycleRecord(
+        position=9,
+        depth=offered,
+        offered=offered,
+        accepted=emitted - 1,
+        emitted=tuple(range(emitted)),
+        draft_seconds=draft,
+        verify_seconds=verify,
+        commit_seconds=commit,
+    )
+
+
+def test_cycles_that_a_device_ran_whole_are_timed_as_such() -> None:
+    """They know no phases: their draft of 0 s used to be printed as a time, and their pass held the draft."""
+    whole = attrs.evolve(cycle(3, 4, 0.0, 2.0, 0.0), whole=True)
+    plain = [cycle(0, 1, 0.0, 1.0, 0.5)]
+    alone = {timing.what: timing for timing in bench_module._timings([whole], plain)}
+    assert set(alone) == {"plain step", "verify 1 row", "whole cycle, 3 drafts"}
+    assert alone["whole cycle, 3 drafts"].in_plain_steps == pytest.approx(2.0 / 1.5)
+    mixed = {timing.what: timing for timing in bench_module._timings([whole, cycle(3, 4, 1.0, 1.0, 0.5)], plain)}
+    assert mixed["verify 4 rows"].median_ms == pytest.approx(1000.0)
+    assert mixed["commit"].cycles == 1
+
+
+def test_prediction_and_terms_by_hand() -> None:
+    cycles = [cycle(3, 4, 1.0, 2.0, 0.5), cycle(1, 1, 0.5, 1.0, 0.5)]
+    plain_cycles = [cycle(0, 1, 0.0, 1.0, 0.5)]
+    # 5 tokens; t(0) = 1.5, t(3) = 1.75 + 0.75 + 0.5, t(1) = 1.25 + 0.25 + 0.5
+    assert bench_module._predicted(cycles, COSTS) == pytest.approx(5 * 1.5 / (3.0 + 2.0))
+    verification, drafting, bookkeeping = bench_module._terms(cycles, plain_cycles, COSTS)
+    assert (verification.predicted_ms, verification.measured_ms) == pytest.approx((1500.0, 1500.0))
+    assert (drafting.predicted_ms, drafting.measured_ms) == pytest.approx((500.0, 750.0))
+    # a mean cycle takes 2.75 and emits 2.5 tokens
+    assert verification.speedup_if_free == pytest.approx(2.5 * 1.5 / (2.75 - 0.5))
+    assert drafting.speedup_if_free == pytest.approx(2.5 * 1.5 / 2.0)
+    assert bookkeeping.speedup_if_free == pytest.approx(2.5 * 1.5 / 2.75)
+    assert bench_module._if_accepted(cycles, plain_cycles) == pytest.approx(1.5 * 3 / 2.75)
+
+
+seconds = st.floats(1e-4, 1.0)
+a_cycle = st.integers(0, 3).flatmap(
+    lambda offered: st.builds(cycle, st.just(offered), st.integers(1, offered + 1), seconds, seconds, seconds)
+)
+
+
+@given(st.lists(a_cycle, min_size=1, max_size=8), st.lists(seconds, min_size=1, max_size=4))
+def test_nothing_that_is_free_makes_it_slower(cycles: list[CycleRecord], steps: list[float]) -> None:
+    """And with the three parts free at once, a cycle would cost a plain step and emit its tokens: E times as fast."""
+    plain_cycles = [cycle(0, 1, 0.0, step, step / 8) for step in steps]
+    step = statistics.fmean(1.125 * one for one in steps)
+    tokens = statistics.fmean(len(one.emitted) for one in cycles)
+    whole = statistics.fmean(one.draft_seconds + one.verify_seconds + one.commit_seconds for one in cycles)
+    terms = bench_module._terms(cycles, plain_cycles, COSTS)
+    speedup = tokens * step / whole
+    saved = 0.0
+    for term in terms:
+        assert term.speedup_if_free >= speedup * (1 - 1e-12)
+        saved += whole - tokens * step / term.speedup_if_free
+    if all(one >= step for one in (whole - saved,)):
+        assert tokens * step / (whole - saved) <= tokens * (1 + 1e-9)
+
+
+def test_a_run_explains_its_time() -> None:
+    run = ArmRun(
+        tokens=(1, 2, 3), seconds=4.0, prefill_seconds=0.0, reason="", cycles=(cycle(1, 2, 1.0, 1.0, 0.5),) * 1
+    )
+    assert run.rate == 0.75
+    assert run.explained == 2.5 / 4.0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "place"),
+    [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 9, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (4,), 0)],
+)
+def test_the_first_difference(wanted: tuple[int, ...], got: tuple[int, ...], place: int | None) -> None:
+    assert bench_module._first_difference(wanted, got) == place
+
+
+# --- contexts --------------------------------------------------------------------------------------------------------
+
+
+def test_frontiers_start_from_the_context_alone(scripted: Callable[..., Any]) -> None:
+    """What is generated at one length is not part of the next: the outputs are those of fresh sessions."""
+    lm = scripted([(4, 2), (4, 0)])
+    without, with_ = Arm(plain(lm)), Arm(lm)
+    text = [(5 * i + 1) % 200 for i in range(60)]
+    settings = {"max_new_tokens": 9, "ignore_eos": True}
+    seen: list[tuple[int, tuple[int, ...]]] = []
+    go_on = Arm.go_on
+
+    def noted(arm: Arm, session: Any, prompt: Any = None, **settings: Any) -> ArmRun:
+        before = len(session.tokens)
+        run = go_on(arm, session, prompt, **settings)
+        seen.append((before, run.tokens))
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arm, "go_on", noted)
+        found = list(measure_frontiers(without, with_, [40, 7, 40, 23], text, **settings))
+    assert [one.context for one in found] == [7, 23, 40]
+    assert all(one.equal and one.speedup > 0 and one.prefill_plain > 0 for one in found)
+    assert [one.state_bytes for one in found] == sorted(one.state_bytes for one in found)
+    for place, (before, tokens) in enumerate(seen):
+        context = [7, 23, 40][place // 4]
+        assert before == context
+        assert list(tokens) == lm.generate(text[:context], **settings).tokens
+
+
+# --- imposed acceptance ----------------------------------------------------------------------------------------------
+
+
+class Row(Logits):
+    """K+1 rows whose best token is the row's number plus 100."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def argmax(self) -> list[int]:
+        return [100 + row for row in range(self._rows)]
+
+    def topk(self, k: int) -> Any:
+        raise AssertionError
+
+    def gather(self, tokens: Sequence[int]) -> Any:
+        raise AssertionError
+
+    def rows(self) -> Any:
+        raise AssertionError
+
+
+def imposed(profile: Sequence[float], depth: int, cycles: int) -> list[Verdict]:
+    verifier = SyntheticVerifier(StrictVerifier(), profile)
+    context = Context([1, 2, 3], Sampling(seed=5))
+    verdicts = []
+    for number in range(cycles):
+        context.cycle = number
+        verdicts.append(verifier.verify(Draft(tuple(range(depth))), Row(depth + 1), context))
+    return verdicts
+
+
+def test_imposed_acceptance_has_the_profile_and_its_tail() -> None:
+    """Cumulative rates over 4000 cycles within 4 standard deviations; beyond the profile the last rate goes on."""
+    count, profile = 4000, (0.8, 0.4)
+    accepted = np.array([verdict.accepted for verdict in imposed(profile, 4, count)])
+    for place, wanted in enumerate((0.8, 0.4, 0.2, 0.1)):
+        got = (accepted > place).mean()
+        assert abs(got - wanted) < 4 * (wanted * (1 - wanted) / count) ** 0.5
+    assert [v.accepted for v in imposed(profile, 4, 50)] == [v.accepted for v in imposed(profile, 4, 50)]
+    assert {v.accepted for v in imposed((1.0,), 3, 20)} == {3}
+    assert {v.accepted for v in imposed((0.0,), 3, 20)} == {0}
+    assert all(v.next_token == 100 + v.accepted for v in imposed(profile, 4, 50))
+
+
+def test_imposed_acceptance_is_marked(scripted: Callable[..., Any]) -> None:
+    report = compare(scripted([(4, 0)]), prompts("one"), max_new_tokens=20, synthetic=(1.0,))
+    assert report.synthetic == (1.0,)
+    assert not report.broken_promise
+    assert report.prompts[0].differs_at is None  # nobody looked: it is no output
+    assert report.overall is not None
+    assert report.overall.accepted == report.overall.offered
+    assert report.to_dict()["synthetic"] == (1.0,)
+
+
+def test_profiles() -> None:
+    assert parse_profile("mixed") == PROFILES["mixed"]
+    assert parse_profile("0.5, 0.25") == (0.5, 0.25)
+    for text in ("mixd", "0.5,0.6", "1.5", "-0.1", "nan", ""):
+        with pytest.raises(ConfigError):
+            parse_profile(text)
+    with pytest.raises(ConfigError, match="mixed"):
+        parse_profile("mixd")
+
+
+def test_the_picture_is_drawn(scripted: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from specdec.measuring.bench_plot import plot_bench
+
+    report = compare(scripted([(4, 2)]), prompts("one", "two"), max_new_tokens=8, contexts=[9, 20])
+    plot_bench(report, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UnsupportedError, match="cannot be written"):
+        plot_bench(report, tmp_path / "no" / "bench.png")
+
+
+def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
+    from specdec.cli.measuring import write_csv
+
+    write_csv([], tmp_path / "none.csv")
+    assert (tmp_path / "none.csv").read_text() == ""
+    write_csv([{"a": 1, "b": "x,y"}], tmp_path / "one.csv")
+    with open(tmp_path / "one.csv", newline="") as file:
+        assert list(csv.DictReader(file)) == [{"a": "1", "b": "x,y"}]

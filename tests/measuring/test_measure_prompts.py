@@ -1,0 +1,141 @@
+"""Our prompts are what they claim to be, and a user's file is read whole or refused with file and line."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.errors import PromptError
+from specdec.measuring.prompts import CHAT_CLASSES, CLASSES, Prompt, choose_prompts, load_prompts, own_prompts
+from specdec.text import Tokenizer
+
+
+def test_there_are_25_own_prompts_per_class_and_none_twice():
+    own = own_prompts()
+    assert tuple(own) == CLASSES == ("factual", "verbose-thinking", "code", "instruction")
+    texts = [prompt.text for prompts in own.values() for prompt in prompts]
+    assert {name: len(prompts) >= 25 for name, prompts in own.items()} == dict.fromkeys(CLASSES, True)
+    assert len({" ".join(text.lower().split()) for text in texts}) == len(texts)
+    for name, prompts in own.items():
+        assert all(prompt.kind == name and prompt.chat == (name in CHAT_CLASSES) for prompt in prompts)
+        lengths = [len(prompt.text) for prompt in prompts]
+        assert min(lengths) >= 30
+        assert max(lengths) > 2 * min(lengths)  # of varied length
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+
+
+@given(st.lists(st.tuples(words, words, st.none() | st.booleans()), min_size=1, max_size=8), st.booleans())
+def test_json_lines_come_back_as_they_were_written(tmp_path_factory, rows, empty_lines):
+    file = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
+    lines = [
+        json.dumps({"class": kind, "prompt": text} | ({} if chat is None else {"chat": chat}))
+        for kind, text, chat in rows
+    ]
+    file.write_text(("\n\n" if empty_lines else "\n").join(lines), encoding="utf-8")
+    wanted: dict[str, list[Prompt]] = {}
+    for kind, text, chat in rows:
+        kind = kind.strip()
+        wanted.setdefault(kind, []).append(
+            Prompt(kind=kind, text=text, chat=kind in CHAT_CLASSES if chat is None else chat)
+        )
+    assert load_prompts(file) == wanted
+
+
+def test_plain_text_is_one_prompt_per_line_of_one_class(tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_bytes("\ufefffirst line\r\n\n  [second] {line}\r\nthird".encode())
+    (name,) = found = load_prompts(file)
+    assert name == "prompts"
+    assert [prompt.text for prompt in found[name]] == ["first line", "  [second] {line}", "third"]
+    assert [prompt.source for prompt in found[name]] == [f"mine.txt, line {n}" for n in (1, 3, 4)]
+    assert not any(prompt.chat for prompt in found[name])
+
+
+def test_json_lines_are_known_by_their_first_line_too(tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text('{"class": "mail", "prompt": "Dear all,"}\nnot JSON')
+    with pytest.raises(PromptError, match="no JSON") as caught:
+        load_prompts(file)
+    assert caught.value.facts["line"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "no JSON"),
+        ("[1, 2]", "no JSON object"),
+        ('{"class": "mail"}', "'prompt' is a string that is not empty, got None"),
+        ('{"class": "mail", "prompt": " "}', "'prompt' is a string that is not empty"),
+        ('{"class": 3, "prompt": "a"}', "'class' is a string that is not empty, got 3"),
+        ('{"class": "mail", "prompt": "a", "chat": 1}', "'chat' is true or false, got 1"),
+        ('{"class": "mail", "promt": "a"}', "got 'promt'. Did you mean 'prompt'"),
+        ("[" * 100_000, "no JSON"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, message):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(f'{{"class": "mail", "prompt": "Dear all,"}}\n\n{line}\n')
+    with pytest.raises(PromptError, match=message) as caught:
+        load_prompts(file)
+    assert caught.value.facts["file"] == str(file)
+    assert caught.value.facts["line"] == "3"
+
+
+def test_files_without_prompts_are_refused(tmp_path):
+    for name, content, message in (
+        ("missing.txt", None, "cannot be read: No such file"),
+        ("empty.jsonl", b"", "has no prompt"),
+        ("blank.txt", b" \n\r\n", "has no prompt"),
+        ("latin.txt", b"one\nna\xefve\n", "not UTF-8: byte 0xef"),
+    ):
+        file = tmp_path / name
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(PromptError, match=message) as caught:
+            load_prompts(file)
+        assert caught.value.facts["file"] == str(file)
+    assert caught.value.facts["line"] == "2"
+
+
+def test_choosing():
+    own = own_prompts()
+    chosen = choose_prompts(own, classes=["code", "factual", "code"], per_class=3)
+    assert chosen == {"code": own["code"][:3], "factual": own["factual"][:3]}
+    assert choose_prompts(own) == own
+    with pytest.raises(PromptError, match="no prompt class 'codes'. Did you mean 'code'"):
+        choose_prompts(own, classes=["codes"])
+    with pytest.raises(PromptError, match="no prompt class is chosen"):
+        choose_prompts(own, classes=[])
+
+
+def test_messages_go_through_the_chat_template_where_there_is_one(checkpoint: Callable[..., pathlib.Path]):
+    tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
+    message = Prompt(kind="instruction", text="Hello", chat=True)
+    wanted = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(message.encode(tokenizer), skip_special=False) == wanted
+    assert tokenizer.decode(Prompt(kind="code", text="Hello").encode(tokenizer)) == "Hello"
+    plain = Tokenizer(tokenizer.core)  # without a template
+    assert message.encode(plain) == plain.encode("Hello")
+
+
+def test_thinking_is_switched_on_for_its_class():
+    import specdec.checkpoints
+
+    tokenizer = Tokenizer.from_folder(specdec.checkpoints.locate("demo"))
+    for kind, end in (("verbose-thinking", "<|im_start|>assistant\n<think>\n"), ("other", "<|im_start|>assistant\n")):
+        ids = Prompt(kind=kind, text="Hello", chat=True).encode(tokenizer)
+        assert tokenizer.decode(ids, skip_special=False).endswith(end)
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named(checkpoint: Callable[..., pathlib.Path]):
+    tokenizer = Tokenizer.from_folder(checkpoint("qwen3_5"))
+    with pytest.raises(PromptError, match="lone surrogate") as caught:
+        Prompt(kind="code", text="\ud800", source="mine.jsonl, line 7").encode(tokenizer)
+    assert caught.value.facts["prompt"] == "mine.jsonl, line 7"

@@ -1,0 +1,112 @@
+"""Break-even and verdicts against enumeration, published figures and the thresholds themselves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.measuring.speed_model import (
+    NOT_WORTH_IT,
+    TURN_ON,
+    Prediction,
+    Verdict,
+    best,
+    break_even,
+    expected_tokens,
+    judge,
+)
+
+shares = st.floats(0.0, 1.0)
+
+
+def enumerated(acceptance: list[float]) -> float:
+    """Tokens of a cycle over all outcomes: every draft token is right or wrong, the first wrong one ends it."""
+    expected = 0.0
+    for outcome in itertools.product((True, False), repeat=len(acceptance)):
+        probability = math.prod(a if right else 1 - a for a, right in zip(acceptance, outcome, strict=True))
+        expected += probability * (1 + [*outcome, False].index(False))
+    return expected
+
+
+@given(st.lists(shares, max_size=7))
+def test_expected_tokens_are_those_of_all_outcomes(acceptance):
+    assert expected_tokens(acceptance) == pytest.approx(enumerated(acceptance), abs=1e-9)
+
+
+@given(shares, st.integers(0, 9))
+def test_the_closed_form_for_one_acceptance(acceptance, depth):
+    closed = depth + 1 if acceptance == 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
+    assert expected_tokens([acceptance] * depth) == pytest.approx(closed, rel=1e-6)
+
+
+@given(st.floats(0.2, 12.0), st.integers(1, 8))
+def test_at_the_break_even_a_depth_is_as_fast_as_plain_decoding(cost, depth):
+    needed = break_even(cost, depth)
+    if cost > depth + 1:
+        assert needed is None
+        assert enumerated([1.0] * depth) < cost  # not even a draft that is always right pays
+    elif cost <= 1:
+        assert needed == 0.0
+        assert enumerated([0.0] * depth) >= cost
+    else:
+        assert enumerated([needed] * depth) == pytest.approx(cost, abs=1e-6)
+        if needed > 1e-3:
+            assert enumerated([needed - 1e-3] * depth) < cost
+
+
+def test_break_even_at_depth_1_is_the_excess_of_the_cost():
+    assert break_even(1.29, 1) == pytest.approx(0.29)
+    assert break_even(1.39, 1) == pytest.approx(0.39)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "step", "depth", "speedup"),
+    [(0.5, 0.02, 4, 1.79), (0.6, 0.25, 2, 1.31), (0.8, 0.05, 8, 3.09), (0.9, 0.15, 8, 2.78), (0.95, 0.4, 6, 1.77)],
+)
+def test_best_depth_of_one_acceptance_and_a_cost_per_token(acceptance, step, depth, speedup):
+    """Worked out by hand from Leviathan's formula, a cycle costing ``1 + step * k``."""
+    predictions = [
+        Prediction(depth=k, tokens=tokens, speedup=tokens / (1 + step * k), interval=None)
+        for k in range(1, 31)
+        for tokens in [expected_tokens([acceptance] * k)]
+    ]
+    found = best(predictions)
+    assert found.depth == depth
+    assert found.speedup == pytest.approx(speedup, abs=0.005)
+
+
+def test_of_equal_depths_the_shallower_one_is_best():
+    same = [Prediction(depth=k, tokens=2.0, speedup=1.2, interval=None) for k in (3, 1, 2)]
+    assert best(same).depth == 1
+
+
+@given(st.floats(0.1, 5.0), st.floats(0.0, 3.0))
+def test_verdicts_follow_from_the_ends_of_the_interval(low, width):
+    found, decided_by = judge(Prediction(depth=2, tokens=2.0, speedup=low + width / 2, interval=(low, low + width)))
+    assert (found is Verdict.TURN_ON) == (low > 1.05)
+    assert (found is Verdict.NOT_WORTH_IT) == (low + width < 1.02)
+    assert ("lower end" in decided_by) == (found is not Verdict.NOT_WORTH_IT)
+
+
+def test_the_thresholds_themselves():
+    def of(low: float, high: float) -> Verdict:
+        return judge(Prediction(depth=1, tokens=1.5, speedup=low, interval=(low, high)))[0]
+
+    assert (TURN_ON, NOT_WORTH_IT) == (1.05, 1.02)
+    assert of(1.05, 1.2) is Verdict.WORTH_TRYING
+    assert of(math.nextafter(1.05, 2), 1.2) is Verdict.TURN_ON
+    assert of(0.9, 1.02) is Verdict.WORTH_TRYING
+    assert of(0.9, math.nextafter(1.02, 0)) is Verdict.NOT_WORTH_IT
+
+
+def test_the_number_that_decides_does_not_contradict_the_verdict():
+    near = Prediction(depth=1, tokens=1.5, speedup=1.06, interval=(1.0504, 1.07))
+    assert judge(near) == (Verdict.TURN_ON, "lower end 1.0504x is above 1.05x")
+    wide = Prediction(depth=1, tokens=1.5, speedup=1.2, interval=(0.98, 1.5))
+    assert judge(wide) == (Verdict.WORTH_TRYING, "lower end 0.98x is not above 1.05x, upper end 1.50x")
+    few = Prediction(depth=1, tokens=1.5, speedup=3.0, interval=None)
+    assert judge(few) == (Verdict.WORTH_TRYING, "too few prompts for an interval")

@@ -1,0 +1,329 @@
+"""Cost tables: lines between what was measured, what measuring leaves alone, and files that belong to one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import specdec
+from specdec.decoding import cycle as engine
+from specdec.decoding.cost_table import CostTable, measure_costs
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.records.cost_file import CostIdentity, cost_folder, costs_of, read_costs, write_costs
+
+seconds = st.floats(1e-9, 1e3)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_COSTS", str(tmp_path / "costs"))
+    return tmp_path / "costs"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return specdec.load(drafter="mtp", depth=2)
+
+
+@pytest.fixture(autouse=True)
+def always_steady(monkeypatch):
+    """This machine may be busy with other tests."""
+    monkeypatch.setattr("specdec.decoding.cost_table.STEADY", float("inf"))
+
+
+def other_target(lm: specdec.LanguageModel, **info: Any) -> specdec.LanguageModel:
+    """The same model that says something else of itself."""
+    import copy
+
+    other, target = copy.copy(lm), copy.copy(lm.target)
+    target.info = attrs.evolve(lm.info, **info)
+    other.target = target
+    return other
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    first=seconds, step=seconds, depths=st.sets(st.integers(1, 12), min_size=2), draft=seconds, at=st.integers(0, 15)
+)
+def test_a_line_is_read_off_exactly(first, step, depths, draft, at):
+    """Measured at any depths, costs that lie on a line are given back everywhere, beyond the last depth too."""
+    table = CostTable(
+        verify={1: first, **{depth + 1: first + step * depth for depth in depths}},
+        draft={0: 0.0, **{depth: draft * depth for depth in depths}},
+        commit=step,
+    )
+    assert table.cycle(at) == pytest.approx(first + step * at + draft * at + step, rel=1e-6)
+    assert table.draft_step() == pytest.approx(draft, rel=1e-6)
+
+
+@given(
+    verify=st.dictionaries(st.integers(1, 16), seconds, min_size=1).map(lambda d: {1: 1.0, **d}),
+    draft=st.dictionaries(st.integers(1, 16), seconds),
+    commit=seconds,
+    at=st.integers(0, 20),
+)
+def test_a_cycle_never_costs_less_than_nothing(verify, draft, commit, at):
+    assert CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit).cycle(at) > 0.0
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_measuring_prices_every_depth_and_changes_nothing(demo):
+    before = demo.generate("def add", max_new_tokens=24, ignore_eos=True)
+    table = measure_costs(demo, (0, 1, 2, 4), repeats=2, budget_s=30.0)
+    assert sorted(table.verify) == [1, 2, 3, 5]
+    assert sorted(table.draft) == [0, 1, 2, 4]
+    assert 0.0 < table.verify[1] < 1.0
+    assert table.draft[0] == 0.0
+    assert table.draft[4] > table.draft[1] > 0.0
+    assert demo.generate("def add", max_new_tokens=24, ignore_eos=True).tokens == before.tokens
+
+
+def test_a_budget_of_nothing_still_prices_plain_decoding_and_the_deepest_draft(demo):
+    table = measure_costs(demo, budget_s=0.0)
+    assert sorted(table.verify) == [1, 7]
+    assert sorted(table.draft) == [0, 6]
+
+
+def test_passes_are_priced_where_the_drafter_has_no_opinion():
+    lm = specdec.load(drafter="ngram", depth=2)
+    table = measure_costs(lm, (0, 3), repeats=1, budget_s=30.0)
+    assert sorted(table.verify) == [1, 4]
+    assert table.verify[4] > 0.0
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 9, 40])
+def test_a_short_session_is_measured_or_refused_never_overrun(capacity):
+    config = specdec.load_config(overrides=[f"target.capacity={capacity}"])
+    lm = specdec.load(config=config, depth=2)
+    if capacity < 4:
+        with pytest.raises(UnsupportedError, match="costs cannot be measured"):
+            measure_costs(lm)
+        loaded = specdec.load(config=config)
+        assert loaded.depth_spec.name == "fixed"
+        assert any("costs cannot be measured" in notice for notice in loaded.notices)
+    else:
+        assert 1 in measure_costs(lm, repeats=1).verify
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+TABLE = CostTable(verify={1: 0.5, 4: 0.75}, draft={0: 0.0, 3: 0.125}, commit=0.03125)
+
+
+@given(
+    verify=st.dictionaries(st.integers(1, 64), seconds).map(lambda d: {1: 1.0, **d}),
+    draft=st.dictionaries(st.integers(1, 64), seconds),
+    commit=st.floats(0.0, 10.0),
+)
+def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify, draft, commit):
+    path = tmp_path_factory.mktemp("costs") / "new" / "table.json"
+    table, identity = CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit), CostIdentity.of(demo)
+    write_costs(path, table, identity)
+    read, told = read_costs(path)
+    assert read == table
+    assert identity.differences(told) == []
+    assert [entry.name for entry in path.parent.iterdir()] == ["table.json"]  # nothing half written stays
+
+
+def test_a_second_process_measures_nothing(folder, demo, monkeypatch):
+    notices: list[str] = []
+    first = costs_of(demo, notices)
+    monkeypatch.setattr("specdec.records.cost_file.measure_costs", lambda lm: pytest.fail("measured again"))
+    assert costs_of(demo, notices) == first
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [
+        ("processor", "another one", "processor another one, here "),
+        ("cores", 999, "cores 999, here "),
+        ("threads", 999, "threads 999, here "),
+        ("kernels", "other", "kernels other, here "),
+        ("torch", "0.1", "torch 0.1, here "),
+        ("specdec", "0.0", "specdec 0.0, here "),
+    ],
+)
+def test_a_table_of_another_machine_is_measured_again_and_said_so(folder, demo, part, value, told):
+    identity = CostIdentity.of(demo)
+    path = folder / f"{identity.key()}.json"
+    write_costs(path, TABLE, attrs.evolve(identity, **{part: value}))
+    notices: list[str] = []
+    assert costs_of(demo, notices) != TABLE
+    assert len(notices) == 1
+    assert notices[0].startswith(f"cost table of another machine or installation ({told}")
+    assert notices[0].endswith(": measured again")
+    assert read_costs(path)[1][part] != value  # and replaced
+    again: list[str] = []
+    costs_of(demo, again)
+    assert again == []
+
+
+def test_a_table_from_a_busy_moment_is_used_and_not_kept(folder, demo, monkeypatch):
+    busy = attrs.evolve(TABLE, steady=False)
+    monkeypatch.setattr("specdec.records.cost_file.measure_costs", lambda lm: busy)
+    assert costs_of(demo, []) is busy
+    assert not folder.exists()
+
+
+def test_repeats_that_disagree_are_no_steady_table(demo, monkeypatch):
+    """Every other cycle takes twice as long as the one before it."""
+    clock = iter(range(10**6))
+    run = engine.run_cycle
+    monkeypatch.setattr("specdec.decoding.cost_table.STEADY", 1.25)
+
+    def uneven(*arguments):
+        return attrs.evolve(run(*arguments), verify_seconds=1.0 + next(clock) % 4)
+
+    monkeypatch.setattr("specdec.decoding.cost_table.engine.run_cycle", uneven)
+    assert not measure_costs(demo, (0, 1), repeats=2, budget_s=30.0).steady
+    monkeypatch.setattr(
+        "specdec.decoding.cost_table.engine.run_cycle", lambda *a: attrs.evolve(run(*a), verify_seconds=1.0)
+    )
+    assert measure_costs(demo, (0, 1), repeats=2, budget_s=30.0).steady
+
+
+def test_other_models_drafters_and_dtypes_have_files_of_their_own(demo):
+    ours = CostIdentity.of(demo)
+    others = [attrs.evolve(ours, **{part: "other"}) for part in ("model", "backend", "dtype", "drafter")]
+    assert len({ours.key(), *(other.key() for other in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"format": 1}',
+        '{"format": 2, "identity": {}, "verify": {"1": 1}, "draft": {"0": 0}}',
+        '{"format": 1, "identity": {}, "verify": {"1": -1}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": NaN}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": 0}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"2": 1}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": 1}, "draft": {}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": [1], "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"1": true}, "draft": {"0": 0}, "commit": 0}',
+        '{"format": 1, "identity": {}, "verify": {"one": 1}, "draft": {"0": 0}, "commit": 0}',
+        "\udcff",
+    ],
+)
+def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content):
+    path = folder / f"{CostIdentity.of(demo).key()}.json"
+    folder.mkdir()
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    notices: list[str] = []
+    costs_of(demo, notices)
+    assert len(notices) == 1
+    assert "is broken (" in notices[0]
+    assert notices[0].endswith("measured again")
+    read_costs(path)  # and replaced
+    broken = folder / "named.json"
+    broken.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"depth\.costs names no cost table"):
+        costs_of(demo, [], broken)
+
+
+def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("SPECDEC_COSTS", str(file / "costs"))  # root may write anywhere, but not below a file
+    notices: list[str] = []
+    assert costs_of(demo, notices).verify[1] > 0.0
+    assert [notice.partition(":")[0] for notice in notices][-1] == "the cost table cannot be kept"
+
+
+def test_the_file_is_as_readable_as_others(folder, demo):
+    path = folder / "t.json"
+    write_costs(path, TABLE, CostIdentity.of(demo))
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    assert json.loads(path.read_text())["format"] == 1
+
+
+def test_off_keeps_nothing_and_the_cache_folder_is_the_default(demo, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_COSTS", "off")
+    assert cost_folder() is None
+    assert costs_of(demo, []).verify[1] > 0.0
+    monkeypatch.delenv("SPECDEC_COSTS")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
+    assert cost_folder() == tmp_path / "costs"
+
+
+def test_a_model_without_a_fingerprint_is_never_kept(folder, demo):
+    costs_of(other_target(demo, fingerprint=""), [])
+    assert not folder.exists()
+
+
+def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo, tmp_path):
+    path = tmp_path / "mine.json"
+    write_costs(path, TABLE, CostIdentity.of(demo))
+    lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
+    assert lm.depth_shared.table == TABLE
+    assert not folder.exists()
+    write_costs(path, TABLE, attrs.evolve(CostIdentity.of(demo), model="m", processor="a quick one"))
+    with pytest.raises(ConfigError, match="does not fit: model m, here .*; processor a quick one, here "):
+        specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
+    with pytest.raises(ConfigError, match="no cost table: No such file"):
+        specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(tmp_path / "absent.json")})
+
+
+# --- depth.name = "auto" ----------------------------------------------------------------------------------------------
+
+
+def test_the_default_adapts_where_the_depth_cannot_change_the_output(folder):
+    lm = specdec.load()
+    assert lm.depth_spec.name == "adaptive"
+    assert lm.notices == []
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "margin", "typical"])
+def test_the_default_is_fixed_where_the_output_depends_on_the_depth(folder, verifier):
+    lm = specdec.load(verifier=verifier)
+    assert (lm.depth_spec.name, lm.depth_config.depth) == ("fixed", 2)
+    assert lm.notices == [
+        'depth.name = "auto" drafts 2 tokens in every cycle: '
+        f"with the verifier '{verifier}' the output depends on the depth"
+    ]
+    assert lm.generate("def add", max_new_tokens=4).notices == lm.notices
+    assert not folder.exists()
+    assert specdec.load(verifier=verifier, depth="adaptive").depth_spec.name == "adaptive"
+
+
+def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
+    monkeypatch.setattr("specdec.pipeline.probe_rows", lambda target: "made up")
+    lm = specdec.load()
+    assert lm.depth_spec.name == "fixed"
+    assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)
+
+
+def test_without_a_drafter_nothing_is_measured_and_the_result_says_why(folder):
+    lm = specdec.load(drafter="none")
+    assert lm.depth_spec.name == "fixed"
+    assert lm.generate("x", max_new_tokens=3).stats.speculation()["reason"] == "drafter 'none' was chosen"
+    assert not folder.exists()
+
+
+def test_a_start_measures_once_even_where_nothing_is_kept(folder, monkeypatch):
+    """``auto`` asks whether there are costs, then ``adaptive`` asks for them: a busy machine measured both times."""
+    measured = []
+    table = attrs.evolve(CostTable(verify={1: 1e-3, 2: 1e-3}, draft={0: 0.0, 1: 1e-4}, commit=0.0), steady=False)
+    monkeypatch.setattr("specdec.records.cost_file.measure_costs", lambda lm: measured.append(lm) or table)
+    lm = specdec.load()
+    assert lm.depth_spec.name == "adaptive"
+    assert len(measured) == 1
+    assert not list(folder.glob("*.json"))

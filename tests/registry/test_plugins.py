@@ -1,0 +1,407 @@
+"""Plugins as strangers ship them: real distributions on disk, some of them broken."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import types
+
+import attrs
+import pytest
+from structlog.testing import capture_logs
+
+from specdec import plugins
+from specdec.contract import (
+    CycleRecord,
+    DepthPolicySpec,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DrafterSpec,
+    ModelSpec,
+    VerifierSpec,
+)
+from specdec.errors import ConfigError, PluginError, UnknownNameError
+from specdec.hookspecs import hookimpl
+from specdec.registry import BUILT_INS, Kind, Registry
+
+LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
+RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
+HEAD = "from specdec import Draft, Drafter, DrafterSpec, VerifierSpec, hookimpl\n"
+GOOD = (
+    HEAD
+    + """
+class Echo(Drafter):
+    def __init__(self, config, env): pass
+    def propose(self, context, depth): return Draft(tuple([context[-1]] * depth))
+
+@hookimpl
+def specdec_drafters():
+    return [DrafterSpec(name="{name}", factory=Echo, help="repeats the last token")]
+"""
+)
+
+
+@pytest.fixture
+def ship(tmp_path, monkeypatch):
+    """Install a distribution: ``ship("specdec-echo", source, name="echo")`` with one module of that source."""
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = []
+
+    def ship(distribution: str, source: str, *, name: str, version: str = "1.0", value: str | None = None) -> str:
+        module = distribution.replace("-", "_")
+        info = tmp_path / f"{module}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[specdec]\n{name} = {value or module}\n")
+        (tmp_path / f"{module}.py").write_text(textwrap.dedent(source))
+        modules.append(module)
+        return module
+
+    yield ship
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+def names(registry: Registry, kind: Kind) -> list[str]:
+    return [entry.spec.name for entry in registry.entries(kind)]
+
+
+def test_a_strangers_plugin_stands_beside_the_built_in_ones(ship):
+    ship("specdec-echo", GOOD.format(name="echo"), name="echo", version="0.3.1")
+    registry = Registry(LIGHT)
+    assert names(registry, Kind.DRAFTER) == ["ngram", "none", "echo"]
+    assert registry.drafter("echo").help == "repeats the last token"
+    assert str(registry.origin_of(registry.drafter("echo"))) == "specdec-echo 0.3.1"
+    assert str(registry.origin_of(registry.drafter("none"))) == "built in"
+    assert registry.verifier("strict").name == "strict"
+    assert registry.depth_policy("fixed").name == "fixed"
+    assert registry.failures == []
+
+
+def test_every_built_in_registers_through_the_hooks():
+    registry = Registry(BUILT_INS, entry_points=())
+    assert [str(failure) for failure in registry.failures] == []
+    assert {"mtp", "ngram", "none"} <= set(names(registry, Kind.DRAFTER))
+    assert registry.backend("cpu").available() is None
+    assert registry.model("qwen3").name == "qwen3"
+
+
+BROKEN = {
+    "import error": ("import no_such_module_anywhere", "import", "ModuleNotFoundError"),
+    "syntax error": ("def (", "import", "SyntaxError"),
+    "exits at import": ("raise SystemExit(3)", "import", "SystemExit: 3"),
+    "hook raises": (HEAD + "@hookimpl\ndef specdec_drafters(): return [1 / 0]", "registration", "ZeroDivisionError"),
+    "unknown hook": (HEAD + "@hookimpl\ndef specdec_driters(): return []", "registration", "specdec_driters"),
+    "unknown argument": (HEAD + "@hookimpl\ndef specdec_drafters(cli): return []", "registration", "cli"),
+    "not marked": (HEAD + "def specdec_drafters(): return []", "registration", "not marked @specdec.hookimpl"),
+    "no hook at all": ("x = 1", "registration", "implements no hook"),
+    "returns a spec": (
+        HEAD + "@hookimpl\ndef specdec_drafters(): return DrafterSpec(name='x', factory=print)",
+        "registration",
+        "returns a list of DrafterSpec",
+    ),
+    "another hook's spec": (
+        HEAD + "@hookimpl\ndef specdec_drafters(): return [VerifierSpec(name='x', factory=print)]",
+        "registration",
+        "returns a list of DrafterSpec",
+    ),
+    "a class for a spec": (
+        HEAD + "@hookimpl\ndef specdec_drafters(): return [DrafterSpec]",
+        "registration",
+        "got the class DrafterSpec",
+    ),
+    "name is no word": (
+        HEAD + "@hookimpl\ndef specdec_drafters(): return [DrafterSpec(name='', factory=print)]",
+        "registration",
+        "a name is a word",
+    ),
+    "config is no class": (
+        HEAD + "@hookimpl\ndef specdec_drafters(): return [DrafterSpec(name='x', factory=print, config=dict)]",
+        "registration",
+        "an attrs class or a dataclass",
+    ),
+    "factory is no function": (
+        HEAD + "@hookimpl\ndef specdec_drafters(): return [DrafterSpec(name='x', factory=3)]",
+        "registration",
+        "factory is called",
+    ),
+    "second half broken": (
+        GOOD.format(name="half") + "\n@hookimpl\ndef specdec_verifiers(): return [None]",
+        "registration",
+        "returns a list of VerifierSpec",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_plugin_harms_nobody_until_it_is_asked_for(ship, case):
+    source, during, text = BROKEN[case]
+    ship("specdec-zz", source, name="broken", version="0.4.1")
+    ship("specdec-echo", GOOD.format(name="echo"), name="echo")
+    registry = Registry(LIGHT)
+    assert names(registry, Kind.DRAFTER) == ["ngram", "none", "echo"]
+    assert registry.drafter("echo").factory(None, None).propose([4], 2) == Draft((4, 4))
+    (failure,) = registry.failures
+    assert (failure.name, failure.origin.distribution, failure.origin.version) == ("broken", "specdec-zz", "0.4.1")
+    assert failure.during == during
+    assert text in failure.reason
+    with pytest.raises(PluginError) as raised:
+        registry.drafter("broken", asked_by="run.toml, key drafter.name")
+    assert raised.value.facts["asked for by"] == "run.toml, key drafter.name"
+    assert text in raised.value.facts["error"]
+    assert "specdec-zz 0.4.1" in raised.value.facts["plugin"]
+    assert raised.value.__cause__ is failure.error
+    with pytest.raises(PluginError, match="failed"):
+        Registry(LIGHT, strict=True).drafter("echo")
+
+
+def test_a_plugin_that_breaks_halfway_leaves_nothing_behind(ship):
+    ship("specdec-half", BROKEN["second half broken"][0], name="half-of-it")
+    registry = Registry(LIGHT)
+    assert "half" not in names(registry, Kind.DRAFTER)
+    with pytest.raises(PluginError, match="could not be loaded"):
+        registry.drafter("half")  # the name it would have had, not only that of its entry point
+
+
+def test_a_class_is_instantiated_and_its_constructor_may_fail(ship):
+    source = (
+        HEAD
+        + """
+class Plugin:
+    def __init__(self): self.made = {made}
+    @hookimpl
+    def specdec_drafters(self): return [DrafterSpec(name="from-class", factory=print)]
+"""
+    )
+    ship("specdec-good", source.format(made="1"), name="good", value="specdec_good:Plugin")
+    ship("specdec-bad", source.format(made="1 / 0"), name="bad", value="specdec_bad:Plugin")
+    registry = Registry(())
+    assert names(registry, Kind.DRAFTER) == ["from-class"]
+    assert [failure.reason for failure in registry.failures] == ["ZeroDivisionError: division by zero"]
+
+
+def test_a_missing_attribute_of_the_entry_point_is_an_import_failure(ship):
+    ship("specdec-gone", "x = 1", name="gone", value="specdec_gone:nothing")
+    (failure,) = Registry(()).failures
+    assert failure.during == "import"
+    assert "nothing" in failure.reason
+
+
+def test_a_distribution_with_broken_metadata_does_not_hide_the_others(ship, tmp_path):
+    ship("specdec-echo", GOOD.format(name="echo"), name="echo")
+    info = tmp_path / "garbage-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: garbage\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[specdec]\nthis line has no equals sign\n")
+    registry = Registry(())
+    assert registry.drafter("echo").name == "echo"
+    assert any("garbage" in str(failure) for failure in registry.failures)
+
+
+@pytest.mark.parametrize("other", ["specdec-echo", None], ids=["two strangers", "against a built-in"])
+def test_two_plugins_of_one_name_are_refused_with_both_origins(ship, other):
+    name = "echo" if other else "none"
+    if other:
+        ship(other, GOOD.format(name=name), name="echo", version="1.0")
+    ship("another-echo", GOOD.format(name=name), name="echo2", version="2.0")
+    registry = Registry(LIGHT)
+    assert registry.drafter("ngram").name == "ngram"
+    with pytest.raises(PluginError) as raised:
+        registry.drafter(name)
+    assert "another-echo 2.0" in raised.value.facts["brought by"]
+    assert ("specdec-echo 1.0" if other else "built in") in raised.value.facts["brought by"]
+    ((kind, taken, claims),) = registry.conflicts()
+    assert (kind, taken, len(claims)) == (Kind.DRAFTER, name, 2)
+    with pytest.raises(PluginError, match="2 plugins bring a drafter called"):
+        Registry(LIGHT, strict=True).drafter("ngram")
+
+
+def test_an_unknown_name_says_what_is_there_what_is_not_and_what_is_near(ship):
+    ship("specdec-eagle", "import no_such_module_anywhere", name="eagle3", version="0.4.1")
+    ship("specdec-echo", GOOD.format(name="echo"), name="echo", version="0.2.0")
+    with pytest.raises(UnknownNameError) as raised:
+        Registry(LIGHT).drafter("eagel3", asked_by="run.toml, key drafter.name")
+    error = raised.value
+    assert error.message == "no drafter is called 'eagel3'. Did you mean 'eagle3'?"
+    assert error.facts["asked for by"] == "run.toml, key drafter.name"
+    assert error.facts["available"] == "echo (specdec-echo 0.2.0), ngram (built in), none (built in)"
+    assert error.facts["not loaded"].startswith("eagle3 (specdec-eagle 0.4.1): ModuleNotFoundError: No module named")
+    assert error.facts["try"].startswith("set drafter.name = ")
+    assert isinstance(error, ConfigError)
+
+
+@pytest.mark.parametrize("kind", ["drafter", "verifier", "depth_policy", "backend", "model"])
+def test_every_kind_has_an_error_for_an_unknown_name(kind):
+    with pytest.raises(UnknownNameError, match="'nobody'"):
+        getattr(Registry((), entry_points=()), kind)("nobody")
+
+
+def test_a_family_is_found_by_each_model_type_and_conflicts_by_it():
+    def family(name, *model_types):
+        @hookimpl
+        def specdec_models():
+            return [ModelSpec(name=name, model_types=model_types, parse=dict, tensors=dict, build=dict)]
+
+        return types.SimpleNamespace(specdec_models=specdec_models, __name__=name)
+
+    class Hashable(types.SimpleNamespace):
+        __hash__ = object.__hash__
+
+    one, two = (Hashable(**vars(family(*words))) for words in (("a", "x", "y"), ("b", "y")))
+    registry = Registry((one, two), entry_points=())
+    assert registry.model("x").name == "a"
+    with pytest.raises(PluginError, match="'y'"):
+        registry.model("y")
+
+
+def test_registering_by_hand_fails_at_once_and_leaves_nothing():
+    class Mine:
+        @hookimpl
+        def specdec_verifiers(self):
+            return [VerifierSpec(name="mine", factory=lambda config: None)]
+
+        @hookimpl
+        def specdec_cycle(self, record):
+            raise AssertionError
+
+    registry = Registry((), entry_points=())
+    registry.register(Mine())
+    assert registry.verifier("mine").name == "mine"
+    with pytest.raises(PluginError, match="2 plugins bring a verifier"):
+        registry.register(Mine())
+    assert len(registry.entries(Kind.VERIFIER)) == 1
+    with pytest.raises(PluginError, match="implements no hook"):
+        registry.register(object())
+
+
+def test_what_a_factory_does_wrong_names_its_plugin(ship):
+    ship(
+        "specdec-bad",
+        HEAD + "@hookimpl\ndef specdec_drafters(): return [DrafterSpec(name='bad', factory=lambda c, e: {}[c]),"
+        " DrafterSpec(name='wrong', factory=lambda c, e: 7)]",
+        name="bad",
+        version="3.0",
+    )
+    registry = Registry(())
+    env = DrafterEnv(target=None, state=None)
+    with pytest.raises(PluginError, match="could not be built") as raised:
+        registry.make_drafter(registry.drafter("bad"), "key", env)
+    assert raised.value.facts["plugin"] == "bad (specdec-bad 3.0)"
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(PluginError, match="is no specdec.Drafter: its factory returned int"):
+        registry.make_drafter(registry.drafter("wrong"), None, env)
+
+
+def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():
+    seen = []
+
+    class Good:
+        @hookimpl
+        def specdec_cycle(self, record):
+            seen.append(record)
+
+    class Bad:
+        calls = 0
+
+        @hookimpl
+        def specdec_cycle(self, record):
+            Bad.calls += 1
+            raise OSError("disk full")
+
+    registry = Registry((Good(), Bad()), entry_points=())
+    former = plugins.use_registry(registry)
+    try:
+        plugins.notify_cycle(RECORD)  # nothing is loaded before somebody asks for a plugin
+        assert (seen, Bad.calls) == ([], 0)
+        registry.load()
+        for _ in range(3):
+            plugins.notify_cycle(RECORD)
+    finally:
+        plugins.use_registry(former)
+    assert seen == [RECORD] * 3
+    assert Bad.calls == 1
+    assert [failure.reason for failure in registry.failures] == ["OSError: disk full"]
+
+
+def test_the_first_forward_pass_wins_and_a_failing_one_is_named():
+    class Leaves:
+        @hookimpl
+        def specdec_forward_pass(self, target_config):
+            return None
+
+    class Breaks:
+        @hookimpl
+        def specdec_forward_pass(self, target_config):
+            raise RuntimeError("no engine")
+
+    class Wrong:
+        @hookimpl
+        def specdec_forward_pass(self, target_config):
+            return "a model"
+
+    target = types.SimpleNamespace(model="demo")
+    assert Registry((Leaves(),), entry_points=()).forward_pass(target) is None
+    with pytest.raises(PluginError, match="failed in specdec_forward_pass on model 'demo'"):
+        Registry((Leaves(), Breaks()), entry_points=()).forward_pass(target)
+    with pytest.raises(PluginError, match="returned str"):
+        Registry((Wrong(),), entry_points=()).forward_pass(target)
+
+
+def test_strict_and_trace_come_from_the_environment(ship, monkeypatch):
+    ship("specdec-zz", "1 / 0", name="zz")
+    monkeypatch.setenv("SPECDEC_STRICT_PLUGINS", "1")
+    registry = Registry(LIGHT)
+    for _ in range(2):  # not only the first time
+        with pytest.raises(PluginError, match="'zz' failed"):
+            registry.drafter("none")
+    monkeypatch.setenv("SPECDEC_STRICT_PLUGINS", "0")
+    monkeypatch.setenv("SPECDEC_TRACE_PLUGINS", "1")
+    with capture_logs() as logs:
+        Registry(("specdec.drafters.none",)).drafter("none")
+    calls = [entry for entry in logs if entry["event"] == "hook_call"]
+    assert {"event": "hook_call", "hook": "specdec_drafters", "log_level": "info", "arguments": []}.items() <= {
+        **calls[0]
+    }.items()
+    assert [entry["plugin"] for entry in logs if entry["event"] == "plugin_failed"] == ["zz"]
+
+
+def test_a_plugin_that_asks_for_the_registry_while_it_loads_is_told_so(ship):
+    ship("specdec-loop", "import specdec.registry as p\np.registry().drafter('none')", name="loop")
+    registry = Registry(LIGHT)
+    former = plugins.use_registry(registry)
+    try:
+        assert registry.drafter("none").name == "none"
+    finally:
+        plugins.use_registry(former)
+    assert "while it was being imported" in registry.failures[0].reason
+
+
+def test_an_interrupted_load_goes_on_where_it_was():
+    interrupts = [KeyboardInterrupt]
+
+    class Slow:
+        @hookimpl
+        def specdec_drafters(self):
+            if interrupts:
+                raise interrupts.pop()
+            return [DrafterSpec(name="slow", factory=Drafter)]
+
+    registry = Registry((*LIGHT, Slow()), entry_points=())
+    with pytest.raises(KeyboardInterrupt):
+        registry.load()
+    assert registry.drafter("slow").name == "slow"
+    assert registry.failures == []
+
+
+def test_specs_of_plugins_may_use_dataclasses_and_attrs_alike():
+    @attrs.frozen
+    class Config:
+        depth: int = 1
+
+    class Mine:
+        @hookimpl
+        def specdec_depth_policies(self):
+            return [DepthPolicySpec(name="mine", factory=Drafter, config=Config)]
+
+    assert Registry((Mine(),), entry_points=()).depth_policy("mine").config is Config
