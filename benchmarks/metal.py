@@ -511,7 +511,7 @@ def measure_models(folder: Path, sizes: Sizes, repeats: int, bandwidth: float) -
     """r(M), a draft step and the share of the stream's bandwidth, for bfloat16 and 4-bit weights."""
     from specdec.config import RunConfig, TargetConfig
     from specdec.doctor import measure_row_costs
-    from specdec.pipeline import load_target
+    from specdec.models.loading import load_target
 
     plain, packed = folder / "bf16", folder / "4-bit"
     if not (plain / "model.safetensors").exists():

@@ -98,8 +98,8 @@ def measure(folder: Path, what: str) -> dict[str, Any]:
     from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names
     from specdec.checkpoints.quantised import formats_of
     from specdec.config import RunConfig, TargetConfig
+    from specdec.models.loading import load_target
     from specdec.models.qwen3_5 import Qwen35Config, tensors
-    from specdec.pipeline import load_target
     from specdec.registry import registry
 
     registry().model("qwen3_5_text")

@@ -11,7 +11,8 @@ from specdec.checkpoints import Checkpoint, audit, holds_weights, locate, read_j
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig
 from specdec.errors import ConfigError, UnknownNameError
-from specdec.pipeline import LanguageModel, build, family_of
+from specdec.models.loading import family_of
+from specdec.pipeline import LanguageModel, build
 from specdec.registry import PUBLISHED, Kind, registry
 
 

@@ -74,7 +74,7 @@ def doctor(
 
     from specdec.doctor import make_record, measure_row_costs, probe_bits, promise
     from specdec.doctor.operations import CONTEXTS
-    from specdec.pipeline import load_target
+    from specdec.models.loading import load_target
     from specdec.records.probes import SWITCH, probe_folder, write_probe
 
     with output.status(f"loading {config.target.model}"):

@@ -19,7 +19,7 @@ from specdec._version import __version__
 from specdec.backends.cpu.compiler import Kernels, find_compiler, load_kernels
 from specdec.contract import BackendSpec
 from specdec.errors import SpecdecError
-from specdec.pipeline import _auto_backend
+from specdec.models.loading import _auto_backend
 from specdec.records.folders import cache_folder
 from specdec.records.probes import LIBRARIES, probe_folder
 from specdec.registry import Kind, registry

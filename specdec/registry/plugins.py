@@ -762,3 +762,13 @@ def _trace_after(
 ) -> None:
     error = outcome.exception
     log.info("hook_done", hook=hook_name, error=None if error is None else f"{type(error).__name__}: {error}")
+
+
+def constructed(kind: str, name: str, make: Any) -> Any:
+    """Run a plugin's constructor; any failure of it names the plugin."""
+    try:
+        return make()
+    except SpecdecError:
+        raise
+    except Exception as error:
+        raise PluginError(f"the {kind} {name!r} failed to start: {type(error).__name__}: {error}") from error

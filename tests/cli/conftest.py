@@ -8,9 +8,8 @@ from cli_fakes import FakeModel
 from click.testing import CliRunner
 
 import specdec
-from specdec import plugins
 from specdec.cli import main
-from specdec.registry import Registry
+from specdec.registry import Registry, plugins
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import specdec
 from specdec.config import Choice, RunConfig, TargetConfig, structure_choice
 from specdec.contract import CycleRecord, DepthPolicy, DepthPolicySpec, PrepareEnv, Stats
-from specdec.pipeline import load_target
+from specdec.models.loading import load_target
 from specdec.registry import registry
 from tests import tiny, tiny_families
 from tests.drafters.two_tokenizers import byte_level

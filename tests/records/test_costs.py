@@ -305,7 +305,7 @@ def test_the_default_is_fixed_where_the_output_depends_on_the_depth(folder, veri
 
 
 def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
-    monkeypatch.setattr("specdec.pipeline.probe_rows", lambda target: "made up")
+    monkeypatch.setattr("specdec.models.loading.probe_rows", lambda target: "made up")
     lm = specdec.load()
     assert lm.depth_spec.name == "fixed"
     assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import probes
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import Ops
 from specdec.config import RunConfig, TargetConfig
@@ -20,7 +19,8 @@ from specdec.doctor import RowCosts, make_record, measure_row_costs, probe_bits,
 from specdec.doctor.operations import NO_ROWS, ROW_ARGUMENTS, note_calls, over
 from specdec.errors import UnsupportedError
 from specdec.measuring.speed_model import expected_tokens
-from specdec.pipeline import load_target
+from specdec.models.loading import load_target
+from specdec.records import probes
 from specdec.records.probes import (
     Finding,
     ProbeIdentity,

@@ -10,7 +10,6 @@ import attrs
 import pytest
 from structlog.testing import capture_logs
 
-from specdec import plugins
 from specdec.contract import (
     CycleRecord,
     DepthPolicySpec,
@@ -23,7 +22,7 @@ from specdec.contract import (
 )
 from specdec.errors import ConfigError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Kind, Registry
+from specdec.registry import BUILT_INS, Kind, Registry, plugins
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import pipeline
 from specdec.backends.cuda import device as devices
 from specdec.backends.cuda.backend import CudaBackend
 from specdec.errors import ConfigError, UnsupportedError
+from specdec.models import loading
 from specdec.registry import registry
 from tests.backends.cuda.fake import FakeDevice
 
@@ -85,10 +85,10 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str
         def construct(kind: str, chosen: str, make: Any) -> Any:
             raise Chosen(chosen)
 
-        monkeypatch.setattr(pipeline, "_constructed", construct)
+        monkeypatch.setattr(loading, "constructed", construct)
         notices: list[str] = []
         with pytest.raises(Chosen) as chosen:
-            pipeline._backend(name, notices)
+            loading._backend(name, notices)
         return str(chosen.value), notices
 
     return choose
@@ -119,7 +119,7 @@ def test_a_device_that_cannot_be_used_is_named_with_the_reason(
     assert notices[0].startswith('target.backend = "auto" runs on the cpu: the cuda backend cannot run here: ')
     assert reason in notices[0]
     with pytest.raises(UnsupportedError) as refused:
-        pipeline._backend("cuda", [])
+        loading._backend("cuda", [])
     assert reason in str(refused.value)
     assert refused.value.facts["try"] == 'target.backend = "cpu"'
 
@@ -151,7 +151,7 @@ def test_without_a_device_nothing_is_said(
     machine(**seen)
     assert choice() == ("cpu", [])
     with pytest.raises(UnsupportedError, match="the cuda backend cannot run here"):
-        pipeline._backend("cuda", [])
+        loading._backend("cuda", [])
 
 
 def test_a_device_that_is_hidden_is_named_when_cuda_is_asked_for(machine: Callable[..., None]) -> None:

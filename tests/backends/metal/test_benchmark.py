@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from benchmarks import metal as bench  # noqa: E402
 from specdec.config import RunConfig, TargetConfig  # noqa: E402
-from specdec.pipeline import load_target  # noqa: E402
+from specdec.models.loading import load_target  # noqa: E402
 
 QUICK = attrs.evolve(bench.SMOKE, rows=(1, 2, 3), vocab=64)
 

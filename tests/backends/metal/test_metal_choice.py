@@ -14,6 +14,7 @@ import specdec
 from specdec import pipeline
 from specdec.contract import Parity
 from specdec.errors import ConfigError, UnsupportedError
+from specdec.models import loading
 from specdec.registry import registry
 
 PROMPT = "The river"
@@ -41,10 +42,10 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
         def construct(kind: str, chosen: str, make: Any) -> Any:
             raise Chosen(chosen)
 
-        monkeypatch.setattr(pipeline, "_constructed", construct)
+        monkeypatch.setattr(loading, "constructed", construct)
         notices: list[str] = []
         with pytest.raises(Chosen) as chosen:
-            pipeline._backend(name, notices)
+            loading._backend(name, notices)
         return str(chosen.value), notices
 
     return choose
@@ -76,7 +77,7 @@ def test_a_name_is_taken_at_its_word(choice: Any) -> None:
 def test_metal_by_name_without_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     with pytest.raises(UnsupportedError, match=r"specdec-framework\[metal\]"):
-        pipeline._backend("metal", [])
+        loading._backend("metal", [])
 
     def no_mlx(name: str, *rest: Any) -> Any:
         raise ModuleNotFoundError(name)

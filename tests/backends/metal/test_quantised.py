@@ -25,8 +25,8 @@ from specdec.checkpoints.quantised import StoredMatrix  # noqa: E402
 from specdec.config import RunConfig, TargetConfig  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
 from specdec.errors import ConfigError  # noqa: E402
+from specdec.models.loading import load_target  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
-from specdec.pipeline import load_target  # noqa: E402
 from specdec.testing import OpsSubject  # noqa: E402
 from specdec.testing.numerics import to_host  # noqa: E402
 from specdec.testing.registry import Subject, check_subjects  # noqa: E402

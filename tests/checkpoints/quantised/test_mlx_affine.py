@@ -24,7 +24,7 @@ from specdec.checkpoints.quantised import formats_of
 from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
-from specdec.pipeline import _stored_dtype, load_target
+from specdec.models.loading import _stored_dtype, load_target
 from specdec.registry import registry
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout

@@ -20,7 +20,7 @@ from specdec.checkpoints.quantised import DecodedCache
 from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
-from specdec.pipeline import LoadedTarget, load_target
+from specdec.models.loading import LoadedTarget, load_target
 from tests import tiny
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_quantised_models import HYBRID, PROMPT, matrix

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from specdec.checkpoints import Checkpoint, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
 from specdec.config import RunConfig, TargetConfig
-from specdec.pipeline import _stored_dtype, load_target
+from specdec.models.loading import _stored_dtype, load_target
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import quantisers as q
 

@@ -18,7 +18,7 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, alike, formats_of
 from specdec.config import RunConfig, TargetConfig
-from specdec.pipeline import load_target
+from specdec.models.loading import load_target
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
