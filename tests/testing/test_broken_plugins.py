@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, iter_checks
-from specdec.testing.registry import as_subject, run_check
+from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, as_subject, iter_checks, run_check
 from tests.testing.broken import drafters, ops, policies, targets, verifiers
 
 COSTLY = ("D14", "V5")  # draw thousands of times; fewer where another clause is meant

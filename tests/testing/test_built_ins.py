@@ -22,10 +22,12 @@ from specdec.testing import (
     Memory,
     OpsSubject,
     StrictForwardPass,
+    Subject,
     TableModel,
+    as_subject,
+    check_subjects,
     parametrize_checks,
 )
-from specdec.testing.registry import Subject, as_subject, check_subjects
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
@@ -189,7 +191,7 @@ def test_causal_lm_over_random_weights(make_target, family, kernels):
 def test_the_mtp_drafter_over_a_real_head(make_target):
     """Beyond ``TableModel``: hidden states, pairs and rewinds over the tiny family's own head, strictly."""
     from specdec.testing import StrictForwardPass
-    from specdec.testing.end_to_end import run_engine
+    from specdec.testing.engine_run import run_engine
 
     target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1])
     from specdec.contract import Sampling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -20,42 +19,40 @@ from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.errors import ConfigError, ContractError, UnknownNameError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
 from specdec.testing import (
+    Check,
     CheckFailure,
     Memory,
     Status,
     StrictForwardPass,
     Subject,
     TableModel,
+    as_subject,
     check_plugin,
+    expect,
     goodness_of_fit,
     iter_checks,
     parametrize_checks,
+    run_check,
 )
-from specdec.testing.numerics import binomial_interval, chi_square_tail
-from specdec.testing.registry import Broken, Check, Run, as_subject, expect, run_check
+from specdec.testing.checks import Broken, Run
+from specdec.testing.numerics import chi_square_tail
+from tests.testing import contract_pages
 from tests.testing.broken import drafters, policies
 from tests.testing.broken.targets import RunsCycles
-
-CONTRACT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "contract"
-
 
 # --- the written contract --------------------------------------------------------------------------------------------
 
 
-def clauses(subject: Subject) -> dict[str, tuple[str, str]]:
-    """Id -> sentence and reason, as the document has them."""
-    text = (CONTRACT / f"{subject.document}.md").read_text(encoding="utf-8")
-    found = re.findall(r"^## ([A-Z]\d+)(?: \(advice\))?\n\n(.+?)\n\n\*Why:\* (.+?)(?=\n\n|\n*\Z)", text, re.S | re.M)
-    assert len(found) == len(re.findall(r"^## ", text, re.M)), "a clause lacks its sentence or its reason"
-    return {id_: (" ".join(sentence.split()), reason) for id_, sentence, reason in found}
-
-
 @pytest.mark.parametrize("subject", Subject, ids=lambda subject: subject.document)
-def test_every_clause_has_its_check_and_every_check_its_clause(subject):
-    written, checks = clauses(subject), {check.id: check for check in iter_checks(subject)}
-    assert written.keys() == checks.keys()
-    for id_, check in checks.items():
-        assert written[id_][0] == check.sentence.replace("``", "`"), id_
+def test_every_clause_is_headed_by_its_sentence_and_has_a_reason(subject):
+    text = contract_pages.page(subject).read_text(encoding="utf-8")
+    clauses = contract_pages.CLAUSE.findall(text)
+    assert [id_ for id_, *_ in clauses] == re.findall(r"^## (\S+)", text, re.M)
+    assert {id_ for id_, *_ in clauses} == {check.id for check in iter_checks(subject)}
+    assert {id_ for id_, _, advice, _ in clauses if advice} == {
+        check.id for check in iter_checks(subject) if check.kind == "advice"
+    }
+    assert text == contract_pages.updated(subject), "run python -m tests.testing.contract_pages"
 
 
 def test_clauses_are_numbered_without_gaps():
@@ -72,7 +69,7 @@ def test_a_failure_says_clause_case_and_replay():
     text = str(outcome.failure)
     assert outcome.status is Status.FAILED
     for part in (
-        "D1:",
+        "D1 A draft has at most ``depth`` tokens",
         "the draft is too long",
         "smallest case",
         "got:",
@@ -116,7 +113,7 @@ def _later(kind: str = "contract") -> Check:
 
 def test_a_later_contract_reports_and_does_not_fail():
     subject = as_subject(Subject.DRAFTER, none_specs()[0])
-    assert run_check(_later(), subject, contract="2027.1").status is Status.NEWER
+    assert run_check(_later(), subject, contract="2026.1").status is Status.NEWER
     assert run_check(_later(), subject, contract="2031.1").status is Status.FAILED
     assert run_check(_later("advice"), subject, contract="2031.1").status is Status.ADVICE
 
@@ -249,10 +246,10 @@ def test_the_command_prints_one_object_and_says_by_its_status_how_it_went():
 
 
 def test_the_command_fails_a_broken_plugin(monkeypatch):
-    from specdec.testing import named
+    from specdec.testing import reports
 
     subjects = ([("broken", Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
-    monkeypatch.setattr(named, "subjects_named", lambda *arguments: subjects)
+    monkeypatch.setattr(reports, "registered_subjects", lambda *arguments: subjects)
     done = _command("broken")
     assert done.exit_code == 1
     assert "fails P4" in done.stdout
@@ -279,8 +276,8 @@ def test_the_kit_needs_no_pytest():
 def test_the_table_model_follows_its_table():
     table = np.array([[0.1, 0.9], [1.0, 0.0]])
     model = TableModel(table)
-    assert model.law([0]) == pytest.approx([0.1, 0.9])
-    assert model.law([0, 1]) == pytest.approx([1.0, 0.0])
+    assert model.distribution([0]) == pytest.approx([0.1, 0.9])
+    assert model.distribution([0, 1]) == pytest.approx([1.0, 0.0])
     state = model.new_state(8)
     logits = model.decode(state, [0, 1]).need_logits().rows()
     assert np.exp(logits) == pytest.approx(np.array([[0.1, 0.9], [1.0, 0.0]]))
@@ -394,12 +391,6 @@ def test_an_impossible_outcome_fails_at_once():
     fit = goodness_of_fit([10, 10, 1], [0.5, 0.5, 0.0])
     assert fit.impossible == (2,)
     assert not fit.passes(1e-9)
-
-
-def test_wilson_intervals_cover():
-    assert binomial_interval(0, 0) == (0.0, 1.0)
-    low, high = binomial_interval(50, 100, z=1.96)
-    assert (low, high) == (pytest.approx(0.4038, abs=1e-3), pytest.approx(0.5962, abs=1e-3))
 
 
 def test_explore_shrinks_and_keeps_the_global_generators():

@@ -16,8 +16,7 @@ from specdec.backends.cuda.kernels import accept, cycle
 from specdec.contract import GreedyStart
 from specdec.decoding.stepwise import StepwiseCycles
 from specdec.errors import PromptError
-from specdec.testing import iter_checks
-from specdec.testing.registry import as_subject, run_check
+from specdec.testing import as_subject, iter_checks, run_check
 from tests import tiny
 from tests.backends.cuda.test_models import PROMPT, TINY, VOCAB, _short_caches, build  # noqa: F401  (two are fixtures)
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp

@@ -9,7 +9,7 @@ from specdec.contract import DraftHead, ForwardOutput
 from specdec.decoding.stepwise import StepwiseCycles
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
-from specdec.testing.models import Memory, TableHead, TableLogits, TableModel
+from specdec.testing.table_model import Memory, TableHead, TableLogits, TableModel
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
