@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from specdec.backends.delegating import DelegatingOps
 from specdec.backends.ops import Array, Cache
 from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Snapshot, State
 from specdec.errors import ConfigError, ContractError, PromptError, ShapeError, StateError, UnsupportedError
@@ -59,18 +60,12 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
     return None
 
 
-class _SiluGate:
+class _SiluGate(DelegatingOps):  # type: ignore[abstract,unused-ignore]
     """Ops whose attention multiplies by ``silu(gate)``, which is ``sigmoid(gate) * gate``."""
 
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def attend(self, q: Array, k: Array, v: Array, cache: Any, *, scale: float, gate: Array) -> Array:
-        gated = self._ops.attend(q, k, v, cache, scale=scale, gate=gate)
-        return gated * gate.reshape(gated.shape)
+    def attend(self, q: Array, k: Array, v: Array, cache: Any, *, scale: float, gate: Array | None = None) -> Array:
+        gated = self.inner.attend(q, k, v, cache, scale=scale, gate=gate)
+        return gated if gate is None else gated * gate.reshape(gated.shape)
 
 
 class AblatedState(State):

@@ -121,19 +121,6 @@ def dot_tolerance(dtype: str, length: int, magnitude: NDArray[np.float64], round
     return bound
 
 
-def to_host(array: Any) -> NDArray[np.float64]:
-    """A backend's array (torch, MLX, numpy), or a weight that can ``decode``, as float64; no value is rounded."""
-    if hasattr(array, "decode"):
-        array = array.decode()
-    if hasattr(array, "detach"):  # torch, whose numpy() knows no bfloat16
-        return np.asarray(array.detach().float().cpu().numpy(), np.float64)
-    if type(array).__module__.split(".")[0] == "mlx":
-        import mlx.core as mx
-
-        return np.asarray(np.array(array.astype(mx.float32)), np.float64)
-    return np.asarray(array, np.float64)
-
-
 def fill_with_nan(owner: object) -> int:
     """Fill every writable floating-point array among an object's attributes with NaN; returns how many there were.
 
