@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-Array = Any  # torch.Tensor, mlx.core.array, numpy.ndarray, ...
+Array: TypeAlias = Any  # torch.Tensor, mlx.core.array, numpy.ndarray, ...
 
 
 class Cache(abc.ABC):
@@ -45,7 +45,10 @@ class Cache(abc.ABC):
         """Bytes allocated."""
 
 
-KVCache = LatentCache = DeltaCache = Any  # the caches that ``new_kv``, ``new_latent`` and ``new_delta`` of an Ops return
+# A backend's ops take its own caches: what its ``new_kv``, ``new_latent`` and ``new_delta`` returned.
+KVCache: TypeAlias = Any
+LatentCache: TypeAlias = Any
+DeltaCache: TypeAlias = Any
 
 
 class HeadRows(Protocol):

@@ -20,7 +20,8 @@ def auto_backend() -> tuple[str, list[str]]:
     wanted: list[tuple[int, BackendSpec]] = []
     unusable: dict[str, str] = {}
     for entry in registry().entries(Kind.BACKEND):
-        spec: BackendSpec = entry.spec
+        spec = entry.spec
+        assert isinstance(spec, BackendSpec)
         try:
             preference = spec.preference()
             if preference is not None:

@@ -29,4 +29,4 @@ def _delegated(name: str) -> Callable[..., Any]:
 for _name, _value in vars(Ops).items():
     if callable(_value) and not _name.startswith("_"):
         setattr(DelegatingOps, _name, _delegated(_name))
-abc.update_abstractmethods(DelegatingOps)
+abc.update_abstractmethods(DelegatingOps)  # type: ignore[type-abstract]

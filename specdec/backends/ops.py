@@ -191,9 +191,9 @@ class Ops(abc.ABC):
     def weight(self, tensor: Array) -> Array:
         """A checkpoint tensor (torch, on the host) as this backend computes with it: act dtype, 2-D ``[N, H]``.
 
-        Of a format in ``capabilities.packed_formats`` it is a ``specdec.checkpoints.quantised.StoredMatrix``, an embedding table and a head
-        too; what is returned for it is taken by every operation that takes a weight. ``StoredMatrix.decode`` is the way
-        out for sizes that have no kernel.
+        Of a format in ``capabilities.packed_formats`` it is a ``specdec.checkpoints.quantised.StoredMatrix``, an
+        embedding table and a head too; every operation that takes a weight takes what is returned for it.
+        ``StoredMatrix.decode`` is the way out for sizes that have no kernel.
         """
 
     def stack(self, tensors: Sequence[Array]) -> Array:

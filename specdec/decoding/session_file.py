@@ -40,7 +40,10 @@ class SavedSession:
 
 
 def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
-    """Write ``saved``, a state of ``target``, to ``path`` atomically. Raises: SessionFileError when the place cannot be written."""
+    """Write ``saved``, a state of ``target``, to ``path`` atomically.
+
+    Raises: SessionFileError when the place cannot be written.
+    """
     described = {
         "format": FORMAT,
         "model": _identity(target.info),

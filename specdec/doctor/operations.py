@@ -45,7 +45,10 @@ ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "head": ("x",),
     "pruned_head": ("x",),
 }  # arguments with an axis of T rows
-NO_ROWS = ("weight", "stack", "vector", "new_kv", "new_latent", "new_delta", "hidden", "array", "head_rows", "to_host", "from_host", "record_passes")
+NO_ROWS = (
+    *("weight", "stack", "vector", "to_host", "from_host", "hidden", "array", "head_rows"),
+    *("new_kv", "new_latent", "new_delta", "record_passes"),
+)
 """Operations without rows, or that only wrap them."""
 
 
@@ -255,9 +258,11 @@ def _attention(ops: Ops, call: Call) -> _Sequential:
         dims = call.arguments["row"].shape[1]
         label = f"attend_latent, {q.shape[1]} heads of {dims}"
         empty = lambda capacity: ops.new_latent(capacity, dims)  # noqa: E731
-    return _Sequential(
-        label=label, empty=empty, step=lambda cache, start, stop: [on_host(ops, call.run(ops, start, stop, cache=cache))]
-    )
+
+    def step(cache: Cache, start: int, stop: int) -> list[NDArray[Any]]:
+        return [on_host(ops, call.run(ops, start, stop, cache=cache))]
+
+    return _Sequential(label=label, empty=empty, step=step)
 
 
 def _delta(ops: Ops, window: Call, call: Call) -> _Sequential:

@@ -60,7 +60,7 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
     return None
 
 
-class _SiluGate(DelegatingOps):  # type: ignore[abstract,unused-ignore]
+class _SiluGate(DelegatingOps):
     """Ops whose attention multiplies by ``silu(gate)``, which is ``sigmoid(gate) * gate``."""
 
     def attend(self, q: Array, k: Array, v: Array, cache: Any, *, scale: float, gate: Array | None = None) -> Array:
@@ -286,7 +286,7 @@ def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
             still = attrs.evolve(mixer.rope, inv_freq=(0.0,) * len(mixer.rope.inv_freq))  # angle 0 at every position
             mixer = attrs.evolve(mixer, rope=still)
         if "gate-silu" in switches:
-            ops: Any = _SiluGate(mixer.ops)
+            ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # its methods are made in a loop
             mixer = attrs.evolve(mixer, ops=ops)
     return attrs.evolve(head, layer=attrs.evolve(head.layer, mixer=mixer))
 

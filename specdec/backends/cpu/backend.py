@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from specdec.backends import Backend, eager_reason
-from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
+from specdec.backends.cpu.compiler import TARGET, KernelsUnavailable, load_kernels, target_processor
 from specdec.backends.cpu.reference import ReferenceOps
 
 log = structlog.get_logger(__name__)
@@ -26,6 +26,8 @@ class CpuBackend(Backend):
     def auto_dtype(self, stored: str) -> tuple[str, str]:
         if stored == "float32":
             return super().auto_dtype(stored)
+        if (processor := target_processor()) != "native":
+            return "float32", f"auto: {TARGET} builds the kernels for {processor}"
         unit = _bfloat16_unit()
         if unit:
             return "bfloat16", f"auto: this processor multiplies bfloat16 in hardware ({unit})"

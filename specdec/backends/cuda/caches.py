@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specdec.backends.caches import Cache
 from specdec.backends.cuda.arrays import Convolved
 from specdec.backends.cuda.device import Device
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import rows_for
-from specdec.backends.caches import Cache
 from specdec.backends.ops import DeltaShape
 from specdec.backends.unknown import UnknownInteger
 from specdec.errors import StateError

@@ -16,10 +16,10 @@ import attrs
 import mlx.core as mx
 import torch
 
+from specdec.backends.caches import Cache
 from specdec.backends.metal.arrays import from_host, to_host
 from specdec.backends.metal.device import DeviceLength, number, rows_from
 from specdec.backends.metal.kernel_sets import Past
-from specdec.backends.caches import Cache
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
 
