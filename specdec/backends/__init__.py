@@ -34,7 +34,8 @@ class Backend(abc.ABC):
         if requested in self.dtypes:
             return requested, "asked for"
         if requested != "auto":
-            takes = " or ".join(("auto", *self.dtypes))
+            *others, last = ("auto", *self.dtypes)
+            takes = f"{', '.join(others)} or {last}"
             raise ConfigError(f"target.dtype takes {takes} on the {self.name} backend, got {requested!r}")
         return self.auto_dtype(stored)
 

@@ -84,7 +84,7 @@ class _Bench:
         """
         try:
             yield
-        except UnsupportedError as error:
+        except (NotImplementedError, UnsupportedError) as error:
             not_applicable(f"this backend lacks one of {', '.join(names)}: {type(error).__name__}: {error}")
 
     def close(self, got: Any, wanted: Float64, tolerance: Float64 | float, what: str, **case: object) -> None:
