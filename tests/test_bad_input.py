@@ -374,7 +374,7 @@ def test_the_command_line_refuses_a_truncated_file(folder: pathlib.Path) -> None
 
 
 def test_the_command_line_refuses_a_setting_and_says_so_in_json(folder: pathlib.Path) -> None:
-    done = run("generate", "-m", str(folder), "-p", "the", "-n", "0", "--json", status=0)
+    done = run("generate", "-m", str(folder), "-p", "the", "-n", "0", "--json")
     check_refused(done, "max_new_tokens", "0")
     told = json.loads(done.stdout)
     assert told["error"]["type"] == "ConfigError"
