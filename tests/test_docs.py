@@ -36,6 +36,7 @@ from specdec import errors, hookspecs
 from specdec.cli import main
 from specdec.config import PLUGIN_TABLES, Choice, GenerationConfig, RunConfig, TargetConfig, load_config
 from specdec.registry import BUILT_INS, KINDS, Kind, Registry, use_registry
+from tests.processes import HUNG
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -140,7 +141,8 @@ def test_the_gate_runs_the_commands_of_the_readme():
     assert setup.endswith("specdec generate")
     assert "pip install -c constraints.txt -e '.[dev]'" in tests
     assert ".venv/bin/pytest" in tests
-    told = subprocess.run([ROOT / ".ci" / "run", "--commands"], capture_output=True, text=True, check=True, timeout=60)
+    command = [ROOT / ".ci" / "run", "--commands"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HUNG)
     assert told.stdout.splitlines() == [setup, tests]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
