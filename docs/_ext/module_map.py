@@ -67,7 +67,7 @@ def room(module: str) -> str:
 
 
 def room_imports(kinds: tuple[str, ...] = ("load", "typing", "call")) -> dict[str, set[str]]:
-    """For each room the rooms that it imports. ``__init__``, ``__main__`` and ``_version`` of the package do not count."""
+    """For each room the rooms that it imports. The package's ``__init__``, ``__main__`` and version do not count."""
     edges: dict[str, set[str]] = {room(name): set() for name in modules()}
     for one in imports():
         here, there = room(one.importer), room(one.imported)
