@@ -1,9 +1,24 @@
-"""Importing specdec is free: no plugin, no tensor library's kernels, no logging set up."""
+"""Imports point one way, down the rooms, and importing specdec is free."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+from docs._ext import module_map
+
+MOST_MODULES = 10  # beside the rooms, at the top of the package
+
+
+def test_every_module_is_in_a_room_and_the_top_stays_small():
+    rooms = {room for line in module_map.ROOMS for room in line}
+    found = {module_map.room_of(module) for module in module_map.modules()} - {"", "__main__", "_version"}
+    assert found == rooms
+    assert len(list(module_map.ROOT.glob("*.py"))) <= MOST_MODULES
+
+
+def test_no_import_points_upward():
+    assert module_map.upward() == []
 
 
 def test_importing_specdec_loads_no_plugin_and_no_heavy_module():
