@@ -629,6 +629,7 @@ class CycleRecord:
     verify_seconds: float
     commit_seconds: float
     whole: bool = False  # run by the device, which does not tell phases apart: verify_seconds has all of its time
+    drafted: tuple[int, ...] = ()  # the draft as verified
 
 
 @attrs.define(kw_only=True)
