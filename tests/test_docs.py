@@ -86,8 +86,13 @@ def own_process() -> Iterator[None]:
         structlog.reset_defaults()
 
 
+def _case(page: pathlib.Path) -> Any:
+    marks = [pytest.mark.docs] + [pytest.mark.sample] * (page.name in ("README.md", "configuration.md"))
+    return pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
+
+
 @pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [_case(page) for page in PAGES if runs(page)])
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "snippet"}
@@ -123,6 +128,7 @@ def _load_toml(body: str) -> None:
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.name.startswith("first_"))
 
 
+@pytest.mark.docs
 @pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
