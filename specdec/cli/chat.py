@@ -139,7 +139,7 @@ class Chat:
         runs = f"{info.family}, {info.dtype} on {info.device or info.backend}, {lm.capacity} tokens"
         return [
             ("model", f"{self._config.target.model}: {runs}"),
-            ("drafter", f"{lm.drafter_spec.name}, depth policy {lm.depth_spec.name}{f' ({depth})' if depth else ''}"),
+            ("drafter", f"{lm.drafter.spec.name}, depth policy {lm.depth.spec.name}{f' ({depth})' if depth else ''}"),
             ("verifier", f"{self._config.verifier.name}, guarantee {lm.verifier.guarantee.value}"),
             ("parity", parity),
         ]

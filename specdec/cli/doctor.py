@@ -174,12 +174,12 @@ class _Examined:
 
     def store(self, refused: str) -> None:
         """Write the record, unless ``refused`` says why not."""
-        from specdec.records.probes import SWITCH, probe_folder, write_probe
+        from specdec.records.probes import PROBES, write_probe
 
-        folder = probe_folder()
+        folder = PROBES.folder()
         self.not_stored = refused
         if not refused and folder is None:
-            self.not_stored = f"{SWITCH}=off"
+            self.not_stored = f"{PROBES.switch}=off"
         elif not refused and not self.info.fingerprint:
             self.not_stored = "the target has no fingerprint, so the record would fit any other"
         if self.not_stored or folder is None:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from specdec.contract import Guarantee, Parity
-from specdec.decoding.cost_table import measure_costs
+from specdec.decoding.cycle_timing import measure_costs
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring.ablations import AblationReport, ablated, ablation_report, check_ablations
 from specdec.measuring.environment import Environment
@@ -25,9 +25,9 @@ from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Predict
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specdec.decoding.cost_table import CostTable
     from specdec.measuring.prompts import Prompt, PromptSet
     from specdec.pipeline import LanguageModel
+    from specdec.records.cost_table import CostTable
 
     Float64 = NDArray[np.float64]
 
@@ -178,7 +178,7 @@ class AcceptanceMeasurement(Measurement):
     ) -> None:
         if not 1 <= depth < lm.info.max_rows:
             raise ConfigError(f"the depth is 1 to {lm.info.max_rows - 1} on this backend, got {depth}")
-        if lm.drafter_spec.name == "none":
+        if lm.drafter.spec.name == "none":
             raise UnsupportedError(
                 "the drafter 'none' drafts nothing, so there is no acceptance to measure",
                 try_="drafter.name = mtp or ngram (specdec plugins lists them)",
@@ -222,7 +222,7 @@ class AcceptanceMeasurement(Measurement):
 
         report = AcceptanceReport(
             environment=self._environment,
-            drafter=lm.drafter_spec.name,
+            drafter=lm.drafter.spec.name,
             verifier=lm.config.verifier.name,
             guarantee=lm.verifier.guarantee.value,
             depth=depth,

@@ -6,7 +6,6 @@ favours neither arm. Rates are ratios of sums: tokens over seconds, both added u
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +16,14 @@ import attrs
 import numpy as np
 
 from specdec.contract import CycleRecord, Guarantee, Parity
-from specdec.decoding.cost_table import CostTable, measure_costs
+from specdec.decoding.cycle_timing import measure_costs
 from specdec.decoding.result import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring.environment import Environment
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.runs import Measurement, Run, cycle_seconds, plain
 from specdec.measuring.synthetic import SyntheticVerifier
+from specdec.records.cost_table import CostTable
 
 if TYPE_CHECKING:
     from specdec.decoding.session import Session
@@ -217,7 +217,7 @@ class BenchMeasurement(Measurement):
         contexts: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        if lm.drafter_spec.name == "none":
+        if lm.drafter.spec.name == "none":
             raise UnsupportedError(
                 "the drafter 'none' drafts nothing, so there is nothing to compare with plain decoding",
                 try_="drafter.name = mtp or ngram (specdec plugins lists them)",
@@ -236,11 +236,9 @@ class BenchMeasurement(Measurement):
         self._repeats = repeats
         self._synthetic = None if synthetic is None else tuple(synthetic)
         self._contexts = sorted(set(contexts))
-        speculating = lm
+        self._arms = {"plain": plain(lm), "speculative": lm}
         if self._synthetic is not None:
-            speculating = copy.copy(lm)
-            speculating.verifier = SyntheticVerifier(lm.verifier, self._synthetic)
-        self._arms = {"plain": plain(lm), "speculative": speculating}
+            self._arms["speculative"] = attrs.evolve(lm, verifier=SyntheticVerifier(lm.verifier, self._synthetic))
 
     def run(self) -> BenchReport:
         """Measure."""
@@ -349,9 +347,9 @@ class BenchMeasurement(Measurement):
         apart = bool(cycles) and not any(cycle.whole for cycle in cycles)
         report = BenchReport(
             environment=self._environment,
-            drafter=lm.drafter_spec.name,
+            drafter=lm.drafter.spec.name,
             verifier=lm.config.verifier.name,
-            depth_policy=lm.depth_spec.name,
+            depth_policy=lm.depth.spec.name,
             guarantee=lm.verifier.guarantee.value,
             max_new_tokens=generation.max_new_tokens,
             repeats=self._repeats,

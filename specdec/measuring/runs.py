@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
+from specdec.config import Choice
 from specdec.contract import CycleRecord, Stats
+from specdec.decoding.parts import DepthPart, DrafterPart
 from specdec.decoding.settings import override_generation
 from specdec.errors import PromptError
 from specdec.measuring.environment import current_environment
 from specdec.measuring.prompts import Prompt
-from specdec.registry import registry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,19 +61,13 @@ class Run:
 
 
 def at_depth(lm: LanguageModel, depth: int) -> LanguageModel:
-    """The same pipeline with the same depth in every cycle; ``lm`` stays as it is."""
-    other = copy.copy(lm)
-    other.depth_spec = registry().depth_policy("fixed")
-    other.depth_config, other.depth_shared = other.depth_spec.config(depth=depth), None
-    return other
+    """The same pipeline with the same depth in every cycle."""
+    return attrs.evolve(lm, depth=DepthPart.of(Choice("fixed", {"depth": depth})))
 
 
 def plain(lm: LanguageModel) -> LanguageModel:
     """The same target, verifier and settings without a drafter."""
-    other = at_depth(lm, 0)
-    other.drafter_spec = registry().drafter("none")
-    other.drafter_config, other.drafter_shared = other.drafter_spec.config(), None
-    return other
+    return attrs.evolve(at_depth(lm, 0), drafter=DrafterPart.of(Choice("none")))
 
 
 def generate(

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 from cli_fakes import FakeStream
-from specdec.cli.options import SAMPLE_PROMPT
 
+from specdec.cli.options import SAMPLE_PROMPT
 from specdec.config import Choice
 
 
