@@ -27,10 +27,12 @@ from torch import Tensor
 
 from benchmarks.cuda.shapes import Shape
 from specdec.backends.ops import Ops
-from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig, structure_choice
+from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig
 from specdec.contract import ModelInfo, PrepareEnv
+from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.models.causal_lm import CausalLM
+from specdec.models.weights import Weights
 from specdec.pipeline import LanguageModel
 from specdec.registry import registry
 from specdec.text import Tokenizer
@@ -43,7 +45,7 @@ _BRANCHES = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
 class MadeWeights:
-    """What a family's ``build`` takes in place of a checkpoint's weights.
+    """What ``specdec.models.weights.Weights`` takes in place of a checkpoint's weights.
 
     Args:
         shape: which tensors there are.
@@ -69,13 +71,10 @@ class MadeWeights:
     def __len__(self) -> int:
         return len(self._shape.tensors)
 
-    def get(self, name: str) -> Tensor | None:
-        return self[name] if name in self else None
-
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shape.tensors[name]
 
-    def stored(self, name: str) -> Tensor:
+    def matrix(self, name: str) -> Tensor:
         return self[name]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -180,15 +179,16 @@ def build_target(shape: Shape, ops: Ops, weights: MadeWeights, *, backend: str, 
         hidden_size=family.hidden_size,
         max_positions=family.max_positions,
         mtp_layers=family.mtp_layers,
-        max_rows=ops.max_rows,
-        parity=ops.parity,
-        parity_reason=ops.parity_reason,
+        max_rows=ops.capabilities.max_rows,
+        parity=ops.capabilities.parity,
+        parity_reason=ops.capabilities.parity_reason,
         backend=backend,
         dtype=dtype,
-        kernels=ops.kernels,
+        kernels=ops.capabilities.kernels,
         fingerprint=shape.name,
     )
-    return CausalLM(info, spec.build(family, weights, ops))
+    source: Any = weights
+    return CausalLM(info, spec.build(family, Weights(ops, source)))
 
 
 def language_model(
@@ -213,27 +213,14 @@ def language_model(
         depth=Choice("fixed", {"depth": depth}),
         generation=GenerationConfig(ignore_eos=True),
     )
-    known = registry()
-    drafter_spec, depth_spec = known.drafter(drafter), known.depth_policy("fixed")
-    verifier_spec = known.verifier(config.verifier.name)
-    drafter_config: Any = structure_choice(config.drafter, drafter_spec.config, "drafter")
     tokenizer = _tokenizer(folder)
-    shared = None
-    if drafter_spec.prepare is not None:
-        shared = drafter_spec.prepare(drafter_config, PrepareEnv(target=target, tokenizer=tokenizer))
     return LanguageModel(
         config=config,
         target=target,
         tokenizer=tokenizer,
-        drafter_spec=drafter_spec,
-        drafter_config=drafter_config,
-        drafter_shared=shared,
-        verifier=known.make_verifier(
-            verifier_spec, structure_choice(config.verifier, verifier_spec.config, "verifier")
-        ),
-        depth_spec=depth_spec,
-        depth_config=structure_choice(config.depth, depth_spec.config, "depth"),
-        notices=(),
+        drafter=DrafterPart.of(config.drafter).prepared(PrepareEnv(target=target, tokenizer=tokenizer)),
+        verifier=make_verifier(config.verifier),
+        depth=DepthPart.of(config.depth),
     )
 
 

@@ -86,6 +86,7 @@ def run_cycle(sequence: Sequence, depth: int, cut: Cut, stats: RunStats) -> Cycl
         draft_seconds=drafted - started,
         verify_seconds=verified - drafted,
         commit_seconds=committed - verified,
+        drafted=draft.tokens,
     )
     stats.add(record, final.deviation)
     return record

@@ -141,6 +141,7 @@ class Cycles:
             verify_seconds=self._since - began,
             commit_seconds=0.0,
             whole=True,
+            drafted=cycle.drafted,
         )
         if emitted:  # else it came behind the end
             self._stats.add(record, NO_DEVIATION)

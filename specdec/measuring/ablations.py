@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,10 @@ import numpy as np
 
 from specdec.contract import Need
 from specdec.errors import UnsupportedError
-from specdec.measuring.intervals import interval, ratio, resampled
+from specdec.measuring.intervals import interval, left_out, ratio
 
 if TYPE_CHECKING:
-    from specdec.measuring.recording import PromptRun
+    from specdec.measuring.runs import Run
     from specdec.pipeline import LanguageModel
 
 
@@ -41,9 +40,9 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
         return
     from specdec.models.ablation import inapplicable
 
-    if Need.MTP not in lm.drafter_spec.needs:
+    if Need.MTP not in lm.drafter.spec.needs:
         raise UnsupportedError(
-            f"ablations are of an MTP head, and the drafter {lm.drafter_spec.name!r} uses none",
+            f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
         )
     for switch in switches:
@@ -58,12 +57,10 @@ def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
     from specdec.models.causal_lm import CausalLM
 
     assert isinstance(lm.target, CausalLM)  # check_ablations has said so
-    other = copy.copy(lm)
-    other.target = AblatedPass(lm.target, switches)
-    return other
+    return attrs.evolve(lm, target=AblatedPass(lm.target, switches))
 
 
-def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[PromptRun], depth: int) -> AblationReport:
+def ablation_report(switch: str, right: Sequence[Run], wrong: Sequence[Run], depth: int) -> AblationReport:
     """Compare runs of the same prompts, in the same order."""
     from specdec.models.ablation import SWITCHES
 
@@ -89,7 +86,7 @@ def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[Pro
         tokens_per_cycle=float(total[2] / total[3]),
         tokens_per_cycle_right=float(total[0] / total[1]),
         change=float(change(total)),
-        change_interval=interval(change(resampled(sizes)), prompts),
+        change_interval=interval(float(change(total)), change(left_out(sizes)), low=-1.0),
         note="at depth 1 nothing is chained" if switch == "chain-pre-norm" and depth == 1 else "",
     )
 

@@ -24,8 +24,8 @@ from specdec.contract import (
     Verifier,
     VerifierSpec,
 )
-from specdec.decoding.cost_table import CostTable
 from specdec.errors import SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
+from specdec.records.cost_table import CostTable
 from specdec.registry import Entry, Kind, registry
 from specdec.testing.table_model import TableModel
 

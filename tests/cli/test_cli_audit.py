@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 import specdec
 from specdec.registry import BUILT_INS, Registry
+from tests.processes import run_specdec
 
 MARGIN = ("-s", "verifier.name=margin", "-s", "verifier.margin=1.0")
 
@@ -120,9 +120,9 @@ def test_a_recorded_run_brings_its_prompt_and_settings(audit, invoke, tmp_path):
         (["--run", "x", "-n", "5"], "--tokens: with --run"),
         (["--run", "x", "-s", "generation.seed=1"], "-s generation.seed=1: with --run"),
         (["--run", "missing.json"], "the run file cannot be read: No such file"),
-        (["-p", "a", "--prompt-tokens", "1"], "one prompt too many"),
+        (["-p", "a", "--prompt-tokens", "1"], "give one prompt only"),
         (["--chat", "--prompt-tokens", "1"], "--chat takes text"),
-        (["-n", "0"], "0 is not in the range"),
+        (["-n", "0"], "max_new_tokens takes 1 to"),
         (["--rows", "0"], "0 is not in the range"),
         (["-p", ""], "the prompt is empty"),
         (["-s", "verifier.name=stict"], "Did you mean 'strict'?"),
@@ -151,10 +151,6 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(audit, tmp_path, monk
     assert "specdec-framework[plot]" in done.stderr
 
 
-def test_a_fresh_process(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", "audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json"],
-        capture_output=True,
-        check=True,
-    )
+def test_a_fresh_process():
+    done = run_specdec("audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json")
     assert json.loads(done.stdout)["divergence"]["count"] == 0

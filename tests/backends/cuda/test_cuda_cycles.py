@@ -21,6 +21,8 @@ from tests import tiny
 from tests.backends.cuda.test_models import PROMPT, TINY, VOCAB, _short_caches, build  # noqa: F401  (two are fixtures)
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp
 
+pytestmark = pytest.mark.interpreter
+
 FAMILY = "qwen3_5"
 WIDE = {"printable": True}  # few tokens of its own choice: a draft is right now and then
 
@@ -49,6 +51,7 @@ def test_settling_is_that_of_the_host(device: torch.device, kept: int, halted: i
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("first", "second", "wanted"),
     [

@@ -10,7 +10,7 @@ from specdec.backends.ops import Rope
 from specdec.testing.checks import Run, check
 from specdec.testing.clauses.ops.bench import EPS, ROWS, Bench, rms_normed, sigmoid, softmax
 from specdec.testing.clauses.ops.layers import HEAD_DIM, LATENT, LATENT_VALUES, AttentionLayer, LatentLayer
-from specdec.testing.numerics import fill_with_nan, to_host
+from specdec.testing.numerics import fill_with_nan
 from specdec.testing.subjects import OpsSubject
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def norm_rope(subject: OpsSubject, run: Run) -> None:
             wide = bench.heads(bench.normal(rows, 3, 2 * HEAD_DIM))
             x = wide[:, :, :HEAD_DIM]  # a strided view, as of an interleaved projection
             weight = bench.vector(bench.normal(HEAD_DIM), plus=1.0) if normed else None
-            y = rms_normed(to_host(x), to_host(weight)) if normed else to_host(x)
+            y = rms_normed(bench.host(x), bench.host(weight)) if normed else bench.host(x)
             angles = (position + np.arange(rows))[:, None] * np.array(rope.inv_freq)
             cos, sin, half = np.cos(angles)[:, None], np.sin(angles)[:, None], rotary // 2
             left, right = y[..., :half], y[..., half:rotary]
@@ -66,8 +66,8 @@ def attend(subject: OpsSubject, run: Run) -> None:
         fill_with_nan(cache)
         if before:
             layer.in_passes([before], cache)
-        q, k, v = to_host(layer.q)[before:], to_host(layer.k), to_host(layer.v)
-        wanted = _attention(q, k, v, HEAD_DIM**-0.5) * (sigmoid(to_host(layer.gate)[before:]) if gated else 1.0)
+        q, k, v = bench.host(layer.q)[before:], bench.host(layer.k), bench.host(layer.v)
+        wanted = _attention(q, k, v, HEAD_DIM**-0.5) * (sigmoid(bench.host(layer.gate)[before:]) if gated else 1.0)
         [got] = layer.outputs(cache, before, before + rows)
         bound = np.abs(v).max() * (2 * bench.eps + 1e-5)
         bench.close(got, wanted.reshape(rows, -1), bound, "attend", rows=rows, cached=before, gated=gated)
@@ -84,7 +84,7 @@ def attend_latent(subject: OpsSubject, run: Run) -> None:
         if before:
             layer.in_passes([before], cache)
         [got] = layer.outputs(cache, before, before + rows)
-        keys = to_host(layer.row)[:, None]  # one head that all query heads read
-        wanted = _attention(to_host(layer.q)[before:], keys, keys, LATENT**-0.5)[..., :LATENT_VALUES]
+        keys = bench.host(layer.row)[:, None]  # one head that all query heads read
+        wanted = _attention(bench.host(layer.q)[before:], keys, keys, LATENT**-0.5)[..., :LATENT_VALUES]
         bound = np.abs(keys).max() * (2 * bench.eps + 1e-5)
         bench.close(got, wanted, bound, "attend_latent", rows=rows, cached=before)

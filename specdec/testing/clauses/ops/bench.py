@@ -11,7 +11,7 @@ import numpy as np
 from specdec.backends.ops import Ops
 from specdec.errors import UnsupportedError
 from specdec.testing.checks import Broken, Run, expect_equal, not_applicable
-from specdec.testing.numerics import EPSILON, SMALLEST, dot_tolerance, to_host
+from specdec.testing.numerics import EPSILON, SMALLEST, dot_tolerance
 from specdec.testing.subjects import OpsSubject
 
 if TYPE_CHECKING:
@@ -31,9 +31,15 @@ class Bench:
         self.rng = np.random.default_rng(run.seed + 1)
         self.inputs: list[Any] = []  # every activation, matrix and vector made here
         steps = {1 + 2.0**-12: "float32", 1 + 2.0**-9: "float16", 1 + 2.0**-6: "bfloat16"}
-        kept = to_host(self.act(np.array([list(steps) + [1.0] * 5])))[0].tolist()
+        kept = self.host(self.act(np.array([list(steps) + [1.0] * 5])))[0].tolist()
         self.dtype = next((dtype for step, dtype in steps.items() if step in kept), "bfloat16")
         self.eps = EPSILON[self.dtype]
+
+    def host(self, array: Any) -> Float64:
+        """An array of the backend or of numpy, or a packed weight, as float64; no value is rounded."""
+        if not isinstance(array, np.ndarray):
+            array = self.ops.to_host(array).double().numpy()
+        return np.asarray(array, np.float64)
 
     def normal(self, *shape: int) -> Float64:
         """Standard normal values."""
@@ -68,7 +74,7 @@ class Bench:
 
     def rounded(self, values: Float64) -> Float64:
         """``[n, N, H]`` after rounding to the activation dtype."""
-        return to_host(self.matrix(values.reshape(-1, values.shape[-1]))).reshape(values.shape)
+        return self.host(self.matrix(values.reshape(-1, values.shape[-1]))).reshape(values.shape)
 
     def dot_tolerance(self, x: Float64, weight: Float64, *, plus: Float64 | float = 0.0, roundings: int = 1) -> Float64:
         """How far ``x @ weight.T + plus`` may be off."""
@@ -81,9 +87,6 @@ class Bench:
 
         What they refuse outside is a failure.
         """
-        for name in names:
-            if not callable(getattr(self.ops, name, None)):
-                not_applicable(f"this backend has no {name}")
         try:
             yield
         except (NotImplementedError, UnsupportedError) as error:
@@ -91,7 +94,7 @@ class Bench:
 
     def close(self, got: Any, wanted: Float64, tolerance: Float64 | float, what: str, **case: object) -> None:
         """Raises: Broken where ``got`` is further from ``wanted`` than the tolerance allows."""
-        array = to_host(got)
+        array = self.host(got)
         expect_equal(array.shape, wanted.shape, f"{what} has the wrong shape", **case)
         off = np.abs(array - wanted)
         wrong = ~(off <= tolerance + SMALLEST[self.dtype])  # a NaN is wrong too

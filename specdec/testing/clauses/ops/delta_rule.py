@@ -7,7 +7,6 @@ import numpy as np
 from specdec.testing.checks import Run, check
 from specdec.testing.clauses.ops.bench import EPS, ROWS, Bench, rms_normed, silu
 from specdec.testing.clauses.ops.layers import SHAPE, DeltaLayer
-from specdec.testing.numerics import to_host
 from specdec.testing.subjects import OpsSubject
 
 
@@ -30,13 +29,13 @@ def _check_layer(subject: OpsSubject, run: Run, op: str) -> None:
         cache = layer.cache()
         for end in sorted({max(1, rows - 5), max(1, rows - 4), rows}):  # a long pass, then short ones
             u, o = layer.outputs(cache, at, end)
-            convolved.append(to_host(u))
-            updated.append(to_host(o))
+            convolved.append(bench.host(u))
+            updated.append(bench.host(o))
             cache.commit(end - at)
             at = end
         if op == "conv_window":
             wanted = layer.convolved()
-            magnitude = 4 * np.abs(to_host(layer.x)).max() * np.abs(to_host(layer.weight)).max()
+            magnitude = 4 * np.abs(bench.host(layer.x)).max() * np.abs(bench.host(layer.weight)).max()
             bound = bench.eps * np.abs(wanted) + magnitude * 2.0**-18
             bench.close(np.concatenate(convolved), wanted, bound, op, rows=rows)
         else:
@@ -52,6 +51,6 @@ def gated_rms_norm(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         x, z = (bench.heads(bench.normal(rows, SHAPE.value_heads, SHAPE.value_dim)) for _ in range(2))
         weight = bench.vector(bench.normal(SHAPE.value_dim), plus=1.0)
-        wanted = (rms_normed(to_host(x), to_host(weight)) * silu(to_host(z))).reshape(rows, -1)
+        wanted = (rms_normed(bench.host(x), bench.host(weight)) * silu(bench.host(z))).reshape(rows, -1)
         bound = (bench.eps + 2.0**-17) * np.abs(wanted) + 1e-9
         bench.close(bench.ops.gated_rms_norm(x, z, weight, EPS), wanted, bound, "gated_rms_norm", rows=rows)

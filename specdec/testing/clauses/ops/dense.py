@@ -8,7 +8,6 @@ from specdec.testing.checks import Run, check, expect, expect_equal
 from specdec.testing.clauses.ops.bench import EPS, ROWS, Bench, rms_normed
 from specdec.testing.clauses.ops.experts import swiglu_with_error
 from specdec.testing.logits_checks import check_logits
-from specdec.testing.numerics import to_host
 from specdec.testing.subjects import OpsSubject
 
 VOCAB, LENGTH = 301, 37
@@ -22,7 +21,7 @@ def parameters_and_embedding(subject: OpsSubject, run: Run) -> None:
     wanted = (values.astype(np.float32) + np.float32(1.0)).astype(np.float64)
     bench.close(bench.vector(values, plus=1.0), wanted, 0.0, "vector")
     table = bench.matrix(bench.normal(11, 13))
-    rows = to_host(table)
+    rows = bench.host(table)
     for tokens in ([3], [10, 0, 3, 3], list(range(11)) * 2):
         bench.close(bench.ops.embed(table, tokens), rows[tokens], 0.0, "embed", tokens=tokens)
 
@@ -35,7 +34,7 @@ def products(subject: OpsSubject, run: Run) -> None:
         for length, features in ((37, 29), (64, 5), (9, 130)):
             x, weight = bench.act(bench.normal(rows, length)), bench.matrix(bench.normal(features, length))
             narrow, residual = bench.matrix(bench.normal(3, length)), bench.act(bench.normal(rows, features))
-            host, w, other, added = (to_host(one) for one in (x, weight, narrow, residual))
+            host, w, other, added = (bench.host(one) for one in (x, weight, narrow, residual))
             one, two = bench.ops.project(x, (weight, narrow))
             products = bench.ops.linear(x, weight), bench.ops.linear(x, weight, residual)
             bound, case = bench.dot_tolerance(host, w), {"rows": rows, "length": length, "features": features}
@@ -53,7 +52,7 @@ def swiglu(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         x = bench.act(bench.normal(rows, LENGTH))
         gate, up = (bench.matrix(bench.normal(45, LENGTH) / 4) for _ in range(2))
-        wanted, bound = swiglu_with_error(bench, to_host(x), to_host(gate), to_host(up))
+        wanted, bound = swiglu_with_error(bench, bench.host(x), bench.host(gate), bench.host(up))
         bench.close(bench.ops.swiglu(x, gate, up), wanted, bound, "swiglu", rows=rows)
 
 
@@ -64,7 +63,7 @@ def rms_norm(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         for scale in (1.0, 1e-4, 300.0):
             x, weight = bench.act(bench.normal(rows, LENGTH) * scale), bench.vector(bench.normal(LENGTH), plus=1.0)
-            wanted = rms_normed(to_host(x), to_host(weight))
+            wanted = rms_normed(bench.host(x), bench.host(weight))
             bound = (bench.eps + 2.0**-18) * np.abs(wanted) + 1e-12
             bench.close(bench.ops.rms_norm(x, weight, EPS), wanted, bound, "rms_norm", rows=rows, scale=scale)
 
@@ -75,7 +74,7 @@ def head(subject: OpsSubject, run: Run) -> None:
     bench = Bench(subject, run)
     for rows in ROWS:
         x, weight = bench.act(bench.normal(rows, LENGTH)), bench.matrix(bench.normal(VOCAB, LENGTH))
-        host, w, logits = to_host(x), to_host(weight), bench.ops.head(x, weight)
+        host, w, logits = bench.host(x), bench.host(weight), bench.ops.head(x, weight)
         bench.close(logits.rows(), host @ w.T, bench.dot_tolerance(host, w), "head", rows=rows)
         expect_equal(logits.rows().dtype, np.dtype(np.float32), "logits are not float32")
         expect_equal(logits.argmax(), logits.rows().argmax(axis=1).tolist(), "argmax of head differs from its rows")
@@ -86,11 +85,15 @@ def arrays(subject: OpsSubject, run: Run) -> None:
     """``concat`` puts activations side by side; ``hidden`` and ``array`` wrap and unwrap; slices keep their rows."""
     bench = Bench(subject, run)
     a, b = bench.act(bench.normal(5, 7)), bench.act(bench.normal(5, 4))
-    bench.close(bench.ops.concat(a, b), np.concatenate([to_host(a), to_host(b)], axis=1), 0.0, "concat")
+    bench.close(bench.ops.concat(a, b), np.concatenate([bench.host(a), bench.host(b)], axis=1), 0.0, "concat")
+    again = bench.ops.from_host(bench.ops.to_host(a))
+    bench.close(
+        bench.ops.concat(again, b), bench.host(bench.ops.concat(a, b)), 0.0, "an array copied to the host and back"
+    )
     hidden = bench.ops.hidden(a)
     expect_equal(len(hidden), 5, "hidden states have another number of rows")
-    bench.close(bench.ops.array(hidden[1:4]), to_host(a)[1:4], 0.0, "a slice of hidden states")
-    bench.close(bench.ops.array(hidden[-1:].join([hidden[:2]])), to_host(a)[[4, 0, 1]], 0.0, "joined hidden states")
+    bench.close(bench.ops.array(hidden[1:4]), bench.host(a)[1:4], 0.0, "a slice of hidden states")
+    bench.close(bench.ops.array(hidden[-1:].join([hidden[:2]])), bench.host(a)[[4, 0, 1]], 0.0, "joined hidden states")
 
 
 @check("O20")
@@ -113,7 +116,7 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
     ]
     for rows in ROWS:
         x = bench.act(bench.normal(rows, LENGTH))
-        host, w = to_host(x), to_host(weight)
+        host, w = bench.host(x), bench.host(weight)
         truth, bound = host @ w.T, bench.dot_tolerance(host, w)
         for made, there in known:
             wanted = sorted(set(there))

@@ -10,7 +10,7 @@ import numpy as np
 from specdec.backends.ops import Routing
 from specdec.testing.checks import Run, check, expect, expect_equal
 from specdec.testing.clauses.ops.bench import ROWS, Bench, sigmoid, silu, softmax
-from specdec.testing.numerics import dot_tolerance, to_host
+from specdec.testing.numerics import dot_tolerance
 from specdec.testing.subjects import OpsSubject
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def project_heads(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         for heads, length, features in ((3, 37, 29), (5, 9, 64), (1, 16, 21)):
             x, values = bench.heads(bench.normal(rows, heads, length)), bench.normal(heads, features, length)
-            host, w = to_host(x), bench.rounded(values)
+            host, w = bench.host(x), bench.rounded(values)
             wanted = np.einsum("thi,hoi->tho", host, w)
             bound = dot_tolerance(bench.dtype, length, np.einsum("thi,hoi->tho", np.abs(host), np.abs(w)))
             got = bench.ops.project_heads(x, bench.stack(values))
@@ -97,8 +97,8 @@ def route(subject: OpsSubject, run: Run) -> None:
         for bias in (None, bench.vector(bench.normal(EXPERTS) * 0.4 - 0.7)):
             router = bench.matrix(bench.normal(EXPERTS, ROUTED) / 3)
             values = bench.normal(40 * max(ROWS), ROUTED)
-            added = np.zeros(EXPERTS) if bias is None else to_host(bias)
-            logits = to_host(bench.act(values)) @ to_host(router).T
+            added = np.zeros(EXPERTS) if bias is None else bench.host(bias)
+            logits = bench.host(bench.act(values)) @ bench.host(router).T
             least = CLEAR / 10 if routing.top_k == EXPERTS else CLEAR
             clear = [t for t in range(len(values)) if _routed(logits[t], routing, added)[2] > least]
             for rows in ROWS:
@@ -112,7 +112,7 @@ def _expect_routes(
     bench: Bench, got: tuple[Any, Any], logits: Float64, routing: Routing, bias: Float64, what: str, **case: object
 ) -> None:
     wanted = [_routed(row, routing, bias) for row in logits]
-    ids, case = to_host(got[0]), {**case, "rows": len(logits), "routing": routing}
+    ids, case = bench.host(got[0]), {**case, "rows": len(logits), "routing": routing}
     chosen = np.array([row[0] for row in wanted], np.float64)
     expect_equal(ids.shape, chosen.shape, f"{what}: the ids have the wrong shape")
     for t in range(len(logits)):
@@ -187,10 +187,10 @@ def moe(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         layer = ExpertsLayer(bench, rows)
         chosen = layer.route(0, rows)
-        ids, weights = to_host(chosen[0]).astype(int), to_host(chosen[1])
+        ids, weights = bench.host(chosen[0]).astype(int), bench.host(chosen[1])
         expect(not np.isin(ids, layer.never).any(), "route chose an expert with a bias of -10", got=ids)
-        x, residual = to_host(layer.x), to_host(layer.residual)
-        common, gate = [to_host(one) for one in layer.shared], to_host(layer.shared_gate)[0]
+        x, residual = bench.host(layer.x), bench.host(layer.residual)
+        common, gate = [bench.host(one) for one in layer.shared], bench.host(layer.shared_gate)[0]
         for shared, gated in ((False, False), (True, False), (True, True)):
             wanted, bound = residual.copy(), np.zeros_like(residual)
             for t in range(rows):

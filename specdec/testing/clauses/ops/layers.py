@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from specdec.backends.ops import DeltaShape
 from specdec.testing.checks import NotApplicable
 from specdec.testing.clauses.ops.bench import Bench, sigmoid, silu
-from specdec.testing.numerics import to_host
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,8 +46,18 @@ class Layer(abc.ABC):
 
     def run(self, cache: Any, first: int, last: int) -> Float64:
         """``outputs`` on the host, side by side: ``[rows, N]``."""
-        outputs = [to_host(one).reshape(last - first, -1) for one in self.outputs(cache, first, last)]
+        outputs = [self.bench.host(one).reshape(last - first, -1) for one in self.outputs(cache, first, last)]
         return np.concatenate(outputs, axis=1)
+
+    def saved(self, cache: Any) -> dict[str, Float64]:
+        """What the cache saves, on the host."""
+        return {name: self.bench.host(array) for name, array in cache.save().items()}
+
+    def loaded(self, arrays: Mapping[str, Any], length: int) -> Any:
+        """A new cache of 8 rows with saved arrays, which go through the host."""
+        ops, cache = self.bench.ops, self.cache(8)
+        cache.load({name: ops.from_host(ops.to_host(array)) for name, array in arrays.items()}, length)
+        return cache
 
     def in_passes(self, passes: list[int], cache: Any = None) -> Float64:
         """All rows in passes of these lengths, each committed whole."""
@@ -142,7 +151,7 @@ class DeltaLayer(Layer):
 
     def convolved(self) -> Float64:
         """The convolution over all rows, by definition: ``[T, C]``."""
-        taps, x, weight = SHAPE.kernel, to_host(self.x), to_host(self.weight)
+        taps, x, weight = SHAPE.kernel, self.bench.host(self.x), self.bench.host(self.weight)
         padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
         summed: Float64 = np.sum([padded[j : j + self.rows] * weight[:, j] for j in range(taps)], axis=0)
         return silu(summed)
@@ -152,7 +161,7 @@ class DeltaLayer(Layer):
         s = SHAPE
         state = np.zeros((s.value_heads, s.key_dim, s.value_dim))
         out = np.zeros((len(u), s.value_heads, s.value_dim))
-        a, b, a_log, bias = (to_host(one) for one in (self.a, self.b, self.a_log, self.dt_bias))
+        a, b, a_log, bias = (self.bench.host(one) for one in (self.a, self.b, self.a_log, self.dt_bias))
         keys = s.key_heads * s.key_dim
         for t, row in enumerate(u):
             q, k = row[:keys].reshape(s.key_heads, -1), row[keys : 2 * keys].reshape(s.key_heads, -1)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec.backends.ops import Rewindable, Rope
+from specdec.backends.ops import Rope
 from specdec.contract import Parity
 from specdec.testing.checks import NotApplicable, Run, check, expect, expect_equal, not_applicable
 from specdec.testing.clauses.ops.bench import EPS, Bench
 from specdec.testing.clauses.ops.experts import ExpertsLayer
 from specdec.testing.clauses.ops.layers import HEAD_DIM, AttentionLayer, DeltaLayer, LatentLayer, Layer, layers
-from specdec.testing.numerics import to_host
 from specdec.testing.subjects import OpsSubject
 
 if TYPE_CHECKING:
@@ -68,13 +67,13 @@ def _row_ops(bench: Bench, count: int) -> dict[str, RowOp]:
 def row_invariance(subject: OpsSubject, run: Run) -> None:
     """BITWISE: a row's bits are the same in a pass of one row and in a pass of any number up to ``max_rows``."""
     bench = Bench(subject, run)
-    if bench.ops.parity is not Parity.BITWISE:
-        not_applicable(f"it declares numeric parity: {bench.ops.parity_reason}")
-    most = bench.ops.max_rows
+    if bench.ops.capabilities.parity is not Parity.BITWISE:
+        not_applicable(f"it declares numeric parity: {bench.ops.capabilities.parity_reason}")
+    most = bench.ops.capabilities.max_rows
     for name, op in _row_ops(bench, most).items():
-        alone = [to_host(op(t, t + 1))[0] for t in range(most)]
+        alone = [bench.host(op(t, t + 1))[0] for t in range(most)]
         for count in (2, 3, 5, 8, most):
-            for t, row in enumerate(to_host(op(0, count))):
+            for t, row in enumerate(bench.host(op(0, count))):
                 expect_equal(row, alone[t], f"{name}: row {t} of {count} has other bits than alone")
     for layer in layers(bench, most):
         single = layer.in_passes([1] * most)
@@ -86,12 +85,8 @@ def row_invariance(subject: OpsSubject, run: Run) -> None:
 # --- caches ----------------------------------------------------------------------------------------------------------
 
 
-def _saved(cache: Any) -> dict[str, Float64]:
-    return {name: to_host(array) for name, array in cache.save().items()}
-
-
-def _expect_saved(cache: Any, wanted: Mapping[str, Float64], what: str, **case: object) -> None:
-    got = _saved(cache)
+def _expect_saved(layer: Layer, cache: Any, wanted: Mapping[str, Float64], what: str, **case: object) -> None:
+    got = layer.saved(cache)
     expect_equal(sorted(got), sorted(wanted), f"{what} saves other arrays", **case)
     for name, array in wanted.items():
         expect_equal(got[name], array, f"{what} has other bits in {name}", **case)
@@ -101,7 +96,7 @@ def _expect_saved(cache: Any, wanted: Mapping[str, Float64], what: str, **case: 
 def commit_cuts(subject: OpsSubject, run: Run) -> None:
     """``commit(a)`` after a pass of T rows leaves the bits of a pass of a rows; dropped rows, even NaN, no trace."""
     bench = Bench(subject, run)
-    rows = min(6, bench.ops.max_rows)
+    rows = min(6, bench.ops.capabilities.max_rows)
     for layer in layers(bench, rows + 3):
         poison = layer.poisoned()
 
@@ -119,11 +114,11 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
 
         for kept in range(rows + 1):
             plain = play(kept, kept, poisoned=False)
-            wanted, last = _saved(plain), layer.run(plain, 1 + kept, 2 + kept)
+            wanted, last = layer.saved(plain), layer.run(plain, 1 + kept, 2 + kept)
             for poisoned in (False, True):
                 what = f"the cache of {layer.name} after commit({kept}) of {rows} rows"
                 cache = play(kept, rows, poisoned=poisoned)
-                _expect_saved(cache, wanted, what, poisoned=poisoned)
+                _expect_saved(layer, cache, wanted, what, poisoned=poisoned)
                 after = layer.run(cache, 1 + kept, 2 + kept)
                 expect_equal(after, last, f"{what} gives other bits in the next row", poisoned=poisoned)
 
@@ -141,24 +136,22 @@ def going_back(subject: OpsSubject, run: Run) -> None:
 def _check_marks(layer: DeltaLayer) -> None:
     """A recurrent cache: back to its marks."""
     cache = layer.cache()
-    points = {0: _saved(cache)}
+    points = {0: layer.saved(cache)}
     for at in range(8):
         layer.run(cache, at, at + 1)
         cache.commit(1)
         if at in (2, 5):
             cache.mark()
-        points[at + 1] = _saved(cache)
+        points[at + 1] = layer.saved(cache)
     expect_equal(cache.length, 8, "the length does not count the committed rows")
-    expect(isinstance(cache, Rewindable), "a delta cache keeps no marks", got=type(cache).__name__)
-    marks = list(cache.marks())
+    marks = list(cache.marks() or ())
     expect({0, 3, 6, 8} <= set(marks), "marks() does not list where truncate can go", got=marks, expected=[0, 3, 6, 8])
-    copy = layer.cache()
-    copy.load(cache.save(), 8)
+    copy = layer.loaded(cache.save(), 8)
     for length in (7, 6, 4, 3, 0):
         held, reached = cache.length, cache.truncate(length)
         expect_equal(reached, length in marks, f"truncate({length}) returns the wrong answer")
-        _expect_saved(cache, points[length if reached else held], f"the delta cache after truncate({length})")
-    _expect_saved(copy, points[8], "a loaded delta cache after the original went back")
+        _expect_saved(layer, cache, points[length if reached else held], f"the delta cache after truncate({length})")
+    _expect_saved(layer, copy, points[8], "a loaded delta cache after the original went back")
     expect(cache.nbytes() > 0, "nbytes counts nothing")
 
 
@@ -166,20 +159,19 @@ def _check_truncate(layer: Layer) -> None:
     """A cache with an entry per row: back to anywhere."""
     cache = layer.cache(8)
     layer.in_passes([6], cache)
-    taken, held = cache.save(), _saved(cache)
+    taken, held = cache.save(), layer.saved(cache)
     expect(cache.truncate(2), f"the cache of {layer.name} cannot go back anywhere")
     layer.run(cache, 6, 7)
     cache.commit(1)
     expect_equal(cache.length, 3, "the length does not count the committed rows")
-    other = layer.cache(8)
-    other.load(taken, 6)
+    other = layer.loaded(taken, 6)
     expect_equal(other.length, 6, "load does not set the length")
-    _expect_saved(other, held, f"a loaded cache of {layer.name} after the original went on")
+    _expect_saved(layer, other, held, f"a loaded cache of {layer.name} after the original went on")
     plain = layer.cache(8)
     for first, last in ((0, 2), (6, 7)):
         layer.run(plain, first, last)
         plain.commit(last - first)
-    _expect_saved(cache, _saved(plain), f"the cache of {layer.name} after truncate(2) and another row")
+    _expect_saved(layer, cache, layer.saved(plain), f"the cache of {layer.name} after truncate(2) and another row")
     expect(cache.nbytes() > 0, "nbytes counts nothing")
 
 
@@ -192,15 +184,15 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
     bench = Bench(subject, run)
     rows = 4
     row_ops, cached = _row_ops(bench, rows), list(layers(bench, rows))
-    before = [to_host(array).copy() for array in bench.inputs]
+    before = [bench.host(array).copy() for array in bench.inputs]
     for op in row_ops.values():
         op(0, rows)
     for layer in cached:
         cache = layer.cache(8)
         outputs = layer.outputs(cache, 0, rows)
-        given = [to_host(one).copy() for one in outputs]
+        given = [bench.host(one).copy() for one in outputs]
         cache.commit(2)  # a cut may compute the rows again
         for one, old in zip(outputs, given, strict=True):
-            expect_equal(to_host(one), old, f"an output of {layer.name} was changed by commit")
+            expect_equal(bench.host(one), old, f"an output of {layer.name} was changed by commit")
     for array, old in zip(bench.inputs, before, strict=True):
-        expect(np.array_equal(to_host(array), old, equal_nan=True), "an input was changed", got=array, expected=old)
+        expect(np.array_equal(bench.host(array), old, equal_nan=True), "an input was changed", got=array, expected=old)
