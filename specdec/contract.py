@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import attrs
 
-from specdec.errors import StateError, UnsupportedError
+from specdec.errors import SpecdecError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -446,10 +446,8 @@ class ForwardPass(abc.ABC):
         return tuple(drafted)
 
     def _pairs_to_draft_from(self, state: State) -> MtpPairs:
-        if not self.info.mtp_layers:
-            raise no_mtp_head(self.info)
         if state.pairs is None:
-            raise StateError("the state was made without Needs.mtp", try_="new_state(capacity, Needs(mtp=True))")
+            raise no_mtp_pairs(self.info)
         missing = state.length - state.pairs.length
         if missing:
             raise StateError(
@@ -598,6 +596,13 @@ def no_mtp_head(info: ModelInfo) -> UnsupportedError:
         f"this {info.family} model has no MTP head",
         try_='drafter.name = "ngram", or a checkpoint that kept its mtp.* tensors',
     )
+
+
+def no_mtp_pairs(info: ModelInfo) -> SpecdecError:
+    """The error for drafting from a state without ``MtpPairs``."""
+    if not info.mtp_layers:
+        return no_mtp_head(info)
+    return StateError("the state was made without Needs.mtp", try_="new_state(capacity, Needs(mtp=True))")
 
 
 class LogitsProcessor(abc.ABC):
@@ -827,6 +832,7 @@ class CycleRecord:
     draft_seconds: float | None
     verify_seconds: float | None
     commit_seconds: float | None
+    drafted: tuple[int, ...] = ()  # the draft as verified
     seconds: float = attrs.field()  # of the whole cycle; by default the sum of the phases
 
     @seconds.default

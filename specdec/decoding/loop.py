@@ -135,6 +135,7 @@ class DecodingLoop:
             draft_seconds=outcome.draft_seconds,
             verify_seconds=outcome.verify_seconds,
             commit_seconds=None if self._on_device else self._since - deciding,
+            drafted=outcome.drafted,
             seconds=self._since - began,
         )
         if kept:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specdec.contract import Context, DrafterEnv, DrafterSnapshot, Snapshot, State, Stats
+from specdec.contract import Context, CycleRecord, DrafterEnv, DrafterSnapshot, Snapshot, State, Stats
 from specdec.decoding import cycle as engine
 from specdec.decoding.loop import Cycles
 from specdec.decoding.result import Result, RunStats
@@ -277,7 +277,11 @@ class Session:
 
 
 class Stream:
-    """A running generation: iterate for text; ``result`` is there afterwards (and runs what is left when asked)."""
+    """A running generation: iterate for text; ``result`` is there afterwards (and runs what is left when asked).
+
+    Attributes:
+        on_cycle: called with the record of every cycle; assign it before the first text is read.
+    """
 
     def __init__(self, session: Session, settings: GenerationConfig) -> None:
         self._session = session
@@ -294,6 +298,7 @@ class Stream:
         self._piece = ""
         self._reason: str | None = None
         self._result: Result | None = None
+        self.on_cycle: Callable[[CycleRecord], object] = lambda record: None
         self.stopping = False
         self._over = False
         self._pieces = self._run()
@@ -362,6 +367,7 @@ class Stream:
                     record = cycles.run(0 if self.stopping else depth, room)
                     policy.record(record)
                     notify_cycle(record)
+                    self.on_cycle(record)
                     session.stats.cycles += 1
                     session.stats.tokens += len(record.emitted)
                     session.stats.count(record.offered, record.accepted)
