@@ -12,6 +12,12 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+# Before torch is imported, and inherited by the processes that tests start: the workers of a run share the cores, so
+# each computes on one thread (tests that need more ask for more), and threads that wait sleep instead of spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,13 +25,10 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():  # triton reads it when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; OpenMP threads that wait for theirs burn them
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# cost tables of tiny models do not belong into the user's cache; the workers of a run share this folder
+# cost tables of tiny models do not belong in the user's cache; the workers of a run share this folder
 _COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")
 os.environ.setdefault("SPECDEC_COSTS", _COSTS.name)
-os.environ.setdefault("SPECDEC_PROBES", "off")  # what ``specdec doctor`` finds neither
+os.environ.setdefault("SPECDEC_PROBES", "off")  # nor does what ``specdec doctor`` finds
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `from tests.tiny import ...`, however pytest was started

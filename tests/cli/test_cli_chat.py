@@ -253,7 +253,7 @@ def test_answers_go_to_stdout_and_everything_else_to_stderr(chat, demo):
     assert done.stdout == "".join(f"{answer}\n" for answer in answers)
     told = " ".join(done.stderr.split())
     for part in (
-        "model demo: qwen3_5, bfloat16 on",
+        f"model demo: qwen3_5, {demo.info.dtype} on",
         "drafter mtp, depth policy fixed",
         "verifier strict, guarantee exact",
         "parity bitwise",

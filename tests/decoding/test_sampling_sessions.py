@@ -17,8 +17,8 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from specdec import session as session_module
 from specdec.contract import Draft, Drafter, DrafterSpec
+from specdec.decoding import session as session_module
 from tests.decoding.test_sessions import CODE, load, variant
 
 __all__ = ["load"]  # a fixture

@@ -8,7 +8,7 @@ import platform
 import structlog
 import torch
 
-from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
+from specdec.backends.cpu.compiler import TARGET, KernelsUnavailable, load_kernels, target_processor
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.errors import ConfigError
 
@@ -33,6 +33,8 @@ class CpuBackend:
             raise ConfigError(f"target.dtype takes auto, {' or '.join(DTYPES)} on the cpu backend, got {requested!r}")
         if stored == "float32":
             return "float32", "auto: the checkpoint is stored in float32"
+        if (processor := target_processor()) != "native":
+            return "float32", f"auto: {TARGET} builds the kernels for {processor}"
         unit = _bfloat16_unit()
         if unit:
             return "bfloat16", f"auto: this processor multiplies bfloat16 in hardware ({unit})"

@@ -31,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 SOURCES = Path(__file__).with_name("kernels")
 SWITCH = "SPECDEC_CPU_KERNELS"  # auto, torch (never build) or native (unavailable is an error)
+TARGET = "SPECDEC_CPU_TARGET"  # the processor to build for, as the compiler names it (x86-64-v3); default native
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -80,7 +81,8 @@ def load_kernels() -> Kernels | KernelsUnavailable:
         raise ConfigError(f"{SWITCH} takes auto, torch or native, got {wanted!r}")
     if wanted == "torch":
         return KernelsUnavailable(f"{SWITCH}=torch")
-    kernels = _load(os.environ.get("CXX", ""), str(cache_folder()), os.environ.get("PATH", ""))
+    environment = (os.environ.get(name, "") for name in ("CXX", "PATH"))
+    kernels = _load(*environment, str(cache_folder()), target_processor())
     if wanted == "native" and isinstance(kernels, KernelsUnavailable):
         raise UnsupportedError(
             f"{SWITCH}=native, but the native kernels are unavailable: {kernels.reason}",
@@ -90,12 +92,17 @@ def load_kernels() -> Kernels | KernelsUnavailable:
     return kernels
 
 
+def target_processor() -> str:
+    """The processor that kernels are built for: SPECDEC_CPU_TARGET, or ``native``."""
+    return os.environ.get(TARGET) or "native"
+
+
 @functools.cache  # one attempt per process and environment; a failed build is not repeated for every model
-def _load(cxx: str, cache: str, path: str) -> Kernels | KernelsUnavailable:
+def _load(cxx: str, path: str, cache: str, processor: str) -> Kernels | KernelsUnavailable:
     command = find_compiler(cxx, path)
     if isinstance(command, KernelsUnavailable):
         return command
-    return build(command, Path(cache))
+    return build(command, Path(cache), processor)
 
 
 def find_compiler(cxx: str, path: str) -> list[str] | KernelsUnavailable:
@@ -112,13 +119,12 @@ def find_compiler(cxx: str, path: str) -> list[str] | KernelsUnavailable:
     return KernelsUnavailable("no C++ compiler: CXX is not set and c++, g++ and clang++ are not on PATH")
 
 
-def build(command: Sequence[str], cache: Path, machine: str | None = None) -> Kernels | KernelsUnavailable:
-    """The library of ``command``, from the cache or freshly built. ``machine`` replaces the flag for this processor."""
+def build(command: Sequence[str], cache: Path, processor: str = "native") -> Kernels | KernelsUnavailable:
+    """The library of ``command`` for ``processor``, from the cache or freshly built."""
     version = _version(command)
     if version is None:
         return KernelsUnavailable(f"{command[0]} --version failed")
-    if machine is None:
-        machine = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    machine = f"-mcpu={processor}" if platform.machine() in ("arm64", "aarch64") else f"-march={processor}"
     failure = KernelsUnavailable("")
     for openmp in ((OPENMP,), ()):  # Apple's clang has no OpenMP: kernels on one thread are still kernels
         flags = [*FLAGS, machine, *openmp]

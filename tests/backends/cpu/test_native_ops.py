@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.backends.cpu import compiler, native
+from specdec.backends.cpu.backend import CpuBackend
 from specdec.backends.cpu.caches import CpuDeltaCache
 from specdec.backends.cpu.compiler import Kernels, KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
@@ -59,7 +60,7 @@ def _kernels(machine: str) -> Kernels:
 # The second build has AVX2 and no bfloat16 unit: it runs the portable vector code that other processors get. Both are
 # loaded side by side, which once made the second one call the first one's template instances: equal names, unified by
 # the loader, and rows that changed their bits with the tile they stood in. Hence -fvisibility=hidden.
-MACHINES = ["native"] + (["-march=x86-64-v3"] if platform.machine() == "x86_64" else [])
+MACHINES = ["native"] + (["x86-64-v3"] if platform.machine() == "x86_64" else [])
 
 
 @pytest.fixture(scope="module", params=[(m, d) for m in MACHINES for d in ROUNDING], ids=str)
@@ -630,6 +631,7 @@ def trivial_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compiler, "SOURCES", sources)
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("SPECDEC_CPU_KERNELS", raising=False)
+    monkeypatch.delenv("SPECDEC_CPU_TARGET", raising=False)
     monkeypatch.setattr(compiler, "_load", compiler._load.__wrapped__)  # without its memory
     return sources
 
@@ -717,6 +719,24 @@ def test_an_unusable_cache_is_a_reason(trivial_sources: Path, tmp_path: Path, mo
     failed = load_kernels()
     assert isinstance(failed, KernelsUnavailable)
     assert str(tmp_path / "file") in failed.reason
+
+
+def test_kernels_are_built_for_the_processor_that_is_named(
+    trivial_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a library for one processor found under the key of another; a dtype chosen for the wrong one."""
+    native_build = built(load_kernels())
+    monkeypatch.setenv("SPECDEC_CPU_TARGET", "x86-64-v3" if platform.machine() == "x86_64" else "generic")
+    narrow = built(load_kernels())
+    assert narrow.path != native_build.path
+    assert os.environ["SPECDEC_CPU_TARGET"] in narrow.description
+    dtype, why = CpuBackend().choose_dtype("auto", "bfloat16")
+    assert dtype == "float32"
+    assert os.environ["SPECDEC_CPU_TARGET"] in why
+    monkeypatch.setenv("SPECDEC_CPU_TARGET", "no-such-processor")
+    failed = load_kernels()
+    assert isinstance(failed, KernelsUnavailable)
+    assert "no-such-processor" in failed.detail
 
 
 def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from specdec.records.folders import cache_folder
 from specdec.sampling import draft_token
 
 SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 300])
-MACHINES = ("torch", "native", "-march=x86-64-v3")
+MACHINES = ("torch", "native", "x86-64-v3")
 """The last one has the vectors of other processors."""
 
 
@@ -38,8 +38,7 @@ def ops(request: pytest.FixtureRequest) -> ReferenceOps:
     command = compiler.find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
     if isinstance(command, KernelsUnavailable):
         pytest.skip(command.reason)
-    machine = None if request.param == "native" else request.param
-    kernels = compiler.build(command, cache_folder(), machine)
+    kernels = compiler.build(command, cache_folder(), request.param)
     if isinstance(kernels, KernelsUnavailable):
         pytest.skip(kernels.reason)
     return NativeOps(torch.float32, kernels)
