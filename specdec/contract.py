@@ -528,15 +528,15 @@ class Outcome:
         accepted: how many of them the verifier accepted.
         emitted: the tokens that it gives: accepted ones and the next token, cut where a device ended generation.
         deviations: of the emitted tokens, as in ``Verdict``.
-        draft_seconds, verify_seconds: wall-clock by phase; None from a device, which runs a cycle in one piece.
+        draft_seconds, verify_seconds: wall-clock by phase; 0 from a device, which runs a cycle in one piece.
     """
 
     drafted: tuple[int, ...]
     accepted: int
     emitted: tuple[int, ...]
     deviations: tuple[tuple[int, float], ...] = ()
-    draft_seconds: float | None = None
-    verify_seconds: float | None = None
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
 
 class Executor(abc.ABC):
@@ -819,25 +819,18 @@ class Verifier(abc.ABC):
 
 @attrs.frozen
 class CycleRecord:
-    """One cycle as observers and policies see it; seconds are wall-clock.
-
-    A device runs a cycle in one piece: the seconds by phase are then None, and ``seconds`` is all that is known.
-    """
+    """One cycle as observers and policies see it; seconds are wall-clock."""
 
     position: int  # committed tokens before the cycle
     depth: int  # tokens asked for
     offered: int  # tokens drafted, after what cannot be used was cut
     accepted: int
     emitted: tuple[int, ...]  # committed by this cycle
-    draft_seconds: float | None
-    verify_seconds: float | None
-    commit_seconds: float | None
+    draft_seconds: float
+    verify_seconds: float
+    commit_seconds: float
+    on_device: bool = False  # the device ran it in one piece: verify_seconds has all of its time
     drafted: tuple[int, ...] = ()  # the draft as verified
-    seconds: float = attrs.field()  # of the whole cycle; by default the sum of the phases
-
-    @seconds.default
-    def _sum(self) -> float:
-        return (self.draft_seconds or 0.0) + (self.verify_seconds or 0.0) + (self.commit_seconds or 0.0)
 
 
 @attrs.define(kw_only=True)

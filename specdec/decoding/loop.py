@@ -119,8 +119,8 @@ class DecodingLoop:
         position = len(sequence.tokens)
         outcome = executor.collect()
         depth = self._in_flight.pop(0)
-        deciding = perf_counter()
         kept = self._cut(outcome.emitted) if outcome.emitted else 0
+        decided = perf_counter()
         sequence.tokens.extend(outcome.emitted[:kept])
         if outcome.emitted:  # else the cycle came behind the end
             executor.keep(kept)
@@ -133,10 +133,10 @@ class DecodingLoop:
             accepted=outcome.accepted,
             emitted=outcome.emitted[:kept],
             draft_seconds=outcome.draft_seconds,
-            verify_seconds=outcome.verify_seconds,
-            commit_seconds=None if self._on_device else self._since - deciding,
+            verify_seconds=self._since - began if self._on_device else outcome.verify_seconds,
+            commit_seconds=0.0 if self._on_device else self._since - decided,
+            on_device=self._on_device,
             drafted=outcome.drafted,
-            seconds=self._since - began,
         )
         if kept:
             self._stats.add(record, _deviation(outcome, kept))

@@ -323,7 +323,7 @@ class BenchRun:
         plain_cycles = [cycle for one in done for run in one.plain for cycle in run.cycles]
         overall = _class("all", done) if done else None
         predicted = _predicted(cycles, costs) if cycles else None
-        apart = bool(cycles) and not any(cycle.whole for cycle in cycles)
+        apart = bool(cycles) and not any(cycle.on_device for cycle in cycles)
         terms = _terms(cycles, plain_cycles, costs) if apart and plain_cycles else ()
         report = BenchReport(
             environment=self._environment,
@@ -443,7 +443,7 @@ def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord])
     drafts: dict[int, list[float]] = {}
     whole: dict[int, list[float]] = {}
     for cycle in cycles:
-        if cycle.whole:
+        if cycle.on_device:
             whole.setdefault(cycle.offered, []).append(cycle.verify_seconds)
             continue
         rows.setdefault(cycle.offered + 1, []).append(cycle.verify_seconds)
@@ -456,7 +456,7 @@ def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord])
         yield timing(f"draft step, {count} in a row", [one / count for one in seconds])
     for count, seconds in sorted(whole.items()):
         yield timing(f"whole cycle, {count} draft{'s' if count > 1 else ''}", seconds)
-    if apart := [cycle.commit_seconds for cycle in cycles if not cycle.whole]:
+    if apart := [cycle.commit_seconds for cycle in cycles if not cycle.on_device]:
         yield timing("commit", apart)
 
 
