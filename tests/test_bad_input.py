@@ -80,7 +80,7 @@ def test_the_sound_checkpoint_loads(folder: pathlib.Path) -> None:
     """Otherwise every test below could pass for another reason."""
     lm = specdec.load(str(folder))
     assert lm.generate("the", max_new_tokens=4, ignore_eos=True).finish_reason == "length"
-    assert lm.drafter_spec.name == "mtp"
+    assert lm.drafter.spec.name == "mtp"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_the_advice_for_a_missing_head_works(folder: pathlib.Path) -> None:
     """Turned off in the config, the checkpoint loads, and "auto" says which drafter it chose instead."""
     no_mtp_tensors(folder)
     tiny.edit_config(folder, mtp_num_hidden_layers=0)
-    assert specdec.load(str(folder)).drafter_spec.name == "ngram"
+    assert specdec.load(str(folder)).drafter.spec.name == "ngram"
     with pytest.raises(UnsupportedError) as caught:
         specdec.load(str(folder), drafter="mtp")
     check(caught.value, "needs an MTP head", "ngram", "try:")

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import attrs
 
 from specdec.contract import Need
 from specdec.decoding import cycle as engine
+from specdec.decoding.parts import Parts
 from specdec.decoding.result import RunStats
+from specdec.decoding.session import Session
 from specdec.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from specdec.pipeline import LanguageModel
 
 DEPTHS = (0, 1, 2, 3, 4, 6)  # measured; depths between are read off a line
 REPEATS = 5
@@ -67,7 +65,7 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
     return known[low] + slope * (at - low)
 
 
-def depths_that_fit(lm: LanguageModel, depths: Sequence[int] = DEPTHS) -> list[int]:
+def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:
     """Those of ``depths`` that a session has room for. Raises: UnsupportedError where fewer than two are left."""
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if len(allowed) < 2:
@@ -78,7 +76,7 @@ def depths_that_fit(lm: LanguageModel, depths: Sequence[int] = DEPTHS) -> list[i
 
 
 def measure_costs(
-    lm: LanguageModel, depths: Sequence[int] = DEPTHS, *, repeats: int = REPEATS, budget_s: float = BUDGET_S
+    lm: Parts, depths: Sequence[int] = DEPTHS, *, repeats: int = REPEATS, budget_s: float = BUDGET_S
 ) -> CostTable:
     """Measure on a session of its own, on tokens of no meaning; the smallest of ``repeats``, as noise only adds.
 
@@ -101,7 +99,7 @@ def measure_costs(
     return measured.table()
 
 
-def warm_up(lm: LanguageModel, depths: Iterable[int]) -> None:
+def warm_up(lm: Parts, depths: Iterable[int]) -> None:
     """Run a cycle of every depth, and an MTP pass of every length that may follow it, on a session of its own.
 
     The first pass of so many rows is no usual one: a backend may record it, and its weights may still lie on the disk.
@@ -113,15 +111,15 @@ def warm_up(lm: LanguageModel, depths: Iterable[int]) -> None:
     measured = _Measured(lm, max(1, min(CONTEXT, lm.capacity - max(allowed) - 2)))
     for depth in allowed:
         measured.cycle(depth, keep=False)
-    if Need.MTP in lm.drafter_spec.needs:
+    if Need.MTP in lm.drafter.spec.needs:
         measured.feed_head(max(allowed) + 1)
 
 
 class _Measured:
     """Cycles over one prompt, which is taken up again where the room ends."""
 
-    def __init__(self, lm: LanguageModel, context: int) -> None:
-        self._session = lm.session()
+    def __init__(self, lm: Parts, context: int) -> None:
+        self._session = Session(lm)
         self._session.feed([(7 * i + 3) % min(lm.info.vocab_size, 1000) for i in range(context)])
         self._stats = RunStats()
         self._session.prefill(self._stats)

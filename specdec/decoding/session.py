@@ -7,23 +7,21 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
-from specdec.contract import Context, CycleRecord, DrafterEnv, DrafterSnapshot, Snapshot, State, Stats
+from specdec.config import GenerationConfig
+from specdec.contract import Context, CycleRecord, DrafterSnapshot, Snapshot, State, Stats
 from specdec.decoding import cycle as engine
 from specdec.decoding.loop import Cycles
+from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result, RunStats
 from specdec.decoding.session_file import SavedSession, read_session, write_session
 from specdec.decoding.settings import make_sampling, override_generation
 from specdec.errors import PromptError, SessionFileError, StateError
-from specdec.registry import notify_cycle, registry
+from specdec.registry import notify_cycle
 from specdec.text import IncrementalDecoder, StopMatcher
-
-if TYPE_CHECKING:
-    from specdec.config import GenerationConfig
-    from specdec.pipeline import LanguageModel
 
 PREFILL_CHUNK = 512  # prompt tokens between two looks at the stop flag
 PREFILL_TAIL = 8  # the last tokens of a prompt run on their own
@@ -41,7 +39,7 @@ class Session:
         extra: what a program wants to keep beside the tokens (plain JSON data); saved, loaded and forked with them.
     """
 
-    def __init__(self, lm: LanguageModel) -> None:
+    def __init__(self, lm: Parts) -> None:
         self._lm = lm
         self._tokens: list[int] = []
         self._running: Stream | None = None
@@ -53,11 +51,10 @@ class Session:
     def _new_sequence(self, state: State | None = None, saved: DrafterSnapshot | None = None) -> engine.Sequence:
         lm = self._lm
         state = state if state is not None else lm.target.new_state(lm.capacity)
-        env = DrafterEnv(target=lm.target, state=state, shared=lm.drafter_shared, saved=saved)
         return engine.Sequence(
             target=lm.target,
             state=state,
-            drafter=registry().make_drafter(lm.drafter_spec, lm.drafter_config, env),
+            drafter=lm.drafter.make(lm.target, state, saved),
             verifier=lm.verifier,
             tokens=self._tokens,
             context=Context(self._tokens, draft_noise=lm.verifier.draft_noise),
@@ -150,7 +147,7 @@ class Session:
             cycle=self._sequence.context.cycle,
             stats=self.stats,
             snapshot=snapshot,
-            drafter=self._lm.drafter_spec.name,
+            drafter=self._lm.drafter.spec.name,
             drafter_snapshot=self._drafter_snapshot(),
             extra=self.extra,
         )
@@ -170,7 +167,7 @@ class Session:
             raise SessionFileError(
                 f"the saved state does not fit this model: {type(error).__name__}: {error}", file=path
             ) from error
-        ours = saved.drafter == self._lm.drafter_spec.name  # another one builds its own state again
+        ours = saved.drafter == self._lm.drafter.spec.name  # another one builds its own state again
         self._adopt(list(saved.tokens), state, saved.cycle, saved.drafter_snapshot if ours else None)
         self.stats, self.extra = saved.stats, saved.extra
 
@@ -289,7 +286,7 @@ class Stream:
         self._lm = session._lm
         self._prompt = list(session._tokens)
         self._prompt_tokens = len(self._prompt)
-        self._stats = RunStats(drafter=self._lm.drafter_spec.name)
+        self._stats = RunStats(drafter=self._lm.drafter.spec.name)
         self._decoder = IncrementalDecoder(self._lm.tokenizer)
         self._matcher = StopMatcher(settings.stop)
         self._stop_ids = frozenset() if settings.ignore_eos else frozenset(self._lm.tokenizer.eos_ids)
@@ -346,7 +343,7 @@ class Stream:
         sequence.context.sampling = self._sampling
         sequence.context.generated_from = self._prompt_tokens
         sequence.logprobs = []
-        policy = registry().make_depth_policy(lm.depth_spec, lm.depth_config, lm.depth_shared)
+        policy = lm.depth.make()
         session.prefill(stats, lambda: self.stopping)
         cycles = Cycles(
             sequence, self._cut, stats, stop_tokens=sorted(self._stop_ids), host_cuts=bool(self._settings.stop)
@@ -436,10 +433,10 @@ class Stream:
         if not sequence.speculating:
             self._session._failure = stats.inactive_reason
         if not stats.offered and not stats.inactive_reason and stats.cycles:
-            if lm.drafter_spec.name == "none":
+            if lm.drafter.spec.name == "none":
                 stats.inactive_reason = "drafter 'none' was chosen"
             elif deepest == 0:
-                why = reason or f"the depth policy {lm.depth_spec.name!r} chose depth 0 in every cycle"
+                why = reason or f"the depth policy {lm.depth.spec.name!r} chose depth 0 in every cycle"
                 stats.inactive_reason = why
         if reason and not stats.inactive_reason:  # it was on for a while, and went off for this
             stats.inactive_reason = reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,9 +40,9 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
         return
     from specdec.models.ablation import inapplicable
 
-    if Need.MTP not in lm.drafter_spec.needs:
+    if Need.MTP not in lm.drafter.spec.needs:
         raise UnsupportedError(
-            f"ablations are of an MTP head, and the drafter {lm.drafter_spec.name!r} uses none",
+            f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
         )
     for switch in switches:
@@ -58,9 +57,7 @@ def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
     from specdec.models.causal_lm import CausalLM
 
     assert isinstance(lm.target, CausalLM)  # check_ablations has said so
-    other = copy.copy(lm)
-    other.target = AblatedPass(lm.target, switches)
-    return other
+    return attrs.evolve(lm, target=AblatedPass(lm.target, switches))
 
 
 def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[PromptRun], depth: int) -> AblationReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pathlib
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import attrs
 import pytest
 
 import specdec
@@ -45,9 +45,7 @@ def loaded_once(demo):
     def cached(model=None, *, config=None, **others):
         if config is None or config.target != demo.config.target or config.drafter != demo.config.drafter:
             return load(model, config=config, **others)
-        lm = copy.copy(demo)
-        lm.config = config
-        return lm
+        return attrs.evolve(demo, config=config)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(specdec), "load", cached)
