@@ -68,6 +68,10 @@ class ModelInfo:
     fingerprint: str = ""  # of config and weights; a saved session fits only the model it came from
 
 
+def _ascending(boundaries: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(boundaries)))
+
+
 @attrs.frozen(kw_only=True)
 class Needs:
     """What a drafter needs from its target beside tokens. What is not asked for is neither computed nor kept.
@@ -84,7 +88,7 @@ class Needs:
 
     mtp: bool = False
     final_hidden: bool = False
-    boundaries: tuple[int, ...] = attrs.field(default=(), converter=lambda given: tuple(sorted(set(given))))
+    boundaries: tuple[int, ...] = attrs.field(default=(), converter=_ascending)
     prompt_rows: Literal["all", "last"] = "all"
 
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.decoding.result import Result
-    from specdec.decoding.session import Stream
+    from specdec.decoding.stream import Stream
     from specdec.measuring.prompts import Prompt
     from specdec.pipeline import LanguageModel
 
@@ -107,11 +107,8 @@ class RecordingDrafter(Drafter):
     def rewind(self, length: int) -> None:
         self._inner.rewind(length)
 
-    def settle(self, context: Context) -> None:
-        self._inner.settle(context)
-
-    def snapshot(self) -> DrafterSnapshot | None:
-        return self._inner.snapshot()
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        return self._inner.snapshot(context)
 
     def report(self) -> Mapping[str, Any]:
         return self._inner.report()
