@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -33,6 +31,7 @@ from specdec.testing import (
 )
 from specdec.testing.numerics import binomial_interval, chi_square_tail
 from specdec.testing.registry import Broken, Check, Run, as_subject, expect, run_check
+from tests.processes import run_python, run_specdec
 from tests.testing.broken import drafters, policies
 from tests.testing.broken.targets import RunsCycles
 
@@ -260,17 +259,12 @@ def test_the_command_fails_a_broken_plugin(monkeypatch):
 
 
 def test_an_unknown_name_ends_with_status_two():
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", "check", "strikt"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2
-    assert "Did you mean 'strict'" in done.stderr
+    assert "Did you mean 'strict'" in run_specdec("check", "strikt", status=2).stderr
 
 
 def test_the_kit_needs_no_pytest():
     code = "import sys, specdec.testing as t; list(t.iter_checks()); assert 'pytest' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 # --- the models ------------------------------------------------------------------------------------------------------

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +17,7 @@ from specdec.errors import ConfigError, UnsupportedError
 from specdec.models import loading
 from specdec.registry import registry
 from tests.backends.cuda.fake import FakeDevice
+from tests.processes import run_python, run_specdec
 
 OLD_DRIVER = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
@@ -184,16 +182,13 @@ assert "triton" not in sys.modules and "specdec.backends.cuda.ops" not in sys.mo
 registry().backend("cuda").available()
 assert "triton" not in sys.modules and "specdec.backends.cuda.ops" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_the_command_line_fails_with_the_reason() -> None:
-    command = [sys.executable, "-m", "specdec", "generate", "--prompt", "hi", "-s", "target.backend=cuda", "--json"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 2, done.stderr
+    command = ("generate", "--prompt", "hi", "-s", "target.backend=cuda", "--json")
+    done = run_specdec(*command, status=2, without=["TRITON_INTERPRET"])
     assert "the cuda backend cannot run here" in done.stdout + done.stderr
     assert not done.stdout or "tokens" not in json.loads(done.stdout)
 

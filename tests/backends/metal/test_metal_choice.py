@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from specdec.contract import Parity
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.models import loading
 from specdec.registry import registry
+from tests.processes import run_python
 
 PROMPT = "The river"
 TOKENS = 56
@@ -94,8 +93,7 @@ registry().backend("metal").available()
 assert not [name for name in sys.modules if name.split(".")[0] == "mlx" and name != "mlx"], sys.modules.keys()
 assert "specdec.backends.metal.ops" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 def test_dtypes() -> None:
