@@ -114,7 +114,8 @@ def warm_up(lm: Parts, depths: Iterable[int]) -> None:
         measured.cycle(depth, keep=False)
     if lm.drafter.needs.mtp:
         target, rows = lm.target, max(allowed) + 1
-        state = target.new_state(rows, Needs(mtp=True, final_hidden=True))
+        room = min(rows * (rows + 1) // 2, target.info.max_positions)  # chained entries stay
+        state = target.new_state(room, Needs(mtp=True, final_hidden=True))
         hidden = target.decode(state, [0] * rows).need_hidden()
         for count in range(1, rows + 1):
             target.decode_mtp(state, [0] * count, hidden[:count], provisional=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, HeadRows, Ops, Rewindable
-from specdec.backends.passes import ExecutorSetup, Pass, Passes, WaitingPairs, passes_of
+from specdec.backends.ops import Array, Cache, HeadRows, Ops
+from specdec.backends.passes import ExecutorSetup, Pass, Passes, WaitingPairs
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
@@ -92,7 +92,7 @@ class CausalLM(ForwardPass):
         self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they give
         eager_reason = self._passes_with(()).eager_reason
         if model.mtp is not None:
-            self._mtp_passes = passes_of(self.ops, self._run_mtp, [self._new_mtp_cache(1)], info.hidden_size)
+            self._mtp_passes = self.ops.record_passes(self._run_mtp, [self._new_mtp_cache(1)], info.hidden_size)
             eager_reason = eager_reason or self._mtp_passes.eager_reason
         if eager_reason:
             self.info = attrs.evolve(self.info, kernels=f"{self.info.kernels}; passes run eagerly: {eager_reason}")
@@ -136,7 +136,7 @@ class CausalLM(ForwardPass):
                     x = self.ops.concat(x, hidden)
                 return x
 
-            self._target_passes[boundaries] = passes_of(self.ops, run_layers, self._new_caches(1))
+            self._target_passes[boundaries] = self.ops.record_passes(run_layers, self._new_caches(1))
         return self._target_passes[boundaries]
 
     def _check_room(self, state: SequenceState, rows: int) -> None:
@@ -235,9 +235,8 @@ class CausalLM(ForwardPass):
         """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
         points: set[int] = set()
         for cache in state.caches:
-            if isinstance(cache, Rewindable):
-                cache.mark()
-                points.update(cache.marks())
+            cache.mark()
+            points.update(cache.marks() or ())
         if state.pairs is not None and points:
             state.pairs.mark(points)
 
@@ -387,6 +386,12 @@ class CausalLM(ForwardPass):
 
     # --- going back ------------------------------------------------------------------------------------------------
 
+    def to_host(self, array: Array) -> Any:
+        return self.ops.to_host(array)
+
+    def from_host(self, tensor: Any) -> Array:
+        return self.ops.from_host(tensor)
+
     def rewind(self, state: State, length: int) -> int:
         state = _own(state)
         if not 0 <= length <= state.length:
@@ -394,10 +399,10 @@ class CausalLM(ForwardPass):
         state.decoded = None
         if length == state.length:
             return length
-        points = [cache.marks() for cache in state.caches if isinstance(cache, Rewindable)]
+        points = next((marks for cache in state.caches if (marks := cache.marks()) is not None), None)
         knows = state.pairs.knows if state.pairs is not None and state.pairs.length == state.length else _always
-        if points:
-            reached = max(point for point in points[0] if point <= length and (point == 0 or knows(point)))
+        if points is not None:
+            reached = max(point for point in points if point <= length and (point == 0 or knows(point)))
         else:  # one token less where that lets the last kept token run again, so that its hidden state is known
             reached = length if knows(length) else length - 1
         for cache in state.caches:
