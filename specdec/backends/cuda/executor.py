@@ -1,22 +1,27 @@
 """Whole greedy cycles as one CUDA graph each: settle, draft, verify, decide.
 
-    settle   the rows that the last cycle kept are committed, and become the pairs that wait for the head
-    draft    the head's pass over those pairs, its first token, and K - 1 chained steps
+    settle   the rows that the last cycle kept are committed, and their MTP pairs join those that wait
+    draft    the head's pass over all pairs that wait, its first token, and K - 1 chained steps
     verify   the target's pass over the pending token and the draft, and the best token of every row
     decide   ``kernels.accept``: what is emitted, kept and pending, and whether generation ends
 
-Everything that a cycle starts from lies on the device, so the next one can be launched before the host has seen what
-the last one decided. The host reads a copy of the decision, through pinned memory, as late as it likes.
+A cycle of depth 0 drafts nothing, and its pairs go on waiting until there is no room for more. Without an MTP head
+there are no pairs, and all cycles are of depth 0.
+
+Everything that a cycle starts from lies on the device, so the next one is launched before the host has read what the
+last one decided. The host reads a copy of the decision, through pinned memory.
 
 The buffers that the graphs know serve one sequence at a time (``_Buffers``); they move in and out when another sequence
-takes its turn. The number of pairs that wait is known to the device alone: the head's pass has room for as many as
-there can be, and what it computes behind them is garbage that nobody reads and the chained steps overwrite.
+takes its turn. Only the device knows how many pairs wait: the head's pass has room for as many as there can be, and the
+rows behind them are garbage that nothing reads and the chained steps overwrite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -26,87 +31,95 @@ from specdec.backends.cuda.arrays import CudaHeadRows, checked
 from specdec.backends.cuda.caches import CapturedCache, CudaDeltaCache, DeviceCache, Kind, write_rows
 from specdec.backends.cuda.device import Graph, Marker
 from specdec.backends.cuda.kernels import accept, cycle, head
-from specdec.backends.cuda.kernels.accept import FAULT, FIELDS, KEPT, Decision
+from specdec.backends.cuda.kernels.accept import FAULT, FIELDS, KEPT, PENDING, Decision
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
+from specdec.backends.cuda.passes import CudaPass
 from specdec.backends.cuda.weights import DenseWeight, Weight
-from specdec.backends.passes import CycleSetup
-from specdec.contract import GreedyCycle
+from specdec.backends.passes import ExecutorSetup, Pass
+from specdec.contract import Executor, Outcome
 from specdec.errors import StateError
 
-if TYPE_CHECKING:
-    from specdec.backends.cuda.ops import CudaOps
-    from specdec.backends.cuda.passes import CudaPass
-
 STOPS = 64  # stop tokens that the device can look for
+_CONTROL = FIELDS.value + MAX_ROWS
 _FED_ROWS = (2, 4, 8, MAX_ROWS)  # rows that the head's pass may have: few graphs, and no pass much too wide
 _ADDED_ROWS = (256, 1024, 4096)  # rows that a sequence may have added to a pruned head, likewise
-_SLOTS = 2  # decisions that the host has not read: one cycle runs while it looks at another
+_IN_FLIGHT = 2  # one cycle runs while the host looks at another
 
 
-@attrs.define(kw_only=True)
+@attrs.frozen(kw_only=True)
 class _Buffers:
-    """What a cycle reads and writes between launches."""
+    """What a cycle leaves for the next one of its sequence."""
 
     table: Tensor  # [caches, 8] int64, the target's and then the head's
-    control: Tensor  # kernels.accept
-    drafted: Tensor  # [16] int32, behind the control block so that both are read in one copy
+    control: Tensor  # [24] int32, kernels.accept
     waiting: Tensor  # [16, H]
     waiting_ids: Tensor  # [16] int32
-    counters: Tensor  # [2] int32, kernels.cycle
     fresh: Tensor  # [16, H]: hidden states of the last verification
     stops: Tensor  # [64] int32, -1 behind them
 
-    @classmethod
-    def empty(cls, caches: int, hidden: int, dtype: torch.dtype, place: torch.device) -> tuple[_Buffers, Tensor]:
-        """Buffers of zeros, and the memory that control block and draft share."""
-        report = torch.zeros(FIELDS.value + MAX_ROWS + MAX_ROWS, dtype=torch.int32, device=place)
-        made = cls(
-            table=torch.zeros(caches, COLUMNS, dtype=torch.int64, device=place),
-            control=report[: FIELDS.value + MAX_ROWS],
-            drafted=report[FIELDS.value + MAX_ROWS :],
-            waiting=torch.zeros(MAX_ROWS, hidden, dtype=dtype, device=place),
-            waiting_ids=torch.zeros(MAX_ROWS, dtype=torch.int32, device=place),
-            counters=torch.zeros(cycle.COUNTERS, dtype=torch.int32, device=place),
-            fresh=torch.zeros(MAX_ROWS, hidden, dtype=dtype, device=place),
-            stops=torch.full((STOPS,), -1, dtype=torch.int32, device=place),
-        )
-        return made, report
-
     def fill(self, other: _Buffers) -> None:
         """Become a copy of ``other``."""
-        for field in attrs.fields(_Buffers):
-            getattr(self, field.name).copy_(getattr(other, field.name))
+        for ours, theirs in zip(self._all(), other._all(), strict=True):
+            ours.copy_(theirs)
+
+    def copy(self) -> _Buffers:
+        return _Buffers(**{name: held.clone() for name, held in attrs.asdict(self, recurse=False).items()})
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return attrs.astuple(self, recurse=False)
 
 
 class CycleGraphs:
-    """The graphs of one model's cycles and the buffers that they know, for any sequence."""
+    """The graphs of one model's cycles, with or without its MTP head, and the buffers that they know."""
 
-    def __init__(self, ops: CudaOps, target: CudaPass, mtp: CudaPass) -> None:
-        self.ops = ops
-        self.target, self.mtp = target.passes, mtp.passes
-        self.caches = len(target.caches)
-        place = ops.device.place
-        self.hidden_size = self.mtp.hidden_size
-        total = self.caches + len(mtp.caches)
-        self.buffers, self.report = _Buffers.empty(total, self.hidden_size, ops.dtype, place)
-        self.kinds, self.mtp_kinds = target.kinds, mtp.kinds
-        self._verified = torch.zeros(MAX_ROWS + 1, dtype=torch.int32, device=place)  # pending token, then the draft
-        self._graphs: dict[tuple[Any, ...], Graph] = {}
+    def __init__(self, target: CudaPass, mtp: CudaPass | None) -> None:
+        self.device, dtype = target.passes.ops.device, target.passes.ops.dtype
+        place = self.device.place
+        self._target, self._kinds = target.passes, target.kinds
+        self._mtp, self._mtp_kinds = (None, None) if mtp is None else (mtp.passes, mtp.kinds)
+        self._caches = len(target.caches)
+        caches, hidden_size = self._caches, 0
+        if mtp is not None:
+            caches, hidden_size = caches + len(mtp.caches), mtp.passes.hidden_size
+        # the control block, the pending token and the draft, so that the host reads them in one copy
+        self.report = torch.zeros(_CONTROL + 1 + MAX_ROWS, dtype=torch.int32, device=place)
+        self._verified = self.report[_CONTROL:]
+        self._drafted = self._verified[1:]
+        self._counters = torch.zeros(cycle.COUNTERS, dtype=torch.int32, device=place)
+        self.buffers = _Buffers(
+            table=torch.zeros(caches, COLUMNS, dtype=torch.int64, device=place),
+            control=self.report[:_CONTROL],
+            waiting=torch.zeros(MAX_ROWS, hidden_size, dtype=dtype, device=place),
+            waiting_ids=torch.zeros(MAX_ROWS, dtype=torch.int32, device=place),
+            fresh=torch.zeros(MAX_ROWS, hidden_size, dtype=dtype, device=place),
+            stops=torch.full((STOPS,), -1, dtype=torch.int32, device=place),
+        )
+        self._graphs: dict[tuple[int, ...], Graph] = {}
         self._heads: tuple[Any, ...] = ()
         self._added: DenseWeight | None = None  # rows that the present sequence added to a pruned head
         self._added_ids: Tensor | None = None
-        self.owner: CudaCycles | None = None
+        self._owner: CudaExecutor | None = None
 
-    def own(self, cycles: CudaCycles) -> None:
-        """Give the buffers to ``cycles``; whoever had them keeps a copy."""
-        if self.owner is cycles:
-            return
-        if self.owner is not None:
-            self.owner.kept.fill(self.buffers)
-        self.buffers.fill(cycles.kept)
-        self._take_added(cycles.added)
-        self.owner = cycles
+    @contextlib.contextmanager
+    def turn_of(self, executor: CudaExecutor) -> Iterator[_Buffers]:
+        """The buffers with what this sequence left in them; the one that had them keeps a copy."""
+        with self._target.lock, contextlib.nullcontext() if self._mtp is None else self._mtp.lock:
+            if self._owner is not executor:
+                if self._owner is not None:
+                    self._owner.kept.fill(self.buffers)
+                self.buffers.fill(executor.kept)
+                self._take_added(executor.added)
+                self._owner = executor
+            yield self.buffers
+
+    def release(self) -> None:
+        """The sequence whose turn it is needs the buffers no more."""
+        self._owner = None
+
+    def tables(self, buffers: _Buffers) -> tuple[Tensor, Tensor]:
+        """The target's rows of the address table, and the head's."""
+        return buffers.table[: self._caches], buffers.table[self._caches :]
 
     def _take_added(self, added: tuple[Tensor, Tensor] | None) -> None:
         """Copy the rows that a sequence added where graphs know them, the first one again in the places left."""
@@ -125,85 +138,100 @@ class CycleGraphs:
     def settle(self) -> None:
         """Launch the beginning of a cycle by itself."""
         b = self.buffers
-        accept.commit_rows(b.table[: self.caches], self.kinds, b.control[KEPT.value : KEPT.value + 1])
-        cycle.settle(b.control, b.fresh, b.waiting, b.waiting_ids, b.counters, self._verified)
+        accept.commit_rows(self.tables(b)[0], self._kinds, b.control[KEPT.value : KEPT.value + 1])
+        if self._mtp is None:
+            self._verified[:1].copy_(b.control[PENDING.value : PENDING.value + 1])
+        else:
+            cycle.settle(b.control, b.fresh, b.waiting, b.waiting_ids, self._counters, self._verified)
 
-    def graph(self, cycles: CudaCycles, fed: int, depth: int) -> Graph:
-        """The graph of a cycle of ``depth`` draft tokens whose head has room for ``fed`` pairs."""
-        added = None if cycles.added is None else self._added
-        heads = (cycles.lm_head, cycles.draft_head, cycles.draft_ids, added)  # kept: graphs know their addresses alone
+    def graph(self, executor: CudaExecutor, fed: int, depth: int) -> Graph:
+        """The graph of a cycle of ``depth`` draft tokens; its head takes in up to ``fed`` pairs, or none of them."""
+        added = None if executor.added is None else self._added
+        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)  # kept: graphs know addresses alone
         if len(heads) != len(self._heads) or any(a is not b for a, b in zip(heads, self._heads, strict=True)):
             self._graphs.clear()
             self._heads = heads
-        bounds = (_bound(cycles.target.caches), _bound(cycles.mtp.caches))
-        key = (fed, depth, *bounds)
+        key = (fed, depth, *executor.bounds)
         if key not in self._graphs:
-            target = self._stand_ins(cycles.target.caches, self.buffers.table[: self.caches], bounds[0])
-            mtp = self._stand_ins(cycles.mtp.caches, self.buffers.table[self.caches :], bounds[1])
-            before = _copy(self.buffers)  # it runs for real before it is captured
-            with self.ops.device.guarded(f"the CUDA graph of a cycle of {depth} draft tokens", None, "SPECDEC_EAGER=1"):
-                self._graphs[key] = self.ops.device.capture(lambda: self._cycle(cycles, target, mtp, fed, depth))
+            caches = [executor.target.caches, executor.mtp.caches if executor.mtp else []]
+            stand_ins = [
+                [CapturedCache(held, row, bound) for held, row in zip(of, table, strict=True)]
+                for of, table, bound in zip(caches, self.tables(self.buffers), executor.bounds, strict=True)
+            ]
+            before = self.buffers.copy()  # it runs for real before it is captured
+            with self.device.guarded(f"the CUDA graph of a cycle of {depth} draft tokens", None, "SPECDEC_EAGER=1"):
+                self._graphs[key] = self.device.capture(lambda: self._cycle(executor, *stand_ins, fed, depth))
             self.buffers.fill(before)
         return self._graphs[key]
 
-    def _stand_ins(self, caches: Sequence[DeviceCache], table: Tensor, bound: int) -> list[CapturedCache]:
-        return [CapturedCache(cache, row, bound) for cache, row in zip(caches, table, strict=True)]
-
     def _cycle(
-        self, cycles: CudaCycles, target: list[CapturedCache], mtp: list[CapturedCache], fed: int, depth: int
+        self, executor: CudaExecutor, target: list[CapturedCache], mtp: list[CapturedCache], fed: int, depth: int
     ) -> None:
-        b = self.buffers
-        table = b.table[self.caches :]
+        b, rows = self.buffers, depth + 1
         self.settle()
-        x = self.mtp.launched(mtp, b.waiting_ids[:fed], b.waiting[:fed])
-        accept.commit_rows(table, self.mtp_kinds, b.counters[cycle.FED.value : cycle.FED.value + 1])
-        x = cycle.last_row(x, b.counters)
-        self._draft(cycles, x, 0)
-        for step in range(1, depth):
-            x = self.mtp.launched(mtp, b.drafted[step - 1 : step], x)
-            accept.commit_rows(table, self.mtp_kinds, 1)
-            self._draft(cycles, x, step)
-        if depth > 1:
-            accept.commit_rows(table, self.mtp_kinds, 1 - depth)  # chained rows are provisional
-        drafted = b.drafted[:depth]
-        self._verified[1 : depth + 1].copy_(drafted)
-        x = self.target.launched(target, self._verified[: depth + 1], None)
-        b.fresh[: depth + 1].copy_(x)
-        best = head.best(x, cycles.lm_head)
-        accept.accept(drafted, best.ids, b.stops, b.control)
+        if fed:
+            self._draft(executor, mtp, fed, depth)
+        x = self._target.launched(target, self._verified[:rows], None)
+        if self._mtp is not None:
+            b.fresh[:rows].copy_(x)
+        best = head.best(x, executor.lm_head)
+        accept.accept(self._drafted[:depth], best.ids, b.stops, b.control, fed=fed > 0 or self._mtp is None)
 
-    def _draft(self, cycles: CudaCycles, x: Tensor, place: int) -> None:
-        first = head.best(x, cycles.draft_head, ids=cycles.draft_ids)
-        second = first
-        if cycles.added is not None:
+    def _draft(self, executor: CudaExecutor, mtp: list[CapturedCache], fed: int, depth: int) -> None:
+        """Feed the pairs that wait, and draft behind them."""
+        assert self._mtp is not None
+        assert self._mtp_kinds is not None
+        b, table = self.buffers, self.tables(self.buffers)[1]
+        x = self._mtp.launched(mtp, b.waiting_ids[:fed], b.waiting[:fed])
+        accept.commit_rows(table, self._mtp_kinds, self._counters[cycle.FED.value : cycle.FED.value + 1])
+        if depth:
+            x = cycle.last_row(x, self._counters)
+        for step in range(depth):
+            if step:
+                x = self._mtp.launched(mtp, self._drafted[step - 1 : step], x)
+                accept.commit_rows(table, self._mtp_kinds, 1)
+            self._choose(executor, x, self._drafted[step : step + 1])
+        if depth > 1:
+            accept.commit_rows(table, self._mtp_kinds, 1 - depth)  # chained rows are provisional
+
+    def _choose(self, executor: CudaExecutor, x: Tensor, out: Tensor) -> None:
+        assert executor.draft_head is not None
+        first = second = head.best(x, executor.draft_head, ids=executor.draft_ids)
+        if executor.added is not None:
             assert self._added is not None
             second = head.best(x, self._added, ids=self._added_ids)
-        out = self.buffers.drafted[place : place + 1]
         cycle.winner(first.ids, first.values, second.ids, second.values, out)
 
 
 @attrs.frozen
 class _Flight:
-    """A cycle whose decision the host has not read."""
+    """A cycle whose outcome the host has not collected; without a report where it knew that generation had ended."""
 
     depth: int
-    report: Tensor  # pinned
-    done: Marker
+    fed: bool
+    report: Tensor | None = None  # pinned
+    done: Marker | None = None
 
 
-class CudaCycles:
-    """Cycles of one sequence.
+class CudaExecutor(Executor):
+    """Cycles of one sequence. See ``specdec.backends.passes.ExecutorSetup``.
 
-    The host counts behind the device: cycle i begins by settling what cycle i - 1 kept, so that as soon as decision
-    i - 1 is known, the lengths after that are. Decision 0 is the start, which kept nothing.
+    At most two are in flight, so that a cycle is launched only where the last decision but one is known, and was not
+    the end. A cycle begins by settling what the one before decided; so with ``_last``, the decision collected last, the
+    host knows what the caches hold behind the last cycle launched.
+
+    Attributes:
+        target, mtp: the passes over the sequence's caches; without ``mtp`` nothing is drafted.
+        kept: what belongs into the graphs' buffers when it is this sequence's turn.
+        lm_head, draft_head, draft_ids, added: heads; ``added`` are the sequence's own rows of a pruned one, with ids.
+        bounds: the stages of growth that graphs over these caches are captured for.
     """
 
-    def __init__(self, graphs: CycleGraphs, target: CudaPass, mtp: CudaPass, setup: CycleSetup) -> None:
-        self._graphs = graphs
+    def __init__(self, graphs: CycleGraphs, target: CudaPass, mtp: CudaPass | None, setup: ExecutorSetup) -> None:
+        self._graphs, self._setup = graphs, setup
         self.target, self.mtp = target, mtp
-        self._device = graphs.ops.device
         self.lm_head: Weight = setup.lm_head
-        drafting: Any = setup.draft_head
+        drafting: Any = None if setup.waiting is None else setup.waiting.head
         self.draft_ids: Tensor | None = None
         self.added: tuple[Tensor, Tensor] | None = None
         if isinstance(drafting, CudaHeadRows):
@@ -211,89 +239,88 @@ class CudaCycles:
             if len(drafting.parts) > 1:
                 self.added = (drafting.parts[1].tensor, drafting.part_ids[1])
             drafting = drafting.parts[0]
-        self.draft_head: Weight = drafting
-        tokens, length = setup.tokens, int(target.caches[0].length)
-        start = Decision(
+        self.draft_head: Weight | None = drafting
+        self.bounds: tuple[int, int] = (0, 0)
+        self._rows = self._slots = 0  # positions and states that surely fit; the first cycle makes room
+        self._flights: list[_Flight] = []
+        device = graphs.device
+        self._reports = itertools.cycle(
+            [device.pinned(len(graphs.report), dtype=torch.int32) for _ in range(_IN_FLIGHT)]
+        )
+        self._last = Decision(
             halted=0,
             remaining=setup.limit,
-            pending=tokens[-1],
-            position=length,
+            pending=setup.pending,
+            position=int(target.caches[0].length),
             kept=0,
             accepted=0,
             cycles=0,
+            waiting=0 if setup.waiting is None else len(setup.waiting.tokens),
             emitted=(),
         )
-        self._decisions = [start]  # those that the host knows
-        self._depths = [0]  # of the cycles submitted
-        self._flights: dict[int, _Flight] = {}
-        self._collected = 0
-        self._counted = 0  # cycles up to whose beginning the caches' mirrors count
-        self._waiting = len(tokens)  # pairs that wait, there
-        self._room: int | None = None  # rows that surely fit
-        self.kept = self._first_buffers(setup)
-        self._pinned = [self._device.pinned(len(graphs.report), dtype=torch.int32) for _ in range(_SLOTS)]
+        self.kept = graphs.buffers.copy()
+        target_table, mtp_table = graphs.tables(self.kept)
+        target_table.copy_(target.table)
+        self._write(self.kept.control)
+        device.upload([*setup.stop_tokens, *[-1] * (STOPS - len(setup.stop_tokens))], torch.int32, self.kept.stops)
+        if mtp is not None and setup.waiting is not None:
+            mtp_table.copy_(mtp.table)
+            rows = len(setup.waiting.tokens)
+            self.kept.waiting[:rows].copy_(setup.waiting.hidden)
+            device.upload(setup.waiting.tokens, torch.int32, self.kept.waiting_ids[:rows])
 
-    def _first_buffers(self, setup: CycleSetup) -> _Buffers:
-        graphs, upload = self._graphs, self._device.upload
-        caches, tokens, stops = graphs.caches + len(self.mtp.caches), setup.tokens, setup.stop_tokens
-        made, _ = _Buffers.empty(caches, graphs.hidden_size, graphs.ops.dtype, self._device.place)
-        made.table[: graphs.caches].copy_(self.target.table)
-        made.table[graphs.caches :].copy_(self.mtp.table)
-        self._write(made.control, self._decisions[0])
-        made.waiting[: len(tokens)].copy_(setup.hidden)
-        upload(tokens, torch.int32, made.waiting_ids[: len(tokens)])
-        upload([len(tokens), 0], torch.int32, made.counters)
-        if stops:
-            upload(stops, torch.int32, made.stops[: len(stops)])
-        return made
-
-    def _write(self, control: Tensor, d: Decision) -> None:
-        values = [d.halted, d.remaining, d.pending, d.position, d.kept, d.accepted, d.cycles, 0, *d.emitted]
-        self._device.upload(values, torch.int32, control[: len(values)])
-
-    # --- cycles ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _submitted(self) -> int:
-        return len(self._depths) - 1
+    def _write(self, control: Tensor) -> None:
+        d = self._last
+        values = [d.halted, d.remaining, d.pending, d.position, d.kept, d.accepted, d.cycles, d.waiting, *d.emitted]
+        self._graphs.device.upload(values, torch.int32, control[: len(values)])
 
     def submit(self, depth: int) -> None:
-        if not 1 <= depth < MAX_ROWS:
-            raise StateError(f"a cycle on the device drafts 1 to {MAX_ROWS - 1} tokens, got {depth}")
-        if self._submitted - self._collected >= _SLOTS:
-            raise StateError(f"{_SLOTS} cycles are in flight already")
-        graphs = self._graphs
-        pairs = self._waiting if not self._submitted else max(self._waiting, self._depths[-1] + 1)
-        fed = next(rows for rows in _FED_ROWS if rows >= pairs)
-        with graphs.target.lock, graphs.mtp.lock:
-            graphs.own(self)
-            self._make_room(depth)
+        if self.mtp is None:
+            depth = 0
+        if not 0 <= depth < MAX_ROWS:
+            raise StateError(f"a cycle on the device drafts 0 to {MAX_ROWS - 1} tokens, got {depth}")
+        if len(self._flights) == _IN_FLIGHT:
+            raise StateError(f"{_IN_FLIGHT} cycles are in flight already")
+        if self._last.halted:
+            self._flights.append(_Flight(0, fed=False))
+            return
+        waiting = self._last.waiting + self._last.kept  # and no more than this where a cycle is in flight
+        for flight in self._flights:
+            waiting = (0 if flight.fed else waiting) + flight.depth + 1
+        fed = 0
+        if self.mtp is not None and (depth or waiting == MAX_ROWS):
+            fed = next(rows for rows in _FED_ROWS if rows >= waiting)
+        graphs, report = self._graphs, next(self._reports)
+        with graphs.turn_of(self) as buffers:
+            self._make_room(depth, buffers)
             graphs.graph(self, fed, depth).replay()
-            self._depths.append(depth)
-            report = self._pinned[self._submitted % _SLOTS]
             report.copy_(graphs.report, non_blocking=True)
-            self._flights[self._submitted] = _Flight(depth, report, self._device.marker())
+            self._flights.append(_Flight(depth, fed > 0, report, graphs.device.marker()))
 
-    def collect(self) -> GreedyCycle:
-        if self._collected == self._submitted:
+    def collect(self) -> Outcome:
+        if not self._flights:
             raise StateError("no cycle is in flight")
-        self._collected += 1
-        self._see(self._collected)
-        flight, decision = self._flights.pop(self._collected), self._decisions[self._collected]
-        if decision.halted == FAULT.value:
+        flight = self._flights.pop(0)
+        if flight.report is None or flight.done is None:
+            return Outcome((), 0, ())
+        flight.done.wait()
+        values = flight.report.tolist()
+        self._last = last = Decision.of(values)
+        if last.halted == FAULT.value:
             checked([-1])
-        if not decision.kept:
-            return GreedyCycle((), 0, ())
-        first = FIELDS.value + MAX_ROWS
-        drafted: list[int] = flight.report[first : first + flight.depth].tolist()
-        return GreedyCycle(tuple(drafted), decision.accepted, decision.emitted)
+        if not last.kept:
+            return Outcome((), 0, ())
+        drafted = values[_CONTROL + 1 :][: flight.depth]
+        return Outcome(tuple(drafted), last.accepted, last.emitted)
 
     def keep(self, tokens: int) -> None:
-        last = self._decisions[-1]
-        if self._collected != self._submitted or not 1 <= tokens <= last.kept:
-            raise StateError(f"{tokens} of {last.kept} tokens are kept of a cycle that was the last one, and collected")
+        last = self._last
+        if not 1 <= tokens <= last.kept or (self._flights and tokens < last.kept):
+            raise StateError(f"of {last.kept} tokens {tokens} are kept; fewer than all only with no cycle in flight")
         back = last.kept - tokens
-        self._decisions[-1] = attrs.evolve(
+        if not back:
+            return
+        self._last = attrs.evolve(
             last,
             halted=0,
             remaining=last.remaining + back,
@@ -302,94 +329,76 @@ class CudaCycles:
             kept=tokens,
             emitted=last.emitted[:tokens],
         )
-        with self._graphs.target.lock, self._graphs.mtp.lock:
-            self._graphs.own(self)
-            self._write(self._graphs.buffers.control, self._decisions[-1])
+        with self._graphs.turn_of(self) as buffers:
+            self._write(buffers.control)
 
-    def close(self) -> Tensor:
-        if self._collected != self._submitted:
-            raise StateError("cycles are closed while one is in flight")
-        graphs, last = self._graphs, self._decisions[-1]
-        with graphs.target.lock, graphs.mtp.lock:
-            graphs.own(self)
-            self._catch_up()
+    def close(self) -> None:
+        if self._flights:
+            raise StateError("an executor is closed while a cycle is in flight")
+        graphs, last, left = self._graphs, self._last, None
+        with graphs.turn_of(self) as buffers:
+            self._count()
             graphs.settle()
-            self._count(last)
-            self.target.table.copy_(graphs.buffers.table[: graphs.caches])
-            self.mtp.table.copy_(graphs.buffers.table[graphs.caches :])
-            graphs.owner = None
-            return graphs.buffers.waiting[: self._waiting].clone()
+            for held in self.target.caches:
+                held.advance(last.kept)
+            target_table, mtp_table = graphs.tables(buffers)
+            self.target.table.copy_(target_table)
+            if self.mtp is not None:
+                self.mtp.table.copy_(mtp_table)
+                left = buffers.waiting[: last.waiting + last.kept].clone()
+            graphs.release()
+        self._setup.closed(left)
 
     # --- what the host knows ---------------------------------------------------------------------------------------
 
-    def _see(self, number: int) -> None:
-        """Read decision ``number`` when it is there, and those before it."""
-        for at in range(len(self._decisions), number + 1):
-            flight = self._flights[at]
-            flight.done.wait()
-            self._decisions.append(Decision.of(flight.report.tolist()))
-
-    def _count(self, decision: Decision) -> None:
-        """Count what the settling of ``decision`` did to the target's caches and to the pairs that wait."""
+    def _count(self) -> None:
+        """Bring the mirrors of all caches to where the device is behind the last cycle launched."""
+        last, launched = self._last, self._flights[-1:]
         for held in self.target.caches:
-            held.advance(decision.kept)
-        self._waiting = decision.kept or self._waiting
+            held.advance(last.position - (0 if launched else last.kept) - held.length)
+        if self.mtp is not None:
+            fed = last.position if launched and launched[0].fed else last.position - last.kept - last.waiting
+            for held in self.mtp.caches:
+                held.advance(fed - held.length)
 
-    def _catch_up(self) -> None:
-        """Bring the mirrors of all caches to where the device is after the last submitted cycle."""
-        while self._counted < self._submitted:
-            if len(self._decisions) <= self._counted:
-                self._see(self._counted)
-            decision = self._decisions[self._counted]
-            self._count(decision)
-            if not decision.halted:
-                for held in self.mtp.caches:
-                    held.advance(self._waiting)
-            self._counted += 1
-
-    def _make_room(self, depth: int) -> None:
+    def _make_room(self, depth: int, buffers: _Buffers) -> None:
         """See that every cache has the memory for one more cycle, whatever those in flight decide."""
-        known = self._decisions[-1].position
-        unseen = sum(depth + 1 for depth in self._depths[len(self._decisions) :])
-        slots = min((held.slots for held in self.target.caches if isinstance(held, CudaDeltaCache)), default=depth + 2)
-        if self._room is not None and known + unseen + depth + 1 <= self._room and depth + 2 <= slots:
+        end = self._last.position + sum(flight.depth + 1 for flight in self._flights) + depth + 1
+        if end <= self._rows and depth + 2 <= self._slots:
             return
-        self._catch_up()
-        moved = False
-        end = known + unseen + depth + 1
-        for held in self.target.caches:
-            moved |= held.make_room(end, depth + 1)
-        for held in self.mtp.caches:
-            moved |= held.make_room(min(end + MAX_ROWS, held.capacity), MAX_ROWS)
-        if moved or self._room is None:
-            table = self._graphs.buffers.table
-            write_rows(self.target.caches, table[: self._graphs.caches])
-            write_rows(self.mtp.caches, table[self._graphs.caches :])
-        rows = [held.bound for held in self.target.caches if held.kind is Kind.ROWS]
-        self._room = min([*rows, *(held.bound - MAX_ROWS for held in self.mtp.caches)])
+        self._count()
+        target, mtp = self.target.caches, self.mtp.caches if self.mtp else []
+        moved = [held.make_room(end, depth + 1) for held in target]
+        moved += [held.make_room(min(end + MAX_ROWS, held.capacity), MAX_ROWS) for held in mtp]
+        if any(moved):
+            write_rows([*target, *mtp], buffers.table)
+        rows = [held.bound for held in target if held.kind is Kind.ROWS] + [held.bound - MAX_ROWS for held in mtp]
+        self._rows = min(rows, default=2**62)
+        self._slots = min((held.slots for held in target if isinstance(held, CudaDeltaCache)), default=2**62)
+        self.bounds = _bound(target), _bound(mtp)
 
 
-def cycles_over(ops: CudaOps, target: Any, mtp: Any, setup: CycleSetup) -> CudaCycles | None:
-    """Cycles over two passes of ``ops``; None where the passes run eagerly or these cycles do not fit."""
-    if target.passes.eager_reason or mtp.passes.eager_reason or any(held.kind is Kind.STATES for held in mtp.caches):
+def device_executor(target: Pass, mtp: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
+    """An executor over CUDA passes; None where they run eagerly or the cycles do not fit."""
+    if not isinstance(target, CudaPass) or not isinstance(mtp, CudaPass | None):
         return None
-    if len(setup.tokens) > MAX_ROWS or len(setup.stop_tokens) > STOPS:
+    if target.passes.eager_reason or len(setup.stop_tokens) > STOPS:
         return None
-    rows = setup.draft_head
-    if isinstance(rows, CudaHeadRows) and any(len(ids) > _ADDED_ROWS[-1] for ids in rows.part_ids[1:]):
-        return None
-    if target.passes.cycles is None:
-        target.passes.cycles = CycleGraphs(ops, target, mtp)
-    graphs: CycleGraphs = target.passes.cycles
-    return CudaCycles(graphs, target, mtp, setup)
+    if mtp is not None:
+        if mtp.passes.eager_reason or any(held.kind is Kind.STATES for held in mtp.caches) or setup.waiting is None:
+            return None
+        rows = setup.waiting.head
+        if isinstance(rows, CudaHeadRows) and any(len(ids) > _ADDED_ROWS[-1] for ids in rows.part_ids[1:]):
+            return None
+        if len(setup.waiting.tokens) > MAX_ROWS:
+            return None
+    graphs = target.passes.cycle_graphs
+    key = None if mtp is None else mtp.passes
+    if key not in graphs:
+        graphs[key] = CycleGraphs(target, mtp)
+    return CudaExecutor(graphs[key], target, mtp, setup)
 
 
 def _bound(caches: Sequence[DeviceCache]) -> int:
     """What a graph is captured for, as in ``passes``."""
-    return stage(max(held.bound for held in caches))
-
-
-def _copy(buffers: _Buffers) -> _Buffers:
-    return attrs.evolve(
-        buffers, **{field.name: getattr(buffers, field.name).clone() for field in attrs.fields(_Buffers)}
-    )
+    return stage(max((held.bound for held in caches), default=0))
