@@ -49,8 +49,8 @@ def with_random_head(folder: Path, seed: int = 0) -> Path:
 
 def fresh(lm: specdec.LanguageModel) -> None:
     """Forget what earlier generations of this language model learnt."""
-    if isinstance(lm.depth_shared, Learnt):
-        lm.depth_shared.last = None
+    if isinstance(lm.depth.shared, Learnt):
+        lm.depth.shared.last = None
 
 
 def compare(
@@ -125,7 +125,7 @@ def demo(prompts: dict[str, list[int]], tokens: int, warm: int, repeats: int, de
 
 def priced(lm: specdec.LanguageModel) -> dict[str, Any]:
     """The cost table as break-even points: the acceptance at position 0 above which depth 1 pays."""
-    table: CostTable = lm.depth_shared.table
+    table: CostTable = lm.depth.shared.table
     plain = table.cycle(0)
     return {
         "cycle_of_depth": {str(depth): table.cycle(depth) / plain for depth in range(7)},

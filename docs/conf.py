@@ -15,13 +15,24 @@ author = "the specdec authors"
 copyright = "the specdec authors, Apache-2.0"
 version = release = specdec.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "specdec_reference"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "drawings",
+    "specdec_reference",
+]
 exclude_patterns = ["_build"]
 smartquotes = False  # `--json` in a docstring must not become a dash
 html_theme = "furo"
 html_title = f"specdec {release}"
+html_static_path = ["_static"]
+html_css_files = ["drawings.css"]
+copybutton_prompt_text = "$ "
 
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

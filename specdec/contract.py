@@ -68,6 +68,10 @@ class ModelInfo:
     fingerprint: str = ""  # of config and weights; a saved session fits only the model it came from
 
 
+def _ascending(boundaries: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(boundaries)))
+
+
 @attrs.frozen(kw_only=True)
 class Needs:
     """What a drafter needs from its target beside tokens. What is not asked for is neither computed nor kept.
@@ -84,7 +88,7 @@ class Needs:
 
     mtp: bool = False
     final_hidden: bool = False
-    boundaries: tuple[int, ...] = attrs.field(default=(), converter=lambda given: tuple(sorted(set(given))))
+    boundaries: tuple[int, ...] = attrs.field(default=(), converter=_ascending)
     prompt_rows: Literal["all", "last"] = "all"
 
     @property
@@ -505,6 +509,15 @@ class ForwardPass(abc.ABC):
         Where ``needs.mtp`` asks for pairs that the snapshot does not have, ``state.pairs`` stays behind the state.
         """
 
+    def to_host(self, array: Any) -> Any:
+        """An array of a ``Snapshot`` in host memory, of the same dtype, as a torch tensor or as ``torch.as_tensor``
+        takes it. The default gives it as it is."""
+        return array
+
+    def from_host(self, tensor: Any) -> Any:
+        """A torch tensor in host memory as ``restore`` takes it: the inverse of ``to_host``."""
+        return tensor
+
 
 @attrs.frozen
 class DeviceDraft:
@@ -574,7 +587,10 @@ class Executor(abc.ABC):
 
 @attrs.frozen
 class DrafterSnapshot:
-    """Saved state of a drafter: named arrays, and plain metadata that tells what they belong to."""
+    """Saved state of a drafter: named arrays, as ``torch.as_tensor`` takes them, and what they belong to.
+
+    A session's file gives them back as torch tensors in host memory.
+    """
 
     arrays: Mapping[str, Any]
     meta: Mapping[str, int | str] = attrs.field(factory=dict)
@@ -984,12 +1000,18 @@ class DepthPolicySpec:
 
 @attrs.frozen(kw_only=True)
 class BackendSpec:
-    """``factory(config)`` makes a backend; ``available()`` gives None, or why this machine cannot run it."""
+    """``factory(config)`` makes a backend; ``available()`` gives None, or why this machine cannot run it.
+
+    ``preference()`` is what ``target.backend = "auto"`` goes by: a number where the hardware that the backend is for is
+    here, usable or not, else None. The largest number is taken first (``cpu`` has 0); where that backend is not
+    available, the load says so and goes on with the next.
+    """
 
     name: str
     factory: Callable[[Any], Any]  # specdec.backends.Backend; Any keeps tensor libraries out of this file
     config: type = NoConfig
     available: Callable[[], str | None] = lambda: None
+    preference: Callable[[], int | None] = lambda: None
     help: str = ""
 
 

@@ -7,11 +7,9 @@ The parts have their own tests (``tests/checkpoints``, ``test_config.py``); here
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +28,7 @@ from specdec.errors import (
     UnsupportedError,
 )
 from tests import tiny
+from tests.processes import run_specdec
 
 SHAPE: dict[str, Any] = {
     "hidden": 32,
@@ -80,7 +79,7 @@ def test_the_sound_checkpoint_loads(folder: pathlib.Path) -> None:
     """Otherwise every test below could pass for another reason."""
     lm = specdec.load(str(folder))
     assert lm.generate("the", max_new_tokens=4, ignore_eos=True).finish_reason == "length"
-    assert lm.drafter_spec.name == "mtp"
+    assert lm.drafter.spec.name == "mtp"
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -220,7 +219,7 @@ def test_the_advice_for_a_missing_head_works(folder: pathlib.Path) -> None:
     """Turned off in the config, the checkpoint loads, and "auto" says which drafter it chose instead."""
     no_mtp_tensors(folder)
     tiny.edit_config(folder, mtp_num_hidden_layers=0)
-    assert specdec.load(str(folder)).drafter_spec.name == "ngram"
+    assert specdec.load(str(folder)).drafter.spec.name == "ngram"
     with pytest.raises(UnsupportedError) as caught:
         specdec.load(str(folder), drafter="mtp")
     check(caught.value, "needs an MTP head", "ngram", "try:")
@@ -357,16 +356,11 @@ def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    root = pathlib.Path(__file__).parent.parent
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "SPECDEC_CPU_KERNELS": "torch"}
-    return subprocess.run(
-        [sys.executable, "-m", "specdec", *arguments], capture_output=True, text=True, env=env, timeout=120
-    )
+def run(*arguments: str, status: int = 2) -> subprocess.CompletedProcess[str]:
+    return run_specdec(*arguments, status=status, env={"SPECDEC_CPU_KERNELS": "torch"})
 
 
 def check_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in done.stderr, done.stderr
@@ -396,7 +390,7 @@ def test_the_command_line_refuses_an_unknown_key_and_a_token_outside(folder: pat
 
 def test_the_command_line_generates_from_the_sound_checkpoint(folder: pathlib.Path) -> None:
     """The way to the errors above is the way that works."""
-    done = run("generate", "-m", str(folder), "-p", "the", "-n", "5", "--ignore-eos", "--json")
+    done = run("generate", "-m", str(folder), "-p", "the", "-n", "5", "--ignore-eos", "--json", status=0)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert len(told["tokens"]) == 5

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -24,6 +21,7 @@ from specdec.errors import ConfigError
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import TableModel, parametrize_checks
 from specdec.verifiers.strict import StrictVerifier
+from tests.processes import run_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "specdec" / "demo" / "config.json"
@@ -138,10 +136,7 @@ def test_all_three_work_on_the_embedded_model(tmp_path, monkeypatch):
 @pytest.mark.skipif(not DEMO.exists(), reason="the embedded model is not there: specdec/demo/config.json")
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_each_runs_as_a_script(example, tmp_path):
-    script = [sys.executable, str(ROOT / "examples" / f"{example}.py")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(ROOT / "examples" / f"{example}.py", cwd=tmp_path)
     assert (tmp_path / "cycles.jsonl").exists() == (example == "first_observer")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.processes import run_python
 
 
 def test_importing_specdec_loads_no_plugin_and_no_heavy_module():
@@ -20,5 +19,4 @@ assert not loaded, loaded
 import structlog
 assert not structlog.is_configured()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)

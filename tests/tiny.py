@@ -455,16 +455,16 @@ def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "f
         hidden_size=family.hidden_size,
         max_positions=family.max_positions,
         mtp_layers=family.mtp_layers,
-        max_rows=ops.max_rows,
-        parity=ops.parity,
+        max_rows=ops.capabilities.max_rows,
+        parity=ops.capabilities.parity,
         dtype=dtype,
-        kernels=ops.kernels,
+        kernels=ops.capabilities.kernels,
     )
     weights = Weights(
         checkpoint,
         canonical_names(checkpoint.names),
         dtype=getattr(torch, dtype),
-        keeps=getattr(ops, "keeps", frozenset()),
+        keeps=ops.capabilities.packed_formats,
     )
     return CausalLM(info, spec.build(family, weights, ops))
 
@@ -473,6 +473,7 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
     """A language model over ``target``; ``drafter(env)`` and ``policy()`` build plugins that nobody registered."""
     from specdec.config import GenerationConfig, RunConfig, TargetConfig
     from specdec.contract import DepthPolicySpec, DrafterSpec
+    from specdec.decoding.parts import DepthPart, DrafterPart
     from specdec.drafters.none import NoDrafter
     from specdec.pipeline import LanguageModel
     from specdec.policies.fixed import FixedConfig, FixedPolicy
@@ -485,13 +486,9 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
         config=config,
         target=target,
         tokenizer=_tokenizer(folder),
-        drafter_spec=DrafterSpec(name="tested", factory=lambda config, env: make_drafter(env)),
-        drafter_config=None,
-        drafter_shared=None,
+        drafter=DrafterPart(spec=DrafterSpec(name="tested", factory=lambda config, env: make_drafter(env))),
         verifier=StrictVerifier(None),
-        depth_spec=DepthPolicySpec(name="tested", factory=lambda config: make_policy()),
-        depth_config=None,
-        notices=(),
+        depth=DepthPart(spec=DepthPolicySpec(name="tested", factory=lambda config: make_policy())),
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -381,8 +382,8 @@ def generations(
         if out_of_time():
             break
         made = Arm(model.pipeline("mtp", depth, capacity=capacity))
-        coin = Arm(model.pipeline("mtp", depth, capacity=capacity))
-        coin.lm.verifier = SyntheticVerifier(coin.lm.verifier, PROFILE)
+        tossed = model.pipeline("mtp", depth, capacity=capacity)
+        coin = Arm(attrs.evolve(tossed, verifier=SyntheticVerifier(tossed.verifier, PROFILE)))
         offered = _offers_cycles(made, prompts[0], settings, depth)
         runs: dict[str, list[Any]] = {"plain": [], "made": [], "coin": []}
         arms = {"plain": plain, "made": made, "coin": coin}

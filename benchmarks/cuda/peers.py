@@ -178,7 +178,7 @@ def demo(
         "device": plain.info.device,
         "kernels": plain.info.kernels,
         "parity": plain.info.parity.value,
-        "notices": plain.notices,
+        "notices": list(plain.notices),
     }
     if plain.info.parity.value != "bitwise":
         failures.append(f"the embedded model: parity is {plain.info.parity.value}: {plain.info.parity_reason}")

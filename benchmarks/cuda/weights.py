@@ -27,8 +27,9 @@ from torch import Tensor
 
 from benchmarks.cuda.shapes import Shape
 from specdec.backends.ops import Ops
-from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig, structure_choice
+from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig
 from specdec.contract import ModelInfo, PrepareEnv
+from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.models.causal_lm import CausalLM
 from specdec.pipeline import LanguageModel
@@ -180,12 +181,12 @@ def build_target(shape: Shape, ops: Ops, weights: MadeWeights, *, backend: str, 
         hidden_size=family.hidden_size,
         max_positions=family.max_positions,
         mtp_layers=family.mtp_layers,
-        max_rows=ops.max_rows,
-        parity=ops.parity,
-        parity_reason=ops.parity_reason,
+        max_rows=ops.capabilities.max_rows,
+        parity=ops.capabilities.parity,
+        parity_reason=ops.capabilities.parity_reason,
         backend=backend,
         dtype=dtype,
-        kernels=ops.kernels,
+        kernels=ops.capabilities.kernels,
         fingerprint=shape.name,
     )
     return CausalLM(info, spec.build(family, weights, ops))
@@ -213,27 +214,14 @@ def language_model(
         depth=Choice("fixed", {"depth": depth}),
         generation=GenerationConfig(ignore_eos=True),
     )
-    known = registry()
-    drafter_spec, depth_spec = known.drafter(drafter), known.depth_policy("fixed")
-    verifier_spec = known.verifier(config.verifier.name)
-    drafter_config: Any = structure_choice(config.drafter, drafter_spec.config, "drafter")
     tokenizer = _tokenizer(folder)
-    shared = None
-    if drafter_spec.prepare is not None:
-        shared = drafter_spec.prepare(drafter_config, PrepareEnv(target=target, tokenizer=tokenizer))
     return LanguageModel(
         config=config,
         target=target,
         tokenizer=tokenizer,
-        drafter_spec=drafter_spec,
-        drafter_config=drafter_config,
-        drafter_shared=shared,
-        verifier=known.make_verifier(
-            verifier_spec, structure_choice(config.verifier, verifier_spec.config, "verifier")
-        ),
-        depth_spec=depth_spec,
-        depth_config=structure_choice(config.depth, depth_spec.config, "depth"),
-        notices=(),
+        drafter=DrafterPart.of(config.drafter).prepared(PrepareEnv(target=target, tokenizer=tokenizer)),
+        verifier=make_verifier(config.verifier),
+        depth=DepthPart.of(config.depth),
     )
 
 

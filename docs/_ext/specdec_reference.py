@@ -1,6 +1,6 @@
-"""Reference pages that are made from the code: ``{specdec-cli}`` and ``{specdec-plugins}``.
+"""Reference pages that are made from the code: ``{specdec-cli}``, ``{specdec-plugins}`` and ``{specdec-modules}``.
 
-Both give Markdown, so that what a page shows can be tested without Sphinx.
+They give Markdown, so that what a page shows can be tested without Sphinx.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
+from module_map import modules_markdown
 
 CHOSEN_BY = {
     "logits processor": "Chosen by the tables `[[generation.processors]]`, any number of them, in their order.",
@@ -92,4 +93,5 @@ def setup(app: Any) -> dict[str, bool]:
 
     app.add_directive("specdec-cli", directive(cli_markdown))
     app.add_directive("specdec-plugins", directive(plugins_markdown))
+    app.add_directive("specdec-modules", directive(modules_markdown))
     return {"parallel_read_safe": True}

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, HeadRows, Ops
+from specdec.backends.caches import Array, Cache, HeadRows
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens, and hidden states ``[T, H]`` where it takes some.
@@ -53,19 +53,6 @@ class Passes(Protocol):
         """The pass over these caches."""
 
 
-@runtime_checkable
-class RecordsPasses(Protocol):
-    """Ops that can run a pass from a recording, with the bits of the ops one by one."""
-
-    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
-        """Passes of ``body``, recorded once per number of rows.
-
-        ``caches`` are of the kinds that the body takes, empty and not used afterwards. ``hidden_size`` is H of the
-        hidden states that it takes, 0 for none. A body that cannot be recorded runs eagerly, with the reason in
-        ``eager_reason``.
-        """
-
-
 @attrs.frozen(kw_only=True)
 class WaitingPairs:
     """The MTP pairs that wait when a device takes the cycles over, and the head to draft with.
@@ -73,13 +60,12 @@ class WaitingPairs:
     Attributes:
         tokens: of the pairs, the pending token last.
         hidden: their hidden states ``[n, H]``.
-        head: a weight, or rows that ``head_rows`` gathered where ``pruned``.
+        head: a weight, or the rows of one that ``head_rows`` gathered.
     """
 
     tokens: tuple[int, ...]
     hidden: Array
     head: Array | HeadRows
-    pruned: bool
 
 
 @attrs.frozen(kw_only=True)
@@ -128,10 +114,3 @@ class EagerPasses:
 
     def bind(self, caches: Sequence[Cache]) -> EagerPass:
         return EagerPass(self._body, caches)
-
-
-def passes_of(ops: Ops, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
-    """Recorded passes where the ops offer them, else eager ones. Arguments as in ``RecordsPasses.record_passes``."""
-    if isinstance(ops, RecordsPasses):
-        return ops.record_passes(body, caches, hidden_size)
-    return EagerPasses(body)

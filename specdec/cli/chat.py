@@ -177,7 +177,7 @@ class Chat:
                 f"{self._config.target.model}: {info.family}, {info.dtype} on {info.device or info.backend}, "
                 f"{lm.capacity} tokens",
             ),
-            ("drafter", f"{lm.drafter_spec.name}, depth policy {lm.depth_spec.name}{f' ({depth})' if depth else ''}"),
+            ("drafter", f"{lm.drafter.spec.name}, depth policy {lm.depth.spec.name}{f' ({depth})' if depth else ''}"),
             ("verifier", f"{self._config.verifier.name}, guarantee {lm.verifier.guarantee.value}"),
             ("parity", parity),
         ]

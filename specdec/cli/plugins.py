@@ -9,7 +9,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.contract import BackendSpec, DrafterSpec, ModelSpec
+from specdec.contract import BackendSpec, DrafterSpec, ModelSpec, Needs
 from specdec.registry import KINDS, Entry, Failure, Kind, registry
 
 
@@ -62,11 +62,16 @@ def _entry(entry: Entry) -> dict[str, Any]:
         return {**told, "model_types": list(spec.model_types)}
     told["options"] = _options(spec.config)
     if isinstance(spec, DrafterSpec):
-        told["needs"] = sorted(need.value for need in spec.needs)
+        told["needs"] = _needs(spec.needs)
     if isinstance(spec, BackendSpec):
         told["reason"] = _unavailable(spec)
         told["available"] = told["reason"] is None
     return told
+
+
+def _needs(needs: object) -> list[str]:
+    """What a drafter needs from its target, where that does not depend on its configuration."""
+    return [field for field, value in attrs.asdict(needs).items() if value is True] if isinstance(needs, Needs) else []
 
 
 def _options(config: type) -> dict[str, str]:

@@ -16,7 +16,7 @@ from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
 if TYPE_CHECKING:
-    from specdec.decoding.session import Stream
+    from specdec.decoding.stream import Stream
     from specdec.drafters.draft_vocabulary import DraftVocabulary, TokenCounts
     from specdec.pipeline import LanguageModel
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from specdec.decoding.session import Session, Stream
+from specdec.contract import Stats
+from specdec.decoding.parts import Parts
+from specdec.decoding.result import Result
+from specdec.decoding.session import Session
+from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, SessionFileError, StateError
-
-if TYPE_CHECKING:
-    from specdec.contract import Stats
-    from specdec.decoding.result import Result
-    from specdec.pipeline import LanguageModel
 
 _SAVED = "conversation"  # key of Session.extra
 _ROLES = ("system", "user", "assistant")
@@ -39,7 +38,7 @@ class Conversation:
     Raises: PromptError when there is no chat template, or it fails on a first message.
     """
 
-    def __init__(self, lm: LanguageModel, *, system: str | None = None, template: Mapping[str, Any] | None = None):
+    def __init__(self, lm: Parts, *, system: str | None = None, template: Mapping[str, Any] | None = None):
         self._lm = lm
         self._template = dict(template or {})
         self._messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import attrs
 
-from specdec.contract import Need
-from specdec.decoding import cycle as engine
+from specdec.contract import Needs
+from specdec.decoding.loop import run_cycle
+from specdec.decoding.parts import Parts
+from specdec.decoding.prefill import prefill
 from specdec.decoding.result import RunStats
+from specdec.decoding.session import Session
 from specdec.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from specdec.pipeline import LanguageModel
 
 DEPTHS = (0, 1, 2, 3, 4, 6)  # measured; depths between are read off a line
 REPEATS = 5
@@ -67,7 +66,7 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
     return known[low] + slope * (at - low)
 
 
-def depths_that_fit(lm: LanguageModel, depths: Sequence[int] = DEPTHS) -> list[int]:
+def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:
     """Those of ``depths`` that a session has room for. Raises: UnsupportedError where fewer than two are left."""
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if len(allowed) < 2:
@@ -78,7 +77,7 @@ def depths_that_fit(lm: LanguageModel, depths: Sequence[int] = DEPTHS) -> list[i
 
 
 def measure_costs(
-    lm: LanguageModel, depths: Sequence[int] = DEPTHS, *, repeats: int = REPEATS, budget_s: float = BUDGET_S
+    lm: Parts, depths: Sequence[int] = DEPTHS, *, repeats: int = REPEATS, budget_s: float = BUDGET_S
 ) -> CostTable:
     """Measure on a session of its own, on tokens of no meaning; the smallest of ``repeats``, as noise only adds.
 
@@ -101,7 +100,7 @@ def measure_costs(
     return measured.table()
 
 
-def warm_up(lm: LanguageModel, depths: Iterable[int]) -> None:
+def warm_up(lm: Parts, depths: Iterable[int]) -> None:
     """Run a cycle of every depth, and an MTP pass of every length that may follow it, on a session of its own.
 
     The first pass of so many rows is no usual one: a backend may record it, and its weights may still lie on the disk.
@@ -113,18 +112,23 @@ def warm_up(lm: LanguageModel, depths: Iterable[int]) -> None:
     measured = _Measured(lm, max(1, min(CONTEXT, lm.capacity - max(allowed) - 2)))
     for depth in allowed:
         measured.cycle(depth, keep=False)
-    if Need.MTP in lm.drafter_spec.needs:
-        measured.feed_head(max(allowed) + 1)
+    if lm.drafter.needs.mtp:
+        target, rows = lm.target, max(allowed) + 1
+        room = min(rows * (rows + 1) // 2, target.info.max_positions)  # chained entries stay
+        state = target.new_state(room, Needs(mtp=True, final_hidden=True))
+        hidden = target.decode(state, [0] * rows).need_hidden()
+        for count in range(1, rows + 1):
+            target.decode_mtp(state, [0] * count, hidden[:count], provisional=True)
 
 
 class _Measured:
     """Cycles over one prompt, which is taken up again where the room ends."""
 
-    def __init__(self, lm: LanguageModel, context: int) -> None:
-        self._session = lm.session()
+    def __init__(self, lm: Parts, context: int) -> None:
+        self._session = Session(lm)
         self._session.feed([(7 * i + 3) % min(lm.info.vocab_size, 1000) for i in range(context)])
         self._stats = RunStats()
-        self._session.prefill(self._stats)
+        prefill(self._session.sequence, self._stats)
         self._context, self._capacity = context, lm.capacity
         self._verify: dict[int, list[float]] = {}
         self._draft: dict[int, list[float]] = {}
@@ -135,9 +139,9 @@ class _Measured:
         session, stats = self._session, self._stats
         if len(session.tokens) + depth + 1 > self._capacity:
             session.rewind(self._context)
-            session.prefill(stats)
+            prefill(session.sequence, stats)
         sequence = session.sequence
-        record = engine.run_cycle(sequence, depth, lambda emitted: 1, stats)
+        record = run_cycle(sequence, depth, lambda emitted: 1, stats)
         seconds = record.verify_seconds
         if record.offered < depth:
             started = perf_counter()
@@ -150,15 +154,6 @@ class _Measured:
             if record.offered:
                 self._draft.setdefault(record.offered, []).append(record.draft_seconds)
             self._commit.append(record.commit_seconds)
-
-    def feed_head(self, rows: int) -> None:
-        """MTP passes of 1 to ``rows`` pairs. The session's drafter knows nothing of them: no cycle may follow."""
-        target, state = self._session.sequence.target, self._session.sequence.state
-        tokens = list(self._session.tokens[-1:]) * rows
-        hidden = target.decode(state, tokens).need_hidden()
-        for count in range(1, rows + 1):
-            target.decode_mtp(state, tokens[:count], hidden[:count], provisional=True)
-        target.commit(state, 0)
 
     def table(self) -> CostTable:
         """What was measured so far."""

@@ -43,7 +43,7 @@ class LiveSequence:
         logprobs: of the generated tokens, where they were asked for.
         intact: False from the first change of a step to its last; an interruption leaves it so, and the state must be
             built again from the tokens.
-        speculating: False once the drafter has failed.
+        failure: why the drafter was switched off; empty while it works.
     """
 
     target: ForwardPass
@@ -54,19 +54,23 @@ class LiveSequence:
     context: Context
     logprobs: list[TokenLogprobs] = attrs.field(factory=list)
     intact: bool = True
-    speculating: bool = True
+    failure: str = ""
 
-    def guard(self, stats: RunStats, moment: str, call: Callable[[], None]) -> None:
+    @property
+    def speculating(self) -> bool:
+        """Whether the drafter is asked for drafts."""
+        return not self.failure
+
+    def guard(self, moment: str, call: Callable[[], None]) -> None:
         """Call the drafter. If it fails, speculation ends for this sequence, with the reason; generation goes on."""
         try:
             call()
         except Exception as error:  # noqa: BLE001  (any bug of a third party's drafter)
-            self.give_up(stats, f"the drafter failed in {moment}: {type(error).__name__}: {error}")
+            self.give_up(f"the drafter failed in {moment}: {type(error).__name__}: {error}")
 
-    def give_up(self, stats: RunStats, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """End speculation for this sequence."""
-        self.speculating = False
-        stats.inactive_reason = reason
+        self.failure = reason
         log.warning("drafter_failed", reason=reason)
 
 
@@ -104,7 +108,7 @@ class HostExecutor(Executor):
             self._add_logprobs(draft, output, sequence.tokens[-tokens:])
         sequence.target.commit(sequence.state, tokens)
         if sequence.speculating:
-            sequence.guard(self._stats, "observe", lambda: sequence.drafter.observe(verdict, output, sequence.context))
+            sequence.guard("observe", lambda: sequence.drafter.observe(verdict, output, sequence.context))
 
     def close(self) -> None:
         """Nothing is ever in flight."""
@@ -118,7 +122,7 @@ class HostExecutor(Executor):
             proposed = sequence.drafter.propose(sequence.context, depth)
             draft = Draft(tuple(map(operator.index, proposed.tokens)), proposed.probs)  # a float would become a token
 
-        sequence.guard(stats, "propose", propose)
+        sequence.guard("propose", propose)
         usable = len(draft.tokens)
         if usable > depth:
             stats.fault("draft longer than asked for")

@@ -104,9 +104,7 @@ class DecodingLoop:
         """How the device would draft; not at all where the drafter has failed."""
         sequence, found = self._sequence, list[DeviceDraft | None]()
         if sequence.speculating:
-            sequence.guard(
-                self._stats, "device_draft", lambda: found.append(sequence.drafter.device_draft(sequence.context))
-            )
+            sequence.guard("device_draft", lambda: found.append(sequence.drafter.device_draft(sequence.context)))
         return found[0] if found else DeviceDraft(mtp=False)
 
     def _submit(self, executor: Executor, depth: int) -> None:
@@ -147,7 +145,7 @@ class DecodingLoop:
     def _leave_device(self) -> None:
         """Give up drafting where the head on the device computes nonsense, as any drafter that fails."""
         self.close()
-        self._sequence.give_up(self._stats, "the drafter failed on the device: the draft head's logits are not finite")
+        self._sequence.give_up("the drafter failed on the device: the draft head's logits are not finite")
 
 
 def _deviation(outcome: Outcome, kept: int) -> Deviation:

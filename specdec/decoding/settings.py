@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from specdec.config import GenerationConfig, structure_choice
 from specdec.contract import ProcessorEnv, Sampling
+from specdec.decoding.parts import Parts
 from specdec.errors import PromptError, SpecdecError, did_you_mean
 from specdec.registry import registry
-
-if TYPE_CHECKING:
-    from specdec.pipeline import LanguageModel
 
 
 def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
@@ -33,7 +31,7 @@ def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -
         raise PromptError(error.message, **{k.replace(" ", "_"): v for k, v in error.facts.items()}) from None
 
 
-def make_sampling(lm: LanguageModel, settings: GenerationConfig, *, generated_from: int) -> Sampling:
+def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int) -> Sampling:
     """The sampling of one generation: ids checked against the vocabulary, processors built.
 
     Raises: PromptError for a token id outside the vocabulary; ConfigError or PluginError for a processor.

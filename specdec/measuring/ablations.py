@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
-from specdec.contract import Need
 from specdec.errors import UnsupportedError
 from specdec.measuring.intervals import interval, ratio, resampled
 
@@ -41,9 +39,9 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
         return
     from specdec.models.ablation import inapplicable
 
-    if Need.MTP not in lm.drafter_spec.needs:
+    if not lm.drafter.needs.mtp:
         raise UnsupportedError(
-            f"ablations are of an MTP head, and the drafter {lm.drafter_spec.name!r} uses none",
+            f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
         )
     for switch in switches:
@@ -54,13 +52,11 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
 
 def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
     """The same pipeline over a head with these mistakes; weights are shared, ``lm`` is as before."""
-    from specdec.models.ablation import AblatedPass
+    from specdec.models.ablation import AblatedLM
     from specdec.models.causal_lm import CausalLM
 
     assert isinstance(lm.target, CausalLM)  # check_ablations has said so
-    other = copy.copy(lm)
-    other.target = AblatedPass(lm.target, switches)
-    return other
+    return attrs.evolve(lm, target=AblatedLM(lm.target, switches))
 
 
 def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[PromptRun], depth: int) -> AblationReport:

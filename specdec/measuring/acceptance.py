@@ -185,7 +185,7 @@ class AcceptanceRun:
     ) -> None:
         if not 1 <= depth < lm.info.max_rows:
             raise ConfigError(f"the depth is 1 to {lm.info.max_rows - 1} on this backend, got {depth}")
-        if lm.drafter_spec.name == "none":
+        if lm.drafter.spec.name == "none":
             raise UnsupportedError(
                 "the drafter 'none' drafts nothing, so there is no acceptance to measure",
                 try_="drafter.name = mtp or ngram (specdec plugins lists them)",
@@ -261,7 +261,7 @@ class AcceptanceRun:
         ]
         report = AcceptanceReport(
             environment=self._environment,
-            drafter=lm.drafter_spec.name,
+            drafter=lm.drafter.spec.name,
             verifier=lm.config.verifier.name,
             guarantee=lm.verifier.guarantee.value,
             depth=depth,

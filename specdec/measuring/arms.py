@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from specdec.config import Choice
 from specdec.contract import CycleRecord, DepthPolicy, Stats
-from specdec.registry import registry
+from specdec.decoding.parts import DepthPart, DrafterPart
 
 if TYPE_CHECKING:
     from specdec.decoding.session import Session
@@ -62,11 +62,9 @@ class Arm:
 
     def __init__(self, lm: LanguageModel) -> None:
         self._kept: list[CycleRecord] = []
-        make, kept = lm.depth_spec.factory, self._kept
-        self.lm = copy.copy(lm)  # the caller's model keeps its policy
-        self.lm.depth_spec = attrs.evolve(
-            lm.depth_spec, factory=lambda *arguments: WatchedPolicy(make(*arguments), kept)
-        )
+        make, kept = lm.depth.spec.factory, self._kept
+        spec = attrs.evolve(lm.depth.spec, factory=lambda *arguments: WatchedPolicy(make(*arguments), kept))
+        self.lm = attrs.evolve(lm, depth=attrs.evolve(lm.depth, spec=spec))
 
     def run(self, prompt: Sequence[int], **settings: Any) -> ArmRun:
         """Generate in a fresh session."""
@@ -87,9 +85,4 @@ class Arm:
 
 def plain(lm: LanguageModel) -> LanguageModel:
     """The same target, verifier and settings without a drafter: our own best decoding, not a slower stand-in."""
-    other = copy.copy(lm)
-    other.drafter_spec = registry().drafter("none")
-    other.drafter_config, other.drafter_shared = other.drafter_spec.config(), None
-    other.depth_spec = registry().depth_policy("fixed")
-    other.depth_config, other.depth_shared = other.depth_spec.config(depth=0), None
-    return other
+    return attrs.evolve(lm, drafter=DrafterPart.of(Choice("none")), depth=DepthPart.of(Choice("fixed", {"depth": 0})))

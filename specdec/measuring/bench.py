@@ -6,7 +6,6 @@ favours neither arm. Rates are ratios of sums: tokens over seconds, both added u
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,7 +205,7 @@ class BenchRun:
         model: str = "",
         **settings: Any,
     ) -> None:
-        if lm.drafter_spec.name == "none":
+        if lm.drafter.spec.name == "none":
             raise UnsupportedError(
                 "the drafter 'none' drafts nothing, so there is nothing to compare with plain decoding",
                 try_="drafter.name = mtp or ngram (specdec plugins lists them)",
@@ -229,10 +228,10 @@ class BenchRun:
         self._contexts = tuple(contexts)
         self._progress = progress or (lambda done, planned: None)
         self._environment = current_environment(lm.info, model)  # before the measurement makes its own load
-        speculating = copy.copy(lm)
+        self._plain = Arm(plain(lm))
         if self._synthetic is not None:
-            speculating.verifier = SyntheticVerifier(lm.verifier, self._synthetic)
-        self._plain, self._speculative = Arm(plain(lm)), Arm(speculating)
+            lm = attrs.evolve(lm, verifier=SyntheticVerifier(lm.verifier, self._synthetic))
+        self._speculative = Arm(lm)
         self.stopping = False
 
     def stop(self) -> None:
@@ -327,9 +326,9 @@ class BenchRun:
         terms = _terms(cycles, plain_cycles, costs) if apart and plain_cycles else ()
         report = BenchReport(
             environment=self._environment,
-            drafter=lm.drafter_spec.name,
+            drafter=lm.drafter.spec.name,
             verifier=lm.config.verifier.name,
-            depth_policy=lm.depth_spec.name,
+            depth_policy=lm.depth.spec.name,
             guarantee=lm.verifier.guarantee.value,
             max_new_tokens=generation.max_new_tokens,
             repeats=self._repeats,

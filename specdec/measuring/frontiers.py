@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from specdec.decoding.prefill import prefill
 from specdec.decoding.result import RunStats
 
 if TYPE_CHECKING:
@@ -92,5 +93,5 @@ def _grow(session: Session, tokens: Sequence[int]) -> float:
     added = tokens[len(session.tokens) :]
     session.feed(added)
     started = perf_counter()
-    session.prefill(RunStats())
+    prefill(session.sequence, RunStats())
     return len(added) / (perf_counter() - started)

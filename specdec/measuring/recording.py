@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +19,17 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     ForwardOutput,
-    NoConfig,
     Stats,
     Verdict,
 )
+from specdec.decoding.parts import DepthPart
 from specdec.errors import PromptError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.decoding.result import Result
-    from specdec.decoding.session import Stream
+    from specdec.decoding.stream import Stream
     from specdec.measuring.prompts import Prompt
     from specdec.pipeline import LanguageModel
 
@@ -108,11 +107,8 @@ class RecordingDrafter(Drafter):
     def rewind(self, length: int) -> None:
         self._inner.rewind(length)
 
-    def settle(self, context: Context) -> None:
-        self._inner.settle(context)
-
-    def snapshot(self) -> DrafterSnapshot | None:
-        return self._inner.snapshot()
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        return self._inner.snapshot(context)
 
     def report(self) -> Mapping[str, Any]:
         return self._inner.report()
@@ -125,15 +121,16 @@ class Recording:
         """``settings`` are fields of ``specdec.config.GenerationConfig``. Raises: PromptError as ``Session.feed``."""
         self._prompt = prompt
         self._recorder = recorder = Recorder(depth)
-        make = lm.drafter_spec.factory
+        make = lm.drafter.spec.factory
 
         def factory(config: Any, env: DrafterEnv) -> Drafter:
             return RecordingDrafter(make(config, env), recorder)
 
-        watched = copy.copy(lm)  # the same weights; the caller's model keeps its drafter and policy
-        watched.drafter_spec = attrs.evolve(lm.drafter_spec, factory=factory)
-        watched.depth_spec = DepthPolicySpec(name="fixed", factory=lambda config: recorder)
-        watched.depth_config, watched.depth_shared = NoConfig(), None
+        watched = attrs.evolve(
+            lm,
+            drafter=attrs.evolve(lm.drafter, spec=attrs.evolve(lm.drafter.spec, factory=factory)),
+            depth=DepthPart(spec=DepthPolicySpec(name="fixed", factory=lambda config: recorder)),
+        )
         tokens = prompt.encode(lm.tokenizer)
         try:
             self.stream: Stream = watched.session().stream(tokens, **settings)

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, HeadRows, Ops, Rewindable
-from specdec.backends.passes import ExecutorSetup, Pass, Passes, WaitingPairs, passes_of
+from specdec.backends.ops import Array, Cache, HeadRows, Ops
+from specdec.backends.passes import ExecutorSetup, Pass, Passes, WaitingPairs
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
@@ -81,6 +81,8 @@ class SequenceState(State):
 class CausalLM(ForwardPass):
     """A decoder-only model on a backend. Weights are shared by all states."""
 
+    state_type: type[SequenceState] = SequenceState
+
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
         # a config may leave open whether there is a head (Qwen3-Next); the weights decide
         mtp_layers = 0 if model.mtp is None else info.mtp_layers
@@ -90,7 +92,7 @@ class CausalLM(ForwardPass):
         self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they give
         eager_reason = self._passes_with(()).eager_reason
         if model.mtp is not None:
-            self._mtp_passes = passes_of(self.ops, self._run_mtp, [self._new_mtp_cache(1)], info.hidden_size)
+            self._mtp_passes = self.ops.record_passes(self._run_mtp, [self._new_mtp_cache(1)], info.hidden_size)
             eager_reason = eager_reason or self._mtp_passes.eager_reason
         if eager_reason:
             self.info = attrs.evolve(self.info, kernels=f"{self.info.kernels}; passes run eagerly: {eager_reason}")
@@ -106,7 +108,7 @@ class CausalLM(ForwardPass):
         caches = self._new_caches(capacity)
         mtp = self._new_mtp_cache(capacity) if needs.mtp else None
         target = self._passes_with(needs.boundaries).bind(caches)
-        return SequenceState(
+        return self.state_type(
             capacity, needs, caches, mtp, target, None if mtp is None else self._mtp_passes.bind([mtp])
         )
 
@@ -134,7 +136,7 @@ class CausalLM(ForwardPass):
                     x = self.ops.concat(x, hidden)
                 return x
 
-            self._target_passes[boundaries] = passes_of(self.ops, run_layers, self._new_caches(1))
+            self._target_passes[boundaries] = self.ops.record_passes(run_layers, self._new_caches(1))
         return self._target_passes[boundaries]
 
     def _check_room(self, state: SequenceState, rows: int) -> None:
@@ -223,25 +225,30 @@ class CausalLM(ForwardPass):
 
     def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            state.pairs.add(tokens, self.ops.hidden(self._final(state, x)), before)
+            state.pairs.add(tokens, self.ops.hidden(self._pair_hidden(state, x)), before)
+
+    def _pair_hidden(self, state: SequenceState, x: Array) -> Array:
+        """What of a pass's rows the head is fed with."""
+        return self._final(state, x)
 
     def _mark(self, state: SequenceState) -> None:
         """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
         points: set[int] = set()
         for cache in state.caches:
-            if isinstance(cache, Rewindable):
-                cache.mark()
-                points.update(cache.marks())
+            cache.mark()
+            points.update(cache.marks() or ())
         if state.pairs is not None and points:
             state.pairs.mark(points)
 
     # --- MTP passes ------------------------------------------------------------------------------------------------
 
     def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
-        head = self.model.mtp
-        assert head is not None
+        assert self.model.mtp is not None
+        return self.model.mtp(self._mtp_embedded(tokens), hidden, caches[0])
+
+    def _mtp_embedded(self, tokens: Sequence[int]) -> Array:
         table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
-        return head(self.ops.embed(table, tokens), hidden, caches[0])
+        return self.ops.embed(table, tokens)
 
     def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
         cache, mtp_pass, pairs = state.mtp, state.mtp_pass, state.pairs
@@ -279,9 +286,10 @@ class CausalLM(ForwardPass):
     ) -> ForwardOutput:
         rows = None if head is None else self._own_head(head).rows
         x = self._forward_mtp(_own(state), tokens, hidden, provisional=provisional)
-        last = x[-1:]
-        logits = self.ops.head(last, self._mtp_lm_head) if rows is None else self.ops.pruned_head(last, rows)
-        return ForwardOutput(rows=len(tokens), logits=logits, hidden=self.ops.hidden(x))
+        return ForwardOutput(rows=len(tokens), logits=self._mtp_logits(x[-1:], rows), hidden=self.ops.hidden(x))
+
+    def _mtp_logits(self, last: Array, rows: HeadRows | None) -> Logits:
+        return self.ops.head(last, self._mtp_lm_head) if rows is None else self.ops.pruned_head(last, rows)
 
     def draft_mtp(
         self,
@@ -338,7 +346,6 @@ class CausalLM(ForwardPass):
                 tokens=tuple(tokens),
                 hidden=self.ops.array(hidden),
                 head=self._mtp_lm_head if head is None else self._own_head(head).rows,
-                pruned=head is not None,
             )
         state.decoded = None
 
@@ -378,6 +385,12 @@ class CausalLM(ForwardPass):
 
     # --- going back ------------------------------------------------------------------------------------------------
 
+    def to_host(self, array: Array) -> Any:
+        return self.ops.to_host(array)
+
+    def from_host(self, tensor: Any) -> Array:
+        return self.ops.from_host(tensor)
+
     def rewind(self, state: State, length: int) -> int:
         state = _own(state)
         if not 0 <= length <= state.length:
@@ -385,10 +398,10 @@ class CausalLM(ForwardPass):
         state.decoded = None
         if length == state.length:
             return length
-        points = [cache.marks() for cache in state.caches if isinstance(cache, Rewindable)]
+        points = next((marks for cache in state.caches if (marks := cache.marks()) is not None), None)
         knows = state.pairs.knows if state.pairs is not None and state.pairs.length == state.length else _always
-        if points:
-            reached = max(point for point in points[0] if point <= length and (point == 0 or knows(point)))
+        if points is not None:
+            reached = max(point for point in points if point <= length and (point == 0 or knows(point)))
         else:  # one token less where that lets the last kept token run again, so that its hidden state is known
             reached = length if knows(length) else length - 1
         for cache in state.caches:

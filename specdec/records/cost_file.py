@@ -14,7 +14,7 @@ import platform
 import threading
 from collections.abc import Mapping, MutableSequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import structlog
@@ -22,11 +22,9 @@ import torch
 
 from specdec._version import __version__
 from specdec.decoding.cost_table import CostTable, depths_that_fit, measure_costs
+from specdec.decoding.parts import Parts
 from specdec.errors import ConfigError
 from specdec.records.folders import cache_folder
-
-if TYPE_CHECKING:
-    from specdec.pipeline import LanguageModel
 
 log = structlog.get_logger(__name__)
 
@@ -50,15 +48,15 @@ class CostIdentity:
     specdec: str
 
     @classmethod
-    def of(cls, lm: LanguageModel) -> CostIdentity:
+    def of(cls, lm: Parts) -> CostIdentity:
         """The identity of what ``lm`` would measure now."""
-        info, config = lm.info, lm.drafter_config
+        info, config = lm.info, lm.drafter.config
         options = attrs.asdict(config) if attrs.has(type(config)) else {}
         return cls(
             model=info.fingerprint,
             backend=f"{info.backend} {info.device}",
             dtype=info.dtype,
-            drafter=f"{lm.drafter_spec.name} {json.dumps(options, sort_keys=True, default=str)}",
+            drafter=f"{lm.drafter.spec.name} {json.dumps(options, sort_keys=True, default=str)}",
             kernels=info.kernels,
             processor=_processor(),
             cores=os.cpu_count() or 1,
@@ -78,7 +76,7 @@ class CostIdentity:
         return [f"{name} {told.get(name)}, here {ours[name]}" for name in ours if told.get(name) != ours[name]]
 
 
-def costs_of(lm: LanguageModel, notices: MutableSequence[str], file: str | Path | None = None) -> CostTable:
+def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None = None) -> CostTable:
     """The table that fits ``lm`` here: from ``file``, or kept by an earlier process, or measured now and kept.
 
     What a user should know (a table of another machine, a broken file, a folder that cannot be written) is appended to

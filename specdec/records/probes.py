@@ -1,7 +1,7 @@
 """Probe records: what ``specdec doctor`` found out about a checkpoint on this machine, kept for the loads that follow.
 
-A backend whose exactness rests on kernels that nobody could try before they meet this device sets
-``exact_needs_probe = True`` on its ops: parity is then bitwise only where a record of exactly this checkpoint, device,
+A backend whose kernels could not be tried on this kind of device declares ``parity_needs_probe`` (see
+``specdec.backends.ops.Capabilities``): parity is then bitwise only where a record of exactly this checkpoint, device,
 library and kernels is stored and nothing in it differs. Whatever is missing, older, foreign or broken counts as no
 record (``unproved`` says which).
 """

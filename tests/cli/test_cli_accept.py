@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from specdec.cli.accept import accept as command
 from specdec.measuring.recording import Recording
 from specdec.models.ablation import SWITCHES
 from specdec.registry import BUILT_INS, Registry
+from tests.processes import run_specdec
 
 SHORT = ("--per-class", "1", "-n", "8", "--depth", "2")
 
@@ -266,10 +266,5 @@ def test_the_thresholds_in_the_help_are_those_in_force():
 
 
 def test_a_fresh_process():
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", "accept", "--classes", "code", *SHORT, "--json"],
-        capture_output=True,
-        check=True,
-        timeout=120,
-    )
+    done = run_specdec("accept", "--classes", "code", *SHORT, "--json")
     assert json.loads(done.stdout)["environment"]["command"].startswith("specdec accept --classes code")

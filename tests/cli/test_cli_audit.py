@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 import specdec
 from specdec.registry import BUILT_INS, Registry
+from tests.processes import run_specdec
 
 MARGIN = ("-s", "verifier.name=margin", "-s", "verifier.margin=1.0")
 
@@ -151,10 +151,6 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(audit, tmp_path, monk
     assert "specdec-framework[plot]" in done.stderr
 
 
-def test_a_fresh_process(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", "audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json"],
-        capture_output=True,
-        check=True,
-    )
+def test_a_fresh_process():
+    done = run_specdec("audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json")
     assert json.loads(done.stdout)["divergence"]["count"] == 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import time
 
+import attrs
 import pytest
 
 import specdec
@@ -19,6 +18,7 @@ from specdec.decoding.conversation import Conversation
 from specdec.errors import PromptError, SessionFileError, StateError
 from specdec.registry import BUILT_INS, Registry
 from specdec.text import ChatTemplate
+from tests.processes import HUNG
 
 STRIPPING = """\
 {%- for m in messages -%}
@@ -45,9 +45,7 @@ def loaded_once(demo):
     def cached(model=None, *, config=None, **others):
         if config is None or config.target != demo.config.target or config.drafter != demo.config.drafter:
             return load(model, config=config, **others)
-        lm = copy.copy(demo)
-        lm.config = config
-        return lm
+        return attrs.evolve(demo, config=config)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vars(specdec), "load", cached)
@@ -389,7 +387,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
 
 def test_a_real_process_with_pipes():
     """Answers come while the input is still open; a stray byte ends nothing; the end of the input does."""
-    env = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONUTF8": "1"}
     with subprocess.Popen(
         [sys.executable, "-m", "specdec", "chat", "-n", "20"],
         stdin=subprocess.PIPE,
@@ -399,15 +397,14 @@ def test_a_real_process_with_pipes():
     ) as process:
         process.stdin.write(b"Hello \xff\n")
         process.stdin.flush()
-        deadline = time.monotonic() + 120
         first = b""
-        while not first.strip() and time.monotonic() < deadline:
-            first += os.read(process.stdout.fileno(), 4096)
+        while not first.strip() and (piece := os.read(process.stdout.fileno(), 4096)):
+            first += piece
         assert first.strip()
         process.stdin.write(b"/stats\n")
         process.stdin.close()
         process.stdin = None
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=HUNG)
     assert process.returncode == 0
     assert b"turns" in errors
     assert b"Traceback" not in errors

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import types
 
 import click
@@ -17,6 +15,7 @@ from specdec.cli.info import amount
 from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.registry import Registry
+from tests.processes import run_specdec
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 
@@ -154,10 +153,7 @@ def test_amounts(size, text):
 
 
 def test_the_module_runs_as_a_process():
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", "--version"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, f"specdec, version {__version__}")
+    assert run_specdec("--version").stdout.strip() == f"specdec, version {__version__}"
 
 
 def test_the_group_is_a_click_group():

@@ -123,15 +123,15 @@ def test_bad_input(args, said, text, tmp_path):
 def test_an_interruption_keeps_what_was_counted(lm, tmp_path, monkeypatch):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "v.json"
     prompts.write_text("The first railway\nIn the year\nOnce upon\n")
-    stream, streams = lm.stream, []
+    stream, streams = type(lm).stream, []
 
-    def interrupted(*args, **kwargs):
+    def interrupted(self, *args, **kwargs):
         streams.append(args)
         if len(streams) == 2:
             signal.raise_signal(signal.SIGINT)
-        return stream(*args, **kwargs)
+        return stream(self, *args, **kwargs)
 
-    monkeypatch.setattr(lm, "stream", interrupted)
+    monkeypatch.setattr(type(lm), "stream", interrupted)
     done = run("demo", "--generate", prompts, "--tokens", 60, "--size", 600, "-o", out)
     assert done.exit_code == 130
     assert "interrupted: this is of 20 of 60 tokens" in done.stderr

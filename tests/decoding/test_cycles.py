@@ -10,12 +10,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import specdec
 from specdec.contract import DepthPolicy, DepthPolicySpec, GreedyCycle, Stats
+from specdec.decoding.parts import DepthPart
 from specdec.decoding.stepwise import StepwiseCycles
 from specdec.doctor.passes import PassProbe
 from tests import tiny
@@ -58,12 +60,8 @@ def demo() -> Any:
 
 
 def with_depths(lm: Any, depths: list[int], made: Callable[..., Any] | None = StepwiseCycles) -> Any:
-    other = copy.copy(lm)
-    if made is not None:
-        other.target = OnDevice(lm.target, made)
-    other.depth_spec = DepthPolicySpec(name="given", factory=lambda config: Depths(depths))
-    other.depth_shared = None
-    return other
+    depth = DepthPart(spec=DepthPolicySpec(name="given", factory=lambda config: Depths(depths)))
+    return attrs.evolve(lm, target=lm.target if made is None else OnDevice(lm.target, made), depth=depth)
 
 
 def run(lm: Any, parts: list[str], **options: Any) -> tuple[list[Any], Any]:
@@ -103,11 +101,10 @@ def test_cycles_of_the_target_give_what_the_engine_gives(
 @given(text=st.sampled_from(TEXTS), stops=st.sets(st.integers(0, 276), max_size=40), depth=st.integers(1, 5))
 @settings(max_examples=40)
 def test_a_stop_token_ends_them_on_the_device(demo: Any, text: str, stops: set[int], depth: int) -> None:
-    lm = with_depths(demo, [depth])
-    lm.tokenizer = copy.copy(demo.tokenizer)
-    lm.tokenizer.eos_ids = frozenset(stops)
-    plain = copy.copy(lm)
-    plain.target = demo.target
+    tokenizer = copy.copy(demo.tokenizer)
+    tokenizer.eos_ids = frozenset(stops)
+    lm = attrs.evolve(with_depths(demo, [depth]), tokenizer=tokenizer)
+    plain = attrs.evolve(lm, target=demo.target)
     (got, session), (wanted, _) = run(lm, [text], max_new_tokens=32), run(plain, [text], max_new_tokens=32)
     assert got == wanted
     event(got[0][2])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +17,7 @@ from specdec.contract import Context, DrafterEnv
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.models import causal_lm
 from tests import tiny
+from tests.processes import run_python
 
 SHAPE: dict[str, Any] = tiny.QWEN3_5_SHAPES["r2-gqa1-untied"]
 VOCAB = 301
@@ -140,13 +138,7 @@ def test_a_long_prompt_builds_no_square_matrix(kernels: str, checkpoint: Callabl
     heads, length = SHAPE["heads"], 8000
     layers = {"layer_types": ["linear_attention", "full_attention"]}
     folder = checkpoint("qwen3_5", dtype="float32", max_positions=8192, **SHAPE, **layers)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), kernels, str(length)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
-        timeout=300,
-    )
+    done = run_python("-c", MEASURE, folder, kernels, length)
     found = re.search(r"grew (\d+) state (\d+)", done.stdout)
     assert found, done.stderr
     grew, state = map(int, found.groups())

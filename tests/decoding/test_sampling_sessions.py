@@ -6,19 +6,21 @@ block cuts them with the tokens, the text and the state.
 
 from __future__ import annotations
 
-import copy
 import pathlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from specdec.config import Choice
 from specdec.contract import Draft, Drafter, DrafterSpec
 from specdec.decoding import session as session_module
+from specdec.decoding.parts import DepthPart, DrafterPart
 from tests.decoding.test_sessions import CODE, load, variant
 
 __all__ = ["load"]  # a fixture
@@ -45,10 +47,8 @@ class Known(Drafter):
 
 def knowing(lm: Any, tokens: list[int], depth: int, wrong_every: int = 10**9) -> Any:
     """``lm`` with a drafter that knows ``tokens``, prompt included."""
-    other = copy.copy(lm)
-    other.drafter_spec = DrafterSpec(name="known", factory=lambda config, env: Known(tokens, wrong_every))
-    other.depth_config = type(lm.depth_config)(depth=depth)
-    return other
+    spec = DrafterSpec(name="known", factory=lambda config, env: Known(tokens, wrong_every))
+    return attrs.evolve(lm, drafter=DrafterPart(spec=spec), depth=DepthPart.of(Choice("fixed", {"depth": depth})))
 
 
 # --- the same output -------------------------------------------------------------------------------------------------

@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import specdec
+from specdec.config import Choice
 from specdec.contract import Drafter, DrafterSpec, PrepareEnv
+from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.decoding.session import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
-from specdec.registry import registry
 from tests.decoding.test_lossless import SHAPES
 
 TOTAL = 200  # tokens of a story, far below what the tiny models hold
@@ -35,16 +36,12 @@ CODE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    de
 
 def variant(lm: Any, drafter: str = "none", depth: int = 2, verifier: str = "strict") -> Any:
     """The same target with other plugins; weights are shared."""
-    other, found = copy.copy(lm), registry()
-    other.drafter_spec = found.drafter(drafter)
-    other.drafter_config = other.drafter_spec.config()
-    prepare = other.drafter_spec.prepare
-    other.drafter_shared = prepare(other.drafter_config, PrepareEnv(target=lm.target)) if prepare else None
-    other.depth_spec = found.depth_policy("fixed")
-    other.depth_config = other.depth_spec.config(depth=depth)
-    spec = found.verifier(verifier)
-    other.verifier = found.make_verifier(spec, spec.config())
-    return other
+    return attrs.evolve(
+        lm,
+        drafter=DrafterPart.of(Choice(drafter)).prepared(PrepareEnv(target=lm.target)),
+        depth=DepthPart.of(Choice("fixed", {"depth": depth})),
+        verifier=make_verifier(Choice(verifier)),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -354,8 +351,7 @@ def test_a_session_of_another_model_or_dtype_is_refused(
 
 
 def test_a_longer_session_than_fits_is_refused(saved: tuple[Any, pathlib.Path], lm: Any) -> None:
-    small = copy.copy(lm)
-    small.config = attrs.evolve(lm.config, target=attrs.evolve(lm.config.target, capacity=30))
+    small = attrs.evolve(lm, config=attrs.evolve(lm.config, target=attrs.evolve(lm.config.target, capacity=30)))
     with pytest.raises(SessionFileError, match="31 tokens, this one holds 30"):
         small.session().load(saved[1])
 
@@ -478,9 +474,8 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     moment: str, lm: Any, tmp_path: pathlib.Path
 ) -> None:
     """The reason used to be told once: the next turn of the session said that the drafter had made no draft."""
-    other = copy.copy(lm)
-    other.drafter_spec = DrafterSpec(name="failing", factory=lambda config, env: Failing(moment))
-    session = other.session()
+    spec = DrafterSpec(name="failing", factory=lambda config, env: Failing(moment))
+    session = attrs.evolve(lm, drafter=DrafterPart(spec=spec)).session()
     session.generate(list(range(50, 80)), max_new_tokens=6, ignore_eos=True)
     session.rewind(20)
     session.save(tmp_path / "s")

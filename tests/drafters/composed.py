@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec
-from specdec.config import Choice, RunConfig, TargetConfig, structure_choice
+from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import CycleRecord, DepthPolicy, DepthPolicySpec, PrepareEnv, Stats
+from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.models.loading import load_target
-from specdec.registry import registry
 from tests import tiny, tiny_families
 from tests.drafters.two_tokenizers import byte_level
 
@@ -96,20 +95,19 @@ class Scripted(DepthPolicy):
 
 def composed(base: Any, drafter: dict[str, Any], depths: Sequence[int] = (3,), verifier: str = "strict") -> Any:
     """``base`` with another drafter, as ``build`` would compose it; weights are shared."""
-    other, found = copy.copy(base), registry()
     table = dict(drafter)
-    choice = Choice(table.pop("name"), table)
-    other.drafter_spec = found.drafter(choice.name)
-    other.drafter_config = structure_choice(choice, other.drafter_spec.config, "drafter")
-    prepare = other.drafter_spec.prepare
     env = PrepareEnv(target=base.target, tokenizer=base.tokenizer, load=load_second)
-    other.drafter_shared = prepare(other.drafter_config, env) if prepare else None
-    other.notices = env.notices
-    other.depth_spec = DepthPolicySpec(name="scripted", factory=lambda config: Scripted(depths))
-    other.depth_config = other.depth_shared = None
-    spec = found.verifier(verifier)
-    other.verifier = found.make_verifier(spec, spec.config())
-    return other
+    return attrs.evolve(
+        base,
+        drafter=DrafterPart.of(Choice(table.pop("name"), table)).prepared(env),
+        depth=scripted(depths),
+        verifier=make_verifier(Choice(verifier)),
+        notices=tuple(env.notices),
+    )
+
+
+def scripted(depths: Sequence[int]) -> DepthPart:
+    return DepthPart(spec=DepthPolicySpec(name="scripted", factory=lambda config: Scripted(depths)))
 
 
 def load_base(folders: Folders) -> Any:

@@ -41,7 +41,7 @@ from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.decoding.test_sessions import Told, operations
-from tests.drafters.composed import LLAMA, composed
+from tests.drafters.composed import LLAMA, composed, scripted
 from tests.drafters.two_tokenizers import byte_level, sentence_piece
 from tests.verifiers.enumeration import array, distance, emitted, joint_of
 
@@ -88,9 +88,7 @@ def made(base: Any, folders: Any) -> Callable[..., Any]:
     def make(kind: str, depths: Any = (3,), verifier: str = "strict") -> Any:
         if (kind, verifier) not in prepared:
             prepared[kind, verifier] = composed(base, tables(folders)[kind], depths, verifier)
-        lm = prepared[kind, verifier]
-        lm.depth_spec = composed(base, {"name": "none"}, depths).depth_spec
-        return lm
+        return attrs.evolve(prepared[kind, verifier], depth=scripted(depths))
 
     return make
 
@@ -325,9 +323,9 @@ def test_a_damaged_saved_state_is_built_again_and_said_so(made, kind, damage):
     elif damage == "shape":
         arrays[largest] = arrays[largest][:1, ..., :2]
     env = DrafterEnv(
-        target=lm.target, state=sequence.state, shared=lm.drafter_shared, saved=attrs.evolve(saved, arrays=arrays)
+        target=lm.target, state=sequence.state, shared=lm.drafter.shared, saved=attrs.evolve(saved, arrays=arrays)
     )
-    other = lm.drafter_spec.factory(lm.drafter_config, env)
+    other = lm.drafter.spec.factory(lm.drafter.config, env)
     sequence.context.cycle += 1
     wanted = sequence.drafter.propose(sequence.context, 4)
     assert other.propose(sequence.context, 4) == wanted

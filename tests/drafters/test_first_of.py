@@ -289,6 +289,6 @@ def test_a_file_takes_tables_in_their_order(base, tmp_path, folders):
     )
     config = load_config(file)
     lm = specdec.load(config=config)
-    assert [child.label for child in lm.drafter_shared] == ["ngram", "mtp"]
-    assert lm.drafter_shared[0].config.min_order == 3
+    assert [child.label for child in lm.drafter.shared] == ["ngram", "mtp"]
+    assert lm.drafter.shared[0].config.min_order == 3
     assert config.to_dict()["drafter"]["drafters"] == [{"name": "ngram", "min_order": 3}, {"name": "mtp"}]

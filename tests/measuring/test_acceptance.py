@@ -44,6 +44,10 @@ class Scripted(Drafter):
         return Draft(tuple(t if i < right else (t + 1) % self._vocab for i, t in enumerate(known)))
 
 
+def with_drafter(lm: Any, **changes: Any) -> Any:
+    return attrs.evolve(lm, drafter=attrs.evolve(lm.drafter, spec=attrs.evolve(lm.drafter.spec, **changes)))
+
+
 @pytest.fixture
 def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
     """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script."""
@@ -54,8 +58,7 @@ def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) ->
         ids = made.tokenizer.encode(PROMPT)
         truth = tiny.plain_run(target, ids, 120)
         factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-        made.drafter_spec = attrs.evolve(made.drafter_spec, factory=factory)
-        return made
+        return with_drafter(made, factory=factory)
 
     return lm
 
@@ -98,7 +101,7 @@ def test_the_counters_are_the_engines_own(checkpoint, make_target, script, count
     ids = lm.tokenizer.encode(PROMPT)
     truth = tiny.plain_run(target, ids, 60)
     factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-    lm.drafter_spec = attrs.evolve(lm.drafter_spec, factory=factory)
+    lm = with_drafter(lm, factory=factory)
     result = lm.generate(PROMPT, max_new_tokens=count)  # at depth 3, as make_lm has it
     stats: Stats = result.stats
     report = measure_acceptance(lm, prompts("one"), depth=3, costs=COSTS, max_new_tokens=count)
@@ -168,9 +171,9 @@ def test_costs_that_no_draft_can_pay_for(scripted):
 
 def test_the_callers_model_stays_as_it_was(scripted):
     lm = scripted([(4, 1)])
-    before = dict(vars(lm))
+    before = attrs.asdict(lm, recurse=False)
     measure_acceptance(lm, prompts("one"), depth=2, costs=COSTS, max_new_tokens=8)
-    assert vars(lm) == before
+    assert attrs.asdict(lm, recurse=False) == before
 
 
 def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
@@ -197,7 +200,6 @@ def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
 
 def test_an_interrupted_prompt_is_not_counted(scripted):
     lm = scripted([(4, 1)])
-    run = AcceptanceRun(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
 
     class Stopping(Scripted):
         def propose(self, context: Context, depth: int) -> Draft:
@@ -205,9 +207,8 @@ def test_an_interrupted_prompt_is_not_counted(scripted):
                 run.stop()  # a signal in the middle of the first prompt
             return super().propose(context, depth)
 
-    lm.drafter_spec = attrs.evolve(
-        lm.drafter_spec, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], lm.info.vocab_size)
-    )
+    lm = with_drafter(lm, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], env.target.info.vocab_size))
+    run = AcceptanceRun(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
     report = run.run()
     assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
     assert [row["verdict"] for row in report.rows()] == [None] * 4
@@ -237,7 +238,7 @@ def test_a_drafter_that_fails_is_told(scripted):
         def propose(self, context: Context, depth: int) -> Draft:
             raise RuntimeError("no idea")
 
-    lm.drafter_spec = attrs.evolve(lm.drafter_spec, factory=lambda config, env: Failing())
+    lm = with_drafter(lm, factory=lambda config, env: Failing())
     report = measure_acceptance(lm, prompts("a"), depth=2, costs=COSTS, max_new_tokens=4)
     assert any("switched off: the drafter failed in propose: RuntimeError: no idea" in n for n in report.notices)
     assert report.overall.positions[0].offered == 0
@@ -257,7 +258,7 @@ def test_what_cannot_be_measured_is_refused(scripted):
     with pytest.raises(PromptError, match="too long") as caught:
         AcceptanceRun(lm, long, costs=COSTS).run()
     assert caught.value.facts["prompt"] == "mine.txt, line 4"
-    lm.drafter_spec = attrs.evolve(lm.drafter_spec, name="none")
+    lm = with_drafter(lm, name="none")
     with pytest.raises(UnsupportedError, match="no acceptance to measure"):
         AcceptanceRun(lm, prompts("a"))
 

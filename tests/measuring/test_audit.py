@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import pathlib
@@ -16,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.config import Choice
 from specdec.contract import Logits, Parity
+from specdec.decoding.parts import make_verifier
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring.audit import GAP_EDGES, AuditReport, Control, Divergence, audit, bin_label, plot, read_run
 from tests.decoding.test_sessions import CODE, load, variant
@@ -73,11 +74,8 @@ def test_a_lossy_runs_own_count_is_the_audits(
     verifier: str, option: str, value: float, load: Callable[..., Any]
 ) -> None:
     """Two countings of the same thing: by the verifier during the run, by the replay after it."""
-    lm = variant(load("demo", "bfloat16"), "mtp", 3)
-    from specdec.registry import registry
-
-    spec = registry().verifier(verifier)
-    lm.verifier = registry().make_verifier(spec, spec.config(**{option: value}))
+    chosen = make_verifier(Choice(verifier, {option: value}))
+    lm = attrs.evolve(variant(load("demo", "bfloat16"), "mtp", 3), verifier=chosen)
     run = lm.generate(CODE, max_new_tokens=150, ignore_eos=True)
     report = audit(lm, run.prompt, run.tokens, generation=run.generation)
     assert len(report.divergences) == run.deviation.count
@@ -91,11 +89,8 @@ def test_a_lossy_runs_own_count_is_the_audits(
 
 
 def test_a_lossy_run_that_ends_inside_a_block_counts_only_what_it_kept(load: Callable[..., Any]) -> None:
-    lm = variant(load("demo", "bfloat16"), "mtp", 6)
-    from specdec.registry import registry
-
-    spec = registry().verifier("margin")
-    lm.verifier = registry().make_verifier(spec, spec.config(margin=1.5))
+    margin = make_verifier(Choice("margin", {"margin": 1.5}))
+    lm = attrs.evolve(variant(load("demo", "bfloat16"), "mtp", 6), verifier=margin)
     full = lm.generate(CODE, max_new_tokens=60, ignore_eos=True)
     for offset in range(40):
         stop = lm.tokenizer.decode(full.tokens[offset : offset + 2])
@@ -163,8 +158,7 @@ class SkewedTarget:
 
 def test_the_control_shows_what_the_backend_does_without_speculation(lm: Any) -> None:
     run = lm.generate([40, 50, 60], max_new_tokens=21, ignore_eos=True)
-    skewed = copy.copy(lm)
-    skewed.target = SkewedTarget(lm.target)
+    skewed = attrs.evolve(lm, target=SkewedTarget(lm.target))
     control = audit(skewed, run.prompt, run.tokens, rows=4).control
     assert control is not None
     assert (control.compared, control.equal_rows) == (21, 16)  # the last row of five passes of 4; the last has one row

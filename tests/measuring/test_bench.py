@@ -14,15 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.config import Choice
 from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
 from specdec.decoding.cost_table import CostTable
+from specdec.decoding.parts import DepthPart, DrafterPart
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring import bench as bench_module
 from specdec.measuring.arms import Arm, ArmRun, plain
 from specdec.measuring.bench import BenchRun, compare
 from specdec.measuring.frontiers import measure_frontiers
 from specdec.measuring.synthetic import PROFILES, SyntheticVerifier, parse_profile
-from specdec.registry import registry
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.measuring.test_acceptance import PROMPT, Scripted, prompts
@@ -40,10 +41,11 @@ def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) ->
         ids = made.tokenizer.encode(PROMPT)
         truth = tiny.plain_run(target, ids, 120)
         factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
-        made.drafter_spec = attrs.evolve(made.drafter_spec, factory=factory)
-        made.depth_spec = registry().depth_policy("fixed")
-        made.depth_config = made.depth_spec.config(depth=4)
-        return made
+        return attrs.evolve(
+            made,
+            drafter=DrafterPart(spec=attrs.evolve(made.drafter.spec, factory=factory)),
+            depth=DepthPart.of(Choice("fixed", {"depth": 4})),
+        )
 
     return lm
 
@@ -64,7 +66,7 @@ def test_both_arms_run_interleaved_and_are_counted(
     run_arm = Arm.run
 
     def noted(arm: Arm, prompt: Sequence[int], **settings: Any) -> ArmRun:
-        order.append("A" if arm.lm.drafter_spec.name == "none" else "B")
+        order.append("A" if arm.lm.drafter.spec.name == "none" else "B")
         return run_arm(arm, prompt, **settings)
 
     monkeypatch.setattr(Arm, "run", noted)
@@ -95,8 +97,7 @@ def test_both_arms_run_interleaved_and_are_counted(
 
 
 def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any]) -> None:
-    lm = scripted([(4, 2)])
-    lm.verifier = AcceptsAll()
+    lm = attrs.evolve(scripted([(4, 2)]), verifier=AcceptsAll())
     report = compare(lm, prompts("one"), max_new_tokens=12)
     # the third drafted token is the first wrong one
     assert [one.differs_at for one in report.prompts] == [2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors import grammar
 from specdec.processors.grammar import GrammarConfig
 from specdec.registry import Kind, Registry
+from tests.processes import run_python
 from tests.processors import words
 
 
@@ -46,7 +46,7 @@ def test_it_registers_through_the_hook_and_is_found_by_name():
 
 def test_importing_it_does_not_import_llguidance():
     code = "import sys, specdec.processors.grammar; sys.exit('llguidance' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_python("-c", code)
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch):

@@ -42,10 +42,9 @@ def other_target(lm: specdec.LanguageModel, **info: Any) -> specdec.LanguageMode
     """The same model that says something else of itself."""
     import copy
 
-    other, target = copy.copy(lm), copy.copy(lm.target)
+    target = copy.copy(lm.target)
     target.info = attrs.evolve(lm.info, **info)
-    other.target = target
-    return other
+    return attrs.evolve(lm, target=target)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ def test_a_short_session_is_measured_or_refused_never_overrun(capacity):
         with pytest.raises(UnsupportedError, match="costs cannot be measured"):
             measure_costs(lm)
         loaded = specdec.load(config=config)
-        assert loaded.depth_spec.name == "fixed"
+        assert loaded.depth.spec.name == "fixed"
         assert any("costs cannot be measured" in notice for notice in loaded.notices)
     else:
         assert 1 in measure_costs(lm, repeats=1).verify
@@ -272,7 +271,7 @@ def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo,
     path = tmp_path / "mine.json"
     write_costs(path, TABLE, CostIdentity.of(demo))
     lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
-    assert lm.depth_shared.table == TABLE
+    assert lm.depth.shared.table == TABLE
     assert not folder.exists()
     write_costs(path, TABLE, attrs.evolve(CostIdentity.of(demo), model="m", processor="a quick one"))
     with pytest.raises(ConfigError, match="does not fit: model m, here .*; processor a quick one, here "):
@@ -286,34 +285,34 @@ def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo,
 
 def test_the_default_adapts_where_the_depth_cannot_change_the_output(folder):
     lm = specdec.load()
-    assert lm.depth_spec.name == "adaptive"
-    assert lm.notices == []
+    assert lm.depth.spec.name == "adaptive"
+    assert lm.notices == ()
     assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "margin", "typical"])
 def test_the_default_is_fixed_where_the_output_depends_on_the_depth(folder, verifier):
     lm = specdec.load(verifier=verifier)
-    assert (lm.depth_spec.name, lm.depth_config.depth) == ("fixed", 2)
-    assert lm.notices == [
+    assert (lm.depth.spec.name, lm.depth.config.depth) == ("fixed", 2)
+    assert list(lm.notices) == [
         'depth.name = "auto" drafts 2 tokens in every cycle: '
         f"with the verifier '{verifier}' the output depends on the depth"
     ]
-    assert lm.generate("def add", max_new_tokens=4).notices == lm.notices
+    assert lm.generate("def add", max_new_tokens=4).notices == list(lm.notices)
     assert not folder.exists()
-    assert specdec.load(verifier=verifier, depth="adaptive").depth_spec.name == "adaptive"
+    assert specdec.load(verifier=verifier, depth="adaptive").depth.spec.name == "adaptive"
 
 
 def test_the_default_is_fixed_under_numeric_parity(folder, monkeypatch):
     monkeypatch.setattr("specdec.models.loading.probe_rows", lambda target: "made up")
     lm = specdec.load()
-    assert lm.depth_spec.name == "fixed"
+    assert lm.depth.spec.name == "fixed"
     assert any("with numeric parity the output may depend on the depth" in notice for notice in lm.notices)
 
 
 def test_without_a_drafter_nothing_is_measured_and_the_result_says_why(folder):
     lm = specdec.load(drafter="none")
-    assert lm.depth_spec.name == "fixed"
+    assert lm.depth.spec.name == "fixed"
     assert lm.generate("x", max_new_tokens=3).stats.speculation()["reason"] == "drafter 'none' was chosen"
     assert not folder.exists()
 
@@ -324,6 +323,6 @@ def test_a_start_measures_once_even_where_nothing_is_kept(folder, monkeypatch):
     table = attrs.evolve(CostTable(verify={1: 1e-3, 2: 1e-3}, draft={0: 0.0, 1: 1e-4}, commit=0.0), steady=False)
     monkeypatch.setattr("specdec.records.cost_file.measure_costs", lambda lm: measured.append(lm) or table)
     lm = specdec.load()
-    assert lm.depth_spec.name == "adaptive"
+    assert lm.depth.spec.name == "adaptive"
     assert len(measured) == 1
     assert not list(folder.glob("*.json"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from specdec.backends.cpu.reference import ReferenceOps
+from specdec.backends.ops import Ops
 from specdec.contract import DepthPolicySpec, ForwardPass
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
@@ -33,6 +32,7 @@ from specdec.testing import (
 )
 from specdec.testing.numerics import binomial_interval, chi_square_tail
 from specdec.testing.registry import Broken, Check, Run, as_subject, expect, run_check
+from tests.processes import run_python, run_specdec
 from tests.testing.broken import drafters, policies
 from tests.testing.broken.targets import RunsCycles
 
@@ -178,9 +178,9 @@ def test_known_failures_are_expected_by_the_decorator(check):
 
 
 class LacksOps(ReferenceOps):
-    """Without a method, with one that says so, and with one that refuses."""
+    """With an operation left as ``Ops`` has it, with one that is not written, and with one that refuses."""
 
-    project_heads = None
+    project_heads = Ops.project_heads
 
     def route(self, x, weight, routing, bias=None):
         raise NotImplementedError("no experts here")
@@ -260,17 +260,12 @@ def test_the_command_fails_a_broken_plugin(monkeypatch):
 
 
 def test_an_unknown_name_ends_with_status_two():
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec", "check", "strikt"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2
-    assert "Did you mean 'strict'" in done.stderr
+    assert "Did you mean 'strict'" in run_specdec("check", "strikt", status=2).stderr
 
 
 def test_the_kit_needs_no_pytest():
     code = "import sys, specdec.testing as t; list(t.iter_checks()); assert 'pytest' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 # --- the models ------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_the_drafter_mtp_is_the_default_and_changes_no_token(checkpoint):
     folder = str(checkpoint("deepseek_v3"))
     plain = specdec.load(folder, backend="transformers", drafter="none")
     drafting = specdec.load(folder, backend="transformers", depth=3)
-    assert drafting.drafter_spec.name == "mtp"
+    assert drafting.drafter.spec.name == "mtp"
     drafting.target = StrictForwardPass(drafting.target)
     for start in (3, 30):
         prompt, settings = list(range(start, start + 12)), {"max_new_tokens": 30, "ignore_eos": True}
@@ -116,7 +116,7 @@ def test_a_checkpoint_without_the_head_loads_without(head):
     folder = head(lambda weights: {n: w for n, w in weights.items() if not n.startswith("model.layers.3.")})
     lm = specdec.load(str(folder), backend="transformers")
     assert lm.info.mtp_layers == 0
-    assert lm.drafter_spec.name == "ngram"
+    assert lm.drafter.spec.name == "ngram"
     assert any("no tensor of them" in notice for notice in lm.notices)
 
 

@@ -17,7 +17,8 @@ Source of the decision: greedy case of Leviathan et al. 2023, arXiv:2211.17192, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -30,12 +31,11 @@ from specdec.backends.passes import ExecutorSetup, Pass
 from specdec.contract import Executor, Outcome
 from specdec.errors import ContractError, StateError
 
-if TYPE_CHECKING:
-    from specdec.backends.metal.ops import MetalOps
-
 _IN_FLIGHT = 2  # one cycle runs while the host looks at another
 _NEVER = 2**30  # the place of a stop token in rows that have none
 _NOTHING = Outcome((), 0, ())
+
+Best = Callable[..., mx.array]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -74,8 +74,10 @@ class MetalExecutor(Executor):
     one ran at all, or came behind the end. Only its own outcome may be open, which the device knows.
     """
 
-    def __init__(self, ops: MetalOps, target: MetalPass, mtp: MetalPass | None, setup: ExecutorSetup) -> None:
-        self._ops, self._setup = ops, setup
+    def __init__(
+        self, best: Best, max_rows: int, target: MetalPass, mtp: MetalPass | None, setup: ExecutorSetup
+    ) -> None:
+        self._best, self._max_rows, self._setup = best, max_rows, setup
         self._target, self._mtp = target, mtp
         self._lm_head = [setup.lm_head]
         self._stops = mx.array(list(setup.stop_tokens), mx.int32) if setup.stop_tokens else None
@@ -104,8 +106,8 @@ class MetalExecutor(Executor):
     def submit(self, depth: int) -> None:
         if self._mtp is None:
             depth = 0
-        if not 0 <= depth < self._ops.max_rows:
-            raise StateError(f"a cycle on the device drafts 0 to {self._ops.max_rows - 1} tokens, got {depth}")
+        if not 0 <= depth < self._max_rows:
+            raise StateError(f"a cycle on the device drafts 0 to {self._max_rows - 1} tokens, got {depth}")
         if len(self._flights) >= _IN_FLIGHT:
             raise StateError(f"{_IN_FLIGHT} cycles are in flight already")
         if self._over:
@@ -116,18 +118,18 @@ class MetalExecutor(Executor):
             if not isinstance(cache, MetalDeltaCache):
                 cache.reserve(bound + depth + 1)
         for cache in self._mtp.caches if self._mtp else ():
-            cache.reserve(bound + self._ops.max_rows)
+            cache.reserve(bound + self._max_rows)
         with explained():
             self._run(depth, bound)
 
     def _run(self, depth: int, bound: int) -> None:
         self._settle()
         rows = 0 if self._waiting is None else len(self._waiting.ids)
-        self._fed = rows > 0 and (depth > 0 or rows == self._ops.max_rows)
+        self._fed = rows > 0 and (depth > 0 or rows == self._max_rows)
         drafted = self._draft(depth, bound) if self._fed else []
         tokens = mx.concatenate([self._pending, *(mx.maximum(token, 0) for token in drafted)])
         hidden = self._target.body(self._placed(self._target, self._length, bound), DeviceTokens(tokens), None)
-        best = self._ops.best(hidden, self._lm_head)
+        best = self._best(hidden, self._lm_head)
         kept, report = self._decide(drafted, best)
         self._verified = _Rows(ids=mx.maximum(best, 0), hidden=hidden, count=kept)
         self._flights.append(_Flight(depth=depth, fed=self._fed, report=report))
@@ -166,7 +168,7 @@ class MetalExecutor(Executor):
             if drafted:
                 at = self._placed(mtp, self._length + (len(drafted) - 1), bound + len(drafted) - 1)
                 x = mtp.body(at, DeviceTokens(mx.maximum(drafted[-1], 0)), x)
-            best = self._ops.best(x, self._draft_head, self._draft_ids)
+            best = self._best(x, self._draft_head, self._draft_ids)
             drafted.append(mx.where(drafted[-1] < 0, -1, best) if drafted else best)
         return drafted
 
@@ -245,12 +247,14 @@ class MetalExecutor(Executor):
         self._setup.closed(left)
 
 
-def device_executor(ops: MetalOps, target: Pass, mtp: Pass | None, setup: ExecutorSetup) -> MetalExecutor | None:
-    """An executor over passes of ``ops``; None where the cycles do not fit."""
+def device_executor(
+    best: Best, max_rows: int, target: Pass, mtp: Pass | None, setup: ExecutorSetup
+) -> MetalExecutor | None:
+    """An executor over Metal passes; None where the cycles do not fit. ``best``: ``MetalOps.best``."""
     if not isinstance(target, MetalPass) or not isinstance(mtp, MetalPass | None):
         return None
     if mtp is not None:
         recurrent = any(isinstance(cache, MetalDeltaCache) for cache in mtp.caches)
-        if recurrent or setup.waiting is None or len(setup.waiting.tokens) > ops.max_rows:
+        if recurrent or setup.waiting is None or len(setup.waiting.tokens) > max_rows:
             return None
-    return MetalExecutor(ops, target, mtp, setup)
+    return MetalExecutor(best, max_rows, target, mtp, setup)

@@ -34,6 +34,7 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.errors import ConfigError, ContractError, ShapeError, StateError, UnsupportedError
 from specdec.records.folders import cache_folder
+from tests.processes import HUNG
 
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8}
@@ -675,7 +676,7 @@ def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) 
         subprocess.Popen([sys.executable, "-c", script, str(trivial_sources)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    assert [process.communicate(timeout=100)[0].split()[-1] for process in both] == ["42", "42"]
+    assert [process.communicate(timeout=HUNG)[0].split()[-1] for process in both] == ["42", "42"]
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

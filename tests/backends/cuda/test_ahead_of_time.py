@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,12 +30,7 @@ json.dump({"rows": rows, "narrow": [attrs.asdict(row) for row in catalogue.compi
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run = run_python("-c", _SCRIPT, without=["TRITON_INTERPRET"])
     found: dict[str, list[dict[str, Any]]] = json.loads(run.stdout)
     return found
 

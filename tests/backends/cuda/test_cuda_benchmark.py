@@ -13,6 +13,8 @@ import attrs
 import pytest
 import torch
 
+from tests.processes import HUNG
+
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels run on the device here; the benchmark itself is what to run", allow_module_level=True)
@@ -287,7 +289,7 @@ def test_a_session_goes_through_its_steps_whatever_one_of_them_gives(tmp_path: p
     def session(*arguments: str) -> tuple[int, list[str]]:
         calls.write_text("")
         command = ["bash", str(root / "benchmarks" / "cuda_session.sh"), *arguments]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG)
         return done.returncode, calls.read_text().splitlines()
 
     status, first = session("first", "out")

@@ -27,6 +27,7 @@ from tests.backends.metal.emulator.export import Exported, export
 from tests.backends.metal.emulator.knobs import LANES, ORDERS, Knobs
 from tests.backends.metal.emulator.lint import forbidden
 from tests.backends.metal.emulator.translate import translate
+from tests.processes import HUNG
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +51,6 @@ _KERNEL = (
     "-Wno-literal-suffix",
     "-Wno-sign-compare",
 )
-_COMPILE_SECONDS = 120
 _GCC = 12  # the first with -ftrivial-auto-var-init
 _MAX_THREADS = 1024
 _INT_POISON = 0xA5  # floats are poisoned with 0xFF, a NaN that no arithmetic of the host makes
@@ -130,7 +130,7 @@ def _unavailable(path: str) -> str | None:
         return "the emulator runs on Linux only"
     if shutil.which("g++", path=path) is None:
         return "g++ is not on PATH"
-    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, timeout=60).stdout.strip()
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, timeout=HUNG).stdout.strip()
     if not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < _GCC:
         return f"the emulator needs g++ {_GCC} or newer, found {version!r}"
     if not _fuses():
@@ -355,7 +355,7 @@ class _Library:
         if base is None or tool is None:
             return 0
         done = subprocess.run(
-            [tool, "-i", "-e", str(self._path), hex(pc - base - 1)], capture_output=True, text=True, timeout=60
+            [tool, "-i", "-e", str(self._path), hex(pc - base - 1)], capture_output=True, text=True, timeout=HUNG
         )
         for where in done.stdout.splitlines():  # the innermost inlined function first
             if found := re.search(re.escape(f"{self._name}.metal:") + r"(\d+)", where):
@@ -411,10 +411,7 @@ def _build(name: str, text: str, flags: tuple[str, ...]) -> Path:
         source, library = Path(folder, f"{name}.cpp"), Path(folder, "library.so")
         source.write_text(text)
         done = subprocess.run(
-            [*command, f"-I{_HERE}", str(source), "-o", str(library)],
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_SECONDS,
+            [*command, f"-I{_HERE}", str(source), "-o", str(library)], capture_output=True, text=True, timeout=HUNG
         )
         if done.returncode:
             raise errors.CompileError(name, f"does not compile:\n{_first_error(done.stderr)}")
@@ -448,7 +445,7 @@ def _fuses() -> bool:
 
 @functools.cache
 def _compiler() -> str:
-    return subprocess.run(["g++", "--version"], capture_output=True, text=True, timeout=60).stdout.partition("\n")[0]
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True, timeout=HUNG).stdout.partition("\n")[0]
 
 
 @functools.cache

@@ -1,0 +1,138 @@
+"""The finished parts that a session works with: target, tokenizer, drafter, verifier and depth policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from specdec.config import Choice, RunConfig, structure_choice
+from specdec.contract import (
+    DepthPolicy,
+    DepthPolicySpec,
+    Drafter,
+    DrafterEnv,
+    DrafterSnapshot,
+    DrafterSpec,
+    ForwardPass,
+    ModelInfo,
+    Needs,
+    PrepareEnv,
+    State,
+    Verifier,
+)
+from specdec.errors import PromptError
+from specdec.registry import constructed, registry
+from specdec.text import Tokenizer
+
+
+@attrs.frozen(kw_only=True)
+class DrafterPart:
+    """A drafter's spec with its configuration and what its ``prepare`` returned; makes one drafter per sequence."""
+
+    spec: DrafterSpec
+    config: Any = None
+    shared: Any = None
+
+    @classmethod
+    def of(cls, choice: Choice) -> DrafterPart:
+        """The drafter that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
+        spec = registry().drafter(choice.name, asked_by=_asked_by(choice, "drafter"))
+        return cls(spec=spec, config=structure_choice(choice, spec.config, "drafter"))
+
+    def prepared(self, env: PrepareEnv) -> DrafterPart:
+        """The part after its spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
+        prepare = self.spec.prepare
+        if prepare is None:
+            return self
+        return attrs.evolve(self, shared=constructed("drafter", self.spec.name, lambda: prepare(self.config, env)))
+
+    @property
+    def needs(self) -> Needs:
+        """What the drafter needs from its target; known once it is prepared."""
+        return self.spec.needs_of(self.config, self.shared)
+
+    def make(self, target: ForwardPass, state: State, saved: DrafterSnapshot | None = None) -> Drafter:
+        """A drafter for the sequence of ``state``. Raises: PluginError when its factory fails."""
+        env = DrafterEnv(target=target, state=state, shared=self.shared, saved=saved)
+        return registry().make_drafter(self.spec, self.config, env)
+
+
+@attrs.frozen(kw_only=True)
+class DepthPart:
+    """A depth policy's spec with its configuration and shared state; makes one policy per generation."""
+
+    spec: DepthPolicySpec
+    config: Any = None
+    shared: Any = None
+
+    @classmethod
+    def of(cls, choice: Choice) -> DepthPart:
+        """The policy that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
+        spec = registry().depth_policy(choice.name, asked_by=_asked_by(choice, "depth"))
+        return cls(spec=spec, config=structure_choice(choice, spec.config, "depth"))
+
+    def prepared(self, env: PrepareEnv) -> DepthPart:
+        """The part after its spec's ``prepare``. Raises: SpecdecError."""
+        prepare = self.spec.prepare
+        if prepare is None:
+            return self
+        return attrs.evolve(self, shared=constructed("depth policy", self.spec.name, lambda: prepare(self.config, env)))
+
+    def make(self) -> DepthPolicy:
+        """A policy for one generation. Raises: PluginError when its factory fails."""
+        return registry().make_depth_policy(self.spec, self.config, self.shared)
+
+
+def make_verifier(choice: Choice) -> Verifier:
+    """The verifier that ``choice`` names. Raises: ConfigError, UnknownNameError, PluginError."""
+    spec = registry().verifier(choice.name, asked_by=_asked_by(choice, "verifier"))
+    return registry().make_verifier(spec, structure_choice(choice, spec.config, "verifier"))
+
+
+def _asked_by(choice: Choice, table: str) -> str:
+    return f"{choice.source}, key {table}.name" if choice.source else f"{table}.name"
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Parts:
+    """A target with everything that was composed around it.
+
+    Make a variant over the same weights with ``attrs.evolve``.
+
+    Attributes:
+        config: the configuration it was built from.
+        target: the loaded model.
+        tokenizer: text to token ids and back.
+        notices: what a user should know about this load (a downgrade, unused tensors, a fallback), one sentence each.
+    """
+
+    config: RunConfig
+    target: ForwardPass
+    tokenizer: Tokenizer
+    drafter: DrafterPart
+    verifier: Verifier
+    depth: DepthPart
+    notices: tuple[str, ...] = ()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the target is, and what its backend promises."""
+        return self.target.info
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a session can hold: the model's limit, or ``target.capacity`` where that is lower."""
+        asked = self.config.target.capacity
+        return self.info.max_positions if asked is None else min(asked, self.info.max_positions)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt. Raises: PromptError when it is empty or has ids outside the vocabulary."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise PromptError("the prompt is empty", try_="at least one character, or one token id")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.info.vocab_size:
+                raise PromptError(f"token id {token!r} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
+        return tokens
