@@ -77,11 +77,10 @@ class CycleGraphs:
         self.device, dtype = target.passes.ops.device, target.passes.ops.dtype
         place = self.device.place
         self._target, self._kinds = target.passes, target.kinds
-        self._mtp, self._mtp_kinds = (None, None) if mtp is None else (mtp.passes, mtp.kinds)
+        self._mtp, self._mtp_kinds = mtp and mtp.passes, mtp and mtp.kinds
         self._caches = len(target.caches)
-        caches, hidden_size = self._caches, 0
-        if mtp is not None:
-            caches, hidden_size = caches + len(mtp.caches), mtp.passes.hidden_size
+        caches = self._caches + len(mtp.caches if mtp else ())
+        hidden_size = mtp.passes.hidden_size if mtp else 0
         # the control block, the pending token and the draft, so that the host reads them in one copy
         self.report = torch.zeros(_CONTROL + 1 + MAX_ROWS, dtype=torch.int32, device=place)
         self._verified = self.report[_CONTROL:]
@@ -154,13 +153,13 @@ class CycleGraphs:
         key = (fed, depth, *executor.bounds)
         if key not in self._graphs:
             caches = [executor.target.caches, executor.mtp.caches if executor.mtp else []]
-            stand_ins = [
+            of_target, of_mtp = (
                 [CapturedCache(held, row, bound) for held, row in zip(of, table, strict=True)]
                 for of, table, bound in zip(caches, self.tables(self.buffers), executor.bounds, strict=True)
-            ]
+            )
             before = self.buffers.copy()  # it runs for real before it is captured
             with self.device.guarded(f"the CUDA graph of a cycle of {depth} draft tokens", None, "SPECDEC_EAGER=1"):
-                self._graphs[key] = self.device.capture(lambda: self._cycle(executor, *stand_ins, fed, depth))
+                self._graphs[key] = self.device.capture(lambda: self._cycle(executor, of_target, of_mtp, fed, depth))
             self.buffers.fill(before)
         return self._graphs[key]
 

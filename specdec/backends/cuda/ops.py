@@ -29,8 +29,8 @@ from specdec.backends.cuda.arrays import (
     materialised,
 )
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, UnknownLength
-from specdec.backends.cuda.executor import CudaExecutor, device_executor
 from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.executor import CudaExecutor, device_executor
 from specdec.backends.cuda.kernels import attention, delta, delta_chunked, gemm, head, heads, latent, moe, norm, rope
 from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting

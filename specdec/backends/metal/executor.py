@@ -133,7 +133,9 @@ class MetalExecutor(Executor):
         kept, report = self._decide(drafted, best)
         self._verified = _Rows(ids=mx.maximum(best, 0), hidden=hidden, count=kept)
         self._flights.append(_Flight(depth=depth, fed=self._fed, report=report))
-        left = [array for rows in (self._verified, self._waiting) if rows for array in attrs.astuple(rows, recurse=False)]
+        left = [
+            array for rows in (self._verified, self._waiting) if rows for array in attrs.astuple(rows, recurse=False)
+        ]
         caches = [*self._target.caches, *(self._mtp.caches if self._mtp else ())]
         start([*left, report, self._length, self._pending, self._remaining, self._halted], caches)
 

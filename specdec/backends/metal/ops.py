@@ -18,8 +18,8 @@ import torch
 
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
-from specdec.backends.metal.executor import MetalExecutor, device_executor
 from specdec.backends.metal.device import DeviceLength, DeviceTokens, Length, rows_from
+from specdec.backends.metal.executor import MetalExecutor, device_executor
 from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernels, StockKernels, updated
 from specdec.backends.metal.kernels import lanes
 from specdec.backends.metal.kernels.kernel import Executor, OnMetal

@@ -11,7 +11,7 @@ The control block is an int32 device tensor of ``FIELDS + depth + 1`` values, on
 | KEPT | rows of the last pass to commit, which is also the number of tokens that its cycle emitted |
 | ACCEPTED | draft tokens that the last pass confirmed, before any cut |
 | CYCLES | cycles decided while running, so that a host that reads late knows what is new |
-| WAITING | MTP pairs that waited for the head when the cycle ended; those of the KEPT rows join them when it is committed |
+| WAITING | MTP pairs that wait for the head, those of the KEPT rows apart: they join when these are committed |
 | FIELDS.. | the tokens that the last cycle emitted, -1 behind them |
 
 A halted sequence goes through further cycles unharmed: they keep 0 rows, emit nothing and change nothing else.
