@@ -77,7 +77,8 @@ class CycleGraphs:
         self.device, dtype = target.passes.ops.device, target.passes.ops.dtype
         place = self.device.place
         self._target, self._kinds = target.passes, target.kinds
-        self._mtp, self._mtp_kinds = mtp and mtp.passes, mtp and mtp.kinds
+        self._mtp = mtp.passes if mtp else None
+        self._mtp_kinds = mtp.kinds if mtp else self._kinds[:0]
         self._caches = len(target.caches)
         caches = self._caches + len(mtp.caches if mtp else ())
         hidden_size = mtp.passes.hidden_size if mtp else 0
@@ -179,7 +180,6 @@ class CycleGraphs:
     def _draft(self, executor: CudaExecutor, mtp: list[CapturedCache], fed: int, depth: int) -> None:
         """Feed the pairs that wait, and draft behind them."""
         assert self._mtp is not None
-        assert self._mtp_kinds is not None
         b, table = self.buffers, self.tables(self.buffers)[1]
         x = self._mtp.launched(mtp, b.waiting_ids[:fed], b.waiting[:fed])
         accept.commit_rows(table, self._mtp_kinds, self._counters[cycle.FED.value : cycle.FED.value + 1])

@@ -46,6 +46,9 @@ class _Rows:
     hidden: mx.array  # [n, H], the hidden state of the row
     count: mx.array  # [1] int32
 
+    def arrays(self) -> tuple[mx.array, ...]:
+        return self.ids, self.hidden, self.count
+
     def joined(self, more: _Rows) -> _Rows:
         """These, and ``more`` behind them."""
         space = len(more.ids)
@@ -99,9 +102,9 @@ class MetalExecutor(Executor):
             self._known_waiting = len(given.tokens)
             count = number(self._known_waiting)
             self._waiting = _Rows(ids=mx.array(given.tokens, mx.int32), hidden=given.hidden, count=count)
-            pruned = isinstance(given.head, MetalHeadRows)
-            self._draft_head = list(given.head.parts) if pruned else [given.head]
-            self._draft_ids = given.head.part_ids if pruned else None
+            gathered = given.head if isinstance(given.head, MetalHeadRows) else None
+            self._draft_head = [given.head] if gathered is None else list(gathered.parts)
+            self._draft_ids = None if gathered is None else gathered.part_ids
 
     def submit(self, depth: int) -> None:
         if self._mtp is None:
@@ -133,9 +136,7 @@ class MetalExecutor(Executor):
         kept, report = self._decide(drafted, best)
         self._verified = _Rows(ids=mx.maximum(best, 0), hidden=hidden, count=kept)
         self._flights.append(_Flight(depth=depth, fed=self._fed, report=report))
-        left = [
-            array for rows in (self._verified, self._waiting) if rows for array in attrs.astuple(rows, recurse=False)
-        ]
+        left = [array for rows in (self._verified, self._waiting) if rows for array in rows.arrays()]
         caches = [*self._target.caches, *(self._mtp.caches if self._mtp else ())]
         start([*left, report, self._length, self._pending, self._remaining, self._halted], caches)
 
