@@ -60,13 +60,12 @@ class WaitingPairs:
     Attributes:
         tokens: of the pairs, the pending token last.
         hidden: their hidden states ``[n, H]``.
-        head: a weight, or rows that ``head_rows`` gathered where ``pruned``.
+        head: a weight, or the rows of one that ``head_rows`` gathered.
     """
 
     tokens: tuple[int, ...]
     hidden: Array
     head: Array | HeadRows
-    pruned: bool
 
 
 @attrs.frozen(kw_only=True)

@@ -346,7 +346,6 @@ class CausalLM(ForwardPass):
                 tokens=tuple(tokens),
                 hidden=self.ops.array(hidden),
                 head=self._mtp_lm_head if head is None else self._own_head(head).rows,
-                pruned=head is not None,
             )
         state.decoded = None
 
