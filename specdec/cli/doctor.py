@@ -75,7 +75,7 @@ def doctor(
     from specdec.doctor import make_record, measure_row_costs, probe_bits, promise
     from specdec.doctor.operations import CONTEXTS
     from specdec.models.loading import load_target
-    from specdec.records.probes import SWITCH, probe_folder, write_probe
+    from specdec.records.probes import PROBES, write_probe
 
     with output.status(f"loading {config.target.model}"):
         loaded = load_target(config)
@@ -91,12 +91,12 @@ def doctor(
         costs = measure_row_costs(target)
     record = make_record(target, findings, notes, costs)
     verdict = promise(target, record, costs)
-    folder = probe_folder()
+    folder = PROBES.folder()
     path, not_stored, unwritable = None, "", None
     if no_store:
         not_stored = "--no-store"
     elif folder is None:
-        not_stored = f"{SWITCH}=off"
+        not_stored = f"{PROBES.switch}=off"
     elif not target.info.fingerprint:
         not_stored = "the target has no fingerprint, so the record would fit any other"
     else:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from specdec.contract import Guarantee, Parity
-from specdec.decoding.cost_table import measure_costs
+from specdec.decoding.cycle_timing import measure_costs
 from specdec.decoding.settings import override_generation
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring.ablations import AblationReport, ablated, ablation_report, check_ablations
@@ -26,9 +26,9 @@ from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Prediction, Ver
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specdec.decoding.cost_table import CostTable
     from specdec.measuring.prompts import Prompt, PromptSet
     from specdec.pipeline import LanguageModel
+    from specdec.records.cost_table import CostTable
 
     Float64 = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from specdec.contract import CycleRecord, Guarantee, Parity
-from specdec.decoding.cost_table import CostTable, measure_costs
+from specdec.decoding.cycle_timing import measure_costs
 from specdec.decoding.settings import override_generation
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring.arms import Arm, ArmRun, plain
@@ -23,6 +23,7 @@ from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.frontiers import FrontierReport, measure_frontiers
 from specdec.measuring.intervals import interval, ratio, resampled
 from specdec.measuring.synthetic import SyntheticVerifier
+from specdec.records.cost_table import CostTable
 
 if TYPE_CHECKING:
     from specdec.measuring.acceptance import Interval

@@ -70,12 +70,10 @@ BUILT_INS = (
     "specdec.backends.cuda",
     "specdec.backends.metal",
     "specdec.models.qwen3_5",
-    "specdec.models.qwen3_5_moe",
     "specdec.models.qwen3_next",
     "specdec.models.llama",
     "specdec.models.glm4_moe",
     "specdec.models.deepseek_v3",
-    "specdec.models.qwen3",
 )
 """Modules that register through the same hooks as a stranger's plugin."""
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import specdec
-from specdec.decoding.cost_table import CostTable
 from specdec.errors import ConfigError, ContractError, StateError, UnsupportedError
 from specdec.measuring import AcceptanceReport, measure_acceptance
 from specdec.measuring.ablations import ablation_report
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.recording import DraftedCycle, PromptRun
 from specdec.models.ablation import SWITCHES, AblatedPass, inapplicable, parse_switches
+from specdec.records.cost_table import CostTable
 from specdec.testing import TableModel, check_plugin
 from tests import tiny
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.contract import Context, CycleRecord, Draft, Drafter, Stats
-from specdec.decoding.cost_table import CostTable
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceRun, Prompt, Verdict, measure_acceptance, summarise
 from specdec.measuring.patterns import commonest, log_rows
 from specdec.measuring.recording import DraftedCycle, PromptRun, Recorder
+from specdec.records.cost_table import CostTable
 from tests import tiny
 
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from specdec.config import Choice
 from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
-from specdec.decoding.cost_table import CostTable
 from specdec.decoding.parts import DepthPart, DrafterPart
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring import bench as bench_module
@@ -24,6 +23,7 @@ from specdec.measuring.arms import Arm, ArmRun, plain
 from specdec.measuring.bench import BenchRun, compare
 from specdec.measuring.frontiers import measure_frontiers
 from specdec.measuring.synthetic import PROFILES, SyntheticVerifier, parse_profile
+from specdec.records.cost_table import CostTable
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.measuring.test_acceptance import PROMPT, Scripted, prompts

@@ -35,6 +35,8 @@ from tests.verifiers import test_exact_law as exact
 from tests.verifiers import test_sampler_law as sampled
 from tests.verifiers import test_strict_sampling as path
 
+pytestmark = pytest.mark.mutants
+
 Apply = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -563,7 +565,14 @@ def rejected_rows_leave_a_trace(patch):
 _passed: set[Callable[[], None]] = set()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+SAMPLE = {"residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did"}
+
+
+def _case(mutant: Mutant) -> Any:
+    return pytest.param(mutant, id=mutant.name, marks=[pytest.mark.sample] * (mutant.name in SAMPLE))
+
+
+@pytest.mark.parametrize("mutant", [_case(mutant) for mutant in MUTANTS])
 def test_the_mutant_is_killed_by_its_named_test(mutant, monkeypatch):
     if mutant.killer not in _passed:
         mutant.killer()  # without the mutant it passes
@@ -573,6 +582,7 @@ def test_the_mutant_is_killed_by_its_named_test(mutant, monkeypatch):
         mutant.killer()
 
 
+@pytest.mark.sample
 def test_the_killers_are_real_tests():
     """Each killer names the test or the clause that it stands for."""
     clauses = {one.id for one in iter_checks()}

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from specdec.backends.cuda.cycles import CudaCycles
+from specdec.decoding.stepwise import StepwiseCycles
 
 from specdec.backends.cuda import cycles as cycles_module
 from specdec.backends.cuda import memory
-from specdec.backends.cuda.cycles import CudaCycles
 from specdec.backends.cuda.kernels import accept, cycle
 from specdec.contract import GreedyStart
-from specdec.decoding.stepwise import StepwiseCycles
 from specdec.errors import PromptError
 from specdec.testing import iter_checks
 from specdec.testing.registry import as_subject, run_check
 from tests import tiny
 from tests.backends.cuda.test_models import PROMPT, TINY, VOCAB, _short_caches, build  # noqa: F401  (two are fixtures)
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp
+
+pytestmark = pytest.mark.interpreter
 
 FAMILY = "qwen3_5"
 WIDE = {"printable": True}  # few tokens of its own choice: a draft is right now and then
@@ -50,6 +52,7 @@ def test_settling_is_that_of_the_host(device: torch.device, kept: int, halted: i
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("first", "second", "wanted"),
     [
