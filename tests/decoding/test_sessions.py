@@ -486,7 +486,7 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     assert result.tokens == variant(lm).generate(session.tokens[:-6], max_new_tokens=6, ignore_eos=True).tokens
     session.load(tmp_path / "s")  # a new drafter, and a new chance
     assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
-        moment in ("rewind", "settle", "observe")
+        moment in ("rewind", "snapshot", "observe")
     )
 
 
