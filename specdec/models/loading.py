@@ -31,7 +31,7 @@ from specdec.errors import CheckpointError, UnsupportedError
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
 from specdec.records.probes import unproved
-from specdec.registry import constructed, registry
+from specdec.registry import registry
 from specdec.text import Tokenizer
 
 log = structlog.get_logger(__name__)
@@ -158,7 +158,7 @@ def _backend(name: str, notices: list[str], options: Mapping[str, Any] | None = 
     if reason is not None:
         raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
     config: Any = structure_options(options or {}, spec.config, "target.backend_options", source)
-    backend: Backend = constructed("backend", spec.name, lambda: spec.factory(config))
+    backend: Backend = registry().build(spec, lambda: spec.factory(config))
     notices += getattr(backend, "notices", ())
     return backend
 
