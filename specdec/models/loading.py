@@ -139,7 +139,7 @@ def _checked(
 
 def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
     """Compare passes of many rows with passes of one, and downgrade the parity where their bits differ."""
-    if target.info.parity is Parity.BITWISE and getattr(target.ops, "exact_needs_probe", False):
+    if target.info.parity is Parity.BITWISE and target.ops.capabilities.parity_needs_probe:
         missing = unproved(target.info, model)
         if missing is not None:
             target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=missing)
