@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.decoding.session import Session
-from specdec.decoding.stream import Stream
+    from specdec.decoding.stream import Stream
     from specdec.pipeline import LanguageModel
 
 
