@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specdec.contract import Context, Draft, Drafter, DrafterEnv, ForwardPass, Sampling, Verifier
-from specdec.decoding import cycle as engine
+from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, ForwardPass, Needs, Sampling, Verifier
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.loop import run_cycle
 from specdec.decoding.result import RunStats
 from specdec.testing.scripted_session import CAPACITY
 
@@ -35,16 +36,17 @@ def run_engine(
     depths: Sequence[int],
     sampling: Sampling,
     *,
+    needs: Needs = NO_NEEDS,
     shared: Any = None,
     capacity: int = CAPACITY,
 ) -> tuple[list[int], RunStats]:
     """``count`` tokens after ``prompt``; ``depths`` are taken in turn. Without a drafter: plain decoding."""
-    state = target.new_state(capacity)
+    state = target.new_state(capacity, needs)
     env = DrafterEnv(target=target, state=state, shared=shared)
     drafter = ScriptedDrafter(lambda history, number: 0) if make is None else make(env)
     tokens = list(prompt)
     context = Context(tokens, sampling, generated_from=len(prompt), draft_noise=verifier.draft_noise)
-    sequence = engine.Sequence(
+    sequence = LiveSequence(
         target=target, state=state, drafter=drafter, verifier=verifier, tokens=tokens, context=context
     )
     stats = RunStats()
@@ -56,8 +58,9 @@ def run_engine(
     while len(tokens) < len(prompt) + count:
         room = len(prompt) + count - len(tokens)
         depth = 0 if make is None else min(depths[cycle % len(depths)], room - 1, target.info.max_rows - 1)
-        engine.run_cycle(sequence, depth, len, stats)
+        run_cycle(sequence, depth, len, stats)
         cycle += 1
+    stats.inactive_reason = sequence.failure
     return tokens[len(prompt) :], stats
 
 

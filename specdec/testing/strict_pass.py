@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import attrs
-import numpy as np
-
-from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Logits, Snapshot, State, no_mtp_head
+from specdec.contract import NO_NEEDS, DraftHead, ForwardOutput, ForwardPass, Hidden, Logits, Needs, Snapshot, State
 from specdec.errors import ContractError
 
 if TYPE_CHECKING:
@@ -59,33 +56,29 @@ class StrictLogits(Logits):
         return rows
 
 
-_Row = tuple[int, int]  # position, serial number: two rows at one position differ
-
-
 class StrictHidden(Hidden):
-    """Hidden states with their origin: which pass, which position, target or MTP head."""
+    """Hidden states with their origin."""
 
-    def __init__(self, inner: Hidden, owner: StrictForwardPass, rows: Sequence[_Row], *, chained: bool) -> None:
-        self.inner, self.owner, self.rows_of, self.chained = inner, owner, tuple(rows), chained
+    def __init__(self, inner: Hidden, owner: StrictForwardPass) -> None:
+        self.inner, self.owner = inner, owner
 
     def __len__(self) -> int:
-        return len(self.rows_of)
+        return len(self.inner)
 
     def __getitem__(self, rows: slice) -> StrictHidden:
-        rows_: object = rows  # what callers really hand over
-        if not isinstance(rows_, slice) or rows_.step not in (None, 1):
+        given: object = rows  # what callers really pass
+        if not isinstance(given, slice) or given.step not in (None, 1):
             raise ContractError(f"hidden states are cut by slices of step 1, got {rows!r}")
-        return StrictHidden(self.inner[rows], self.owner, self.rows_of[rows], chained=self.chained)
+        return StrictHidden(self.inner[rows], self.owner)
 
     def join(self, others: Sequence[Hidden]) -> StrictHidden:
-        parts = []
-        rows = list(self.rows_of)
-        for other in others:
-            if not isinstance(other, StrictHidden) or other.owner is not self.owner or other.chained != self.chained:
-                raise ContractError("only hidden states of one model and one kind can be joined")
-            parts.append(other.inner)
-            rows += other.rows_of
-        return StrictHidden(self.inner.join(parts), self.owner, rows, chained=self.chained)
+        parts = [other.inner for other in others if isinstance(other, StrictHidden) and other.owner is self.owner]
+        if len(parts) < len(others):
+            raise ContractError("only hidden states of one model can be joined")
+        return StrictHidden(self.inner.join(parts), self.owner)
+
+    def rows(self) -> Float32:
+        return self.inner.rows()
 
 
 class StrictHead(DraftHead):
@@ -109,13 +102,13 @@ class StrictState(State):
 
     def __init__(self, inner: State, owner: StrictForwardPass) -> None:
         self.inner = inner
+        self.needs, self.pairs = inner.needs, inner.pairs
         self.owner = weakref.ref(owner)
         self.passes = self.mtp_passes = 0  # logits of an earlier number are stale
-        self.tokens: list[int] = []  # committed
-        self.rows: list[_Row] = []  # of the committed tokens
-        self.decoded: tuple[list[int], list[_Row]] | None = None
-        self.mtp_tokens: list[int] = []  # token of every true pair
-        self.chaining = False  # provisional entries may follow
+        self.committed = inner.length
+        self.unpaired = inner.length - (0 if inner.pairs is None else inner.pairs.length)  # lost before a restore
+        self.decoded: int | None = None  # rows of a pass that is not committed
+        self.pending: int | None = None  # the token that a draft was made from: the next one to be committed
 
     @property
     def length(self) -> int:
@@ -125,17 +118,6 @@ class StrictState(State):
     def capacity(self) -> int:
         return self.inner.capacity
 
-    @property
-    def mtp_length(self) -> int:
-        return self.inner.mtp_length
-
-    @property
-    def last_hidden(self) -> StrictHidden | None:
-        inner, owner = self.inner.last_hidden, self.owner()
-        if inner is None or owner is None or not self.rows:
-            return None
-        return StrictHidden(inner, owner, self.rows[-1:], chained=False)
-
     def nbytes(self) -> int:
         return self.inner.nbytes()
 
@@ -143,18 +125,13 @@ class StrictState(State):
 class StrictForwardPass(ForwardPass):
     """Accepts what the contract promises and raises ContractError for anything else, however lenient ``inner`` is.
 
-    Run an engine or a drafter over it to find what leans on one backend's leniency: token types, row counts, the order
-    of decode and commit, hidden states of another pass, gaps and untrue pairs in the MTP cache, stale logits.
+    Run an engine or a drafter over it to find what relies on one backend's leniency: token types, row counts, the order
+    of decode and commit, drafts from a token that is not committed next, foreign hidden states and heads, stale logits.
     """
 
     def __init__(self, inner: ForwardPass) -> None:
         self.inner = inner
         self.info = inner.info
-        self._serial = 0
-
-    def _number(self, first: int, count: int) -> list[_Row]:
-        self._serial += count
-        return [(first + i, self._serial - count + i) for i in range(count)]
 
     def _own(self, state: State) -> StrictState:
         if not isinstance(state, StrictState) or state.owner() is not self:
@@ -179,104 +156,80 @@ class StrictForwardPass(ForwardPass):
             raise ContractError(f"{what} takes at least one token")
         return list(tokens)
 
-    def _check_room(self, state: StrictState, rows: int, what: str) -> None:
-        if state.length + rows > state.capacity:
-            raise ContractError(f"{what} of {rows} rows: {state.length} of {state.capacity} tokens are held")
+    def _check_rows(self, state: StrictState, tokens: Sequence[int], what: str) -> list[int]:
+        tokens = self._check_tokens(tokens, what)
+        if state.length + len(tokens) > state.capacity:
+            raise ContractError(f"{what} of {len(tokens)} rows: {state.length} of {state.capacity} tokens are held")
+        if state.pending not in (None, tokens[0]):
+            raise ContractError(f"{what} begins with token {tokens[0]}, and a draft was made from {state.pending}")
+        return tokens
 
-    def new_state(self, capacity: int) -> StrictState:
+    def _expect_length(self, state: StrictState, committed: int) -> None:
+        state.committed = committed
+        if state.length != committed:
+            raise ContractError(f"{committed} tokens were committed, the state says {state.length}")
+        if state.pairs is not None and state.pairs.length != committed - state.unpaired:
+            raise ContractError(f"the ledger of MTP pairs has {state.pairs.length} of {committed} positions")
+
+    # --- passes ----------------------------------------------------------------------------------------------------
+
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> StrictState:
         if type(capacity) is not int or not 1 <= capacity <= self.info.max_positions:
             raise ContractError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity!r}")
-        return StrictState(self.inner.new_state(capacity), self)
+        return StrictState(self.inner.new_state(capacity, needs), self)
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        state, tokens = self._settled(state, "prefill"), self._check_tokens(tokens, "prefill")
-        self._check_room(state, len(tokens), "prefill")
-        rows = self._number(state.length, len(tokens))
+        state = self._settled(state, "prefill")
+        tokens = self._check_rows(state, tokens, "prefill")
         output = self.inner.prefill(state.inner, tokens)
         state.passes += 1
-        state.tokens += tokens
-        state.rows += rows
-        self._same_length(state)
-        return ForwardOutput(None, self._hidden(output.hidden, rows, chained=False))
+        state.pending = None
+        self._expect_length(state, state.committed + len(tokens))
+        return self._output(state, output, len(tokens), None)
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        state, tokens = self._own(state), self._check_tokens(tokens, "decode")
+        state = self._own(state)
+        tokens = self._check_rows(state, tokens, "decode")
         if len(tokens) > self.info.max_rows:
             raise ContractError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
-        self._check_room(state, len(tokens), "decode")
-        rows = self._number(state.length, len(tokens))
         output = self.inner.decode(state.inner, tokens)
         state.passes += 1
-        state.decoded = tokens, rows
-        logits = StrictLogits(output.need_logits(), state, len(tokens))
-        return ForwardOutput(logits, self._hidden(output.hidden, rows, chained=False))
+        state.decoded = len(tokens)
+        return self._output(state, output, len(tokens), StrictLogits(output.need_logits(), state, len(tokens)))
+
+    def _output(self, state: StrictState, output: ForwardOutput, rows: int, logits: Logits | None) -> ForwardOutput:
+        """What a pass gave: exactly what its state was made for."""
+        needs = state.needs
+        if output.rows != rows or tuple(output.boundaries) != needs.boundaries:
+            raise ContractError(f"a pass of {rows} rows gave {output.rows}, with boundaries {list(output.boundaries)}")
+        if (output.hidden is None) == needs.final_hidden:
+            raise ContractError("a pass gives hidden states where they are asked for, and only there")
+        wanted = 1 if logits is None and needs.prompt_rows == "last" else rows
+        for hidden in (*output.boundaries.values(), *([] if output.hidden is None else [output.hidden])):
+            if len(hidden) != wanted:
+                raise ContractError(f"a pass of {rows} rows gave hidden states of {len(hidden)}")
+        return ForwardOutput(
+            rows=rows,
+            logits=logits,
+            hidden=None if output.hidden is None else StrictHidden(output.hidden, self),
+            boundaries={k: StrictHidden(hidden, self) for k, hidden in output.boundaries.items()},
+        )
 
     def commit(self, state: State, rows: int) -> None:
         state = self._own(state)
         if state.decoded is None:
             raise ContractError("commit without a decode before it")
-        tokens, numbers = state.decoded
-        if type(rows) is not int or not 0 <= rows <= len(tokens):
-            raise ContractError(f"commit takes 0 to {len(tokens)} rows of the last decode, got {rows!r}")
+        if type(rows) is not int or not 0 <= rows <= state.decoded:
+            raise ContractError(f"commit takes 0 to {state.decoded} rows of the last decode, got {rows!r}")
         self.inner.commit(state.inner, rows)
         state.decoded = None
-        state.tokens += tokens[:rows]
-        state.rows += numbers[:rows]
-        self._same_length(state)
-
-    def _same_length(self, state: StrictState) -> None:
-        if state.inner.length != len(state.tokens):
-            raise ContractError(f"{len(state.tokens)} tokens were committed, the state says {state.inner.length}")
-
-    def _hidden(self, hidden: Hidden | None, rows: Sequence[_Row], *, chained: bool) -> StrictHidden | None:
-        if hidden is None:
-            return None
-        if len(hidden) != len(rows):
-            raise ContractError(f"a pass of {len(rows)} rows gave hidden states of {len(hidden)}")
-        return StrictHidden(hidden, self, rows, chained=chained)
+        state.pending = None if rows else state.pending
+        self._expect_length(state, state.committed + rows)
 
     # --- the MTP head ----------------------------------------------------------------------------------------------
 
-    def _check_pairs(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
-    ) -> tuple[StrictState, list[int], StrictHidden]:
-        state = self._settled(state, "an MTP pass")
-        tokens = self._check_tokens(tokens, "an MTP pass")
-        if not isinstance(hidden, StrictHidden) or hidden.owner is not self:
-            raise ContractError("an MTP pass was given hidden states of another model")
-        if len(hidden) != len(tokens):
-            raise ContractError(f"an MTP pass pairs tokens with hidden states: {len(tokens)} and {len(hidden)}")
-        if provisional:
-            if not hidden.chained or not state.chaining:
-                raise ContractError("a provisional MTP pass feeds the output of the MTP pass before it")
-            return state, tokens, hidden
-        if hidden.chained:
-            raise ContractError("a true pair has a hidden state of the target, not of the MTP head")
-        known = state.tokens[1 : state.mtp_length + 1]
-        if state.mtp_tokens[: len(known)] != known:
-            raise ContractError("the MTP cache holds a pair whose token was not the one committed")
-        for i, row in enumerate(hidden.rows_of):
-            position = state.mtp_length + i
-            if row[0] != position:
-                raise ContractError(
-                    f"MTP pairs skip no position: pair {position} was due, it came with the hidden state of {row[0]}"
-                )
-            if position >= state.length or state.rows[position] != row:
-                raise ContractError(f"the hidden state of position {position} is of a row that was not committed")
-            if position + 1 < state.length and tokens[i] != state.tokens[position + 1]:
-                raise ContractError(
-                    f"pair {position} takes the next token, {state.tokens[position + 1]}, and got {tokens[i]}"
-                )
-        return state, tokens, hidden
-
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
-        state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=False)
-        self.inner.prefill_mtp(state.inner, tokens, hidden.inner)
-        self._paired(state, tokens)
-        state.chaining = False
-
-    def draft_head(self, tokens: Sequence[int]) -> StrictHead:
-        return StrictHead(self.inner.draft_head(self._check_tokens(tokens, "draft_head")), self)
+        raise ContractError("prefill_mtp belongs to the target, which feeds its head itself; call draft_mtp")
 
     def decode_mtp(
         self,
@@ -287,31 +240,42 @@ class StrictForwardPass(ForwardPass):
         provisional: bool = False,
         head: DraftHead | None = None,
     ) -> ForwardOutput:
-        if not self.info.mtp_layers:
-            raise no_mtp_head(self.info)
-        state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=provisional)
-        if head is None:  # a pass that makes no heads may know nothing of them
-            output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional)
-        elif isinstance(head, StrictHead) and head.owner is self:
-            output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional, head=head.inner)
-        else:
-            raise ContractError("an MTP pass was given a draft head that this object's draft_head did not make")
-        if provisional:
-            state.mtp_passes += 1
-        else:
-            self._paired(state, tokens)
-        state.chaining = True
-        rows = self._number(state.length, len(tokens))
-        return ForwardOutput(
-            StrictLogits(output.need_logits(), state, 1, mtp=True), self._hidden(output.hidden, rows, chained=True)
-        )
+        raise ContractError("decode_mtp belongs to the target, which feeds its head itself; call draft_mtp")
 
-    def _paired(self, state: StrictState, tokens: list[int]) -> None:
-        state.mtp_passes += 1
-        if self.info.mtp_layers:
-            state.mtp_tokens += tokens
-            if state.inner.mtp_length != len(state.mtp_tokens):
-                raise ContractError(f"{len(state.mtp_tokens)} pairs were fed, the state says {state.inner.mtp_length}")
+    def draft_mtp(
+        self,
+        state: State,
+        pending: int,
+        depth: int,
+        *,
+        head: DraftHead | None = None,
+        choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
+    ) -> tuple[int, ...]:
+        state = self._settled(state, "draft_mtp")
+        self._check_tokens([pending], "draft_mtp")
+        if state.pending not in (None, pending):
+            raise ContractError(f"one token is pending, and drafts were made from {state.pending} and {pending}")
+        if type(depth) is not int or depth < 0:
+            raise ContractError(f"draft_mtp takes a depth of at least 0, got {depth!r}")
+        inner_head = None
+        if head is not None:
+            if not isinstance(head, StrictHead) or head.owner is not self:
+                raise ContractError("draft_mtp was given a draft head that this object's draft_head did not make")
+            inner_head = head.inner
+
+        def watched(logits: Logits, drafted: Sequence[int]) -> int | None:
+            assert choose is not None
+            state.mtp_passes += 1
+            return choose(StrictLogits(logits, state, 1, mtp=True), drafted)
+
+        chosen = None if choose is None else watched
+        drafted = self.inner.draft_mtp(state.inner, pending, depth, head=inner_head, choose=chosen)
+        state.pending = pending if depth else state.pending
+        self._expect_length(state, state.committed)
+        return drafted
+
+    def draft_head(self, tokens: Sequence[int]) -> StrictHead:
+        return StrictHead(self.inner.draft_head(self._check_tokens(tokens, "draft_head")), self)
 
     # --- going back ------------------------------------------------------------------------------------------------
 
@@ -320,11 +284,14 @@ class StrictForwardPass(ForwardPass):
         if type(length) is not int or not 0 <= length <= state.length:
             raise ContractError(f"rewind takes 0 to {state.length} tokens, got {length!r}")
         reached = self.inner.rewind(state.inner, length)
-        if not 0 <= reached <= length or state.inner.length != reached:
-            raise ContractError(f"rewind to {length} says {reached}, and the state holds {state.inner.length}")
+        if not 0 <= reached <= length:
+            raise ContractError(f"rewind to {length} says {reached}")
         state.passes += 1
-        state.chaining = False
-        del state.tokens[reached:], state.rows[reached:], state.mtp_tokens[state.inner.mtp_length :]
+        if reached < state.committed:
+            state.pending = None
+        if state.pairs is not None:
+            state.unpaired = min(state.unpaired, max(reached - state.pairs.length, 0))
+        self._expect_length(state, reached)
         return reached
 
     def snapshot(self, state: State) -> Snapshot:
@@ -332,18 +299,9 @@ class StrictForwardPass(ForwardPass):
         taken = self.inner.snapshot(state.inner)
         if taken.length != state.length:
             raise ContractError(f"a snapshot of {state.length} tokens says {taken.length}")
-        state.chaining = False
-        remembered: dict[str, Any] = {
-            "strict.tokens": np.array(state.tokens, np.int64),
-            "strict.mtp_tokens": np.array(state.mtp_tokens[: state.mtp_length], np.int64),
-        }
-        return attrs.evolve(taken, arrays={**taken.arrays, **remembered})
+        return taken
 
-    def restore(self, snapshot: Snapshot) -> StrictState:
-        arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith("strict.")}
-        state = StrictState(self.inner.restore(attrs.evolve(snapshot, arrays=arrays)), self)
-        state.tokens = [int(token) for token in snapshot.arrays["strict.tokens"]]
-        state.mtp_tokens = [int(token) for token in snapshot.arrays["strict.mtp_tokens"]]
-        state.rows = self._number(0, len(state.tokens))
-        self._same_length(state)
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> StrictState:
+        state = StrictState(self.inner.restore(snapshot, needs), self)
+        self._expect_length(state, snapshot.length)
         return state

@@ -12,6 +12,7 @@ import attrs
 
 from specdec.config import Choice, structure_choice
 from specdec.contract import (
+    NO_NEEDS,
     BackendSpec,
     DepthPolicy,
     DepthPolicySpec,
@@ -19,7 +20,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSpec,
     ForwardPass,
-    Need,
+    Needs,
     PrepareEnv,
     Verifier,
     VerifierSpec,
@@ -58,7 +59,7 @@ class DrafterSubject:
     """How to build a drafter for a sequence."""
 
     make: Callable[[DrafterEnv], Drafter]
-    needs: frozenset[Need]
+    needs: Needs = NO_NEEDS
     prepare: Callable[[ForwardPass], Any] = lambda target: None
 
 
@@ -140,7 +141,10 @@ def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec, config: Any) 
         def prepared(target: ForwardPass) -> Any:
             return None if prepare is None else prepare(options, PrepareEnv(target=target))
 
-        return DrafterSubject(make=lambda env: spec.factory(options, env), needs=spec.needs, prepare=prepared)
+        needs = spec.needs
+        if not isinstance(needs, Needs):
+            needs = needs(options, prepared(TableModel.random(mtp=True)))
+        return DrafterSubject(make=lambda env: spec.factory(options, env), needs=needs, prepare=prepared)
     if prepare is None:
         return DepthPolicySubject(make=lambda: spec.factory(options))
     # each policy is prepared anew: what one generation learns from another is not under test
@@ -154,16 +158,12 @@ def _policy_env() -> PrepareEnv:
 
 
 def _from_drafter_factory(factory: Any) -> DrafterSubject:
-    """A factory takes the sequence's environment, or nothing; ``needs`` is its own, or that of what it makes."""
+    """A factory takes the sequence's environment, or nothing; it may have an attribute ``needs``."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(factory).parameters.values()
     takes_env = any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
     make = factory if takes_env else (lambda env: factory())
-    needs = getattr(factory, "needs", None)
-    if needs is None:
-        target = TableModel.random(mtp=True)
-        needs = make(DrafterEnv(target=target, state=target.new_state(8))).needs
-    return DrafterSubject(make=make, needs=needs)
+    return DrafterSubject(make=make, needs=getattr(factory, "needs", NO_NEEDS))
 
 
 # --- registered names ------------------------------------------------------------------------------------------------

@@ -15,18 +15,22 @@ import attrs
 import numpy as np
 
 from specdec.contract import (
+    NO_NEEDS,
     DraftHead,
     ForwardOutput,
     ForwardPass,
     Hidden,
     Logits,
     ModelInfo,
+    MtpPairs,
+    Needs,
     Parity,
     Snapshot,
     State,
     no_mtp_head,
+    no_mtp_pairs,
 )
-from specdec.errors import ContractError, PromptError, ShapeError, StateError
+from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,17 +105,18 @@ class _Point:
 
 
 class TableHidden(Hidden):
-    """The points after T rows; the model that made them is the only one that takes them back."""
+    """The points after T rows, at a layer boundary or after the final norm (None); only their model takes them back."""
 
-    def __init__(self, owner: TableModel, points: Sequence[_Point]) -> None:
+    def __init__(self, owner: TableModel, points: Sequence[_Point], boundary: int | None = None) -> None:
         self.owner = owner
         self.points = tuple(points)
+        self.boundary = boundary
 
     def __len__(self) -> int:
         return len(self.points)
 
     def __getitem__(self, rows: slice) -> TableHidden:
-        return TableHidden(self.owner, self.points[rows])
+        return TableHidden(self.owner, self.points[rows], self.boundary)
 
     def join(self, others: Sequence[Hidden]) -> TableHidden:
         points = list(self.points)
@@ -119,22 +124,30 @@ class TableHidden(Hidden):
             if not isinstance(other, TableHidden) or other.owner is not self.owner:
                 raise ContractError("hidden states of another model cannot be joined")
             points += other.points
-        return TableHidden(self.owner, points)
+        return TableHidden(self.owner, points, self.boundary)
+
+    def rows(self) -> Float32:
+        """Tokens, and what the accumulator is to 23 bits; other numbers at each boundary."""
+        place = 0 if self.boundary is None else self.boundary + 1
+        values = [[*point.tail, (point.accumulator ^ place) % 2**23] for point in self.points]
+        return np.array(values, np.float32).reshape(-1, self.owner.order + 1)
 
 
 class TableState(State):
     """A sequence's past in one of three kinds of memory."""
 
-    def __init__(self, model: TableModel, capacity: int) -> None:
+    def __init__(self, model: TableModel, capacity: int, needs: Needs) -> None:
         self.model = model
+        self.needs = needs
+        self.pairs = MtpPairs() if needs.mtp else None
         self._capacity = capacity
         self.held = 0
         self.point = model.start  # after the committed tokens
         self.entries: list[_Point] = []  # attention only: one per committed token
         self.marks: list[tuple[int, _Point]] = []  # the other kinds
         self.provisional: list[_Point] | None = None
+        self.fed: tuple[int, ...] = ()  # tokens of the pass that is not committed
         self.mtp: list[int] = []  # accumulators after each pair; provisional ones behind the true ones
-        self.mtp_true = 0
 
     @property
     def length(self) -> int:
@@ -143,14 +156,6 @@ class TableState(State):
     @property
     def capacity(self) -> int:
         return self._capacity
-
-    @property
-    def mtp_length(self) -> int:
-        return self.mtp_true
-
-    @property
-    def last_hidden(self) -> TableHidden | None:
-        return TableHidden(self.model, [self.point]) if self.held else None
 
     def nbytes(self) -> int:
         return 8 * (len(self.point.tail) + 1) * (1 + len(self.entries) + len(self.marks)) + 8 * len(self.mtp)
@@ -197,6 +202,7 @@ class TableModel(ForwardPass):
             hidden_size=self.order + 1,
             max_positions=max_positions,
             mtp_layers=0 if mtp_table is None else 1,
+            layers=1,
             max_rows=max_rows,
             parity=Parity.BITWISE,
             parity_reason="a table is read, nothing is summed",
@@ -279,10 +285,13 @@ class TableModel(ForwardPass):
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
-    def new_state(self, capacity: int) -> TableState:
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> TableState:
         if not 1 <= capacity <= self.info.max_positions:
             raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        return TableState(self, capacity)
+        unmet = needs.unmet(self.info)
+        if unmet is not None:
+            raise UnsupportedError(f"a state is asked for {unmet}")
+        return TableState(self, capacity, needs)
 
     def _run(self, state: State, tokens: Sequence[int]) -> tuple[TableState, list[_Point]]:
         state = self._own(state)
@@ -301,17 +310,30 @@ class TableModel(ForwardPass):
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state, points = self._run(state, tokens)
-        self._keep(state, points)
+        self._keep(state, tokens, points)
+        self.feed_mtp(state)
         if self.memory is not Memory.ATTENTION and (not state.marks or state.marks[-1][0] != state.held):
             state.marks = [*state.marks[-MARKS + 1 :], (state.held, state.point)]
-        return ForwardOutput(None, TableHidden(self, points))
+            if state.pairs is not None:
+                state.pairs.mark(length for length, _ in state.marks)
+        return self._output(state, points if state.needs.prompt_rows == "all" else points[-1:], len(tokens))
+
+    def _output(
+        self, state: TableState, points: Sequence[_Point], rows: int, logits: Logits | None = None
+    ) -> ForwardOutput:
+        return ForwardOutput(
+            rows=rows,
+            logits=logits,
+            hidden=TableHidden(self, points) if state.needs.final_hidden else None,
+            boundaries={k: TableHidden(self, points, k) for k in state.needs.boundaries},
+        )
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         if len(tokens) > self.info.max_rows:
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         state, points = self._run(state, tokens)
-        state.provisional = points
-        return ForwardOutput(TableLogits(np.stack([self._row(p) for p in points])), TableHidden(self, points))
+        state.provisional, state.fed = points, tuple(tokens)
+        return self._output(state, points, len(tokens), TableLogits(np.stack([self._row(p) for p in points])))
 
     def commit(self, state: State, rows: int) -> None:
         state = self._own(state)
@@ -319,11 +341,13 @@ class TableModel(ForwardPass):
             raise StateError("commit without a decode before it")
         if not 0 <= rows <= len(state.provisional):
             raise StateError(f"commit takes 0 to {len(state.provisional)} rows of the last decode, got {rows}")
-        self._keep(state, state.provisional[:rows])
+        self._keep(state, state.fed[:rows], state.provisional[:rows])
 
-    def _keep(self, state: TableState, points: Sequence[_Point]) -> None:
+    def _keep(self, state: TableState, tokens: Sequence[int], points: Sequence[_Point]) -> None:
         state.provisional = None
         if points:
+            if state.pairs is not None:
+                state.pairs.add(tokens, TableHidden(self, points), state.held)
             state.held += len(points)
             state.point = points[-1]
             if self.memory is Memory.ATTENTION:
@@ -352,7 +376,9 @@ class TableModel(ForwardPass):
             left_out = np.ones(self.vocab, dtype=bool)
             left_out[list(head.tokens)] = False
             logits = np.where(left_out, -np.inf, logits)
-        return ForwardOutput(TableLogits(np.asarray(logits[None], np.float32)), TableHidden(self, points))
+        return ForwardOutput(
+            rows=len(tokens), logits=TableLogits(np.asarray(logits[None], np.float32)), hidden=TableHidden(self, points)
+        )
 
     def draft_head(self, tokens: Sequence[int]) -> TableHead:
         if self._mtp_logits is None:
@@ -366,12 +392,14 @@ class TableModel(ForwardPass):
         self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
     ) -> tuple[TableState, list[_Point]]:
         state = self._own(state)
+        if state.pairs is None:
+            raise no_mtp_pairs(self.info)
         if not isinstance(hidden, TableHidden) or hidden.owner is not self:
             raise ContractError("hidden states of another model")
         if len(tokens) != len(hidden) or not len(tokens):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         if not provisional:
-            del state.mtp[state.mtp_true :]
+            del state.mtp[state.pairs.fed :]
         points = []
         for token, before in zip(tokens, hidden.points, strict=True):
             if not 0 <= token < self.vocab:
@@ -382,7 +410,7 @@ class TableModel(ForwardPass):
             state.mtp.append(accumulator)
             points.append(_Point((*before.tail[1:], int(token)), accumulator))
         if not provisional:
-            state.mtp_true = len(state.mtp)
+            state.pairs.fed = len(state.mtp)
         return state, points
 
     # --- going back ------------------------------------------------------------------------------------------------
@@ -395,36 +423,42 @@ class TableModel(ForwardPass):
         if length == state.held:
             return length
         if self.memory is Memory.ATTENTION:
+            if state.pairs is not None and not state.pairs.knows(length):
+                length -= 1  # the last kept token runs again, and brings its hidden state back
             del state.entries[length:]
             state.held, state.point = length, state.entries[-1] if length else self.start
         else:
             state.marks = [mark for mark in state.marks if mark[0] <= length]
             state.held, state.point = state.marks[-1] if state.marks else (0, self.start)
-        # the pair of position j brings token j + 1, so it goes with that token
-        state.mtp_true = min(state.mtp_true, max(state.held - 1, 0))
-        del state.mtp[state.mtp_true :]
+        if state.pairs is not None:
+            state.pairs.cut(state.held)
+            del state.mtp[state.pairs.fed :]
         return state.held
 
     def snapshot(self, state: State) -> Snapshot:
         state = self._own(state)
         points = state.entries if self.memory is Memory.ATTENTION else [state.point]
+        self.feed_mtp(state)
+        fed = 0 if state.pairs is None else state.pairs.fed
         arrays = {
             "tails": np.array([point.tail for point in points], dtype=np.int64).reshape(-1, self.order),
             "accumulators": np.array([point.accumulator for point in points], dtype=np.uint64),
-            "mtp": np.array(state.mtp[: state.mtp_true], dtype=np.uint64),
+            "mtp": np.array(state.mtp[:fed], dtype=np.uint64),
         }
-        return Snapshot(state.held, state.capacity, arrays, {})
+        return Snapshot(state.held, state.capacity, arrays, {} if state.pairs is None else {"mtp_length": fed})
 
-    def restore(self, snapshot: Snapshot) -> TableState:
-        state = self.new_state(snapshot.capacity)
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TableState:
+        state = self.new_state(snapshot.capacity, needs)
         accumulators = [int(value) for value in snapshot.arrays["accumulators"]]
         tails = [tuple(int(token) for token in tail) for tail in snapshot.arrays["tails"]]
         points = [_Point(tail, accumulator) for tail, accumulator in zip(tails, accumulators, strict=True)]
         state.held = snapshot.length
         state.point = points[-1] if points else self.start
         state.entries = points if self.memory is Memory.ATTENTION else []
-        state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
-        state.mtp_true = len(state.mtp)
+        if state.pairs is not None and "mtp_length" in snapshot.meta:
+            state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
+            if state.held:
+                state.pairs.resume(len(state.mtp), [], TableHidden(self, [state.point]))
         return state
 
     def _own(self, state: State) -> TableState:

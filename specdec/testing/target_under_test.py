@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.contract import Parity, State
-from specdec.testing.checks import Broken, expect
+from specdec.contract import NO_NEEDS, DraftHead, Logits, MtpPairs, Needs, Parity, State
+from specdec.testing.checks import Broken, expect, expect_equal
 from specdec.testing.subjects import ForwardPassSubject
 
 if TYPE_CHECKING:
@@ -30,15 +30,35 @@ class TargetUnderTest:
         self.room = min(CAPACITY, self.info.max_positions)
         self._known: dict[tuple[int, ...], Float32] = {}
 
-    def state(self, capacity: int | None = None) -> State:
+    def state(self, capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
         """An empty state."""
-        return self.model.new_state(capacity or self.room)
+        return self.model.new_state(capacity or self.room, needs)
 
-    def prefilled(self, tokens: Sequence[int], capacity: int | None = None) -> State:
+    def prefilled(self, tokens: Sequence[int], capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
         """A state after ``tokens``."""
-        state = self.state(capacity)
+        state = self.state(capacity, needs)
         self.model.prefill(state, tokens)
         return state
+
+    def pairs(self, state: State) -> MtpPairs:
+        """The ledger of a state made for MTP drafts. Raises: Broken where it does not account for all positions."""
+        pairs = state.pairs
+        if pairs is None:
+            raise Broken("a state made with Needs.mtp has no ledger of pairs", expected="MtpPairs")
+        expect_equal(pairs.fed + pairs.waiting, state.length, "pairs fed and waiting are not the committed positions")
+        return pairs
+
+    def draft(
+        self, state: State, pending: int, depth: int, *, head: DraftHead | None = None, forced: Sequence[int] = ()
+    ) -> tuple[tuple[int, ...], list[Float32]]:
+        """A draft step by step, greedy or of the tokens ``forced``; and the logits ``[V]`` of each step."""
+        seen: list[Float32] = []
+
+        def choose(logits: Logits, drafted: Sequence[int]) -> int:
+            seen.append(logits.rows()[0].copy())
+            return forced[len(drafted)] if forced else logits.argmax()[0]
+
+        return self.model.draft_mtp(state, pending, depth, head=head, choose=choose), seen
 
     def token(self, number: int) -> int:
         """Any int as a token id, spread over the vocabulary."""

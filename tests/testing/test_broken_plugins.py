@@ -43,7 +43,7 @@ def assert_caught(subject, under_test, clauses) -> None:
 
 
 def _drafter(kind):
-    return DrafterSubject(make=kind, needs=kind.needs)
+    return DrafterSubject(make=kind)
 
 
 @pytest.mark.parametrize("kind", drafters.BROKEN, ids=lambda kind: kind.__name__)

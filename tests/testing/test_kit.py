@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import Ops
-from specdec.contract import DepthPolicySpec, ForwardPass
+from specdec.contract import DepthPolicySpec, ForwardPass, Needs
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.errors import ConfigError, ContractError, UnknownNameError, UnsupportedError
@@ -291,31 +291,22 @@ def test_only_attention_can_be_cut_anywhere():
     assert reached == {Memory.ATTENTION: 5, Memory.CONVOLUTION: 3, Memory.RECURRENT: 3}
 
 
-def _strict(mtp: bool = True):
-    model = StrictForwardPass(TableModel.random(4, mtp=mtp, tilt=0.3))
-    state = model.new_state(12)
+def _strict():
+    model = StrictForwardPass(TableModel.random(4, mtp=True, tilt=0.3))
+    state = model.new_state(12, Needs(mtp=True, final_hidden=True))
     return model, state, model.prefill(state, [1, 2, 3])
 
 
 def _misuses():
-    def other_hidden(model, state, output):
-        _, _, foreign = _strict()
-        model.prefill_mtp(state, [2], foreign.hidden[:1])
-
     def stale_logits(model, state, output):
         logits = model.decode(state, [1]).need_logits()
         model.decode(state, [2])
         logits.argmax()
 
-    def rejected_hidden(model, state, output):
-        hidden = model.decode(state, [1, 2]).need_hidden()
-        model.commit(state, 1)
-        model.prefill_mtp(state, [2, 3, 1], output.hidden)
-        model.prefill_mtp(state, [2, 2], hidden)
-
-    def chained_as_true(model, state, output):
-        step = model.decode_mtp(state, [2], output.hidden[:1])
-        model.decode_mtp(state, [3], step.need_hidden())
+    def stale_draft_logits(model, state, output):
+        seen = []
+        model.draft_mtp(state, 1, 2, choose=lambda logits, drafted: seen.append(logits) or 1)
+        seen[0].argmax()
 
     return {
         "commit without a decode": lambda m, s, o: m.commit(s, 1),
@@ -330,14 +321,16 @@ def _misuses():
         "no tokens": lambda m, s, o: m.prefill(s, []),
         "over the capacity": lambda m, s, o: m.prefill(s, [1] * 10),
         "a state of another model": lambda m, s, o: m.decode(_strict()[1], [1]),
-        "hidden states of another model": other_hidden,
         "hidden states by index": lambda m, s, o: o.hidden[0],
-        "a gap in the pairs": lambda m, s, o: m.prefill_mtp(s, [3], o.hidden[1:2]),
-        "a pair with another token": lambda m, s, o: m.prefill_mtp(s, [3], o.hidden[:1]),
-        "the hidden state of a rejected row": rejected_hidden,
-        "a chained hidden state as a true one": chained_as_true,
-        "a true hidden state as a chained one": lambda m, s, o: m.decode_mtp(s, [2], o.hidden[:1], provisional=True),
+        "hidden states of another model": lambda m, s, o: o.hidden.join([_strict()[2].hidden]),
+        "a hook of the target": lambda m, s, o: m.prefill_mtp(s, [2], o.hidden[:1]),
+        "a pass of the head": lambda m, s, o: m.decode_mtp(s, [2], o.hidden[:1]),
+        "a draft before commit": lambda m, s, o: (m.decode(s, [1]), m.draft_mtp(s, 1, 2)),
+        "a draft head of another model": lambda m, s, o: m.draft_mtp(s, 1, 2, head=_strict()[0].draft_head([1])),
+        "drafts from two pending tokens": lambda m, s, o: (m.draft_mtp(s, 1, 2), m.draft_mtp(s, 2, 2)),
+        "a draft from a token that does not follow": lambda m, s, o: (m.draft_mtp(s, 1, 2), m.decode(s, [2])),
         "stale logits": stale_logits,
+        "stale logits of a draft": stale_draft_logits,
         "rewind forwards": lambda m, s, o: m.rewind(s, 4),
     }
 
@@ -350,19 +343,16 @@ def test_the_strict_wrapper_refuses(misuse):
 
 
 def test_the_strict_wrapper_allows_what_is_promised():
-    model, state, output = _strict()
-    model.prefill_mtp(state, [2, 3], output.hidden[:2])
-    step = model.decode_mtp(state, [1], output.hidden[2:])
-    model.decode_mtp(state, [2], step.need_hidden()[-1:], provisional=True)
+    model, state, _ = _strict()
+    assert len(model.draft_mtp(state, 1, 3)) == 3
     logits = model.decode(state, [1, 2]).need_logits()
     model.commit(state, 1)
     assert len(logits.argmax()) == 2  # commit is no pass
-    copy = model.restore(model.snapshot(state))
-    assert copy.length == 4
-    assert model.rewind(copy, 2) == 2
-    assert (
-        check_plugin(model).ok is False
-    )  # it raises its own errors for misuse, so F7 fails: it is a wrapper for callers
+    copy = model.restore(model.snapshot(state), state.needs)
+    assert copy.length == copy.pairs.length == 4
+    assert model.restore(model.snapshot(state), Needs(final_hidden=True)).pairs is None
+    assert model.rewind(copy, 2) == 1  # the token before brings back the hidden state that the next pair needs
+    assert not check_plugin(model).ok  # misuse raises its own errors, so F7 fails: it is a wrapper for callers
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------

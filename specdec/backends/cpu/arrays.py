@@ -38,6 +38,10 @@ class CpuHidden(Hidden):
             parts.append(other.array)
         return CpuHidden(torch.cat(parts))
 
+    def rows(self) -> Float32:
+        rows: Float32 = self.array.float().numpy()
+        return rows
+
 
 class CpuLogits(Logits):
     """``[T, V]`` float32."""

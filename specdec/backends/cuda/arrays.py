@@ -63,6 +63,10 @@ class CudaHidden(Hidden):
             parts.append(other.array)
         return CudaHidden(torch.cat(parts))
 
+    def rows(self) -> Float32:
+        rows: Float32 = self.array.float().cpu().numpy()
+        return rows
+
 
 class HeadProducts(Protocol):
     """The three ways through an output head that logits need, for some rows of hidden states."""

@@ -75,6 +75,9 @@ class MetalHidden(Hidden):
             parts.append(other.array)
         return MetalHidden(mx.concatenate(parts))
 
+    def rows(self) -> Float32:
+        return np.array(self.array.astype(mx.float32))
+
 
 class MetalLogits(Logits):
     """``[T, V]`` float32, computed when somebody asks."""

@@ -6,10 +6,30 @@ from collections.abc import Iterable, Iterator
 
 from specdec.errors import ConfigError, did_you_mean
 from specdec.testing.checks import CHECKS, Check
-from specdec.testing.clauses import depth_policy, drafter, forward_pass, mtp_head, ops, verifier
+from specdec.testing.clauses import (
+    depth_policy,
+    drafter,
+    executor,
+    forward_pass,
+    hidden_states,
+    mtp_head,
+    ops,
+    verifier,
+)
 from specdec.testing.subjects import Subject
 
-__all__ = ["depth_policy", "drafter", "expect_ids", "forward_pass", "iter_checks", "mtp_head", "ops", "verifier"]
+__all__ = [
+    "depth_policy",
+    "drafter",
+    "executor",
+    "expect_ids",
+    "forward_pass",
+    "hidden_states",
+    "iter_checks",
+    "mtp_head",
+    "ops",
+    "verifier",
+]
 
 
 def iter_checks(subject: Subject | None = None) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Checks of targets without their MTP head: clauses F1 to F12 and F14 to F16.
+"""Checks of targets, but for hidden states, MTP heads and executors: clauses F1 to F8, F10 to F12, F14 to F16.
 
 The reference is the target itself, run plainly: a fresh state, one row per pass.
 """
@@ -197,26 +197,6 @@ def logits_methods(subject: ForwardPassSubject, run: Run) -> None:
     drafted = target.tokens(range(30, 30 + min(3, target.info.max_rows)))
     logits = target.model.decode(target.prefilled(target.tokens(range(3))), drafted).need_logits()
     check_logits(logits, len(drafted), target.info.vocab_size, drafted)
-
-
-@check("F9")
-def outputs(subject: ForwardPassSubject, run: Run) -> None:
-    """A prefill gives hidden states and no logits, a decode both, one per row; hidden states can be cut and joined."""
-    target = TargetUnderTest(subject)
-    rows, state = min(2, target.info.max_rows), target.state()
-    output = target.model.prefill(state, target.tokens(range(5)))
-    expect(output.logits is None, "prefill gives logits", got=output.logits)
-    decoded = target.model.decode(state, target.tokens([1, 2][:rows]))
-    expect_equal(len(decoded.need_logits()), rows, "decode does not give a row of logits per token")
-    if output.hidden is None:
-        none_at_all = target.info.mtp_layers == 0 and decoded.hidden is None
-        expect(none_at_all, "some passes give hidden states, others none")
-        return
-    hidden, other = output.need_hidden(), decoded.need_hidden()
-    lengths = [len(one) for one in (hidden, other, hidden[1:3], hidden[-1:], hidden[:0])]
-    expect_equal(lengths, [5, rows, 2, 1, 0], "hidden states or their slices have another number of rows")
-    joined = hidden[:2].join([other, hidden[4:]])
-    expect_equal(len(joined), 3 + rows, "joined hidden states have another number of rows")
 
 
 @check("F10")

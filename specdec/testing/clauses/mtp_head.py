@@ -1,23 +1,20 @@
-"""Checks of a target's MTP head: clauses F13 and F17 to F20."""
+"""Checks of a target's MTP head and of the ledger that feeds it: clauses F13, F18, F19 and F22."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
+import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import ForwardOutput, GreedyCycle, GreedyStart
-from specdec.decoding.stepwise import StepwiseCycles
-from specdec.errors import PromptError, ShapeError, UnsupportedError
+from specdec.contract import Needs
+from specdec.errors import PromptError, StateError, UnsupportedError
 from specdec.testing.checks import Run, check, expect, expect_equal, expect_error, not_applicable
-from specdec.testing.logits_checks import check_logits
+from specdec.testing.strategies import Call, calls
 from specdec.testing.subjects import ForwardPassSubject
 from specdec.testing.target_under_test import TargetUnderTest
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+MTP = Needs(mtp=True)
 
 
 def _with_head(subject: ForwardPassSubject) -> TargetUnderTest:
@@ -27,96 +24,103 @@ def _with_head(subject: ForwardPassSubject) -> TargetUnderTest:
     return target
 
 
-def _logits(target: TargetUnderTest, output: ForwardOutput, rows: int) -> NDArray[np.float32]:
-    logits = output.need_logits().rows()
-    expect_equal(logits.shape, (1, target.info.vocab_size), "an MTP pass does not give logits of its last row alone")
-    expect_equal(len(output.need_hidden()), rows, "an MTP pass does not give hidden states of every row")
-    last: NDArray[np.float32] = logits[0].copy()
-    return last
-
-
 @check("F13")
-def mtp_passes(subject: ForwardPassSubject, run: Run) -> None:
-    """Without a head MTP passes are refused; with one, true pairs stay, provisional ones go, chunks change nothing."""
+def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
+    """Without a head MTP drafts are refused; with one, true pairs stay, provisional ones go, chunks change nothing."""
     target = TargetUnderTest(subject)
-    model, tokens, state = target.model, target.tokens(range(8)), target.state()
-    pairs = len(tokens) - 1
-    output = model.prefill(state, tokens[:-1])
+    model, tokens = target.model, target.tokens(range(8))
+    plain, pairs = target.prefilled(tokens[:-1]), len(tokens) - 1
     if target.info.mtp_layers == 0:
-        if output.hidden is not None:
-            hidden = output.hidden
-            model.prefill_mtp(state, tokens[1:], hidden)
-            refused = "an MTP pass without a head"
-            expect_error(UnsupportedError, lambda: model.decode_mtp(state, tokens[-1:], hidden[-1:]), refused)
-        expect_equal(state.mtp_length, 0, "a model without a head holds pairs")
+        what = "a draft without an MTP head"
+        expect_error(UnsupportedError, lambda: model.draft_mtp(plain, tokens[-1], 1), what)
+        expect_error(UnsupportedError, lambda: target.state(needs=MTP), "a state for MTP drafts, without a head")
         return
-    hidden = output.need_hidden()
-    whole = _logits(target, model.decode_mtp(state, tokens[1:], hidden), pairs)
-    expect_equal(state.mtp_length, pairs, "true pairs are miscounted")
-    expect_equal(state.length, pairs, "an MTP pass changes the length of the target's state")
+    what = "a draft from a state that was made without Needs.mtp"
+    expect_error(StateError, lambda: model.draft_mtp(plain, tokens[-1], 1), what)
 
-    for first, provisional in ((1, 0), (4, 0), (3, 1), (2, 3)):
-        fresh = target.state()
-        seen = model.prefill(fresh, tokens[:-1]).need_hidden()
-        model.prefill_mtp(fresh, tokens[1 : first + 1], seen[:first])
-        expect_equal(fresh.mtp_length, first, "prefill_mtp miscounts true pairs")
-        at = first
-        if provisional:
-            step = model.decode_mtp(fresh, tokens[at + 1 : at + 2], seen[at : at + 1])
-            at += 1
-            for i in range(provisional):
-                step = model.decode_mtp(fresh, [target.token(60 + i)], step.need_hidden()[-1:], provisional=True)
-                expect_equal(fresh.mtp_length, at, "provisional pairs are counted")
-        got = _logits(target, model.decode_mtp(fresh, tokens[at + 1 :], seen[at:]), pairs - at)
+    def first_step(first: int, depth: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        """Logits of the first step after all tokens, prefilled in two chunks, with a draft between them."""
+        state = target.prefilled(tokens[:first], needs=MTP)
+        if depth:
+            target.draft(state, tokens[first], depth)
+        if first < pairs:
+            model.prefill(state, tokens[first:-1])
+        _, [logits] = target.draft(state, tokens[-1], 1)
+        expect_equal(target.pairs(state).fed, pairs, "the pairs fed are not all true pairs")
+        expect_equal(state.length, pairs, "a draft changes the length of the target's state")
+        return logits
+
+    whole = first_step(pairs, 0)
+    for first, depth in ((1, 0), (4, 0), (3, 1), (2, 3)):
         what = "MTP logits depend on chunks or on provisional pairs"
-        target.expect_close(got, whole, what, pairs_before=first, provisional=provisional)
-    expect_error(ShapeError, lambda: model.decode_mtp(state, tokens[:2], hidden[:1]), "two tokens, one hidden state")
-
-
-@check("F17")
-def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
-    """Hidden states stay what they were, whatever passes run later: a drafter may hold them for many cycles."""
-    target = _with_head(subject)
-    model, tokens, state = target.model, target.tokens(range(9)), target.state()
-    passes = [(model.prefill(state, tokens[:3]).need_hidden(), 3)]
-    for token in tokens[3:8]:
-        rows = [token, target.token(77)][: target.info.max_rows]
-        passes.append((model.decode(state, rows).need_hidden(), 1))
-        model.commit(state, 1)
-    kept = [hidden[:rows] for hidden, rows in passes]  # cut late: a cut may copy
-    held = _logits(target, model.decode_mtp(state, tokens[1:], kept[0].join(kept[1:])), 8)
-    fresh = target.state()
-    seen = model.prefill(fresh, tokens[:8]).need_hidden()
-    at_once = _logits(target, model.decode_mtp(fresh, tokens[1:], seen), 8)
-    target.expect_close(held, at_once, "hidden states that were held for some passes are not what they were")
+        target.expect_close(first_step(first, depth), whole, what, first_chunk=first, drafted_between=depth)
 
 
 @check("F18")
-def greedy_drafts(subject: ForwardPassSubject, run: Run) -> None:
-    """What ``draft_greedy`` drafts, and the state that it leaves, are those of ``decode_mtp`` step by step."""
+def drafts_in_one_call(subject: ForwardPassSubject, run: Run) -> None:
+    """A greedy draft in one call, and the state that it leaves, are those of single steps."""
     target = _with_head(subject)
-    model, tokens = target.model, target.tokens(range(8))
-    for fed, depth in ((1, 1), (1, 4), (3, 2), (6, 3)):
+    tokens = target.tokens(range(8))
+    for waiting, depth in ((1, 1), (1, 4), (3, 2), (6, 3)):
         outcomes = []
         for at_once in (True, False):
-            state = target.state()
-            hidden = model.prefill(state, tokens[:-1]).need_hidden()
-            drafted = model.draft_greedy(state, tokens[1 : fed + 1], hidden[:fed], depth) if at_once else ()
-            if drafted is None:
-                not_applicable("draft_greedy is not offered")
-            if not at_once:
-                step = model.decode_mtp(state, tokens[1 : fed + 1], hidden[:fed])
-                drafted = tuple(step.need_logits().argmax())
-                while len(drafted) < depth:
-                    step = model.decode_mtp(state, drafted[-1:], step.need_hidden()[-1:], provisional=True)
-                    drafted += tuple(step.need_logits().argmax())
-            expect_equal(state.mtp_length, fed, "true pairs are miscounted")
-            rest = model.decode_mtp(state, tokens[fed + 1 :], hidden[fed:])
-            outcomes.append((drafted, _logits(target, rest, len(tokens) - 1 - fed)))
-        (drafted, after), (wanted, truth) = outcomes
-        case: dict[str, Any] = {"pairs": fed, "depth": depth}
-        expect_equal(drafted, wanted, "a draft in one call differs from that of single steps", **case)
-        target.expect_close(after, truth, "a draft in one call leaves another state", **case)
+            state, pending = target.prefilled(tokens[:1], needs=MTP), tokens[waiting]
+            target.append(state, tokens[1:waiting])
+            draft = target.model.draft_mtp(state, pending, depth) if at_once else target.draft(state, pending, depth)[0]
+            expect_equal(target.pairs(state).fed, waiting, "a draft does not feed the pairs that waited")
+            target.append(state, tokens[waiting:-1])
+            outcomes.append((draft, target.draft(state, tokens[-1], 1)[1][0]))
+        (draft, after), (wanted, truth) = outcomes
+        expect_equal(draft, wanted, "a draft in one call differs from single steps", pairs=waiting, depth=depth)
+        target.expect_close(after, truth, "a draft in one call leaves another state", pairs=waiting, depth=depth)
+
+
+@check("F22")
+def ledger(subject: ForwardPassSubject, run: Run) -> None:
+    """``state.pairs`` accounts for every committed token, fed or waiting, after any calls, and drafts do not change."""
+    target = _with_head(subject)
+    model, rows = target.model, min(4, target.info.max_rows)
+
+    def body(prompt: list[int], steps: list[Call]) -> None:
+        tokens, pending = target.tokens(prompt), target.token(len(prompt))
+        state = target.prefilled(tokens, needs=MTP)
+        for step in steps:
+            first, count, kept = step.numbers
+            if len(tokens) + 8 > target.room:
+                break
+            new, before = [pending, *target.tokens(range(first, first + count - 1))][:rows], len(tokens)
+            if step.name == "prefill":
+                model.prefill(state, new)
+                tokens += new
+            elif step.name == "decode":
+                model.decode(state, new)
+                model.commit(state, min(kept, len(new)))
+                tokens += new[:kept]
+            elif step.name == "draft":
+                target.draft(state, pending, count)
+            elif step.name == "rewind":
+                length = max(0, len(tokens) - kept)
+                reached = model.rewind(state, length)
+                target.pairs(state)
+                if reached < length:
+                    model.prefill(state, tokens[reached:length])
+                del tokens[length:]
+            else:
+                state = model.restore(model.snapshot(state), MTP)
+            target.pairs(state)
+            if len(tokens) != before:
+                pending = target.token(first + len(tokens))
+        target.append(state, [pending])  # the pairs of a draft do not wait for a second one
+        tokens.append(pending)
+        _, [got] = target.draft(state, target.token(5), 1)
+        _, [wanted] = target.draft(target.prefilled(tokens, needs=MTP), target.token(5), 1)
+        target.expect_close(got, wanted, "the next draft differs from that of a fresh state", tokens=tokens)
+
+    numbers = (st.integers(0, 9), st.integers(1, 4), st.integers(0, 4))
+    steps = calls(
+        max_size=6, prefill=numbers, decode=numbers, draft=numbers, rewind=numbers, snapshot_and_restore=numbers
+    )
+    run.explore(body, examples=30, prompt=st.lists(st.integers(0, 9), min_size=1, max_size=6), steps=steps)
 
 
 @check("F19")
@@ -141,101 +145,20 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
         (one.extended([second]), sorted({*ids, first, second})),
         (head.extended([]), ids),
     ]
-    tokens, chained = target.tokens(range(6)), target.token(60)
-
-    def passes(**options: Any) -> list[NDArray[np.float32]]:
-        """Logits of a pass over true pairs, and of a chained one after it."""
-        state = target.state()
-        hidden = model.prefill(state, tokens[:-1]).need_hidden()
-        step = model.decode_mtp(state, tokens[1:], hidden, **options)
-        seen = [check_logits(step.need_logits(), 1, vocab, [ids[0]]).copy()]
-        step = model.decode_mtp(state, [chained], step.need_hidden()[-1:], provisional=True, **options)
-        seen.append(check_logits(step.need_logits(), 1, vocab, [vocab - 1]).copy())
-        return [rows[0] for rows in seen]
-
-    full = passes()
+    tokens, chained = target.tokens(range(6)), [target.token(60)] * 2
+    steps = partial(target.draft, pending=tokens[-1], depth=2, forced=chained)
+    _, full = steps(target.prefilled(tokens[:-1], needs=MTP))
     for made, wanted in heads:
         expect_equal(list(made.tokens), wanted, "a head has other ids than were asked for, or in another order")
-        for name, logits, plain in zip(("true pairs", "a chained pair"), passes(head=made), full, strict=True):
+        _, seen = steps(target.prefilled(tokens[:-1], needs=MTP), head=made)
+        for name, logits, plain in zip(("true pairs", "a chained pair"), seen, full, strict=True):
             beyond = np.setdiff1d(np.flatnonzero(logits > -np.inf), wanted)
             expect(not len(beyond), f"over {name}, an id outside the head has a logit", got=beyond, expected=wanted)
             what = f"over {name}, the logits differ from those of the whole head"
             target.expect_close(logits[wanted], plain[wanted], what, exact=False, ids=wanted)
-    target.expect_close(passes()[0], full[0], "draft heads change the logits of the whole head")
+    _, again = steps(target.prefilled(tokens[:-1], needs=MTP))
+    target.expect_close(again[0], full[0], "draft heads change the logits of the whole head")
     for outside in (vocab, -1):
         for name, make in (("draft_head", model.draft_head), ("extended", head.extended)):
             what = f"{name} with an id outside the vocabulary"
             expect_error(PromptError, partial(make, [ids[0], outside]), what, id=outside)
-
-
-@check("F20")
-def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
-    """What ``greedy_cycles`` drafts and emits, and the state that it leaves, are those of single passes."""
-    target = _with_head(subject)
-    tokens = target.tokens(range(6))
-    free = _cycles(target, tokens, [2] * 4, stop=(), limit=40)
-    if free is None:
-        not_applicable("greedy_cycles is not offered")
-    expect(target.model.runs_greedy_cycles, "a target that runs greedy cycles does not say so")
-    emitted = [token for cycle in free[0] for token in cycle.emitted]
-    ends = [emitted[len(emitted) // 2]]
-    for depths, stop, limit, keep in (
-        ([1], (), 40, 0),
-        ([2, 3, 1, 2], (), 40, 0),
-        ([3, 3], (), 40, 1),
-        ([2] * 4, ends, 40, 0),
-        ([2] * 4, (), 3, 0),
-        ([1, 2], (), 1, 0),
-    ):
-        case: dict[str, Any] = {"depths": depths, "stop": stop, "limit": limit, "keep": keep}
-        got = _cycles(target, tokens, depths, stop, limit, keep)
-        wanted = _cycles(target, tokens, depths, stop, limit, keep, stepwise=True)
-        assert got is not None
-        assert wanted is not None
-        shown = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in got[0] if cycle.emitted]
-        truth = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in wanted[0] if cycle.emitted]
-        expect_equal(shown, truth, "cycles of the target differ from those of single passes", **case)
-        expect_equal(got[1], wanted[1], "another number of tokens and pairs is held", **case)
-        for ours, theirs in zip(got[2], wanted[2], strict=True):
-            target.expect_close(ours, theirs, "cycles of the target leave another state", **case)
-
-
-def _cycles(
-    target: TargetUnderTest,
-    tokens: list[int],
-    depths: Sequence[int],
-    stop: Sequence[int],
-    limit: int,
-    keep: int = 0,
-    *,
-    stepwise: bool = False,
-) -> tuple[list[GreedyCycle], tuple[int, int], list[NDArray[np.float32]]] | None:
-    """Cycles of these depths, one in flight behind the other unless ``keep`` > 0 cuts the last one.
-
-    What they did; tokens and true pairs that the state holds; logits of the target and of the head after them.
-    """
-    model, state = target.model, target.state()
-    hidden = model.prefill(state, tokens[:-1]).need_hidden()
-    model.prefill_mtp(state, tokens[1:-1], hidden[:-1])
-    start = GreedyStart((tokens[-1],), hidden[-1:])
-    options: dict[str, Any] = {"stop_tokens": tuple(stop), "limit": limit}
-    made = StepwiseCycles(model, state, start, **options) if stepwise else model.greedy_cycles(state, start, **options)
-    if made is None:
-        return None
-    done: list[GreedyCycle] = []
-    for i, depth in enumerate(depths):
-        made.submit(depth)
-        if keep or i:
-            done.append(made.collect())
-    if not keep:
-        done.append(made.collect())
-    emitted = [token for cycle in done for token in cycle.emitted]
-    if keep:
-        made.keep(keep)
-        emitted = emitted[: len(emitted) - len(done[-1].emitted) + keep]
-    waiting = made.close()
-    held = [*tokens, *emitted]
-    size = (state.length, state.mtp_length)
-    pairs = held[len(held) - len(waiting) :]
-    after = model.decode_mtp(state, pairs, waiting).need_logits().rows()[0].copy()
-    return done, size, [target.next_logits(state, held[-1]), after]

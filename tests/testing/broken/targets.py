@@ -5,11 +5,10 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from specdec.contract import DraftHead, ForwardOutput
-from specdec.decoding.stepwise import StepwiseCycles
+from specdec.contract import NO_NEEDS, DraftHead, Executor, MtpPairs, Outcome
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
-from specdec.testing.table_model import Memory, TableHead, TableLogits, TableModel
+from specdec.testing.table_model import Memory, TableHead, TableHidden, TableLogits, TableModel
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
@@ -60,7 +59,7 @@ class OtherBitsInWidePasses(TableModel):
         output = super().decode(state, tokens)
         if len(tokens) < 9:
             return output
-        return ForwardOutput(TableLogits(output.logits.rows() * np.float32(1 + 2**-22)), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(output.logits.rows() * np.float32(1 + 2**-22)))
 
 
 class OtherBitsInLongPrompts(TableModel):
@@ -87,7 +86,7 @@ class TiesToTheHighestId(TableModel):
 
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
-        return ForwardOutput(_HighTies(output.logits.rows()), output.hidden)
+        return attrs.evolve(output, logits=_HighTies(output.logits.rows()))
 
 
 class _HighTies(TableLogits):
@@ -99,7 +98,7 @@ class _HighTies(TableLogits):
 class LogitsFromPrefill(TableModel):
     def prefill(self, state, tokens):
         output = super().prefill(state, tokens)
-        return ForwardOutput(TableLogits(self._row(state.point)[None]), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(self._row(state.point)[None]))
 
 
 class LastPlaceUnusable(TableModel):
@@ -132,27 +131,27 @@ class SharedScratch(TableModel):
 
 
 class HeadlessCrash(TableModel):
-    def decode_mtp(self, state, tokens, hidden, *, provisional=False):
-        return self._mtp(state, tokens, hidden, provisional=provisional).nothing
+    def draft_mtp(self, state, pending, depth, **options):
+        return super().draft_mtp(state, pending, depth, **options) if state.pairs else state.pairs.fed
 
 
 class KeepsProvisionalPairs(TableModel):
-    def decode_mtp(self, state, tokens, hidden, *, provisional=False, head=None):
-        if not provisional and len(state.mtp) > state.mtp_true:
-            state.mtp[state.mtp_true - 1] = state.mtp[-1]
-        return super().decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
+    """The last pair fed becomes that of a provisional step."""
+
+    def _mtp(self, state, tokens, hidden, *, provisional):
+        if not provisional and len(state.mtp) > state.pairs.fed:
+            state.mtp[state.pairs.fed - 1] = state.mtp[-1]
+        return super()._mtp(state, tokens, hidden, provisional=provisional)
 
 
 class DraftsTheRunnerUp(TableModel):
     """A draft in one call whose chained steps take the second best token."""
 
-    def draft_greedy(self, state, tokens, hidden, depth):
-        step = self.decode_mtp(state, tokens, hidden)
-        drafted = step.logits.argmax()
-        while len(drafted) < depth:
-            step = self.decode_mtp(state, drafted[-1:], step.hidden[-1:], provisional=True)
-            drafted.append(step.logits.topk(2)[0][0][1])
-        return tuple(drafted)
+    def draft_mtp(self, state, pending, depth, *, head=None, choose=None):
+        def runner_up(logits, drafted):
+            return logits.topk(2)[0][0][1 if drafted else 0]
+
+        return super().draft_mtp(state, pending, depth, head=head, choose=choose or runner_up)
 
 
 class SeesTheFuture(TableModel):
@@ -160,7 +159,7 @@ class SeesTheFuture(TableModel):
         output = super().decode(state, tokens)
         rows = output.logits.rows().copy()
         rows[0, tokens[-1]] += np.float32(0.5) * (len(tokens) == 4)
-        return ForwardOutput(TableLogits(rows), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(rows))
 
 
 class OneRowOnly(TableModel):
@@ -174,12 +173,67 @@ class HiddenStatesOverwritten(TableModel):
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
         buffers = self.__dict__.setdefault("buffers", {})
-        old = buffers.get(len(tokens))
-        if old is not None:
-            old.points = output.hidden.points
-            return ForwardOutput(output.logits, old)
-        buffers[len(tokens)] = output.hidden
+        for hidden in (output.hidden, *output.boundaries.values()):
+            if hidden is not None:
+                buffers.setdefault((len(tokens), hidden.boundary), hidden).points = hidden.points
+        boundaries = {k: buffers[len(tokens), k] for k in output.boundaries}
+        return attrs.evolve(output, hidden=output.hidden and buffers[len(tokens), None], boundaries=boundaries)
+
+
+class GivesHiddenStatesUnasked(TableModel):
+    def decode(self, state, tokens):
+        return attrs.evolve(super().decode(state, tokens), hidden=TableHidden(self, state.provisional))
+
+
+class KeepsALedgerUnasked(TableModel):
+    def new_state(self, capacity, needs=NO_NEEDS):
+        state = super().new_state(capacity, needs)
+        state.pairs = MtpPairs() if self.info.mtp_layers else None
+        return state
+
+
+class RepeatsTheLastPromptRow(TableModel):
+    """Every row of a prompt chunk is given the hidden states of the last one."""
+
+    def prefill(self, state, tokens):
+        output = super().prefill(state, tokens)
+        for hidden in (output.hidden, *output.boundaries.values()):
+            if hidden is not None:
+                hidden.points = hidden.points[-1:] * len(hidden)
         return output
+
+
+class BoundariesByPlace(TableModel):
+    """The n-th boundary that is asked for is given the n-th boundary of the model."""
+
+    def _output(self, state, points, rows, logits=None):
+        output = super()._output(state, points, rows, logits)
+        return attrs.evolve(
+            output, boundaries={k: TableHidden(self, points, n) for n, k in enumerate(output.boundaries)}
+        )
+
+
+class LosesCommittedPairs(TableModel):
+    """A commit of three rows adds only the first one to the ledger."""
+
+    def _keep(self, state, tokens, points):
+        before = state.pairs.length if state.pairs else 0
+        super()._keep(state, tokens, points)
+        if state.pairs and len(points) == 3:
+            state.pairs.cut(before + 1)
+
+
+class RestoresWithoutPairs(TableModel):
+    def restore(self, snapshot, needs=NO_NEEDS):
+        return super().restore(attrs.evolve(snapshot, meta={}), needs)
+
+
+class RewindsWithoutTheLedger(TableModel):
+    def rewind(self, state, length):
+        pairs, state.pairs = state.pairs, None
+        reached = super().rewind(state, length)
+        state.pairs = pairs
+        return reached
 
 
 class NoiseOfAnotherRow(TableModel):
@@ -187,7 +241,7 @@ class NoiseOfAnotherRow(TableModel):
 
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
-        return ForwardOutput(_LateNoise(output.logits.rows()), output.hidden)
+        return attrs.evolve(output, logits=_LateNoise(output.logits.rows()))
 
 
 class _LateNoise(TableLogits):
@@ -206,13 +260,13 @@ class AddressesByPlace(TableModel):
             return output
         placed = np.full((1, self.vocab), -np.inf, np.float32)
         placed[:, : len(head.tokens)] = output.logits.rows()[:, list(head.tokens)]
-        return ForwardOutput(TableLogits(placed), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(placed))
 
 
 class ZeroOutsideTheHead(TableModel):
     def decode_mtp(self, state, tokens, hidden, *, provisional=False, head=None):
         output = super().decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
-        return ForwardOutput(TableLogits(np.maximum(output.logits.rows(), np.float32(-1e4))), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(np.maximum(output.logits.rows(), np.float32(-1e4))))
 
 
 class ExtendsWithoutTheFormer(TableModel):
@@ -256,7 +310,7 @@ class BestInPlaceOfTheSum(TableModel):
 
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
-        return ForwardOutput(_NoSum(output.logits.rows()), output.hidden)
+        return attrs.evolve(output, logits=_NoSum(output.logits.rows()))
 
 
 class _NoSum(TableLogits):
@@ -264,59 +318,111 @@ class _NoSum(TableLogits):
         return self._rows.max(axis=1).tolist()
 
 
-class _GoesOnBehindTheEnd(StepwiseCycles):
+class TableExecutor(Executor):
+    """What a device does, in single passes: it decides by itself, and commits a cycle when the next one begins."""
+
+    def __init__(self, target, state, context, draft, stop_tokens, limit):
+        self.target, self.state, self.draft = target, state, draft
+        self.tokens = list(context)
+        self.stop, self.left, self.over = stop_tokens, limit, False
+        self.emitted = ()  # by the last cycle, not committed yet
+        self.in_flight = []
+
     def submit(self, depth):
-        self._over, self._left = False, max(self._left, 1)
-        super().submit(depth)
+        self.commit()
+        if self.over:
+            self.in_flight.append(Outcome((), 0, ()))
+            return
+        drafted = self.target.draft_mtp(self.state, self.tokens[-1], depth) if self.draft.mtp else ()
+        best = self.target.decode(self.state, [self.tokens[-1], *drafted]).need_logits().argmax()
+        accepted = 0
+        while accepted < len(drafted) and drafted[accepted] == best[accepted]:
+            accepted += 1
+        ends = [number for number, token in enumerate(best[: accepted + 1], start=1) if token in self.stop]
+        kept = min([self.left, accepted + 1, *ends])
+        self.over = kept == self.left or kept in ends
+        self.left -= kept
+        self.emitted = tuple(best[:kept])
+        self.tokens += self.emitted
+        self.in_flight.append(Outcome(drafted, accepted, self.emitted))
 
+    def commit(self):
+        if self.emitted:
+            self.target.commit(self.state, len(self.emitted))
+        self.emitted = ()
 
-class _LosesWhatIsTakenBack(StepwiseCycles):
+    def collect(self):
+        return self.in_flight.pop(0)
+
     def keep(self, tokens):
-        super().keep(tokens)
-        self._rows = self._rows[1:] if len(self._rows) > 1 else self._rows
+        if not self.in_flight and tokens < len(self.emitted):
+            del self.tokens[tokens - len(self.emitted) :]
+            self.emitted = self.emitted[:tokens]
 
-
-class _IgnoresStopTokens(StepwiseCycles):
-    def __init__(self, target, state, start, *, stop_tokens, limit):
-        super().__init__(target, state, start, stop_tokens=(), limit=limit)
-
-
-class _KeepsARowTooFew(StepwiseCycles):
-    def _settle(self):
-        if len(self._emitted) > 1:
-            self._emitted = self._emitted[:-1]
-        super()._settle()
+    def close(self):
+        self.commit()
 
 
 class RunsCycles(TableModel):
     """As it should be."""
 
-    cycles = StepwiseCycles
-    runs_greedy_cycles = True
+    executor = TableExecutor
 
-    def greedy_cycles(self, state, start, **options):
-        return self.cycles(self, state, start, **options)
-
-
-class GoesOnBehindTheEnd(RunsCycles):
-    cycles = _GoesOnBehindTheEnd
+    def device_executor(self, state, context, draft, *, stop_tokens, limit):
+        return self.executor(self, state, context, draft, stop_tokens, limit)
 
 
-class LosesWhatIsTakenBack(RunsCycles):
-    cycles = _LosesWhatIsTakenBack
+class _GoesOn(TableExecutor):
+    def submit(self, depth):
+        self.over, self.left = False, max(self.left, 1)
+        super().submit(depth)
+
+
+class GoesOnAfterTheEnd(RunsCycles):
+    executor = _GoesOn
+
+
+class _KeepsAll(TableExecutor):
+    def keep(self, tokens):
+        pass
+
+
+class KeepsWhatIsTakenBack(RunsCycles):
+    executor = _KeepsAll
+
+
+class _NoStop(TableExecutor):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.stop = ()
 
 
 class IgnoresStopTokens(RunsCycles):
-    cycles = _IgnoresStopTokens
+    executor = _NoStop
 
 
-class KeepsARowTooFew(RunsCycles):
-    cycles = _KeepsARowTooFew
+class _FewerRows(TableExecutor):
+    def commit(self):
+        self.emitted = self.emitted[: max(1, len(self.emitted) - 1)]
+        super().commit()
+
+
+class CommitsARowTooFew(RunsCycles):
+    executor = _FewerRows
+
+
+class _NeverZero(TableExecutor):
+    def submit(self, depth):
+        super().submit(max(depth, 1))
+
+
+class DraftsAtDepthZero(RunsCycles):
+    executor = _NeverZero
 
 
 BROKEN = {
     (ForgetsInLongPrompts, ()): ("F1", "F2", "F3", "F4", "F5", "F6", "F7", "F10", "F12"),
-    (GoesOnFromProvisionalRows, ()): ("F2", "F7"),
+    (GoesOnFromProvisionalRows, ()): ("F2", "F7", "F21"),
     (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): ("F3",),
     (SharesItsSnapshot, ()): ("F4",),
     (OtherBitsInWidePasses, ()): ("F5",),
@@ -328,11 +434,18 @@ BROKEN = {
     (TraceOfRejectedRows, ()): ("F11",),
     (SharedScratch, ()): ("F12",),
     (HeadlessCrash, ()): ("F13",),
-    (KeepsProvisionalPairs, (("mtp", True),)): ("F13",),
+    (KeepsProvisionalPairs, (("mtp", True),)): ("F13", "F20", "F22"),
     (SeesTheFuture, ()): ("F14", "F5"),
     (NoiseOfAnotherRow, ()): ("F15",),
     (OneRowOnly, ()): ("F16",),
-    (HiddenStatesOverwritten, (("mtp", True),)): ("F17",),
+    (HiddenStatesOverwritten, ()): ("F17",),
+    (GivesHiddenStatesUnasked, ()): ("F9",),
+    (KeepsALedgerUnasked, (("mtp", True),)): ("F9", "F13"),
+    (RepeatsTheLastPromptRow, ()): ("F21", "F17"),
+    (BoundariesByPlace, ()): ("F21",),
+    (LosesCommittedPairs, (("mtp", True),)): ("F22", "F13"),
+    (RestoresWithoutPairs, (("mtp", True),)): ("F22",),
+    (RewindsWithoutTheLedger, (("mtp", True),)): ("F22",),
     (BestInPlaceOfTheSum, ()): ("F8",),
     (AddressesByPlace, (("mtp", True),)): ("F19",),
     (ZeroOutsideTheHead, (("mtp", True),)): ("F19",),
@@ -340,8 +453,9 @@ BROKEN = {
     (ExtendsInPlace, (("mtp", True),)): ("F19",),
     (TakesAnyIdIntoAHead, (("mtp", True),)): ("F19",),
     (DraftsTheRunnerUp, (("mtp", True),)): ("F18",),
-    (GoesOnBehindTheEnd, (("mtp", True),)): ("F20",),
-    (LosesWhatIsTakenBack, (("mtp", True),)): ("F20",),
+    (GoesOnAfterTheEnd, (("mtp", True),)): ("F20",),
+    (KeepsWhatIsTakenBack, (("mtp", True),)): ("F20",),
     (IgnoresStopTokens, (("mtp", True),)): ("F20",),
-    (KeepsARowTooFew, (("mtp", True),)): ("F20",),
+    (CommitsARowTooFew, (("mtp", True),)): ("F20",),
+    (DraftsAtDepthZero, (("mtp", True),)): ("F20",),
 }
