@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 
 import attrs
 
@@ -309,6 +309,15 @@ class ForwardPass(abc.ABC):
     def restore(self, snapshot: Snapshot) -> State:
         """A new state equal, bit for bit, to the one that ``snapshot`` was taken from."""
 
+    def to_host(self, array: Any) -> Any:
+        """An array of a ``Snapshot`` in host memory, of the same dtype, as a torch tensor or as ``torch.as_tensor``
+        takes it. The default gives it as it is."""
+        return array
+
+    def from_host(self, tensor: Any) -> Any:
+        """A torch tensor in host memory as ``restore`` takes it: the inverse of ``to_host``."""
+        return tensor
+
 
 @attrs.frozen
 class GreedyStart:
@@ -374,7 +383,10 @@ class GreedyCycles(abc.ABC):
 
 @attrs.frozen
 class DrafterSnapshot:
-    """Saved state of a drafter: named arrays, and plain metadata that tells what they belong to."""
+    """Saved state of a drafter: named arrays, as ``torch.as_tensor`` takes them, and what they belong to.
+
+    A session's file gives them back as torch tensors in host memory.
+    """
 
     arrays: Mapping[str, Any]
     meta: Mapping[str, int | str] = attrs.field(factory=dict)
@@ -778,13 +790,57 @@ class DepthPolicySpec:
 
 @attrs.frozen(kw_only=True)
 class BackendSpec:
-    """``factory(config)`` makes a backend; ``available()`` gives None, or why this machine cannot run it."""
+    """``factory(config)`` makes a backend; ``available()`` gives None, or why this machine cannot run it.
+
+    ``preference()`` is what ``target.backend = "auto"`` goes by: a number where the hardware that the backend is for is
+    here, usable or not, else None. The largest number is taken first (``cpu`` has 0); where that backend is not
+    available, the load says so and goes on with the next.
+    """
 
     name: str
     factory: Callable[[Any], Any]  # specdec.backends.Backend; Any keeps tensor libraries out of this file
     config: type = NoConfig
     available: Callable[[], str | None] = lambda: None
+    preference: Callable[[], int | None] = lambda: None
     help: str = ""
+
+
+class FamilyConfig(Protocol):
+    """What specdec reads of any family's config, whatever else the family keeps in it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids, V."""
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, the MTP head's left out."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that a sequence may hold."""
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers of the MTP head; 0 without one."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding table."""
+
+    @property
+    def expert_share(self) -> float:
+        """The share of routed experts that one row reads; 1.0 for dense models."""
+
+    def state_bytes(self, width: int, *, mtp: bool = True) -> tuple[int, int]:
+        """Bytes of state per token, the MTP head's included with ``mtp``, and per sequence.
+
+        ``width`` is the bytes of an activation.
+        """
 
 
 @attrs.frozen(kw_only=True)
@@ -793,7 +849,6 @@ class ModelSpec:
 
     name: str
     model_types: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], Any]  # config.json -> the family's own attrs class
-    tensors: Callable[[Any], Any]  # family config -> the tensors it expects
-    build: Callable[..., Any]  # (family config, weights, ops) -> a specdec.models.Model
+    parse: Callable[[Mapping[str, Any]], FamilyConfig]  # config.json -> the family's own attrs class
+    build: Callable[[Any, Any], Any]  # (family config, specdec.models.weights.Weights) -> DecoderModel
     help: str = ""

@@ -70,12 +70,10 @@ BUILT_INS = (
     "specdec.backends.cuda",
     "specdec.backends.metal",
     "specdec.models.qwen3_5",
-    "specdec.models.qwen3_5_moe",
     "specdec.models.qwen3_next",
     "specdec.models.llama",
     "specdec.models.glm4_moe",
     "specdec.models.deepseek_v3",
-    "specdec.models.qwen3",
 )
 """Modules that register through the same hooks as a stranger's plugin."""
 
@@ -742,7 +740,7 @@ def _check_spec(spec: Any) -> None:
     who = f"{type(spec).__name__} {spec.name!r}"
     if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
         raise PluginError(f"{who}: a name is a word other than 'auto'")
-    for field in ("factory", "available", "parse", "tensors", "build"):
+    for field in ("factory", "available", "preference", "parse", "tensors", "build"):
         if hasattr(spec, field) and not callable(getattr(spec, field)):
             raise PluginError(f"{who}: {field} is called, got {_kind_of(getattr(spec, field))}")
     if isinstance(spec, ModelSpec):

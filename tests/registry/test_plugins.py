@@ -240,7 +240,7 @@ def test_a_family_is_found_by_each_model_type_and_conflicts_by_it():
     def family(name, *model_types):
         @hookimpl
         def specdec_models():
-            return [ModelSpec(name=name, model_types=model_types, parse=dict, tensors=dict, build=dict)]
+            return [ModelSpec(name=name, model_types=model_types, parse=dict, build=dict)]
 
         return types.SimpleNamespace(specdec_models=specdec_models, __name__=name)
 
