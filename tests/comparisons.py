@@ -97,23 +97,24 @@ def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], 
 _INTRODUCTION = """\
 # Families and formats
 
-What specdec reads, and what it was compared with. This page is written by the tests (see `tests/comparisons.py`). Models of other
-families run [through transformers](how-to/run-any-transformers-model.md).
+What specdec reads, and what it was compared with. This page is written by the tests (see `tests/comparisons.py`).
+Models of other families run [through transformers](how-to/run-any-transformers-model.md).
 """
 _DIFFERENCE = """\
 The checkpoints are small, with random weights in the published layouts; no released weights were run. A difference is
-`max |ours - theirs| / max |theirs|` over all positions and the whole vocabulary, in float32, with the C++ kernels and the torch
-reference. The table shows the largest over all checkpoints: for logits over whole prompts, chunks and single tokens, for MTP
-heads over drafts after prompts of several lengths. The most likely token of the logits was always the same.
+`max |ours - theirs| / max |theirs|` over all positions and the whole vocabulary, in float32, with the C++ kernels and
+the torch reference. The table shows the largest over all checkpoints: for logits over whole prompts, chunks and single
+tokens, for MTP heads over drafts after prompts of several lengths. The most likely token of the logits was always the
+same.
 
 """
 _RELEASED = """\
-For these models `config.json`, written from the published values, can be read, and the tensors that it implies add up to the
-published number of parameters.
+For these models `config.json`, written from the published values, can be read, and the tensors that it implies add up
+to the published number of parameters.
 
 """
 _FORMATS = """\
-Weights are decoded one by one, so formats may be mixed in any family. The decoded bits are the same as those of the decoders in
-the table. [](how-to/load-a-quantised-checkpoint.md) lists the tensors of each format.
+Weights are decoded one by one, so formats may be mixed in any family. The decoded bits are the same as those of the
+decoders in the table. [](how-to/load-a-quantised-checkpoint.md) lists the tensors of each format.
 
 """
