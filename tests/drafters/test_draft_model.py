@@ -540,7 +540,7 @@ BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base, folders, written, case, monkeypatch):
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    monkeypatch.setattr("specdec.registry.plugins._current", Registry(entry_points=()))
+    monkeypatch.setattr("specdec.registry.lookup._current", Registry(entry_points=()))
     make, words = BAD[case]
     options = {"name": "draft_model", **make(folders=folders, written=written)}
     with pytest.raises(SpecdecError) as caught:
