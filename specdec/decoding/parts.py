@@ -17,6 +17,7 @@ from specdec.contract import (
     DrafterSpec,
     ForwardPass,
     ModelInfo,
+    Needs,
     PrepareEnv,
     State,
     Verifier,
@@ -46,6 +47,11 @@ class DrafterPart:
         if prepare is None:
             return self
         return attrs.evolve(self, shared=registry().build(self.spec, lambda: prepare(self.config, env)))
+
+    @property
+    def needs(self) -> Needs:
+        """What the drafter needs from its target; known once it is prepared."""
+        return self.spec.needs_of(self.config, self.shared)
 
     def make(self, target: ForwardPass, state: State, saved: DrafterSnapshot | None = None) -> Drafter:
         """A drafter for the sequence of ``state``. Raises: PluginError when its factory fails."""
