@@ -180,7 +180,7 @@ def test_counts_of_the_drafters_add_up_to_those_of_the_run(base):
     told = stats.draft["drafters"].values()
     assert sum(one["offered"] for one in told) == sum(stats.offered)
     assert sum(one["accepted"] for one in told) == sum(stats.accepted)
-    assert sum(one["drafts"] for one in told) == sum(count for depth, count in stats.depth.items() if depth)
+    assert sum(one["drafts"] for one in told) == sum(count for depth, count in stats.draft_lengths.items() if depth)
     assert all(one["drafts"] for one in told)
 
 
