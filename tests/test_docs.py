@@ -276,11 +276,11 @@ def test_the_documentation_names_commands_that_exist():
         assert set(named) <= {*main.commands, "COMMAND"}, page.name
 
 
-def test_the_readme_shows_the_output_of_a_real_run():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_getting_started_shows_the_output_of_a_real_run():
+    page = (DOCS / "getting-started.md").read_text(encoding="utf-8")
     shown = page.partition("generate`: begin -->")[2].partition("<!-- output")[0]
     report = CliRunner().invoke(main, ["generate", "--max-new-tokens", "8"])
     structlog.reset_defaults()
     labels = re.findall(r"^([a-z]+)  ", report.stderr, re.MULTILINE)
     assert len(labels) > 5
-    assert [label for label in labels if f"\n{label}  " not in shown] == [], "run docs/_ext/readme_output.py"
+    assert [label for label in labels if f"\n{label}  " not in shown] == [], "run `just sample-output`"

@@ -438,16 +438,18 @@ def make_ops(kernels: str, dtype: str) -> Any:
 
 def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "float32", ops: Any = None) -> Any:
     """The checkpoint on the CPU with the kernels of that name (or on ``ops``), past ``load_target``'s choices."""
-    from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, text_config
+    from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, text_config
     from specdec.contract import ModelInfo
     from specdec.models.causal_lm import CausalLM
+    from specdec.models.weights import Weights, dry_run
     from specdec.registry import registry
 
     checkpoint = Checkpoint.open(folder)
     config = text_config(checkpoint.config)
     spec = registry().model(config["model_type"])
     family = spec.parse(config)
-    audit(checkpoint, spec.tensors(family)).raise_for_errors()
+    wanted = dry_run(spec, family, StoredWeights(checkpoint))
+    check_weights(checkpoint, wanted.tensors, wanted.headless).raise_for_errors()
     ops = make_ops(kernels, dtype) if ops is None else ops
     info = ModelInfo(
         family=spec.name,
@@ -455,18 +457,13 @@ def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "f
         hidden_size=family.hidden_size,
         max_positions=family.max_positions,
         mtp_layers=family.mtp_layers,
-        max_rows=ops.max_rows,
-        parity=ops.parity,
+        max_rows=ops.capabilities.max_rows,
+        parity=ops.capabilities.parity,
         dtype=dtype,
-        kernels=ops.kernels,
+        kernels=ops.capabilities.kernels,
     )
-    weights = Weights(
-        checkpoint,
-        canonical_names(checkpoint.names),
-        dtype=getattr(torch, dtype),
-        keeps=getattr(ops, "keeps", frozenset()),
-    )
-    return CausalLM(info, spec.build(family, weights, ops))
+    stored = StoredWeights(checkpoint, dtype=getattr(torch, dtype), keeps=ops.capabilities.packed_formats)
+    return CausalLM(info, spec.build(family, Weights(ops, stored)))
 
 
 def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any = None, **generation: Any) -> Any:
@@ -486,7 +483,11 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
         config=config,
         target=target,
         tokenizer=_tokenizer(folder),
-        drafter=DrafterPart(spec=DrafterSpec(name="tested", factory=lambda config, env: make_drafter(env))),
+        drafter=DrafterPart(
+            spec=DrafterSpec(
+                name="tested", factory=lambda config, env: make_drafter(env), needs=needs_of(target, final_hidden=False)
+            )
+        ),
         verifier=StrictVerifier(None),
         depth=DepthPart(spec=DepthPolicySpec(name="tested", factory=lambda config: make_policy())),
     )
@@ -497,6 +498,13 @@ def _tokenizer(folder: pathlib.Path) -> Any:
     from specdec.text import Tokenizer
 
     return Tokenizer.from_folder(folder)
+
+
+def needs_of(target: Any, *, final_hidden: bool = True) -> Any:
+    """Everything that a target can give but the states between its layers."""
+    from specdec.contract import Needs
+
+    return Needs(mtp=bool(target.info.mtp_layers), final_hidden=final_hidden)
 
 
 def state_arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
@@ -525,7 +533,7 @@ def plain_run(target: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 def held(target: Any, prompt: Sequence[int], generated: Sequence[int] = ()) -> Any:
     """A fresh state that holds all tokens but the last: the prompt prefilled at once, the others row by row."""
-    state = target.new_state(target.info.max_positions)
+    state = target.new_state(target.info.max_positions, needs_of(target))
     if len(prompt) > 1:
         target.prefill(state, prompt[:-1])
     for token in [prompt[-1], *generated][: len(generated)]:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from specdec.contract import Need
 from specdec.errors import UnsupportedError
-from specdec.measuring.intervals import interval, ratio, resampled
+from specdec.measuring.intervals import interval, left_out, ratio
 
 if TYPE_CHECKING:
-    from specdec.measuring.recording import PromptRun
+    from specdec.measuring.runs import Run
     from specdec.pipeline import LanguageModel
 
 
@@ -40,7 +39,7 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
         return
     from specdec.models.ablation import inapplicable
 
-    if Need.MTP not in lm.drafter.spec.needs:
+    if not lm.drafter.needs.mtp:
         raise UnsupportedError(
             f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
@@ -53,14 +52,14 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
 
 def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
     """The same pipeline over a head with these mistakes; weights are shared, ``lm`` is as before."""
-    from specdec.models.ablation import AblatedPass
+    from specdec.models.ablation import AblatedLM
     from specdec.models.causal_lm import CausalLM
 
     assert isinstance(lm.target, CausalLM)  # check_ablations has said so
-    return attrs.evolve(lm, target=AblatedPass(lm.target, switches))
+    return attrs.evolve(lm, target=AblatedLM(lm.target, switches))
 
 
-def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[PromptRun], depth: int) -> AblationReport:
+def ablation_report(switch: str, right: Sequence[Run], wrong: Sequence[Run], depth: int) -> AblationReport:
     """Compare runs of the same prompts, in the same order."""
     from specdec.models.ablation import SWITCHES
 
@@ -86,7 +85,7 @@ def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[Pro
         tokens_per_cycle=float(total[2] / total[3]),
         tokens_per_cycle_right=float(total[0] / total[1]),
         change=float(change(total)),
-        change_interval=interval(change(resampled(sizes)), prompts),
+        change_interval=interval(float(change(total)), change(left_out(sizes)), low=-1.0),
         note="at depth 1 nothing is chained" if switch == "chain-pre-norm" and depth == 1 else "",
     )
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specdec.backends.caches import Cache
 from specdec.backends.cuda.arrays import Convolved
 from specdec.backends.cuda.device import Device
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
@@ -50,7 +51,7 @@ class Position(int):
         return int, (int(self),)
 
 
-class DeviceCache(abc.ABC):
+class DeviceCache(Cache):
     """What the caches share: the row, its mirror, and when memory is taken."""
 
     kind: ClassVar[Kind]
@@ -63,7 +64,7 @@ class DeviceCache(abc.ABC):
         self._pending: int | None = None  # rows of the pass that is not committed yet
 
     @property
-    def length(self) -> int:
+    def length(self) -> int:  # type: ignore[override]  # read-only here
         """Committed rows."""
         return Position(self._length, self.row)
 
@@ -89,10 +90,7 @@ class DeviceCache(abc.ABC):
 
         Raises: StateError above the capacity, OutOfMemory.
         """
-        end = self._length + rows
-        if end > self.capacity:
-            raise StateError(f"the cache holds {self.capacity} tokens, {end} are needed")
-        self.make_room(end, rows)
+        self.make_room(self._length + rows, rows)
         self._pending = rows
 
     @abc.abstractmethod
@@ -145,6 +143,8 @@ class CudaKVCache(DeviceCache):
         return [self._length, self.keys.data_ptr(), self.values.data_ptr(), self.bound, 0, 0, 0, 0]
 
     def make_room(self, end: int, rows: int) -> bool:
+        if end > self.capacity:
+            raise StateError(f"the cache holds {self.capacity} tokens, {end} are needed")
         wanted = rows_for(end, self.bound, self.capacity)
         if wanted == self.bound:
             return False

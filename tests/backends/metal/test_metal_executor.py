@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
+from specdec.backends.metal.cycles import MetalCycles  # noqa: E402
+from specdec.decoding.stepwise import StepwiseCycles  # noqa: E402
+
 import specdec  # noqa: E402
 from specdec.backends.metal import caches  # noqa: E402
-from specdec.backends.metal.cycles import MetalCycles  # noqa: E402
 from specdec.backends.metal.device import number, rows_from  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.passes import RunsGreedyCycles  # noqa: E402
 from specdec.contract import GreedyCycle, GreedyStart, Parity  # noqa: E402
-from specdec.decoding.stepwise import StepwiseCycles  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
 from specdec.models.causal_lm import CausalLM  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -39,7 +40,8 @@ LONG = 70
 FEW = max(1, settings().max_examples // 2)
 
 exact = pytest.mark.skipif(
-    MetalOps(mx.float32).parity is not Parity.BITWISE or MetalOps(mx.float32).exact_needs_probe,
+    MetalOps(mx.float32).capabilities.parity is not Parity.BITWISE
+    or MetalOps(mx.float32).capabilities.parity_needs_probe,
     reason="nobody has shown yet that rows are the same bits on this device",
 )
 
