@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -98,10 +97,7 @@ def _registry() -> Iterator[None]:
     registry.register(Plugin(), "noting")
     former = use_registry(registry)
     made.clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     use_registry(former)
 
 
