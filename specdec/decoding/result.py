@@ -40,7 +40,7 @@ class RunStats(Stats):
         self.rows += cycle.offered + 1
         self.count(cycle.offered, cycle.accepted)
         self.depth[cycle.offered] = self.depth.get(cycle.offered, 0) + 1
-        self.whole_cycles += cycle.whole
+        self.whole_cycles += cycle.on_device
         seconds = self.seconds
         seconds["draft"] += cycle.draft_seconds
         seconds["verify"] += cycle.verify_seconds

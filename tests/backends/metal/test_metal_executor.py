@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
+from specdec.backends.metal.cycles import MetalCycles  # noqa: E402
+from specdec.decoding.stepwise import StepwiseCycles  # noqa: E402
+
 import specdec  # noqa: E402
 from specdec.backends.metal import caches  # noqa: E402
-from specdec.backends.metal.cycles import MetalCycles  # noqa: E402
 from specdec.backends.metal.device import number, rows_from  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.passes import RunsGreedyCycles  # noqa: E402
 from specdec.contract import GreedyCycle, GreedyStart, Parity  # noqa: E402
-from specdec.decoding.stepwise import StepwiseCycles  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
 from specdec.models.causal_lm import CausalLM  # noqa: E402
 from tests import tiny  # noqa: E402
