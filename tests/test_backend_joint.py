@@ -44,7 +44,7 @@ def test_attributes_of_ops_backends_and_forward_passes_are_not_looked_up_by_name
 
 def test_an_array_library_is_not_recognised_by_the_name_of_its_module():
     found = {name for name, text in sources() if re.search(r"type\(\w+\)\.__module__", text)}
-    assert found <= {"registry/plugins.py"}  # where a plugin comes from
+    assert all(name.startswith("registry/") for name in found)  # where a plugin comes from
 
 
 def test_nothing_outside_the_backends_imports_one_of_them():
