@@ -18,7 +18,7 @@ import numpy as np
 from specdec.contract import CycleRecord, Guarantee, Parity
 from specdec.decoding.cycle_timing import measure_costs
 from specdec.decoding.prefill import prefill
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring.environment import Environment
 from specdec.measuring.intervals import Interval, interval, left_out, ratio

@@ -289,6 +289,7 @@ def test_sampled_generation_is_that_of_plain_sampling(checkpoint: Any, made: Any
         assert sum(spec.stats.offered) > 0
 
 
+@pytest.mark.slow
 @exact
 def test_the_embedded_model_says_in_cycles_what_it_says_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its head is a good one: drafts are accepted, and cycles run ahead of the host."""
