@@ -28,9 +28,9 @@ models-map:
     SPECDEC_MODELS_MAP=docs/models.md pytest tests/models tests/drafters/test_mtp_drafts.py \
         tests/checkpoints/quantised -k "equal or after_prefill or decoded"
 
-# the output of `specdec generate` in README.md
-readme:
-    python docs/_ext/readme_output.py
+# the program output in docs/getting-started.md
+sample-output:
+    python docs/_ext/sample_output.py
 
 # what the fragments in changes/ would add to CHANGELOG.md
 changes:

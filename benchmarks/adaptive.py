@@ -24,8 +24,8 @@ from benchmarks.common import encoded_prompts, machine, median, save
 from specdec.checkpoints import Checkpoint, locate
 from specdec.checkpoints.writer import write_checkpoint
 from specdec.contract import CycleRecord, Stats
-from specdec.decoding.cost_table import CostTable
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
+from specdec.records.cost_table import CostTable
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 

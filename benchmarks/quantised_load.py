@@ -3,7 +3,7 @@
     python -m benchmarks.quantised_load [--format fp8|nvfp4] [--layers N] [--folder DIR] [--json FILE]
 
 A dense Qwen3.5 of about 1 GB with random codes is written to a temporary folder unless ``--folder`` names one. Each
-measurement runs in a fresh process: "weights" audits and decodes every weight and keeps them all, "load" is
+measurement runs in a fresh process: "weights" checks and decodes every weight and keeps them all, "load" is
 ``load_target`` with everything that it builds. The peak is ``VmHWM`` less the resident set before the checkpoint is
 opened (interpreter, torch, kernels). Linux only.
 """
@@ -59,14 +59,14 @@ def write(folder: Path, kind: str, layers: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from specdec.checkpoints import write_checkpoint
-    from specdec.models.qwen3_5 import Qwen35Config, tensors
+    from specdec.models.weights import dry_run
+    from specdec.registry import registry
 
     config = {**CONFIG, "num_hidden_layers": layers}
     generator = torch.Generator().manual_seed(0)
     stored: dict[str, torch.Tensor] = {}
-    for name, spec in tensors(Qwen35Config.parse(config)).items():
-        if spec.optional:
-            continue
+    family = registry().model("qwen3_5_text")
+    for name, spec in dry_run(family, family.parse(config)).tensors.items():
         original = name if name.startswith(("mtp.", "lm_head.")) else f"model.{name}"
         if len(spec.shape) == 2 and not name.endswith(LEFT):
             module = original.removesuffix("weight")
@@ -95,27 +95,27 @@ def _codes(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> dic
 def measure(folder: Path, what: str) -> dict[str, Any]:
     """Load in this process, which must be fresh, and say what it took."""
     from specdec.backends.cpu.compiler import load_kernels
-    from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names
+    from specdec.checkpoints import Checkpoint, StoredWeights, check_weights
     from specdec.checkpoints.quantised import formats_of
     from specdec.config import RunConfig, TargetConfig
     from specdec.models.loading import load_target
-    from specdec.models.qwen3_5 import Qwen35Config, tensors
+    from specdec.models.weights import dry_run
     from specdec.registry import registry
 
-    registry().model("qwen3_5_text")
+    family = registry().model("qwen3_5_text")
     load_kernels()
     torch.ones(256, 256) @ torch.ones(256, 256)  # the libraries' own buffers and threads
     config = RunConfig(target=TargetConfig(model=str(folder), dtype="bfloat16"))
     before, started = resident_bytes(), perf_counter()
     if what == "weights":
         checkpoint = Checkpoint.open(folder)
-        expected = tensors(Qwen35Config.parse(checkpoint.config))
-        audit(checkpoint, expected).raise_for_errors()
-        audited = perf_counter() - started
-        weights = Weights(checkpoint, canonical_names(checkpoint.names))
+        expected = dry_run(family, family.parse(checkpoint.config), StoredWeights(checkpoint))
+        check_weights(checkpoint, expected.tensors).raise_for_errors()
+        checked = perf_counter() - started
+        weights = StoredWeights(checkpoint)
         kept: Any = [weights[name] for name in weights]
     else:
-        audited = None
+        checked = None
         kept = load_target(config)
         checkpoint = Checkpoint.open(folder)
     took, peak = perf_counter() - started, _peak()
@@ -131,7 +131,7 @@ def measure(folder: Path, what: str) -> dict[str, Any]:
         "loading_bytes": peak - before,
         "loading_over_decoded": (peak - before) / decoded,
         "seconds": took,
-        "audit_seconds": audited,
+        "weight_check_seconds": checked,
         "kept": type(kept).__name__,
     }
 

@@ -55,15 +55,15 @@ def write_checkpoint(folder: Path, config: dict[str, Any] = CONFIG) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from specdec.checkpoints import text_config
-    from specdec.models.qwen3_5 import Qwen35Config, tensors
+    from specdec.models.weights import dry_run
+    from specdec.registry import registry
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
     weights = {}
-    for name, spec in tensors(Qwen35Config.parse(text_config(config))).items():
-        if spec.optional:
-            continue
+    family = registry().model(config["model_type"])
+    for name, spec in dry_run(family, family.parse(text_config(config))).tensors.items():
         scale = 0.02 if len(spec.shape) > 1 else 0.1
         values = torch.empty(spec.shape, dtype=torch.bfloat16).normal_(0.0, scale, generator=generator)
         weights[name if name.startswith(("mtp.", "lm_head.")) else f"model.{name}"] = values

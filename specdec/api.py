@@ -7,11 +7,12 @@ from typing import Any
 
 import attrs
 
-from specdec.checkpoints import Checkpoint, audit, holds_weights, locate, read_json, text_config
+from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, holds_weights, locate, read_json, text_config
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig
 from specdec.errors import ConfigError, UnknownNameError
 from specdec.models.loading import family_of
+from specdec.models.weights import dry_run
 from specdec.pipeline import LanguageModel, build
 from specdec.registry import PUBLISHED, Kind, registry
 
@@ -76,14 +77,14 @@ def inspect_checkpoint(model: str = "demo", *, revision: str | None = None) -> C
     config = read_json(folder / "config.json") if checkpoint is None else checkpoint.config
     model_config = text_config(config)
     try:
-        spec = family_of(model_config, folder)
+        spec, family = family_of(model_config, folder)
     except UnknownNameError:
         return describe_foreign(str(folder), config, _taken_by(config), checkpoint)
-    family = spec.parse(model_config)
-    expected = spec.tensors(family)
+    wanted = dry_run(spec, family, None if checkpoint is None else StoredWeights(checkpoint))
     if checkpoint is None:
-        return describe_config(str(folder), config, spec, family, expected)
-    return describe(checkpoint, spec, family, expected, audit(checkpoint, expected))
+        return describe_config(str(folder), config, spec, family, wanted.tensors)
+    found = check_weights(checkpoint, wanted.tensors, wanted.headless)
+    return describe(checkpoint, spec, family, wanted.tensors, found, wanted.headless)
 
 
 def _taken_by(config: Mapping[str, Any]) -> str:

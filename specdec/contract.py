@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 import attrs
 
@@ -1015,13 +1015,50 @@ class BackendSpec:
     help: str = ""
 
 
+class FamilyConfig(Protocol):
+    """What specdec reads of any family's config, whatever else the family keeps in it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids, V."""
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, the MTP head's left out."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that a sequence may hold."""
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers of the MTP head; 0 without one."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding table."""
+
+    @property
+    def expert_share(self) -> float:
+        """The share of routed experts that one row reads; 1.0 for dense models."""
+
+    def state_bytes(self, width: int, *, mtp: bool = True) -> tuple[int, int]:
+        """Bytes of state per token, the MTP head's included with ``mtp``, and per sequence.
+
+        ``width`` is the bytes of an activation.
+        """
+
+
 @attrs.frozen(kw_only=True)
 class ModelSpec:
     """A family: which ``model_type`` values it reads and what builds it over a backend's ops."""
 
     name: str
     model_types: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], Any]  # config.json -> the family's own attrs class
-    tensors: Callable[[Any], Any]  # family config -> the tensors it expects
-    build: Callable[..., Any]  # (family config, weights, ops) -> a specdec.models.Model
+    parse: Callable[[Mapping[str, Any]], FamilyConfig]  # config.json -> the family's own attrs class
+    build: Callable[[Any, Any], Any]  # (family config, specdec.models.weights.Weights) -> DecoderModel
     help: str = ""

@@ -10,14 +10,14 @@ import attrs
 
 from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import ForwardPass, Guarantee, Needs, Parity, PrepareEnv
-from specdec.decoding.cost_table import DEPTHS, CostTable, warm_up
+from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
 from specdec.decoding.parts import DepthPart, DrafterPart, Parts, make_verifier
 from specdec.decoding.result import Result
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, UnsupportedError
 from specdec.models.loading import load_target
-from specdec.records.cost_file import costs_of
+from specdec.records.cost_table import CostTable
 from specdec.text import Tokenizer
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes

@@ -1,6 +1,7 @@
-"""Fixtures and hypothesis profiles for all tests.
+"""Environment, fixtures and hypothesis profiles for all tests.
 
-``HYPOTHESIS_PROFILE=dev`` (the default) keeps the run short, ``ci`` looks longer, ``nightly`` longest.
+``HYPOTHESIS_PROFILE=dev`` (the default) keeps the run short, ``ci`` tries more cases, ``nightly`` the most. Which tests
+run by default is said by ``addopts`` in ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _COMMON: dict[str, Any] = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("dev", max_examples=25, stateful_step_count=20, **_COMMON)
+settings.register_profile("dev", max_examples=10, stateful_step_count=12, **_COMMON)
 settings.register_profile("ci", max_examples=60, stateful_step_count=30, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, stateful_step_count=60, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

@@ -86,8 +86,13 @@ def own_process() -> Iterator[None]:
         structlog.reset_defaults()
 
 
+def _case(page: pathlib.Path) -> Any:
+    marks = [pytest.mark.docs] + [pytest.mark.sample] * (page.name in ("README.md", "configuration.md"))
+    return pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
+
+
 @pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [_case(page) for page in PAGES if runs(page)])
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "snippet"}
@@ -123,6 +128,7 @@ def _load_toml(body: str) -> None:
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.name.startswith("first_"))
 
 
+@pytest.mark.docs
 @pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
@@ -269,11 +275,11 @@ def test_the_documentation_names_commands_that_exist():
         assert set(named) <= {*main.commands, "COMMAND"}, page.name
 
 
-def test_the_readme_shows_the_output_of_a_real_run():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_getting_started_shows_the_output_of_a_real_run():
+    page = (DOCS / "getting-started.md").read_text(encoding="utf-8")
     shown = page.partition("generate`: begin -->")[2].partition("<!-- output")[0]
     report = CliRunner().invoke(main, ["generate", "--max-new-tokens", "8"])
     structlog.reset_defaults()
     labels = re.findall(r"^([a-z]+)  ", report.stderr, re.MULTILINE)
     assert len(labels) > 5
-    assert [label for label in labels if f"\n{label}  " not in shown] == [], "run docs/_ext/readme_output.py"
+    assert [label for label in labels if f"\n{label}  " not in shown] == [], "run `just sample-output`"

@@ -18,7 +18,7 @@ from benchmarks.cuda.timing import Lab, Spread
 from specdec.backends.cuda.kernels import accept, attention, delta, gemm, head, norm, rope, rows
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.weights import DenseWeight, fuse
-from specdec.backends.ops import DeltaShape, Rope
+from specdec.backends.ops import DeltaShape
 
 ROWS = (1, 2, 4, 8, 16)
 EPS = 1e-6
@@ -284,7 +284,7 @@ def _attention_cases(
     both, query = normal(MAX_ROWS, shape.heads, 2, dim), normal(MAX_ROWS, shape.heads, dim)
     k, v = normal(MAX_ROWS, shape.kv_heads, dim), normal(MAX_ROWS, shape.kv_heads, dim)
     q_scale, k_scale = (1.0 + normal(dim, std=0.1, act=False) for _ in range(2))
-    rope_ = Rope.of(shape.family.theta, shape.family.rotary_dims)
+    rope_ = shape.family.attention.rope
     frequencies = torch.tensor(rope_.inv_freq, dtype=torch.float32, device=place)
     scratch = [(torch.empty_like(keys), torch.empty_like(values)) for keys, values in caches[:1]]
     written = address_row(place, context, scratch[0][0].data_ptr(), scratch[0][1].data_ptr(), sizes[0])

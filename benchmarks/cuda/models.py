@@ -27,7 +27,7 @@ from specdec.backends.cuda.kernels import accept, head
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.passes import DeviceTokens
 from specdec.contract import State
-from specdec.measuring.arms import Arm
+from specdec.measuring.runs import generate
 from specdec.measuring.speed_model import expected_tokens
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.models.causal_lm import CausalLM, PrunedHead
@@ -372,18 +372,17 @@ def generations(
     shape, failures = model.shape, []
     prompts = [prompt_of(shape, shape.context, start) for start in range(PROMPTS if model.lab.real else 1)]
     capacity = shape.context + tokens + 24
-    plain = Arm(model.pipeline("none", 0, capacity=capacity))
-    settings = {"max_new_tokens": tokens}
+    plain = model.pipeline("none", 0, capacity=capacity)
+    settings: dict[str, Any] = {"max_new_tokens": tokens}
     if model.lab.real:
-        plain.run(prompts[0], **settings)
+        generate(plain, prompts[0], **settings)
     found: dict[str, Any] = {}
     out["generation"] = found
     for depth in depths:
         if out_of_time():
             break
-        made = Arm(model.pipeline("mtp", depth, capacity=capacity))
-        tossed = model.pipeline("mtp", depth, capacity=capacity)
-        coin = Arm(attrs.evolve(tossed, verifier=SyntheticVerifier(tossed.verifier, PROFILE)))
+        made = model.pipeline("mtp", depth, capacity=capacity)
+        coin = attrs.evolve(made, verifier=SyntheticVerifier(made.verifier, PROFILE))
         offered = _offers_cycles(made, prompts[0], settings, depth)
         runs: dict[str, list[Any]] = {"plain": [], "made": [], "coin": []}
         arms = {"plain": plain, "made": made, "coin": coin}
@@ -391,7 +390,7 @@ def generations(
             for prompt in prompts:
                 outputs = {}
                 for name in (*arms, *reversed(arms)) if model.lab.real else arms:
-                    run = arms[name].run(prompt, **settings)
+                    run = generate(arms[name], prompt, **settings)
                     runs[name].append(run)
                     outputs[name] = run.tokens
                 if outputs["made"] != outputs["plain"]:
@@ -401,9 +400,9 @@ def generations(
     return failures
 
 
-def _offers_cycles(arm: Arm, prompt: Sequence[int], settings: dict[str, Any], depth: int) -> bool:
+def _offers_cycles(lm: Any, prompt: list[int], settings: dict[str, Any], depth: int) -> bool:
     """Whether the target runs whole cycles by itself; watched during a warm-up."""
-    target: Any = arm.lm.target
+    target: Any = lm.target
     asked: list[bool] = []
     original = target.greedy_cycles
 
@@ -414,7 +413,7 @@ def _offers_cycles(arm: Arm, prompt: Sequence[int], settings: dict[str, Any], de
 
     target.greedy_cycles = watched
     try:
-        arm.run(prompt, **settings)
+        generate(lm, prompt, **settings)
     finally:
         del target.greedy_cycles
     return any(asked)
@@ -424,7 +423,7 @@ def _generation(runs: dict[str, list[Any]], costs: Costs, depth: int) -> dict[st
     told: dict[str, Any] = {}
     for name, members in runs.items():
         rates = [run.rate for run in members]
-        cycles = [cycle for run in members for cycle in run.cycles if cycle.emitted]  # else it came behind the end
+        cycles = [cycle for run in members for cycle in run.cycles]
         seconds = sum(run.seconds for run in members)
         told[name] = {
             "tokens_per_second": sum(len(run.tokens) for run in members) / seconds,

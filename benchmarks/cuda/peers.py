@@ -14,7 +14,7 @@ from benchmarks.cuda.models import Model, prompt_of
 from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, Shape
 from benchmarks.cuda.timing import Lab
 from benchmarks.cuda.weights import MadeWeights
-from specdec.measuring.arms import Arm
+from specdec.measuring.runs import generate
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "static cache, compiled": {"cache_implementation": "static"},
@@ -105,8 +105,8 @@ def beside_transformers(
     prompt = prompt_of(shape, shape.context)
     capacity = shape.context + tokens + 24
     ours = {
-        "plain": Arm(model.pipeline("none", 0, capacity=capacity)),
-        "speculative": Arm(model.pipeline("mtp", depth, capacity=capacity)),
+        "plain": model.pipeline("none", 0, capacity=capacity),
+        "speculative": model.pipeline("mtp", depth, capacity=capacity),
     }
     theirs = hf_model(shape, lab, model.dtype, agreement=agreement)
     out |= {
@@ -139,7 +139,7 @@ def beside_transformers(
                 if name == "theirs":
                     rate, generated = arm.run(prompt, tokens)
                 else:
-                    run = ours[name].run(prompt, max_new_tokens=tokens)
+                    run = generate(ours[name], prompt, max_new_tokens=tokens)
                     rate = run.rate
                     if name == "plain":
                         expected = list(run.tokens)
@@ -188,16 +188,16 @@ def demo(
     out["depths"] = {}
     for depth in depths:
         speculative = specdec.load(depth=depth, backend=backend)
-        arms = {"plain": Arm(plain), "speculative": Arm(speculative)}
+        arms = {"plain": plain, "speculative": speculative}
         classes: dict[str, Any] = {}
         for name, prompt in prompts.items():
             rates: dict[str, list[float]] = {"plain": [], "speculative": []}
             outputs = {}
             for warmed in arms.values():
-                warmed.run(prompt, **settings)
+                generate(warmed, prompt, **settings)
             for _ in range(repeats):
                 for kind in (*arms, *reversed(arms)):
-                    outputs[kind] = arms[kind].run(prompt, **settings)
+                    outputs[kind] = generate(arms[kind], prompt, **settings)
                     rates[kind].append(outputs[kind].rate)
             if outputs["plain"].tokens != outputs["speculative"].tokens:
                 failures.append(f"the embedded model, depth {depth}, {name!r}: speculative tokens differ")

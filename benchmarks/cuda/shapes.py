@@ -104,16 +104,17 @@ class Shape:
     @functools.cached_property
     def family(self) -> Any:
         """The family's own config."""
-        from specdec.models.qwen3_5 import Qwen35Config
+        from specdec.models.qwen3_5 import parse_dense
 
-        return Qwen35Config.parse(self.config)
+        return parse_dense(self.config)
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes by canonical name."""
-        from specdec.models.qwen3_5 import tensors
+        from specdec.models.weights import dry_run
+        from specdec.registry import registry
 
-        return {name: spec.shape for name, spec in tensors(self.family).items() if not spec.optional}
+        return {name: spec.shape for name, spec in dry_run(registry().model("qwen3_5"), self.family).tensors.items()}
 
     @property
     def attention_layers(self) -> int:

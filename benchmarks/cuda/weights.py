@@ -32,6 +32,7 @@ from specdec.contract import ModelInfo, PrepareEnv
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.models.causal_lm import CausalLM
+from specdec.models.weights import Weights
 from specdec.pipeline import LanguageModel
 from specdec.registry import registry
 from specdec.text import Tokenizer
@@ -44,7 +45,7 @@ _BRANCHES = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
 class MadeWeights:
-    """What a family's ``build`` takes in place of a checkpoint's weights.
+    """What ``specdec.models.weights.Weights`` takes in place of a checkpoint's weights.
 
     Args:
         shape: which tensors there are.
@@ -70,13 +71,10 @@ class MadeWeights:
     def __len__(self) -> int:
         return len(self._shape.tensors)
 
-    def get(self, name: str) -> Tensor | None:
-        return self[name] if name in self else None
-
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shape.tensors[name]
 
-    def stored(self, name: str) -> Tensor:
+    def matrix(self, name: str) -> Tensor:
         return self[name]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -189,7 +187,8 @@ def build_target(shape: Shape, ops: Ops, weights: MadeWeights, *, backend: str, 
         kernels=ops.capabilities.kernels,
         fingerprint=shape.name,
     )
-    return CausalLM(info, spec.build(family, weights, ops))
+    source: Any = weights
+    return CausalLM(info, spec.build(family, Weights(ops, source)))
 
 
 def language_model(

@@ -13,6 +13,27 @@ import attrs
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "specdec"
 
+ROOMS = (
+    ("cli",),
+    ("doctor",),
+    ("measuring", "testing"),
+    ("api",),
+    ("pipeline",),
+    ("decoding",),
+    ("drafters", "verifiers", "policies", "processors"),
+    ("models",),
+    ("text", "backends"),
+    ("checkpoints",),
+    ("registry",),
+    ("records",),
+    ("sampling",),
+    ("hookspecs",),
+    ("config",),
+    ("contract",),
+    ("errors",),
+)
+"""The order of the rooms, the topmost first: a room imports from later lines only."""
+
 
 @attrs.frozen
 class Import:
@@ -76,6 +97,18 @@ def room_imports(kinds: tuple[str, ...] = ("load", "typing", "call")) -> dict[st
     for left_out in ("specdec", "__main__", "_version"):
         edges.pop(left_out, None)
     return {name: {other for other in others if other in edges} for name, others in edges.items()}
+
+
+def upward() -> list[Import]:
+    """The imports against ``ROOMS``."""
+    height = {name: number for number, line in enumerate(ROOMS) for name in line}
+    return [
+        one
+        for one in imports()
+        if (here := room(one.importer)) != (there := room(one.imported))
+        and here in height
+        and height.get(there, len(ROOMS)) <= height[here]
+    ]
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:

@@ -1,25 +1,25 @@
-"""Checkpoints: finding a folder, reading its tensors without copying them, naming them alike, and auditing them.
+"""Checkpoints: finding a folder, reading its tensors without copying them, naming them alike, checking the weights.
 
-The order of use is ``locate`` -> ``Checkpoint.open`` -> ``audit`` -> ``Weights``. Nothing is unpickled and no code of a
-checkpoint runs.
+Nothing is unpickled and no code of a checkpoint runs.
 """
 
-from specdec.checkpoints.audit import Audit, TensorSpec, Weights, audit
 from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.locate import locate
 from specdec.checkpoints.names import Names, canonical_name, canonical_names, is_ignored, text_config
 from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
+from specdec.checkpoints.weight_check import TensorSpec, WeightCheck, check_weights
+from specdec.checkpoints.weights import StoredWeights
 from specdec.checkpoints.writer import write_checkpoint
 
 __all__ = [
-    "Audit",
     "Checkpoint",
     "Names",
+    "StoredWeights",
     "TensorSpec",
-    "Weights",
-    "audit",
+    "WeightCheck",
     "canonical_name",
     "canonical_names",
+    "check_weights",
     "fingerprint",
     "holds_weights",
     "is_ignored",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from specdec.checkpoints import Audit, Checkpoint, TensorSpec
+from specdec.checkpoints import Checkpoint, TensorSpec, WeightCheck
 from specdec.checkpoints.quantised import TensorFormat, formats_of
-from specdec.contract import ModelSpec
+from specdec.contract import FamilyConfig, ModelSpec
 
-_ONE_EXPERT = re.compile(r"\.experts\.\d+\.|\.switch_mlp\.")
-_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _BLOCK = re.compile(r"\.experts\.|\.switch_mlp\.")
-_COPY = re.compile(r"(^mtp\.lm_head|\.shared_head\.head|^mtp\..*embed_tokens|^layers\..*embed_tokens)\.weight$")
-_ABSORBED = re.compile(r"\.self_attn\.(embed_q|unembed_out)\.weight$")
+_OWN_HEAD = ("lm_head.weight", "shared_head.head.weight")
 _MODULES = (  # in this order: the first that a name contains
     ("embed_tokens", "embedding"),
     ("lm_head", "head"),
@@ -94,21 +91,23 @@ class CheckpointReport:
 
 
 def describe(
-    checkpoint: Checkpoint, spec: ModelSpec, family: Any, expected: Mapping[str, TensorSpec], found: Audit
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    family: FamilyConfig,
+    expected: Mapping[str, TensorSpec],
+    found: WeightCheck,
+    headless: str = "",
 ) -> CheckpointReport:
-    """Put a checkpoint's facts together."""
+    """Put a checkpoint's facts together; ``expected`` and ``headless`` are of a dry run."""
     formats = formats_of(checkpoint)
-    if found.headless:
-        expected = {name: tensor for name, tensor in expected.items() if tensor.group != "mtp"}
-    present = {name: tensor for name, tensor in expected.items() if name in formats or tensor.required(formats)}
     return attrs.evolve(
-        describe_config(str(checkpoint.path), checkpoint.config, spec, family, present),
+        describe_config(str(checkpoint.path), checkpoint.config, spec, family, expected),
         weights_present=True,
-        formats=_by_module(formats, present),
+        formats=_by_module(formats, expected),
         dtypes=_dtypes(checkpoint),
-        mtp=f"none: {found.headless}"
-        if found.headless
-        else _mtp(family, [name for name, tensor in present.items() if tensor.group == "mtp" and name in formats]),
+        mtp=f"none: {headless}"
+        if headless
+        else _mtp(family, [name for name, tensor in expected.items() if tensor.group == "mtp" and name in formats]),
         missing=list(found.missing),
         unused=list(found.unused),
         misshaped=[f"{name}: {got}, expected {wanted}" for name, got, wanted in found.misshaped],
@@ -116,30 +115,30 @@ def describe(
         + [f"{name}: not finite" for name in found.non_finite]
         + [reason for _, _, reason in found.unreadable],
         size_bytes=checkpoint.size_bytes,
-        decode_step=_step(family, present, formats),
+        decode_step=_step(family, expected, formats),
     )
 
 
 def describe_config(
-    path: str, config: Mapping[str, Any], spec: ModelSpec, family: Any, expected: Mapping[str, TensorSpec]
+    path: str, config: Mapping[str, Any], spec: ModelSpec, family: FamilyConfig, expected: Mapping[str, TensorSpec]
 ) -> CheckpointReport:
-    """What ``config.json`` alone tells. Of two expert layouts in ``expected`` the fused one is counted."""
-    one = dict(_one_layout(expected))
+    """What ``config.json`` alone says; ``expected`` is of a dry run."""
     parameters: dict[str, int] = {}
-    for name, tensor in one.items():
+    for name, tensor in expected.items():
         part = tensor.group if tensor.group != "model" else _part(name)
         parameters[part] = parameters.get(part, 0) + math.prod(tensor.shape)
     per_token, fixed = family.state_bytes(2)
+    fields: Any = family  # every family's config is an attrs class
     return CheckpointReport(
         path=path,
         family=spec.name,
         model_type=str(config.get("model_type")),
-        config=attrs.asdict(family),
+        config=attrs.asdict(fields, filter=lambda _, value: value is not None),
         weights_present=False,
         parameters=parameters,
-        mtp=_mtp(family, [name for name, tensor in one.items() if tensor.group == "mtp"]),
+        mtp=_mtp(family, [name for name, tensor in expected.items() if tensor.group == "mtp"]),
         tied=family.tied,
-        decode_step=_step(family, one, {}),
+        decode_step=_step(family, expected, {}),
         state_bytes_per_token=per_token,
         fixed_state_bytes=fixed,
     )
@@ -161,17 +160,6 @@ def describe_foreign(
         dtypes=_dtypes(checkpoint),
         size_bytes=checkpoint.size_bytes,
     )
-
-
-def _one_layout(expected: Mapping[str, TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
-    """One layout of each block of experts and latent attention, without optional copies of embedding and head."""
-    fused = {name.split(".experts.")[0] for name in expected if _FUSED_EXPERTS.search(name)}
-    for name, tensor in expected.items():
-        if _ONE_EXPERT.search(name) and _BLOCK.split(name)[0] in fused:
-            continue
-        if tensor.optional and (_COPY.search(name) or _ABSORBED.search(name)):
-            continue
-        yield name, tensor
 
 
 def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -205,18 +193,16 @@ def _module(name: str, shape: tuple[int, ...]) -> str:
     return next((module for part, module in _MODULES if part in name), "other matrices")
 
 
-def _step(family: Any, expected: Mapping[str, TensorSpec], formats: Mapping[str, TensorFormat]) -> StepBytes:
+def _step(family: FamilyConfig, expected: Mapping[str, TensorSpec], formats: Mapping[str, TensorFormat]) -> StepBytes:
     """What one row reads: every matrix once, but one row of an untied embedding, and the chosen experts only."""
     width = 2
-    moe = getattr(family, "moe", None)
-    chosen = moe.routing.top_k / moe.experts if moe is not None else 1.0
     weights = stored = mtp = 0.0
     head = 0
     for name, tensor in expected.items():
         size = math.prod(tensor.shape)
         if name == "lm_head.weight" or (family.tied and name == "embed_tokens.weight"):
             head = size
-        share = chosen if _BLOCK.search(name) else 1.0
+        share = family.expert_share if _BLOCK.search(name) else 1.0
         if "embed_tokens" in name and not (family.tied and tensor.group != "mtp"):
             share = 1.0 / tensor.shape[0]
         if tensor.group == "mtp":
@@ -225,25 +211,18 @@ def _step(family: Any, expected: Mapping[str, TensorSpec], formats: Mapping[str,
         weights += share * size
         if name in formats:
             stored += share * formats[name].stored_bytes
-    own_head = any(_COPY.search(name) and "head" in name for name, t in expected.items() if t.group == "mtp")
+    own_head = any(name.endswith(_OWN_HEAD) for name, tensor in expected.items() if tensor.group == "mtp")
     if mtp and not own_head:
         mtp += head
-    per_token, fixed = family.state_bytes(width)
-    layers = getattr(family, "mtp_layers", 0)
+    per_token, fixed = family.state_bytes(width, mtp=False)
     return StepBytes(
         width=width,
         weights=round(weights * width),
         stored=round(stored),
         state=2 * fixed,
-        per_context_token=per_token if not layers else _without_mtp(family, width),
+        per_context_token=per_token,
         mtp_weights=round(mtp * width),
     )
-
-
-def _without_mtp(family: Any, width: int) -> int:
-    """Bytes of keys and values per token that the target itself reads."""
-    per_token: int = attrs.evolve(family, mtp_layers=0).state_bytes(width)[0]
-    return per_token
 
 
 def _part(name: str) -> str:
@@ -251,8 +230,8 @@ def _part(name: str) -> str:
     return {"embed_tokens": "embedding", "lm_head": "head"}.get(first, "layers")
 
 
-def _mtp(family: Any, present: list[str]) -> str:
+def _mtp(family: FamilyConfig, present: list[str]) -> str:
     if not family.mtp_layers or not present:
         return "none"
-    own = any(name.endswith(("lm_head.weight", "shared_head.head.weight")) for name in present)
+    own = any(name.endswith(_OWN_HEAD) for name in present)
     return f"{family.mtp_layers} layer, {'own head' if own else 'shares the main head'}"

@@ -13,9 +13,9 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.run_options import flag_overrides, interruptible
+from specdec.cli.options import configured, interruptible
 from specdec.cli.run_report import acceptance_table, speculation_line
-from specdec.config import Override, RunConfig, load_config, read_toml
+from specdec.config import Override, RunConfig
 from specdec.errors import PromptError, SpecdecError, did_you_mean
 
 if TYPE_CHECKING:
@@ -23,18 +23,13 @@ if TYPE_CHECKING:
     from specdec.decoding.result import Result
     from specdec.pipeline import LanguageModel
 
-ANSWER_TOKENS = 1024  # at most, where neither the configuration nor an option says
+ANSWER_TOKENS = 1024
 PROMPT, MORE = "> ", ". "
-LENGTH_KEY = ("generation", "max_new_tokens")
 
 
 @click.command()
-@click.argument("config_file", metavar="[CONFIG]", required=False, type=click.Path(path_type=pathlib.Path))
-@click.option("-m", "--model", help='A folder, a hub id or "demo"; short for -s target.model=...')
+@configured("Tokens of one answer", new_tokens=ANSWER_TOKENS)
 @click.option("--system", metavar="TEXT", help="A system message.")
-@click.option("-n", "--max-new-tokens", type=int, metavar="N", help=f"Tokens of one answer; {ANSWER_TOKENS} if unset.")
-@click.option("-t", "--temperature", type=float, metavar="X", help="0 is greedy.")
-@click.option("--seed", type=int, metavar="S", help="One seed, one output.")
 @click.option(
     "--template",
     "variables",
@@ -43,32 +38,13 @@ LENGTH_KEY = ("generation", "max_new_tokens")
     help="Set a variable of the chat template: enable_thinking=false.",
 )
 @click.option("--load", "load_file", metavar="FILE", help="Go on with a saved conversation.")
-@click.option("-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key: depth.depth=4.")
-def chat(
-    config_file: pathlib.Path | None,
-    model: str | None,
-    system: str | None,
-    max_new_tokens: int | None,
-    temperature: float | None,
-    seed: int | None,
-    variables: tuple[str, ...],
-    load_file: str | None,
-    settings: tuple[str, ...],
-) -> None:
+def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load_file: str | None) -> None:
     """Talk with a model.
 
     Answers go to stdout, everything else to stderr. The conversation's state is kept between turns: only what is new
     runs through the model. A line that ends with a backslash goes on in the next one; /help lists the commands.
     Ctrl-C stops an answer and keeps it, Ctrl-D (the end of the input) quits.
     """
-    flags: dict[str, Any] = {
-        "target.model": model,
-        "generation.max_new_tokens": max_new_tokens,
-        "generation.temperature": temperature,
-        "generation.seed": seed,
-    }
-    config = _config(config_file, [*map(Override.parse, settings), *flag_overrides(flags)])
-
     import specdec
     from specdec.decoding.conversation import Conversation
 
@@ -76,19 +52,8 @@ def chat(
         lm = specdec.load(config=config)
     conversation = Conversation(lm, system=system, template=_template_variables(variables))
     if load_file is not None:
-        conversation.load(_expanded(load_file))
+        conversation.load(_path(load_file))
     Chat(lm, conversation, config).run()
-
-
-def _config(file: pathlib.Path | None, overrides: Sequence[Override]) -> RunConfig:
-    """The configuration; an answer may be longer than a continuation where nobody gave a length."""
-    config = load_config(file, overrides)
-    given = any(override.path == LENGTH_KEY for override in overrides)
-    if not given and file is not None:
-        given = LENGTH_KEY[1] in read_toml(file).get(LENGTH_KEY[0], {})
-    if given:
-        return config
-    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=ANSWER_TOKENS))
 
 
 def _template_variables(given: Sequence[str]) -> dict[str, Any]:
@@ -160,23 +125,20 @@ class Chat:
         self._last = result = answer.result
         if not result.tokens:
             self._say("(stopped before the first token: the message is forgotten)")
-        elif result.finish_reason == "interrupted":
-            self._say("(stopped; the answer so far is kept)")
-        elif result.finish_reason == "length":
-            self._say(f"(cut after {output.count(len(result.tokens), 'token')}; -n sets the limit)")
-        elif result.finish_reason == "context":
-            self._say(f"(the model's {self._lm.capacity} tokens are used up; /rewind makes room)")
+        elif note := {
+            "interrupted": "(stopped; the answer so far is kept)",
+            "length": f"(cut after {output.count(len(result.tokens), 'token')}; -n sets the limit)",
+            "context": f"(the model's {self._lm.capacity} tokens are used up; /rewind makes room)",
+        }.get(result.finish_reason):
+            self._say(note)
 
     def _introduction(self) -> list[tuple[str, str]]:
         lm, info = self._lm, self._lm.info
         depth = ", ".join(f"{key} {value}" for key, value in self._config.depth.options.items())
         parity = info.parity.value + (f" ({info.parity_reason})" if info.parity_reason else "")
+        runs = f"{info.family}, {info.dtype} on {info.device or info.backend}, {lm.capacity} tokens"
         return [
-            (
-                "model",
-                f"{self._config.target.model}: {info.family}, {info.dtype} on {info.device or info.backend}, "
-                f"{lm.capacity} tokens",
-            ),
+            ("model", f"{self._config.target.model}: {runs}"),
             ("drafter", f"{lm.drafter.spec.name}, depth policy {lm.depth.spec.name}{f' ({depth})' if depth else ''}"),
             ("verifier", f"{self._config.verifier.name}, guarantee {lm.verifier.guarantee.value}"),
             ("parity", parity),
@@ -191,11 +153,11 @@ class Chat:
         self._say(f"{output.count(self._conversation.turns, 'turn')} left")
 
     def _save(self, argument: str) -> None:
-        self._conversation.save(_file(argument, "save"))
+        self._conversation.save(_path(argument, "save"))
         self._say(f"saved {output.count(self._conversation.turns, 'turn')}")
 
     def _load(self, argument: str) -> None:
-        self._conversation.load(_file(argument, "load"))
+        self._conversation.load(_path(argument))
         self._last = None
         messages = self._conversation.messages
         self._say(f"loaded {output.count(self._conversation.turns, 'turn')}")
@@ -203,22 +165,18 @@ class Chat:
             self._say(f"{PROMPT}{messages[-2]['content']}\n{messages[-1]['content']}")
 
     def _stats(self, _: str) -> None:
-        told = None if self._last is None else self._last.to_dict()
         totals, used = self._conversation.stats, len(self._conversation.tokens)
         rows = [
             ("turns", f"{self._conversation.turns}, {used} of {self._lm.capacity} tokens used"),
             ("generated", f"{output.count(totals.tokens, 'token')} in {output.count(totals.cycles, 'cycle')}"),
         ]
-        if told is not None:
-            stats = told["stats"]
+        if self._last is not None:
+            last, stats = self._last, self._last.stats
+            made = f"{output.count(len(last.tokens), 'token')}, {stats.tokens_per_second:.1f} tokens/s"
             rows += [
-                (
-                    "last answer",
-                    f"{output.count(len(told['tokens']), 'token')}, {stats['tokens_per_second']:.1f} "
-                    f"tokens/s, ended by {told['finish_reason']!r}",
-                ),
-                ("its prompt", f"{told['prompt_tokens']} tokens, of which {stats['prefilled']} ran through the model"),
-                ("speculation", speculation_line(stats["speculation"])),
+                ("last answer", f"{made}, ended by {last.finish_reason!r}"),
+                ("its prompt", f"{last.prompt_tokens} tokens, of which {stats.prefilled} ran through the model"),
+                ("speculation", speculation_line(stats.speculation())),
             ]
         self._console.print(output.facts(rows))
         if totals.offered:
@@ -236,13 +194,9 @@ class Chat:
         self._console.print(text, soft_wrap=True)
 
 
-def _file(argument: str, command: str) -> pathlib.Path:
-    if not argument:
+def _path(name: str, command: str = "load") -> pathlib.Path:
+    if not name:
         raise PromptError(f"/{command} takes a file name")
-    return _expanded(argument)
-
-
-def _expanded(name: str) -> pathlib.Path:
     return pathlib.Path(os.path.expanduser(name))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
+from specdec.cli.options import settings_option
 from specdec.config import Override
 from specdec.errors import ConfigError, UnsupportedError
 
@@ -16,9 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name")
-@click.option(
-    "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="An option of the plugin: -s block=true."
-)
+@settings_option("block=true", help="An option of the plugin")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the cases drawn.")
 @click.option("--effort", type=click.FloatRange(0.01, 1000), default=1.0, help="Factor on the number of cases.")
 @click.option("--only", multiple=True, metavar="ID", help="Run this check only; may be repeated.")
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 def check(
     context: click.Context,
     name: str,
-    overrides: tuple[str, ...],
+    settings: tuple[str, ...],
     seed: int,
     effort: float,
     only: tuple[str, ...],
@@ -49,8 +48,8 @@ def check(
     from specdec.testing import CONTRACT, check_plugin
 
     how: dict[str, Any] = {"seed": seed, "effort": effort, "only": only or None, "contract": contract or CONTRACT}
-    options = _options(overrides)
-    how["replay"] = " ".join(["specdec check", name, *(f"-s {text}" for text in overrides), f"--seed {seed}"])
+    options = _options(settings)
+    how["replay"] = " ".join(["specdec check", name, *(f"-s {text}" for text in settings), f"--seed {seed}"])
     with output.status(f"checking {name}"):
         report = check_plugin(name, options=options, **how)
     if as_json:
@@ -60,9 +59,9 @@ def check(
     context.exit(0 if report.ok else 1)
 
 
-def _options(overrides: tuple[str, ...]) -> dict[str, Any]:
+def _options(settings: tuple[str, ...]) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for text in overrides:
+    for text in settings:
         override = Override.parse(text)
         if len(override.path) != 1:
             raise ConfigError(f"an option of the plugin has no dots, got {text!r}", try_="-s max_order=3")
@@ -74,11 +73,12 @@ def _show(report: Report) -> None:
     from specdec.testing import Status
 
     console = output.console()
-    table = output.table("clause", "", "status", "seconds", right=["seconds"])
-    for outcome in report.outcomes:
-        words = outcome.check.sentence.replace("``", "")
-        table.add_row(outcome.check.id, words, outcome.status.value, f"{outcome.seconds:.1f}")
-    console.print(table)
+    rows = [
+        (one.check.id, one.check.sentence.replace("``", ""), one.status.value, f"{one.seconds:.1f}")
+        for one in report.outcomes
+    ]
+    headings = ("clause", "", "status", "seconds")
+    console.print(output.table(headings, rows, left=headings[:3]))
     for outcome in report.outcomes:
         if outcome.failure is not None and outcome.status is not Status.KNOWN:
             console.print(f"\n{outcome.detail}")

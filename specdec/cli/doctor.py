@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.info import amount
-from specdec.cli.measuring import BROKEN_PROMISE
+from specdec.cli.options import settings_option
+from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
 from specdec.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from specdec.contract import ModelInfo
     from specdec.doctor import MachineReport, Promise, RowCosts
     from specdec.records.probes import ProbeRecord
@@ -26,14 +25,7 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # columns of expected speed-up
 
 @click.command()
 @click.argument("model", required=False)
-@click.option(
-    "-s",
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a key of [target]: target.backend=metal.",
-)
+@settings_option("target.backend=metal", help="Override a key of [target]")
 @click.option(
     "--context", type=click.IntRange(1), metavar="N", help="Compare after N tokens too: kernels may change with length."
 )
@@ -57,74 +49,29 @@ def doctor(
     The exit status is 1 when a backend that promises equal bits without a probe gave others, 2 when the record cannot
     be stored.
     """
-    if model is None:
-        _refuse_without_model(settings, context, no_store=no_store)
+    options = {"-s": bool(settings), "--context": context is not None, "--no-store": no_store}
+    if model is None and (unused := [name for name, given in options.items() if given]):
+        need = "needs" if len(unused) == 1 else "need"
+        raise click.UsageError(f"{' and '.join(unused)} {need} a MODEL: specdec doctor demo {unused[0]} ...")
     config = None if model is None else _config(model, settings)
 
     from specdec.doctor import examine_machine
 
-    with output.status("looking around"):
+    with output.status("inspecting this machine"):
         machine = examine_machine()
-    if config is None:
-        if as_json:
-            output.print_json({"machine": machine.to_dict(), "model": None})
-        else:
-            _show_machine(machine)
-        return
-
-    from specdec.doctor import make_record, measure_row_costs, probe_bits, promise
-    from specdec.doctor.operations import CONTEXTS
-    from specdec.models.loading import load_target
-    from specdec.records.probes import SWITCH, probe_folder, write_probe
-
-    with output.status(f"loading {config.target.model}"):
-        loaded = load_target(config)
-    target = loaded.target
-    if context is not None and context + target.info.max_rows > target.info.max_positions:
-        raise ConfigError(
-            f"--context {context} leaves no room: the model takes {target.info.max_positions} tokens",
-            try_=f"--context {max(1, target.info.max_positions - target.info.max_rows)}",
-        )
-    with output.status("comparing bits"):
-        findings, notes = probe_bits(target, CONTEXTS if context is None else (*CONTEXTS, context))
-    with output.status("timing passes"):
-        costs = measure_row_costs(target)
-    record = make_record(target, findings, notes, costs)
-    verdict = promise(target, record, costs)
-    folder = probe_folder()
-    path, not_stored, unwritable = None, "", None
-    if no_store:
-        not_stored = "--no-store"
-    elif folder is None:
-        not_stored = f"{SWITCH}=off"
-    elif not target.info.fingerprint:
-        not_stored = "the target has no fingerprint, so the record would fit any other"
-    else:
-        try:
-            path = write_probe(record, folder)
-        except UnsupportedError as error:  # said at the end: what took minutes to find out is shown first
-            unwritable, not_stored = error, error.message
+    examined = None if config is None else _examine(config, context)
+    if examined is not None:
+        examined.store("--no-store" if no_store else "")
     if as_json:
-        output.print_json(
-            {
-                "machine": machine.to_dict(),
-                "model": _told(config, target.info, record, costs, verdict, loaded.notices, path, not_stored),
-            }
-        )
+        output.print_json({"machine": machine.to_dict(), "model": None if examined is None else examined.to_dict()})
+    elif examined is not None:
+        examined.show()
     else:
-        _show_model(config, target.info, record, costs, verdict, loaded.notices, path, not_stored)
-    if unwritable is not None:
-        raise unwritable
-    if verdict.broken:
-        ctx.exit(BROKEN_PROMISE)
-
-
-def _refuse_without_model(settings: tuple[str, ...], context: int | None, *, no_store: bool) -> None:
-    given = {"-s": bool(settings), "--context": context is not None, "--no-store": no_store}
-    unused = [name for name, there in given.items() if there]
-    if unused:
-        need = "needs" if len(unused) == 1 else "need"
-        raise click.UsageError(f"{' and '.join(unused)} {need} a MODEL: specdec doctor demo {unused[0]} ...")
+        _show_machine(machine)
+    if examined is not None and examined.unwritable is not None:
+        raise examined.unwritable
+    if examined is not None and examined.promise.broken:
+        ctx.exit(output.BROKEN_PROMISE)
 
 
 def _config(model: str, settings: tuple[str, ...]) -> RunConfig:
@@ -147,162 +94,181 @@ def _config(model: str, settings: tuple[str, ...]) -> RunConfig:
 def _show_machine(machine: MachineReport) -> None:
     console = output.console()
     console.print(output.facts(_machine_facts(machine)))
-    table = output.table("backend", "runs", "about", "origin")
-    for backend in machine.backends:
-        table.add_row(
-            backend.name, "yes" if backend.available else "no", backend.reason or backend.help, backend.origin
-        )
-    console.print(table)
+    headings = ("backend", "runs", "about", "origin")
+    rows = [
+        (one.name, "yes" if one.available else "no", one.reason or one.help, one.origin) for one in machine.backends
+    ]
+    console.print(output.table(headings, rows, left=headings))
     for failure in machine.failures:
         console.print(f"plugin failed: {failure}")
 
 
-def _machine_facts(machine: MachineReport) -> list[tuple[str, str]]:
-    libraries = ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.libraries.items())
+def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
     memory = machine.memory
-    return [
-        ("specdec", f"{machine.specdec}, python {machine.python}"),
-        ("libraries", libraries),
-        ("machine", f"{machine.processor}, {output.count(machine.cores, 'core')}, {machine.system}"),
-        ("memory", f"{_bytes(memory.free)} free of {_bytes(memory.total)}"),
-        *(
-            [("device", f"{memory.device}, {_bytes(memory.device_free)} free of {_bytes(memory.device_total)}")]
-            if memory.device
-            else []
-        ),
-        ("threads", str(machine.threads)),
-        ("compiler", machine.compiler),
-        ("CPU kernels", machine.kernels),
-        ("auto", f"{machine.auto or 'none'}{_because(machine.auto_reason)}"),
-        ("plugins", output.count(len(machine.failures), "failure") if machine.failures else "none failed"),
-        ("cache", _cache(machine)),
-    ]
-
-
-def _bytes(size: int | None) -> str:
-    return "unknown" if size is None else amount(size)
+    yield "specdec", f"{machine.specdec}, python {machine.python}"
+    yield "libraries", ", ".join(f"{name} {version or 'not installed'}" for name, version in machine.libraries.items())
+    yield "machine", f"{machine.processor}, {output.count(machine.cores, 'core')}, {machine.system}"
+    yield "memory", f"{amount(memory.free)} free of {amount(memory.total)}"
+    if memory.device:
+        yield "device", f"{memory.device}, {amount(memory.device_free)} free of {amount(memory.device_total)}"
+    yield "threads", str(machine.threads)
+    yield "compiler", machine.compiler
+    yield "CPU kernels", machine.kernels
+    yield "auto", f"{machine.auto or 'none'}{_because(machine.auto_reason)}"
+    yield "plugins", output.count(len(machine.failures), "failure") if machine.failures else "none failed"
+    cache = f"{machine.cache_folder}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
+    probes = machine.probe_folder or "not kept"
+    own = probes == str(pathlib.Path(machine.cache_folder) / "probes")
+    yield "cache", cache if own else f"{cache}; probes: {probes}"
 
 
 def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _cache(machine: MachineReport) -> str:
-    told = f"{machine.cache_folder}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
-    own = str(pathlib.Path(machine.cache_folder) / "probes")
-    return told if machine.probe_folder == own else f"{told}; probes: {machine.probe_folder or 'not kept'}"
-
-
 # --- with a model ----------------------------------------------------------------------------------------------------
 
 
-def _told(
-    config: RunConfig,
-    info: ModelInfo,
-    record: ProbeRecord,
-    costs: RowCosts,
-    verdict: Promise,
-    notices: tuple[str, ...],
-    path: pathlib.Path | None,
-    not_stored: str,
-) -> dict[str, Any]:
-    return {
-        "model": config.target.model,
-        "family": info.family,
-        **attrs.asdict(record.identity),
-        "parity_at_load": info.parity.value,
-        "parity_reason": info.parity_reason,
-        "notices": list(notices),
-        "probed": record.probed,
-        "findings": [{**attrs.asdict(finding), "equal": finding.equal} for finding in record.findings],
-        "notes": list(record.notes),
-        "costs": {
-            "rows": [attrs.asdict(row) for row in costs.rows],
-            "draft_step": costs.draft_step,
-            "context": costs.context,
-            "repeats": costs.repeats,
-            "steady": costs.steady,
-            "depths": [attrs.asdict(price) for price in costs.depths()],
-        },
-        "promise": {**attrs.asdict(verdict), "broken": verdict.broken},
-        "stored": None if path is None else str(path),
-        "not_stored": not_stored or None,
-    }
+def _examine(config: RunConfig, context: int | None) -> _Examined:
+    """Load the model, compare bits and time passes."""
+    from specdec.doctor import make_record, measure_row_costs, probe_bits, promise
+    from specdec.doctor.operations import CONTEXTS
+    from specdec.models.loading import load_target
 
-
-def _show_model(
-    config: RunConfig,
-    info: ModelInfo,
-    record: ProbeRecord,
-    costs: RowCosts,
-    verdict: Promise,
-    notices: tuple[str, ...],
-    path: pathlib.Path | None,
-    not_stored: str,
-) -> None:
-    console = output.console()
-    console.print(
-        output.facts(
-            [
-                ("model", f"{config.target.model} ({info.family}, fingerprint {info.fingerprint[:12] or 'unknown'})"),
-                ("runs on", f"{info.backend}: {info.device}, {info.dtype}, up to {info.max_rows} rows"),
-                ("kernels", info.kernels),
-                *(("notice", notice) for notice in notices),
-            ]
+    with output.status(f"loading {config.target.model}"):
+        loaded = load_target(config)
+    target = loaded.target
+    if context is not None and context + target.info.max_rows > target.info.max_positions:
+        raise ConfigError(
+            f"--context {context} leaves no room: the model takes {target.info.max_positions} tokens",
+            try_=f"--context {max(1, target.info.max_positions - target.info.max_rows)}",
         )
-    )
-    console.print(_bits_table(record))
-    for note in record.notes:
-        console.print(f"not compared: {note}")
-    console.print(_costs_table(costs))
-    console.print(_costs_line(costs))
-    console.print()
-    console.print(
-        output.facts(
-            [
-                ("promise", f"{'exact' if verdict.exact else 'numeric'}: {verdict.reason}"),
-                *([("needs", _needs(verdict, path))] if verdict.needs_probe else []),
-                ("depth", f"{verdict.depth}: {verdict.depth_reason}"),
-                ("record", str(path) if path is not None else f"not stored ({not_stored})"),
-            ]
-        )
+    with output.status("comparing bits"):
+        findings, notes = probe_bits(target, CONTEXTS if context is None else (*CONTEXTS, context))
+    with output.status("timing passes"):
+        costs = measure_row_costs(target)
+    record = make_record(target, findings, notes, costs)
+    return _Examined(
+        model=config.target.model,
+        info=target.info,
+        record=record,
+        costs=costs,
+        promise=promise(target, record, costs),
+        notices=tuple(loaded.notices),
     )
 
 
-def _needs(verdict: Promise, path: pathlib.Path | None) -> str:
-    if not verdict.exact:
-        return "this backend is exact only where a probe has shown it; loads stay numeric here"
-    kept = "loads from now on are exact here" if path is not None else "loads stay numeric until a record is stored"
-    return f"this backend is exact only where a stored probe has shown it; {kept}"
+@attrs.define(kw_only=True)
+class _Examined:
+    """What the probe of a model found, and whether its record was stored."""
+
+    model: str
+    info: ModelInfo
+    record: ProbeRecord
+    costs: RowCosts
+    promise: Promise
+    notices: tuple[str, ...]
+    path: pathlib.Path | None = None
+    not_stored: str = ""
+    unwritable: UnsupportedError | None = None  # raised at the end: what took minutes to find out is shown first
+
+    def store(self, refused: str) -> None:
+        """Write the record, unless ``refused`` says why not."""
+        from specdec.records.probes import PROBES, write_probe
+
+        folder = PROBES.folder()
+        self.not_stored = refused
+        if not refused and folder is None:
+            self.not_stored = f"{PROBES.switch}=off"
+        elif not refused and not self.info.fingerprint:
+            self.not_stored = "the target has no fingerprint, so the record would fit any other"
+        if self.not_stored or folder is None:
+            return
+        try:
+            self.path = write_probe(self.record, folder)
+        except UnsupportedError as error:
+            self.unwritable, self.not_stored = error, error.message
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object under ``model`` of ``doctor --json``."""
+        info, record, costs = self.info, self.record, self.costs
+        return {
+            "model": self.model,
+            "family": info.family,
+            **attrs.asdict(record.identity),
+            "parity_at_load": info.parity.value,
+            "parity_reason": info.parity_reason,
+            "notices": list(self.notices),
+            "probed": record.probed,
+            "findings": [{**attrs.asdict(finding), "equal": finding.equal} for finding in record.findings],
+            "notes": list(record.notes),
+            "costs": {
+                "rows": [attrs.asdict(row) for row in costs.rows],
+                "draft_step": costs.draft_step,
+                "context": costs.context,
+                "repeats": costs.repeats,
+                "steady": costs.steady,
+                "depths": [attrs.asdict(depth) for depth in costs.depths()],
+            },
+            "promise": {**attrs.asdict(self.promise), "broken": self.promise.broken},
+            "stored": None if self.path is None else str(self.path),
+            "not_stored": self.not_stored or None,
+        }
+
+    def show(self) -> None:
+        """Tables on stdout."""
+        console, info, promise = output.console(), self.info, self.promise
+        rows = [
+            ("model", f"{self.model} ({info.family}, fingerprint {info.fingerprint[:12] or 'unknown'})"),
+            ("runs on", f"{info.backend}: {info.device}, {info.dtype}, up to {info.max_rows} rows"),
+            ("kernels", info.kernels),
+            *(("notice", notice) for notice in self.notices),
+        ]
+        console.print(output.facts(rows))
+        headings = ("bits", "rows", "off by", "compared")
+        console.print(output.table(headings, _bits(self.record), left=("bits", "rows", "compared")))
+        for note in self.record.notes:
+            console.print(f"not compared: {note}")
+        columns = [f"at {float(acceptance):.0%}" for acceptance in SHOWN_ACCEPTANCES]
+        numbers = ("rows", "ms", "r(M)", "depth", "cycle", "break-even", *columns)
+        console.print(output.table(numbers, _costs(self.costs), left=()))
+        console.print(_costs_line(self.costs))
+        console.print()
+        rows = [("promise", f"{'exact' if promise.exact else 'numeric'}: {promise.reason}")]
+        if promise.needs_probe:
+            rows.append(("needs", self._needs()))
+        rows.append(("depth", f"{promise.depth}: {promise.depth_reason}"))
+        rows.append(("record", str(self.path) if self.path is not None else f"not stored ({self.not_stored})"))
+        console.print(output.facts(rows))
+
+    def _needs(self) -> str:
+        if not self.promise.exact:
+            return "this backend is exact only where a probe has shown it; loads stay numeric here"
+        stored = "loads from now on are exact here"
+        kept = stored if self.path is not None else "loads stay numeric until a record is stored"
+        return f"this backend is exact only where a stored probe has shown it; {kept}"
 
 
-def _bits_table(record: ProbeRecord) -> Table:
-    table = output.table("bits", "rows", "off by", "compared", right=["off by"])
+def _bits(record: ProbeRecord) -> Iterator[tuple[str, ...]]:
     for finding in record.findings:
         if finding.equal:
-            table.add_row("equal", f"2 to {finding.rows}", "", finding.subject)
+            yield "equal", f"2 to {finding.rows}", "", finding.subject
             continue
         row = "" if finding.first_row is None else f", first in row {finding.first_row}"
         where = f" ({finding.where})" if finding.where else ""
         off = "not finite" if finding.difference is None else f"{finding.difference:.2g}"
-        table.add_row("differ", finding.blocks(), off, f"{finding.subject}{where}{row}")
-    return table
+        yield "differ", finding.blocks(), off, f"{finding.subject}{where}{row}"
 
 
-def _costs_table(costs: RowCosts) -> Table:
-    columns = [f"at {float(acceptance):.0%}" for acceptance in SHOWN_ACCEPTANCES]
-    headings = ("rows", "ms", "r(M)", "depth", "cycle", "break-even", *columns)
-    table = output.table(*headings, right=headings)
-    prices = {price.depth: price for price in costs.depths()}
+def _costs(costs: RowCosts) -> Iterator[tuple[str, ...]]:
+    depths = {one.depth: one for one in costs.depths()}
     for row in costs.rows:
         cells = [str(row.rows), f"{row.seconds * 1e3:.2f}", f"{row.ratio:.2f}"]
-        price = prices.get(row.rows - 1)
-        if price is not None:
-            even = "never" if price.break_even is None else f"{price.break_even:.0%}"
-            cells += [str(price.depth), f"{price.cost:.2f}", even]
-            cells += [f"{price.speedups[acceptance]:.2f}x" for acceptance in SHOWN_ACCEPTANCES]
-        table.add_row(*cells)
-    return table
+        if one := depths.get(row.rows - 1):
+            even = "never" if one.break_even is None else f"{one.break_even:.0%}"
+            cells += [str(one.depth), f"{one.cost:.2f}", even]
+            cells += [f"{one.speedups[acceptance]:.2f}x" for acceptance in SHOWN_ACCEPTANCES]
+        yield tuple(cells)
 
 
 def _costs_line(costs: RowCosts) -> str:
@@ -310,12 +276,10 @@ def _costs_line(costs: RowCosts) -> str:
     if costs.draft_step is not None:
         share = costs.draft_step / costs.rows[0].seconds
         step = f"a step of the MTP head takes {costs.draft_step * 1e3:.2f} ms, {share:.2f} of a plain step"
-    busy = (
-        "" if costs.steady else "The times of one row differ by more than a quarter: measure again on an idle machine. "
-    )
+    idle = "The times of one row differ by more than a quarter: measure again on an idle machine. "
     measured = f"Medians of {output.count(costs.repeats, 'repeat')} after {output.count(costs.context, 'token')}"
     return (
-        f"{busy}{measured}; {step}. "
+        f"{'' if costs.steady else idle}{measured}; {step}. "
         "Cycle: drafts and their pass in plain steps. Break-even: the share of drafts accepted, of those reached, from "
         "which the depth pays; behind it the expected speed-up at some shares. specdec accept measures the share."
     )

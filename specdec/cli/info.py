@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
 from specdec.cli import output
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from specdec.cli.output import amount
 
 _FINDINGS = ("missing", "misshaped", "unused", "problems")
 _NO_WEIGHTS = "no weights in this folder"
@@ -28,47 +26,53 @@ def info(model: str, as_json: bool) -> None:
     """
     import specdec
 
-    told = specdec.inspect_checkpoint(model).to_dict()
+    data = specdec.inspect_checkpoint(model).to_dict()
     if as_json:
-        output.print_json(told)
+        output.print_json(data)
         return
     console = output.console()
-    console.print(output.facts(_facts(told)))
-    if told["formats"]:
-        console.print(_formats(told["formats"]))
+    console.print(output.facts(_facts(data)))
+    if data["formats"]:
+        rows = [
+            (row["module"], row["format"], f"{row['weights']:,}", f"{row['parameters']:,}", amount(row["stored_bytes"]))
+            for row in data["formats"]
+        ]
+        headings = ("module", "format", "weights", "parameters", "stored")
+        console.print(output.table(headings, rows, left=headings[:2]))
     for label in _FINDINGS:
-        for name in told[label][:_LISTED]:
-            console.print(f"{_one(label)}: {name}")
-        if len(told[label]) > _LISTED:
-            console.print(f"{_one(label)}: {len(told[label]) - _LISTED} more, which --json lists")
+        one = label.removesuffix("s")
+        for name in data[label][:_LISTED]:
+            console.print(f"{one}: {name}")
+        if len(data[label]) > _LISTED:
+            console.print(f"{one}: {len(data[label]) - _LISTED} more, which --json lists")
 
 
-def _facts(told: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [("path", told["path"]), *(_of_family(told) if told["family"] else _of_no_family(told))]
+def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [("path", data["path"]), *(_of_family(data) if data["family"] else _of_no_family(data))]
 
 
-def _of_no_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _of_no_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("family", f"none of specdec's reads model_type {told['model_type']!r}"),
-        ("run by", told["taken_by"]),
-        ("size", amount(told["size_bytes"]) if told["weights_present"] else _NO_WEIGHTS),
-        *([("dtypes", _counts(told["dtypes"]))] if told["weights_present"] else []),
+        ("family", f"none of specdec's reads model_type {data['model_type']!r}"),
+        ("run by", data["taken_by"]),
+        ("size", amount(data["size_bytes"]) if data["weights_present"] else _NO_WEIGHTS),
+        *([("dtypes", _counts(data["dtypes"]))] if data["weights_present"] else []),
     ]
 
 
-def _of_family(told: Mapping[str, Any]) -> list[tuple[str, str]]:
-    total, here = told["total_parameters"], told["weights_present"]
+def _of_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    total, here = data["total_parameters"], data["weights_present"]
     return [
-        ("family", f"{told['family']} (model_type {told['model_type']})"),
-        ("size", amount(told["size_bytes"]) if here else f"{_NO_WEIGHTS}; what follows is from config.json"),
-        ("parameters", f"{total:,}: {_parameters(told['parameters'])}"),
-        *([("dtypes", _counts(told["dtypes"]))] if here else []),
-        ("head", "shares the embedding's weights" if told["tied"] else "has its own weights"),
-        ("MTP", told["mtp"]),
-        ("state", f"{amount(told['state_bytes_per_token'])} per token, and {amount(told['fixed_state_bytes'])} fixed"),
-        ("a decode step", _step(told["decode_step"])),
-        *([("tensors", _audit(told))] if here else []),
-        ("config", ", ".join(f"{key}={_shown(value)}" for key, value in told["config"].items())),
+        ("family", f"{data['family']} (model_type {data['model_type']})"),
+        ("size", amount(data["size_bytes"]) if here else f"{_NO_WEIGHTS}; what follows is from config.json"),
+        ("parameters", f"{total:,}: {_parameters(data['parameters'])}"),
+        *([("dtypes", _counts(data["dtypes"]))] if here else []),
+        ("head", "shares the embedding's weights" if data["tied"] else "has its own weights"),
+        ("MTP", data["mtp"]),
+        ("state", f"{amount(data['state_bytes_per_token'])} per token, and {amount(data['fixed_state_bytes'])} fixed"),
+        ("a decode step", _step(data["decode_step"])),
+        *([("tensors", _weight_check(data))] if here else []),
+        ("config", ", ".join(f"{key}={_shown(value)}" for key, value in data["config"].items())),
     ]
 
 
@@ -94,37 +98,11 @@ def _step(step: Mapping[str, int]) -> str:
     return "; ".join(reads)
 
 
-def _formats(rows: Sequence[Mapping[str, Any]]) -> Table:
-    numbers = ("weights", "parameters", "stored")
-    table = output.table("module", "format", *numbers, right=numbers)
-    for row in rows:
-        table.add_row(
-            row["module"], row["format"], f"{row['weights']:,}", f"{row['parameters']:,}", amount(row["stored_bytes"])
-        )
-    return table
-
-
-def _audit(told: Mapping[str, Any]) -> str:
-    found = [
-        f"{len(told[label])} {label if len(told[label]) > 1 else _one(label)}" for label in _FINDINGS if told[label]
-    ]
+def _weight_check(data: Mapping[str, Any]) -> str:
+    found = [f"{n} {label if n > 1 else label.removesuffix('s')}" for label in _FINDINGS if (n := len(data[label]))]
     return ", ".join(found) or "all that the family expects, and no other"
-
-
-def _one(label: str) -> str:
-    return label.removesuffix("s")
 
 
 def _shown(value: object) -> str:
     text = str(value)
     return text if len(text) <= 48 else f"{text[:45]}..."
-
-
-def amount(size: int) -> str:
-    """Bytes for people: ``3.2 MiB``."""
-    number, unit = float(size), "bytes"
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{size} bytes" if unit == "bytes" else f"{number:.1f} {unit}"

@@ -1,81 +1,141 @@
-"""What the commands that measure share: how much to generate, a progress bar, files to write."""
+"""What the measuring commands share: prompts to measure with, the measurement itself, and files to write."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
+import functools
 import pathlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
-import attrs
 import click
 
 from specdec.cli import output
-from specdec.config import Override, RunConfig, load_config, read_toml
+from specdec.cli.options import PATH, Command, add_options, interruptible
+from specdec.config import RunConfig
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from specdec.measuring.prompts import PromptSet
+    from specdec.measuring.environment import Environment
 
-BROKEN_PROMISE = 1  # exit status when outputs differ although verifier and backend promise that they cannot
-LENGTH_KEY = ("generation", "max_new_tokens")
-
-
-def config_of_length(file: pathlib.Path | None, overrides: Sequence[Override], new_tokens: int) -> RunConfig:
-    """The configuration, with ``new_tokens`` to generate per prompt where neither the file nor an option says."""
-    config = load_config(file, overrides)
-    given = any(override.path == LENGTH_KEY for override in overrides)
-    if not given and file is not None:
-        given = LENGTH_KEY[1] in read_toml(file).get(LENGTH_KEY[0], {})
-    if given:
-        return config
-    return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=new_tokens))
+Files = dict[str, pathlib.Path | None]
 
 
-@contextlib.contextmanager
-def progress(
-    first: str, *, silent: bool = False, then: str = "generating"
-) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr, moved by (done, planned); None when that is no terminal.
+class Report(Protocol):
+    """What ``finish`` needs of a report."""
 
-    ``first`` says what happens before the first call, ``then`` what is counted.
+    @property
+    def broken_promise(self) -> bool: ...
+    @property
+    def partial(self) -> bool: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    def rows(self) -> Iterable[Mapping[str, Any]]: ...
+
+
+def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Command]:
+    """Which prompts to measure with and which files to write; the function gets ``prompts`` and ``files``.
+
+    Files are checked before the command runs, for a measurement takes minutes.
     """
-    if silent or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[counted]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=output.console(stderr=True), transient=True) as bar:
-        task = bar.add_task(first, total=None, counted="")
-        yield lambda done, planned: bar.update(
-            task, description=then, completed=done, total=planned, counted=f"{done} of {planned}"
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def resolved(
+            prompts_file: str | None,
+            classes: str | None,
+            per_class: int | None,
+            csv_file: pathlib.Path | None,
+            plot_file: pathlib.Path | None,
+            **options: Any,
+        ) -> Any:
+            from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
+
+            known = own_prompts() if prompts_file is None else load_prompts(prompts_file)
+            wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
+            prompts = choose_prompts(known, classes=wanted, per_class=per_class)
+            check_writable(csv_file, plot=plot_file)
+            return command(prompts=prompts, files={"csv": csv_file, "plot": plot_file}, **options)
+
+        return add_options(
+            resolved,
+            click.option(
+                "--prompts",
+                "prompts_file",
+                metavar="FILE",
+                help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
+            ),
+            click.option("--classes", metavar="A,B", help="Measure these prompt classes only."),
+            click.option(
+                "--per-class",
+                type=click.IntRange(1),
+                default=per_class,
+                show_default=per_class is not None,
+                metavar="N",
+                help=f"The first N prompts of each class{'' if per_class else '; all if unset'}.",
+            ),
+            click.option("--csv", "csv_file", metavar="FILE", type=PATH, help=csv_help),
+            click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib)."),
         )
 
+    return decorate
 
-def chosen_prompts(file: str | None, classes: str | None, per_class: int | None) -> PromptSet:
-    """The prompts of ``--prompts``, ``--classes`` and ``--per-class``. Raises: PromptError as the loader does."""
-    from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
 
-    prompts = own_prompts() if file is None else load_prompts(file)
-    wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
-    return choose_prompts(prompts, classes=wanted, per_class=per_class)
+def measure(config: RunConfig, make: Callable[..., Any], first: str, *, silent: bool) -> Any:
+    """Load the model, and run ``make(lm, progress=..., model=...)``; the first Ctrl-C ends it early.
+
+    ``first`` says what happens before the first generation; ``silent`` leaves out the progress bar.
+    """
+    import specdec
+
+    with output.status(f"loading {config.target.model}"):
+        lm = specdec.load(config=config)
+    with output.progress(first, silent=silent) as advance:
+        measurement = make(lm, progress=advance, model=config.target.model)
+        with interruptible(measurement):
+            return measurement.run()
+
+
+def finish(
+    ctx: click.Context,
+    report: Report,
+    files: Files,
+    *,
+    show: Callable[[Any], None],
+    plot: Callable[[Any, pathlib.Path], None],
+    as_json: bool,
+    changed: str,
+    done: str,
+) -> None:
+    """Print the report, write its files, and end with the status that it deserves.
+
+    Args:
+        changed: what a broken promise means here; done: what an interrupted measurement got through.
+    """
+    if as_json:
+        output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})
+    else:
+        show(report)
+    if files["csv"] is not None:
+        write_csv(report.rows(), files["csv"])
+    if files["plot"] is not None:
+        plot(report, files["plot"])
+    for name, file in files.items():
+        if file is not None and not as_json:
+            click.echo(f"{name}: {file}", err=True)
+    if report.broken_promise:
+        output.broken_promise(ctx, changed)
+    if report.partial:
+        click.echo(f"interrupted: this is of {done}", err=True)
+        ctx.exit(output.INTERRUPTED)
 
 
 def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None) -> None:
-    """Say before a long run that a file cannot be written after it, or a plot not drawn.
+    """Check before a long run that files can be written after it, and a plot drawn.
 
     Raises: UnsupportedError naming the file, or matplotlib.
     """
     if plot is not None:
-        from specdec.measuring.audit import require_matplotlib
+        from specdec.measuring.plots import require_matplotlib
 
         require_matplotlib()
     for file in (*files, plot):
@@ -83,26 +143,37 @@ def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None
             raise UnsupportedError("there is no folder to write the file into, or it is a folder itself", file=file)
 
 
-def named_files(files: Mapping[str, pathlib.Path | None]) -> dict[str, str | None]:
-    """What was written, for ``--json``."""
-    return {name: str(file) if file else None for name, file in files.items()}
-
-
-def tell_files(files: Mapping[str, pathlib.Path | None]) -> None:
-    """What was written, for people, on stderr."""
-    for name, file in files.items():
-        if file is not None:
-            click.echo(f"{name}: {file}", err=True)
-
-
 def write_csv(rows: Iterable[Mapping[str, Any]], file: pathlib.Path) -> None:
-    """A table with the first row's keys as heading; nothing but an empty file for no rows. Raises: UnsupportedError."""
+    """A table with the first row's keys as heading; an empty file for no rows. Raises: UnsupportedError."""
     kept = list(rows)
     try:
         with file.open("w", newline="", encoding="utf-8") as target:
+            writer = csv.DictWriter(target, fieldnames=list(kept[0]) if kept else [])
             if kept:
-                writer = csv.DictWriter(target, fieldnames=list(kept[0]))
                 writer.writeheader()
-                writer.writerows(kept)
+            writer.writerows(kept)
     except OSError as error:
         raise UnsupportedError(f"the table cannot be written: {error.strerror or error}", file=file) from error
+
+
+# --- lines of a report -----------------------------------------------------------------------------------------------
+
+
+def sampling(report: Any) -> str:
+    """``greedy``, or the temperature and the seed."""
+    return "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}, seed {report.seed}"
+
+
+def environment(env: Environment) -> list[tuple[str, str]]:
+    """Model and machine."""
+    load = "" if env.load_1min is None else f", load {env.load_1min:.2f}"
+    commit = f" ({env.commit})" if env.commit else ""
+    return [
+        ("model", f"{env.model}, {env.family}, {env.dtype} on {env.device}"),
+        ("machine", f"{env.processor}, {output.count(env.threads, 'thread')}{load}; specdec {env.specdec}{commit}"),
+    ]
+
+
+def between(ends: tuple[float, float] | None, form: str = ".3f", unit: str = "") -> str:
+    """An interval, ``-`` where there is none."""
+    return "-" if ends is None else f"{ends[0]:{form}} to {ends[1]:{form}}{unit}"

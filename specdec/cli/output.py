@@ -1,8 +1,7 @@
 """What all commands share: errors, JSON, tables, logging.
 
-A SpecdecError becomes one message on stderr and exit status 2; with ``--json`` it is also the one object on stdout,
-and ``specdec -v`` puts the traceback before it.
-Any other exception is a bug and keeps its traceback.
+A SpecdecError becomes one message on stderr and exit status 2; with ``--json`` it is also the one object on stdout, and
+``specdec -v`` puts the traceback before it. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import json
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 import structlog
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 INTERRUPTED = 130  # exit status after Ctrl-C
+BROKEN_PROMISE = 1  # exit status when outputs differ although verifier and backend promise that they cannot
+NARROW = 106  # columns of a terminal below which tables are set closer
 
 _JSON = "specdec.json"  # keys of click's Context.meta, which nested contexts share
 _JSON_DONE = "specdec.json_done"
@@ -144,17 +145,11 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-NARROW = 106  # columns of a terminal below which tables are set closer
-_HYPHENATED = {
-    word.replace("-", ""): word.replace("-", "-\n")
-    for word in ("posi-tion", "condi-tional", "cumu-lative", "specu-lative")
-} | {"break-even": "break-\neven", "speed-up": "speed-\nup", "save+restore": "save+\nrestore"}
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] | None = None) -> Table:
+    """A table: ruled on a terminal, plain columns when piped; nothing is ever cut off.
 
-
-def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table: ruled on a terminal, plain columns when piped. ``right`` names the columns of numbers.
-
-    A narrow terminal gets hyphenated headings and one space between columns; nothing is ever cut off.
+    ``left`` names the columns of text, the first one where None; numbers are aligned to the right.
+    A narrow terminal gets a line of the heading for every word, and one space between columns.
     """
     from rich import box
     from rich.table import Table
@@ -167,23 +162,19 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
         pad_edge=False,
         padding=(0, 0) if narrow else (0, 1, 0, 0) if ruled else (0, 1),
     )
-    numbers = set(right)
-    for number, column in enumerate(columns):
+    for number, heading in enumerate(headings):
         made.add_column(
-            _stacked(column) if narrow else column,
-            justify="right" if column in numbers else "left",
+            heading.replace(" ", "\n") if narrow else heading,
+            justify="left" if heading in (headings[:1] if left is None else left) else "right",
             no_wrap=number == 0,
             overflow="fold",
         )
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
-def _stacked(heading: str) -> str:
-    """A heading with a line for every word, as narrow as it gets."""
-    return _HYPHENATED.get(heading, heading.replace(" ", "\n").replace("\n%", " %"))
-
-
-def facts(rows: Sequence[tuple[str, str]]) -> Table:
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
     """Two columns, label and value, without a heading."""
     from rich.table import Table
 
@@ -193,6 +184,49 @@ def facts(rows: Sequence[tuple[str, str]]) -> Table:
     for label, value in rows:
         made.add_row(label, value)
     return made
+
+
+def section(console: Console, title: str, table: Table, *explained: str) -> None:
+    """A titled table with sentences below it."""
+    console.print()
+    console.print(title, style="bold")
+    console.print(table)
+    for line in explained:
+        console.print(line, style="dim")
+
+
+def share(rate: float | None) -> str:
+    """``0.345``, or ``-`` where the rate is unknown."""
+    return "-" if rate is None else f"{rate:.3f}"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def amount(size: int | None) -> str:
+    """Bytes: ``3.2 MiB``."""
+    if size is None:
+        return "unknown"
+    number, unit = float(size), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{size} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
+
+
+def broken_promise(ctx: click.Context, found: str) -> NoReturn:
+    """Say that output changed which must not, and end."""
+    click.echo(
+        f"the verifier promises the tokens of plain decoding and the backend its bits, and {found}: this is a bug",
+        err=True,
+    )
+    ctx.exit(BROKEN_PROMISE)
+
+
+# --- while something runs --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -205,9 +239,30 @@ def status(message: str) -> Iterator[None]:
         yield
 
 
-def count(number: int, noun: str) -> str:
-    """``1 token``, ``2 tokens``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+@contextlib.contextmanager
+def progress(
+    first: str, *, silent: bool = False, then: str = "generating"
+) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr, moved by (done, planned); None when stderr is no terminal.
+
+    ``first`` says what happens before the first call, ``then`` what is counted.
+    """
+    if silent or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[counted]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(first, total=None, counted="")
+        yield lambda done, planned: bar.update(
+            task, description=then, completed=done, total=planned, counted=f"{done} of {planned}"
+        )
 
 
 # --- logging ---------------------------------------------------------------------------------------------------------

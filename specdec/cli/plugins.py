@@ -35,23 +35,25 @@ def plugins(as_json: bool) -> None:
         )
         return
     console = output.console()
-    table = output.table("kind", "name", "origin", "options", "help")
-    for kind in Kind:
-        for number, entry in enumerate(found.entries(kind)):
-            told = _entry(entry)
-            note = "" if told.get("reason") is None else f" (cannot run here: {told['reason']})"
-            options = ", ".join(f"{key}={value}" for key, value in told.get("options", {}).items())
-            table.add_row(kind.value if number == 0 else "", told["name"], told["origin"], options, told["help"] + note)
-    console.print(table)
+    headings = ("kind", "name", "origin", "options", "help")
+    rows = [_row(kind, number, entry) for kind in Kind for number, entry in enumerate(found.entries(kind))]
+    console.print(output.table(headings, rows, left=headings))
     for kind, name, claims in found.conflicts():
         console.print(f"conflict: {kind.value} {name}: {' and '.join(str(claim.origin) for claim in claims)}")
     for failure in found.failures:
         console.print(f"failed ({failure.during}): {failure}")
 
 
+def _row(kind: Kind, number: int, entry: Entry) -> tuple[str, ...]:
+    data = _entry(entry)
+    note = "" if data.get("reason") is None else f" (cannot run here: {data['reason']})"
+    options = ", ".join(f"{key}={value}" for key, value in data.get("options", {}).items())
+    return "" if number else kind.value, data["name"], data["origin"], options, data["help"] + note
+
+
 def _entry(entry: Entry) -> dict[str, Any]:
     spec, origin = entry.spec, entry.origin
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "name": spec.name,
         "origin": str(origin),
         "distribution": origin.distribution,
@@ -59,14 +61,14 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "help": spec.help,
     }
     if isinstance(spec, ModelSpec):
-        return {**told, "model_types": list(spec.model_types)}
-    told["options"] = _options(spec.config)
+        return {**data, "model_types": list(spec.model_types)}
+    data["options"] = _options(spec.config)
     if isinstance(spec, DrafterSpec):
-        told["needs"] = _needs(spec.needs)
+        data["needs"] = _needs(spec.needs)
     if isinstance(spec, BackendSpec):
-        told["reason"] = _unavailable(spec)
-        told["available"] = told["reason"] is None
-    return told
+        data["reason"] = _unavailable(spec)
+        data["available"] = data["reason"] is None
+    return data
 
 
 def _needs(needs: object) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -10,59 +10,42 @@ from rich.table import Table
 from specdec.cli import output
 
 
-def report(told: Mapping[str, Any]) -> None:
-    stats = told["stats"]
+def report(data: Mapping[str, Any]) -> None:
+    """Print what ``Result.to_dict`` says on stderr."""
+    stats = data["stats"]
     console = output.console(stderr=True)
     console.print()
-    console.print(output.facts(_summary(told)))
+    console.print(output.facts(_summary(data)))
     if stats["offered"]:
         console.print()
         console.print(acceptance_table(stats))
-    for notice in told["notices"]:
+    for notice in data["notices"]:
         console.print(f"note: {notice}")
 
 
-def _summary(told: Mapping[str, Any]) -> list[tuple[str, str]]:
-    stats, deviation = told["stats"], told["deviation"]
-    produced, cycles, speculation = len(told["tokens"]), stats["cycles"], stats["speculation"]
-    off = deviation["count"]
-    rows = [
-        (
-            "speed",
-            f"{stats['tokens_per_second']:.1f} tokens/s, {output.count(produced, 'token')} after a prompt of "
-            f"{told['prompt_tokens']}, ended by {told['finish_reason']!r}",
-        ),
-        (
-            "seconds",
-            ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
-            + _whole(stats["whole_cycles"]),
-        ),
-        ("cycles", f"{cycles}, {produced / cycles:.2f} tokens each" if cycles else "0"),
-        ("speculation", speculation_line(speculation)),
-        ("depth", ", ".join(f"{depth} ({n}x)" for depth, n in stats["depth"].items()) or "no draft"),
-        ("guarantee", f"{told['guarantee']}, with {told['parity']} parity"),
-        (
-            "deviation",
-            f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at most"
-            if off
-            else "none",
-        ),
-    ]
+def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    stats, deviation = data["stats"], data["deviation"]
+    produced, cycles, whole, off = len(data["tokens"]), stats["cycles"], stats["whole_cycles"], deviation["count"]
+    after = f"{output.count(produced, 'token')} after a prompt of {data['prompt_tokens']}"
+    yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s, {after}, ended by {data['finish_reason']!r}"
+    seconds = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
+    if whole:
+        seconds += f" ({output.count(whole, 'cycle')} ran whole on the device: all of their time is in verify)"
+    yield "seconds", seconds
+    yield "cycles", f"{cycles}, {produced / cycles:.2f} tokens each" if cycles else "0"
+    yield "speculation", speculation_line(stats["speculation"])
+    yield "depth", ", ".join(f"{depth} ({n}x)" for depth, n in stats["depth"].items()) or "no draft"
     if stats["draft"]:
-        rows.insert(5, ("draft", draft_line(stats["draft"])))
-    return rows
+        yield "draft", draft_line(stats["draft"])
+    yield "guarantee", f"{data['guarantee']}, with {data['parity']} parity"
+    largest = f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at most"
+    yield "deviation", largest if off else "none"
 
 
-def _whole(cycles: int) -> str:
-    if not cycles:
-        return ""
-    return f" ({output.count(cycles, 'cycle')} ran whole on the device: all of their time is in verify)"
-
-
-def draft_line(told: Mapping[str, Any]) -> str:
+def draft_line(report: Mapping[str, Any]) -> str:
     """What a drafter reports of itself, in one line; what is empty is left out."""
     parts = []
-    for name, value in told.items():
+    for name, value in report.items():
         if isinstance(value, Mapping):
             parts += [
                 f"{inner} ({draft_line(facts)})" if isinstance(facts, Mapping) else f"{inner} {facts}"
@@ -77,22 +60,16 @@ def speculation_line(speculation: Mapping[str, Any]) -> str:
     """Whether tokens were drafted and by whom. A reason beside drafts tells why it was off in the end."""
     active, reason = speculation["active"], speculation["reason"]
     state = "active" if active else "inactive"
-    told = f"{'; off in the end' if active else ''}: {reason}" if reason else ""
-    return f"{state}, drafter {speculation['drafter']}{told}"
+    why = f"{'; off in the end' if active else ''}: {reason}" if reason else ""
+    return f"{state}, drafter {speculation['drafter']}{why}"
 
 
 def acceptance_table(stats: Mapping[str, Any]) -> Table:
     """Position 0 is the next token. Conditional rate = accepted / reached, cumulative rate = accepted / offered."""
-    columns = ("position", "offered", "reached", "accepted", "conditional", "cumulative")
-    table = output.table(*columns, right=columns)
-    for position, (offered, reached, accepted) in enumerate(
-        zip(stats["offered"], stats["reached"], stats["accepted"], strict=True)
-    ):
-        table.add_row(
-            str(position), str(offered), str(reached), str(accepted), _rate(accepted, reached), _rate(accepted, offered)
-        )
-    return table
-
-
-def _rate(part: int, whole: int) -> str:
-    return f"{part / whole:.3f}" if whole else "-"
+    headings = ("position", "offered", "reached", "accepted", "conditional", "cumulative")
+    rows = []
+    for position, counts in enumerate(zip(stats["offered"], stats["reached"], stats["accepted"], strict=True)):
+        offered, reached, accepted = counts
+        rates = (accepted / whole if whole else None for whole in (reached, offered))
+        rows.append((str(position), *map(str, counts), *map(output.share, rates)))
+    return output.table(headings, rows, left=())

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specdec.cli import output
-from specdec.cli.measuring import check_writable, progress
-from specdec.cli.run_options import interruptible
+from specdec.cli.measuring import check_writable
+from specdec.cli.options import PATH, interruptible, read_text, settings_option
 from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
 if TYPE_CHECKING:
-    from specdec.decoding.stream import Stream
     from specdec.drafters.draft_vocabulary import DraftVocabulary, TokenCounts
     from specdec.pipeline import LanguageModel
 
@@ -42,10 +41,8 @@ PART = 1 << 18  # characters tokenised at a time; a part ends with a line
 )
 @click.option("--chat", is_flag=True, help="With --generate: put prompts into the checkpoint's chat template.")
 @click.option("--size", type=click.IntRange(1), metavar="N", default=16_384, show_default=True, help="Ids to keep.")
-@click.option("-o", "--output", "file", metavar="OUT", required=True, type=click.Path(path_type=pathlib.Path))
-@click.option(
-    "-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key: target.dtype=float32."
-)
+@click.option("-o", "--output", "file", metavar="OUT", required=True, type=PATH)
+@settings_option("target.dtype=float32")
 @output.json_option
 @click.pass_context
 def vocab(
@@ -74,7 +71,7 @@ def vocab(
     if chat and not prompts:
         raise click.UsageError("--chat goes with --generate.")
     config = load_config(None, [*map(Override.parse, settings), Override(("target", "model"), model, "MODEL")])
-    sources = [(name, _read(name)) for name in texts]
+    sources = {name: read_text(name) for name in texts}
     asked = _prompts(prompts) if prompts else []
     check_writable(file)
 
@@ -85,20 +82,17 @@ def vocab(
         lm = specdec.load(config=config)
     counts = TokenCounts(lm.info.vocab_size)
     make_vocabulary(counts, lm.tokenizer, lm.info, size, {})  # a size that cannot be had should not take an hour
-    made: dict[str, Any]
+    made: dict[str, Any] = {"text": [pathlib.Path(name).name for name in texts]}
     interrupted = False
     if texts:
         _count_texts(lm, sources, counts)
-        made = {"text": [pathlib.Path(name).name for name in texts], "tokens": counts.total}
     else:
-        outputs = _Outputs(lm, asked, tokens, counts, chat=chat)
-        with interruptible(outputs):
-            outputs.count()
-        interrupted = outputs.stopping
+        made = {"generated_from": f"{len(asked)} prompts", "chat": chat}
+        interrupted = _count_outputs(lm, asked, tokens, counts, chat=chat)
         if interrupted and not counts.total:
             click.echo("interrupted: nothing was generated, so no file was written", err=True)
             ctx.exit(output.INTERRUPTED)
-        made = {"generated_from": f"{len(asked)} prompts", "chat": chat, "tokens": counts.total}
+    made["tokens"] = counts.total
     vocabulary = make_vocabulary(counts, lm.tokenizer, lm.info, size, made)
     vocabulary.write(file)
     if as_json:
@@ -108,7 +102,7 @@ def vocab(
                 "size": len(vocabulary.tokens),
                 "vocab_size": vocabulary.vocab_size,
                 "made": made,
-                "seen": int((counts.counted > 0).sum()),
+                "seen": _seen(counts),
                 "held_out": int(counts.held_out.sum()),
                 "coverage": {str(n): share for n, share in vocabulary.coverage.items()},
             }
@@ -120,26 +114,15 @@ def vocab(
         ctx.exit(output.INTERRUPTED)
 
 
-def _read(name: str) -> str:
-    try:
-        return pathlib.Path(name).read_bytes().decode()
-    except OSError as error:
-        raise PromptError(f"cannot read {name!r}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{name!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
-        ) from error
-
-
 def _prompts(name: str) -> list[str]:
     found = []
-    for number, line in enumerate(_read(name).splitlines(), start=1):
+    for number, line in enumerate(read_text(name).splitlines(), start=1):
         if line.startswith('"'):
             try:
                 line = json.loads(line)
             except ValueError as error:
                 raise PromptError(
-                    f"{name!r}, line {number}, begins with a double quote and is no JSON string: {error}"
+                    f"{name!r}, line {number}, begins with a double quote and is not a JSON string: {error}"
                 ) from error
         if line.strip():
             found.append(line)
@@ -148,10 +131,10 @@ def _prompts(name: str) -> list[str]:
     return found
 
 
-def _count_texts(lm: LanguageModel, sources: list[tuple[str, str]], counts: TokenCounts) -> None:
-    done, planned = 0, sum(len(text) for _, text in sources)
-    with progress("counting", then="counting") as advance:
-        for name, text in sources:
+def _count_texts(lm: LanguageModel, sources: Mapping[str, str], counts: TokenCounts) -> None:
+    done, planned = 0, sum(map(len, sources.values()))
+    with output.progress("counting", then="counting") as advance:
+        for name, text in sources.items():
             if not text.strip():
                 raise PromptError(f"{name!r} has no text")
             for part in _parts(text):
@@ -169,55 +152,47 @@ def _parts(text: str) -> Iterator[str]:
         at = end
 
 
-class _Outputs:
-    """Greedy outputs of a model under way, counted prompt by prompt; ``stop`` ends it and keeps what was counted."""
+def _count_outputs(lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool) -> bool:
+    """Count greedy outputs, an equal share of the tokens from each prompt; returns whether it was interrupted.
 
-    def __init__(self, lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool) -> None:
-        self._lm, self._prompts, self._tokens, self._counts, self._chat = lm, prompts, tokens, counts, chat
-        self._stream: Stream | None = None
-        self.stopping = False
+    What an interrupted generation gave is counted too.
+    """
+    from specdec.measuring.runs import Generations
 
-    def stop(self) -> None:
-        """End after the present cycle; safe from a signal handler."""
-        self.stopping = True
-        if self._stream is not None:
-            self._stream.stop()
-
-    def count(self) -> None:
-        """Generate from each prompt its share of the tokens."""
-        counts, tokens = self._counts, self._tokens
-        share = -(-tokens // len(self._prompts))
-        with progress("generating") as advance:
-            for prompt in self._prompts:
-                if self.stopping or counts.total >= tokens:
-                    return
-                length = min(share, tokens - counts.total)
-                self._stream = self._lm.stream(prompt, chat=self._chat, max_new_tokens=length, temperature=0.0)
-                if self.stopping:  # the signal came before there was a stream to stop
-                    self._stream.stop()
-                counts.add(self._stream.result.tokens)
-                if advance is not None:
-                    advance(counts.total, tokens)
+    share = -(-tokens // len(prompts))
+    outputs = Generations()
+    with interruptible(outputs), output.progress("generating") as advance:
+        for prompt in prompts:
+            length = min(share, tokens - counts.total)
+            if outputs.stopping or length <= 0:
+                break
+            stream = lm.stream(prompt, chat=chat, max_new_tokens=length, temperature=0.0)
+            outputs.started(stream)
+            counts.add(stream.result.tokens)
+            if advance is not None:
+                advance(counts.total, tokens)
+    return outputs.stopping
 
 
 def _show(vocabulary: DraftVocabulary, counts: TokenCounts, file: pathlib.Path) -> None:
     console = output.console()
-    seen = int((counts.counted > 0).sum())
-    console.print(
-        output.facts(
-            [
-                ("file", str(file)),
-                ("ids", f"{len(vocabulary.tokens)} of {vocabulary.vocab_size}"),
-                ("counted", f"{output.count(counts.total, 'token')}, {output.count(seen, 'different id')}"),
-                ("held out", output.count(int(counts.held_out.sum()), "token")),
-            ]
-        )
-    )
+    rows = [
+        ("file", str(file)),
+        ("ids", f"{len(vocabulary.tokens)} of {vocabulary.vocab_size}"),
+        ("counted", f"{output.count(counts.total, 'token')}, {output.count(_seen(counts), 'different id')}"),
+        ("held out", output.count(int(counts.held_out.sum()), "token")),
+    ]
+    console.print(output.facts(rows))
     if not vocabulary.coverage:
         click.echo("too little text to hold any out: the coverage is unknown", err=True)
         return
-    table = output.table("ids", "coverage", right=("ids", "coverage"))
-    for size, share in vocabulary.coverage.items():
-        table.add_row(f"{size}", f"{share:.2%}{' *' if size == len(vocabulary.tokens) else ''}")
+    shares = [
+        (str(size), f"{share:.2%}{' *' if size == len(vocabulary.tokens) else ''}")
+        for size, share in vocabulary.coverage.items()
+    ]
     console.print()
-    console.print(table)
+    console.print(output.table(("ids", "coverage"), shares, left=()))
+
+
+def _seen(counts: TokenCounts) -> int:
+    return int((counts.counted > 0).sum())

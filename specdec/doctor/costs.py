@@ -10,8 +10,9 @@ from time import perf_counter
 import attrs
 
 from specdec.contract import ForwardPass
-from specdec.decoding.cost_table import STEADY, CostTable
+from specdec.decoding.cycle_timing import STEADY
 from specdec.measuring.speed_model import break_even, expected_tokens
+from specdec.records.cost_table import CostTable
 from specdec.records.probes import RowCost
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16)

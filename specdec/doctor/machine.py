@@ -6,9 +6,7 @@ import contextlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,13 @@ from specdec.backends.choice import auto_backend
 from specdec.backends.cpu.compiler import Kernels, find_compiler, load_kernels
 from specdec.contract import BackendSpec
 from specdec.errors import SpecdecError
-from specdec.records.folders import cache_folder
-from specdec.records.probes import LIBRARIES, probe_folder
+from specdec.records import machine
+from specdec.records.probes import PROBES
+from specdec.records.store import cache_folder
 from specdec.registry import Kind, registry
 
 _APPLE_ONLY = () if sys.platform == "darwin" else ("mlx-metal",)
-_SHOWN_LIBRARIES = (*(name for name in LIBRARIES if name not in _APPLE_ONLY), "numpy", "tokenizers")
+_SHOWN_LIBRARIES = (*(name for name in machine.LIBRARIES if name not in _APPLE_ONLY), "numpy", "tokenizers")
 
 
 @attrs.frozen(kw_only=True)
@@ -80,20 +79,20 @@ class MachineReport:
 
 
 def examine_machine() -> MachineReport:
-    """Look around. Builds the native kernels where they were never built."""
+    """Inspect this machine. Builds the native kernels where they were never built."""
     backends = _backends()
     auto, auto_reason = _auto(backends)
     compiler, kernels, kernels_available = _native()
     cache = cache_folder()
-    probes = probe_folder()
+    probes = PROBES.folder()
     return MachineReport(
         specdec=__version__,
         python=platform.python_version(),
-        system=platform.platform(terse=True),
-        processor=_processor(),
-        cores=os.cpu_count() or 1,
+        system=machine.system(),
+        processor=machine.processor(),
+        cores=machine.cores(),
         threads=torch.get_num_threads(),
-        libraries={name: _version(name) for name in _SHOWN_LIBRARIES},
+        libraries={name: machine.library_version(name) for name in _SHOWN_LIBRARIES},
         compiler=compiler,
         kernels=kernels,
         kernels_available=kernels_available,
@@ -107,13 +106,6 @@ def examine_machine() -> MachineReport:
         cache_problem=_unwritable(cache),
         probe_folder=None if probes is None else str(probes),
     )
-
-
-def _version(library: str) -> str | None:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _backends() -> tuple[BackendStatus, ...]:
@@ -162,49 +154,10 @@ def _native() -> tuple[str, str, bool]:
     return compiler, f"torch reference: {kernels.reason}", False
 
 
-def _processor() -> str:
-    if sys.platform == "darwin" and (told := _said("sysctl", "-n", "machdep.cpu.brand_string")):
-        return told.strip()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def _memory() -> Memory:
-    total, free = _host_memory()
+    total, free = machine.memory()
     device, device_total, device_free = _device_memory()
     return Memory(total=total, free=free, device=device, device_total=device_total, device_free=device_free)
-
-
-def _host_memory() -> tuple[int | None, int | None]:
-    try:
-        total: int | None = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        total = None
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return total, int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return total, free_of_vm_stat(_said("vm_stat")) if sys.platform == "darwin" else None
-
-
-def free_of_vm_stat(text: str) -> int | None:
-    """Bytes that a program could have, by macOS's ``vm_stat``: free, inactive, speculative and purgeable pages."""
-    lines = text.splitlines()
-    size = next((word for word in lines[0].split() if word.isdigit()), None) if lines else None
-    if size is None:
-        return None
-    pages = 0
-    for line in lines[1:]:
-        label, _, value = line.partition(":")
-        if label in ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable"):
-            pages += int(value.strip().rstrip("."))
-    return pages * int(size)
 
 
 def _device_memory() -> tuple[str, int | None, int | None]:
@@ -212,7 +165,7 @@ def _device_memory() -> tuple[str, int | None, int | None]:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return torch.cuda.get_device_name(), total, free
-    if _version("mlx") is not None:
+    if machine.library_version("mlx") is not None:
         try:
             import mlx.core as mx
 
@@ -224,14 +177,6 @@ def _device_memory() -> tuple[str, int | None, int | None]:
         except ImportError:  # the package without its library
             pass
     return "", None, None
-
-
-def _said(*command: str) -> str:
-    """The output of a system command, or nothing."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _size(folder: Path) -> int:

@@ -11,6 +11,7 @@ fit for this one, nor for any ratio test.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -79,7 +80,8 @@ class FirstOfDrafter(Drafter):
         self._children: list[tuple[str, Drafter]] = []
         for child in children:
             own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
-            self._children.append((child.label, registry().make_drafter(child.spec, child.config, own)))
+            drafter = registry().build(child.spec, functools.partial(child.spec.factory, child.config, own), Drafter)
+            self._children.append((child.label, drafter))
         self._counts = {label: _Count() for label, _ in self._children}
         self._drafting = ""  # who made the draft that is being verified
 

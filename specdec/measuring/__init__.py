@@ -1,11 +1,11 @@
-"""Measuring: acceptance by position, what a depth costs and must earn, where a drafter goes wrong.
+"""Measuring a pipeline: acceptance by position, speed against plain decoding, and replays that compare tokens.
 
-Above the pipeline, below the command line; nothing here prints.
+Nothing here prints; the commands of ``specdec.cli`` show the reports.
 """
 
 from specdec.measuring.acceptance import (
+    AcceptanceMeasurement,
     AcceptanceReport,
-    AcceptanceRun,
     ClassReport,
     DepthReport,
     PositionReport,
@@ -14,23 +14,23 @@ from specdec.measuring.acceptance import (
 )
 from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.prompts import Prompt, choose_prompts, load_prompts, own_prompts
-from specdec.measuring.speed_model import Prediction, Verdict, break_even, expected_tokens, judge
+from specdec.measuring.speed_model import Advice, Prediction, advise, break_even, expected_tokens
 
 __all__ = [
+    "AcceptanceMeasurement",
     "AcceptanceReport",
-    "AcceptanceRun",
+    "Advice",
     "ClassReport",
     "DepthReport",
     "Environment",
     "PositionReport",
     "Prediction",
     "Prompt",
-    "Verdict",
+    "advise",
     "break_even",
     "choose_prompts",
     "current_environment",
     "expected_tokens",
-    "judge",
     "load_prompts",
     "measure_acceptance",
     "own_prompts",

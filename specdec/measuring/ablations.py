@@ -9,10 +9,10 @@ import attrs
 import numpy as np
 
 from specdec.errors import UnsupportedError
-from specdec.measuring.intervals import interval, ratio, resampled
+from specdec.measuring.intervals import interval, left_out, ratio
 
 if TYPE_CHECKING:
-    from specdec.measuring.recording import PromptRun
+    from specdec.measuring.runs import Run
     from specdec.pipeline import LanguageModel
 
 
@@ -59,7 +59,7 @@ def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
     return attrs.evolve(lm, target=AblatedLM(lm.target, switches))
 
 
-def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[PromptRun], depth: int) -> AblationReport:
+def ablation_report(switch: str, right: Sequence[Run], wrong: Sequence[Run], depth: int) -> AblationReport:
     """Compare runs of the same prompts, in the same order."""
     from specdec.models.ablation import SWITCHES
 
@@ -85,7 +85,7 @@ def ablation_report(switch: str, right: Sequence[PromptRun], wrong: Sequence[Pro
         tokens_per_cycle=float(total[2] / total[3]),
         tokens_per_cycle_right=float(total[0] / total[1]),
         change=float(change(total)),
-        change_interval=interval(change(resampled(sizes)), prompts),
+        change_interval=interval(float(change(total)), change(left_out(sizes)), low=-1.0),
         note="at depth 1 nothing is chained" if switch == "chain-pre-norm" and depth == 1 else "",
     )
 

@@ -1,7 +1,7 @@
-"""Measure acceptance by prompt class and lookahead position, and say whether speculation pays.
+"""Measure acceptance by prompt class and lookahead position, and advise whether to speculate.
 
-The depth is fixed: a policy that adapts drafts deep only where drafts are good, and the counters of the deeper
-positions would describe those places alone.
+The depth is fixed: an adaptive policy drafts deep only where drafts are good, and the counters of the deeper positions
+would describe those places alone.
 """
 
 from __future__ import annotations
@@ -13,32 +13,28 @@ import attrs
 import numpy as np
 
 from specdec.contract import Guarantee, Parity
-from specdec.decoding.cost_table import measure_costs
-from specdec.decoding.settings import override_generation
+from specdec.decoding.cycle_timing import measure_costs
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring.ablations import AblationReport, ablated, ablation_report, check_ablations
-from specdec.measuring.environment import Environment, current_environment
-from specdec.measuring.intervals import interval, ratio, resampled
-from specdec.measuring.patterns import Mismatch, commonest
-from specdec.measuring.recording import PromptRun, Recording
-from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Prediction, Verdict, best, break_even, judge
+from specdec.measuring.environment import Environment
+from specdec.measuring.intervals import Interval, interval, left_out, ratio
+from specdec.measuring.mismatches import Mismatch, commonest
+from specdec.measuring.runs import Measurement, Run, at_depth, cycle_seconds
+from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, best, break_even
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specdec.decoding.cost_table import CostTable
     from specdec.measuring.prompts import Prompt, PromptSet
     from specdec.pipeline import LanguageModel
+    from specdec.records.cost_table import CostTable
 
     Float64 = NDArray[np.float64]
 
 DEPTH = 4
-NEW_TOKENS = 48
 MISMATCHES = 10  # in a report
-OTHER_CLOCK = 1.5  # a notice is due when the cycles of the run differ from the measured costs by this factor
+OTHER_CLOCK = 1.5  # cycles that differ from the measured costs by this factor are reported
 PHASES = ("draft", "verify", "commit")
-
-Interval = tuple[float, float] | None
 
 
 @attrs.frozen(kw_only=True)
@@ -61,18 +57,18 @@ class ClassReport:
 
     name: str
     prompts: int  # measured to the end
-    chat: int  # of them, those that went through the chat template
+    chat: int  # of them, those in the chat template
     tokens: int  # generated
     cycles: int
     tokens_per_cycle: float | None
     tokens_per_cycle_interval: Interval
     positions: tuple[PositionReport, ...]
-    seconds_per_cycle: dict[str, float]  # by phase: medians over the cycles of full depth, by this run's clock
+    seconds_per_cycle: dict[str, float]  # by phase: medians over the cycles of full depth, as they ran
     cycle_seconds: float | None  # the median of their sums
     predictions: tuple[Prediction, ...]  # by depth, from 1
     best: Prediction | None  # None where nothing was measured
     clocked: float | None  # speed-up at the measured depth with cycle_seconds in place of t(depth)
-    verdict: Verdict | None
+    verdict: Advice | None
     decided_by: str
 
 
@@ -100,7 +96,7 @@ class AcceptanceReport:
     seed: int
     partial: bool  # it was interrupted; the counters are of the prompts that were done
     done: int  # prompts measured to the end
-    planned: int  # prompts asked for
+    planned: int
     classes: tuple[ClassReport, ...]
     overall: ClassReport  # all prompts as one class
     costs: tuple[DepthReport, ...]
@@ -116,10 +112,11 @@ class AcceptanceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``accept --json`` prints."""
-        told = attrs.asdict(self, value_serializer=lambda _, __, value: getattr(value, "value", value))
-        told["thresholds"] = {"turn_on": TURN_ON, "not_worth_it": NOT_WORTH_IT}
-        told["broken_promise"] = self.broken_promise
-        return told
+        return {
+            **attrs.asdict(self, value_serializer=lambda _, __, value: getattr(value, "value", value)),
+            "thresholds": {"turn_on": TURN_ON, "not_worth_it": NOT_WORTH_IT},
+            "broken_promise": self.broken_promise,
+        }
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of ``accept --csv``: one per class and position; ``speedup`` is of the depth ``position + 1``."""
@@ -136,36 +133,34 @@ class AcceptanceReport:
                     "reached": place.reached,
                     "accepted": place.accepted,
                     "conditional": place.conditional,
-                    **_ends("conditional", place.conditional_interval),
+                    **_low_high("conditional", place.conditional_interval),
                     "cumulative": place.cumulative,
-                    **_ends("cumulative", place.cumulative_interval),
+                    **_low_high("cumulative", place.cumulative_interval),
                     "depth": place.position + 1,
                     "expected_tokens": None if prediction is None else prediction.tokens,
                     "speedup": None if prediction is None else prediction.speedup,
-                    **_ends("speedup", None if prediction is None else prediction.interval),
+                    **_low_high("speedup", None if prediction is None else prediction.interval),
                     "best_depth": None if group.best is None else group.best.depth,
                     "verdict": None if group.verdict is None else group.verdict.value,
                 }
 
 
-def _ends(name: str, found: Interval) -> dict[str, float | None]:
-    low, high = found or (None, None)
+def _low_high(name: str, ends: Interval) -> dict[str, float | None]:
+    low, high = ends or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
 
 
-class AcceptanceRun:
-    """A measurement under way; ``stop`` ends it early, and the report then is of what was done.
+class AcceptanceMeasurement(Measurement):
+    """Measures acceptance; after ``stop`` the report is of the prompts that were done.
 
     Args:
         lm: its drafter, verifier and generation settings are measured; its depth policy is not used.
         prompts: by class.
-        depth: drafted per cycle, the same everywhere.
+        depth: drafted per cycle.
         ablations: switches of ``specdec.models.ablation`` to measure the MTP head with as well.
         costs: what a cycle costs; measured first where None.
-        progress: called with the generations done and those planned.
         on_run: called with every finished run of the unablated drafter.
-        model: its name, for the record.
-        **settings: fields of ``specdec.config.GenerationConfig``; the configuration's where not given.
+        **options: as for ``Measurement``.
 
     Raises: ConfigError, PromptError or UnsupportedError for settings, prompts, or a drafter that cannot be measured.
     """
@@ -178,10 +173,8 @@ class AcceptanceRun:
         depth: int = DEPTH,
         ablations: Sequence[str] = (),
         costs: CostTable | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        on_run: Callable[[PromptRun], None] | None = None,
-        model: str = "",
-        **settings: Any,
+        on_run: Callable[[Run], None] = lambda run: None,
+        **options: Any,
     ) -> None:
         if not 1 <= depth < lm.info.max_rows:
             raise ConfigError(f"the depth is 1 to {lm.info.max_rows - 1} on this backend, got {depth}")
@@ -191,74 +184,42 @@ class AcceptanceRun:
                 try_="drafter.name = mtp or ngram (specdec plugins lists them)",
             )
         check_ablations(lm, ablations)
-        self._lm = lm
+        super().__init__(lm, **options)
+        self._prompts = dict(prompts)
         self._depth = depth
         self._costs = costs
-        self._progress = progress or (lambda done, planned: None)
-        self._on_run = on_run or (lambda run: None)
-        self._settings = settings
-        self._generation = override_generation(lm.config.generation, settings)
-        self._environment = current_environment(lm.info, model)  # before the measurement makes its own load
-        self._prompts = dict(prompts)
+        self._on_run = on_run
         self._ablations = tuple(ablations)
-        self._recording: Recording | None = None
-        self.stopping = False
-
-    def stop(self) -> None:
-        """End after the present cycle; safe from a signal handler."""
-        self.stopping = True
-        if self._recording is not None:
-            self._recording.stream.stop()
 
     def run(self) -> AcceptanceReport:
         """Measure. The prompts of the classes take turns, so that a part has something of each."""
-        lm = self._lm
+        costs = self._costs if self._costs is not None else measure_costs(self._lm)
+        right = at_depth(self._lm, self._depth)
         order = list(_turns(self._prompts))
-        costs = self._costs if self._costs is not None else measure_costs(lm)
-        planned = len(order) * (1 + len(self._ablations))
-        runs: list[PromptRun] = []
-        without: dict[str, list[PromptRun]] = {switch: [] for switch in self._ablations}
-        models = {switch: ablated(lm, (switch,)) for switch in self._ablations}
-        self._progress(0, planned)
+        self._plan(len(order) * (1 + len(self._ablations)))
+        runs: list[Run] = []
         for prompt in order:
-            run = self._one(lm, prompt)
-            if run is None:
-                break
-            runs.append(run)
-            self._on_run(run)
-            self._progress(len(runs), planned)
-        for done, prompt in enumerate(order[: len(runs)]):
-            for number, (switch, model) in enumerate(models.items(), start=1):
-                run = self._one(model, prompt)
-                if run is not None:
-                    without[switch].append(run)
-                    self._progress(len(order) + done * len(models) + number, planned)
-        return self._report(runs, without, costs, len(order))
-
-    def _one(self, lm: LanguageModel, prompt: Prompt) -> PromptRun | None:
-        if self.stopping:
-            return None
-        self._recording = Recording(lm, prompt, self._depth, **self._settings)
-        if self.stopping:  # the signal came before there was a stream to stop
-            self._recording.stream.stop()
-        try:
-            return self._recording.run()
-        finally:
-            self._recording = None
+            if run := self._generate(right, prompt):
+                runs.append(run)
+                self._on_run(run)
+        wrong: dict[str, list[Run]] = {switch: [] for switch in self._ablations}
+        models = {switch: ablated(right, (switch,)) for switch in self._ablations}
+        for prompt in order:
+            for switch, model in models.items():
+                if run := self._generate(model, prompt):
+                    wrong[switch].append(run)
+        return self._report(runs, wrong, costs, len(order))
 
     def _report(
-        self, runs: Sequence[PromptRun], without: Mapping[str, Sequence[PromptRun]], costs: CostTable, planned: int
+        self, runs: Sequence[Run], wrong: Mapping[str, Sequence[Run]], costs: CostTable, planned: int
     ) -> AcceptanceReport:
         lm, generation, depth = self._lm, self._generation, self._depth
-        cycle_seconds = [costs.cycle(k) for k in range(depth + 1)]
+        seconds = [costs.cycle(k) for k in range(depth + 1)]
         chat = lm.tokenizer.has_chat_template
-        classes = [
-            summarise(name, [run for run in runs if run.prompt.kind == name], cycle_seconds, chat=chat)
-            for name in self._prompts
-        ]
-        ablations = [
-            ablation_report(switch, runs[: len(found)], found, depth) for switch, found in without.items() if found
-        ]
+
+        def of_class(name: str) -> list[Run]:
+            return [run for run in runs if run.prompt is not None and run.prompt.kind == name]
+
         report = AcceptanceReport(
             environment=self._environment,
             drafter=lm.drafter.spec.name,
@@ -271,37 +232,35 @@ class AcceptanceRun:
             partial=self.stopping,
             done=len(runs),
             planned=planned,
-            classes=tuple(classes),
-            overall=summarise("all", runs, cycle_seconds, chat=chat),
+            classes=tuple(summarise(name, of_class(name), seconds, chat=chat) for name in self._prompts),
+            overall=summarise("all", runs, seconds, chat=chat),
             costs=tuple(
-                DepthReport(
-                    depth=k,
-                    seconds=cycle_seconds[k],
-                    cost=cycle_seconds[k] / cycle_seconds[0],
-                    break_even=break_even(cycle_seconds[k] / cycle_seconds[0], k),
-                )
+                DepthReport(depth=k, seconds=seconds[k], cost=cost, break_even=break_even(cost, k))
                 for k in range(1, depth + 1)
+                for cost in [seconds[k] / seconds[0]]
             ),
-            ablations=tuple(ablations),
+            ablations=tuple(
+                ablation_report(switch, runs[: len(found)], found, depth) for switch, found in wrong.items() if found
+            ),
             mismatches=tuple(commonest(runs, lm.tokenizer, MISMATCHES)),
             notices=(),
         )
         return attrs.evolve(report, notices=tuple(self._notices(report, runs)))
 
-    def _notices(self, report: AcceptanceReport, runs: Iterable[PromptRun]) -> Iterator[str]:
+    def _notices(self, report: AcceptanceReport, runs: Iterable[Run]) -> Iterator[str]:
         yield from self._lm.notices
         for reason in sorted({run.inactive_reason for run in runs if run.inactive_reason}):
             yield f"the drafter was switched off: {reason}"
         if self._environment.busy:
             yield (
                 f"the machine was busy (load {self._environment.load_1min:.2f} in the minute before): the acceptance "
-                "is not affected, the costs and what follows from them are"
+                "is not affected, the costs and predictions are"
             )
         clocked, expected = report.overall.cycle_seconds, report.costs[-1].seconds
         if clocked is not None and not expected / OTHER_CLOCK < clocked < expected * OTHER_CLOCK:
             yield (
-                f"cycles of this run took {clocked / expected:.1f} times what the costs say: something else changed "
-                "the speed of the machine meanwhile, so the predicted speed-ups are doubtful"
+                f"cycles of this run took {clocked / expected:.1f} times what the costs say: the machine changed its "
+                "speed in between, so the predicted speed-ups are doubtful"
             )
         messages = any(prompt.chat for prompts in self._prompts.values() for prompt in prompts)
         if messages and not self._lm.tokenizer.has_chat_template:
@@ -311,93 +270,99 @@ class AcceptanceRun:
 
 
 def measure_acceptance(lm: LanguageModel, prompts: PromptSet, **options: Any) -> AcceptanceReport:
-    """``AcceptanceRun(lm, prompts, **options).run()``."""
-    return AcceptanceRun(lm, prompts, **options).run()
+    """``AcceptanceMeasurement(lm, prompts, **options).run()``."""
+    return AcceptanceMeasurement(lm, prompts, **options).run()
 
 
 def _turns(prompts: PromptSet) -> Iterator[Prompt]:
     """The first prompt of every class, then the second, ..."""
     for number in range(max(map(len, prompts.values()), default=0)):
         for members in prompts.values():
-            if number < len(members):
-                yield members[number]
+            yield from members[number : number + 1]
 
 
-def summarise(
-    name: str, runs: Sequence[PromptRun], cycle_seconds: Sequence[float], *, chat: bool = False
-) -> ClassReport:
+def summarise(name: str, runs: Sequence[Run], seconds: Sequence[float], *, chat: bool = False) -> ClassReport:
     """Counters, rates, intervals and predictions over some runs.
 
     Args:
-        cycle_seconds: t(0) to t(depth).
+        seconds: of a cycle by depth, t(0) to t(depth).
         chat: whether messages went through a chat template.
     """
-    depth = len(cycle_seconds) - 1
-    counts = np.array([run.counts(depth) for run in runs], dtype=np.int64).reshape(len(runs), 4, depth)
-    asked, offered, reached, accepted = counts.sum(axis=0)
-    costs = np.array([_draft_costs(run, cycle_seconds) for run in runs]).reshape(len(runs), depth)
-    sums = resampled(counts.reshape(len(runs), -1)).reshape(-1, 4, depth) if runs else np.zeros((0, 4, depth))
-    cost_sums = resampled(costs) if runs else np.zeros((0, depth))
-    per_cycle = np.array([[len(run.tokens), len(run.cycles)] for run in runs], dtype=np.float64).reshape(len(runs), 2)
-    cycle_sums = resampled(per_cycle) if runs else np.zeros((0, 2))
+    depth, known = len(seconds) - 1, len(runs)
+    counts = np.array([run.counts(depth) for run in runs], dtype=np.float64).reshape(known, 4, depth)
+    costs = np.array([_draft_costs(run, seconds) for run in runs]).reshape(known, depth)
+    sizes = np.array([[len(run.tokens), len(run.cycles)] for run in runs], dtype=np.float64).reshape(known, 2)
+    asked, offered, reached, accepted = totals = counts.sum(axis=0)
+    others = left_out(counts)  # [prompts, 4, depth]
+    tokens, cycles = sizes.sum(axis=0)
 
-    positions = tuple(
-        PositionReport(
-            position=i,
-            offered=int(offered[i]),
-            reached=int(reached[i]),
-            accepted=int(accepted[i]),
-            cumulative=_rate(accepted[i], offered[i]),
-            cumulative_interval=interval(ratio(sums[:, 3, i], sums[:, 1, i]), len(runs)),
-            conditional=_rate(accepted[i], reached[i]),
-            conditional_interval=interval(ratio(sums[:, 3, i], sums[:, 2, i]), len(runs)),
+    def rate(whole: int, position: int) -> tuple[float | None, Interval]:
+        """Accepted over offered (1) or reached (2), and its interval."""
+        if not totals[whole, position]:
+            return None, None
+        found = float(totals[3, position] / totals[whole, position])
+        return found, interval(found, ratio(others[:, 3, position], others[:, whole, position]), high=1.0)
+
+    positions = []
+    for i in range(depth):
+        (cumulative, cumulative_interval), (conditional, conditional_interval) = rate(1, i), rate(2, i)
+        positions.append(
+            PositionReport(
+                position=i,
+                offered=int(offered[i]),
+                reached=int(reached[i]),
+                accepted=int(accepted[i]),
+                cumulative=cumulative,
+                cumulative_interval=cumulative_interval,
+                conditional=conditional,
+                conditional_interval=conditional_interval,
+            )
         )
-        for i in range(depth)
-    )
-    tokens, speedups = _predict(asked, accepted, costs.sum(axis=0), cycle_seconds[0])
-    _, spread = _predict(sums[:, 0], sums[:, 3], cost_sums, cycle_seconds[0])
+    expected, speedups = _predict(asked, accepted, costs.sum(axis=0), seconds[0])
+    _, spread = _predict(others[:, 0], others[:, 3], left_out(costs), seconds[0])
     predictions = tuple(
         Prediction(
             depth=k,
-            tokens=float(tokens[k - 1]),
+            tokens=float(expected[k - 1]),
             speedup=float(speedups[k - 1]),
-            interval=interval(spread[:, k - 1], len(runs)),
+            interval=interval(float(speedups[k - 1]), spread[:, k - 1]),
         )
         for k in range(1, depth + 1)
         if np.isfinite(speedups[k - 1])
     )
     found = best(predictions) if predictions else None
-    verdict, decided_by = judge(found) if found else (None, "nothing was measured")
-    total_tokens, cycles = int(per_cycle[:, 0].sum()), int(per_cycle[:, 1].sum())
-    clock = np.array([cycle.seconds for run in runs for cycle in run.cycles if cycle.asked == depth]).reshape(-1, 3)
-    clocked = float(np.median(clock.sum(axis=1))) if len(clock) else None
+    verdict, decided_by = advise(found) if found else (None, "nothing was measured")
+    full = [cycle for run in runs for cycle in run.cycles if cycle.depth == depth]
+    clocked = float(np.median([cycle_seconds(cycle) for cycle in full])) if full else None
+    per_cycle = float(tokens / cycles) if cycles else None
     return ClassReport(
         name=name,
-        prompts=len(runs),
-        chat=sum(run.prompt.chat for run in runs) if chat else 0,
-        tokens=total_tokens,
-        cycles=cycles,
-        tokens_per_cycle=_rate(total_tokens, cycles),
-        tokens_per_cycle_interval=interval(ratio(cycle_sums[:, 0], cycle_sums[:, 1]), len(runs)),
-        positions=positions,
-        seconds_per_cycle=dict(zip(PHASES, np.median(clock, axis=0).tolist(), strict=True)) if len(clock) else {},
+        prompts=known,
+        chat=sum(run.prompt is not None and run.prompt.chat for run in runs) if chat else 0,
+        tokens=int(tokens),
+        cycles=int(cycles),
+        tokens_per_cycle=per_cycle,
+        tokens_per_cycle_interval=None if per_cycle is None else interval(per_cycle, ratio(*left_out(sizes).T)),
+        positions=tuple(positions),
+        seconds_per_cycle={
+            phase: float(np.median([getattr(cycle, f"{phase}_seconds") for cycle in full])) for phase in PHASES if full
+        },
         cycle_seconds=clocked,
         predictions=predictions,
         best=found,
-        clocked=float(tokens[-1]) * cycle_seconds[0] / clocked if clocked else None,
+        clocked=float(expected[-1]) * seconds[0] / clocked if clocked else None,
         verdict=verdict,
         decided_by=decided_by,
     )
 
 
-def _draft_costs(run: PromptRun, cycle_seconds: Sequence[float]) -> list[float]:
-    """By depth k from 1: seconds of the cycles that were asked for k tokens, had they drafted k at most.
+def _draft_costs(run: Run, seconds: Sequence[float]) -> list[float]:
+    """By depth k from 1: seconds of the cycles that were asked for k tokens, had they drafted at most k.
 
-    A drafter that always has an opinion makes this t(k) per cycle; one that is often silent pays less.
+    A drafter that always drafts makes this t(k) per cycle; one that often has no draft pays less.
     """
     return [
-        sum(cycle_seconds[min(len(cycle.drafted), k)] for cycle in run.cycles if cycle.asked >= k)
-        for k in range(1, len(cycle_seconds))
+        sum(seconds[min(cycle.offered, k)] for cycle in run.cycles if cycle.depth >= k) for k in range(1, len(seconds))
     ]
 
 
@@ -405,7 +370,3 @@ def _predict(asked: Any, accepted: Any, seconds: Float64, plain: float) -> tuple
     """E(k) and S(k) by depth ``[..., K]`` from counters ``[..., K]`` and the seconds of those cycles."""
     tokens = 1.0 + np.cumsum(ratio(accepted, asked), axis=-1)
     return tokens, tokens * plain / ratio(seconds, asked)
-
-
-def _rate(part: Any, whole: Any) -> float | None:
-    return float(part) / float(whole) if whole else None

@@ -1,19 +1,21 @@
-"""Teacher-forced replay of a finished run: would plain decoding, one row at a time, have chosen the same tokens?
+"""Audit a finished run: replay it teacher-forced, one row at a time, and compare each token with plain decoding's.
 
-A divergence at one position says nothing about the next: every row sees the committed tokens, not the replay's own.
-With an exact verifier on a backend of BITWISE parity there is none. With a lossy verifier they are what it tolerated.
-With NUMERIC parity they are near-ties, and the histogram of top-two gaps shows how near.
+Every row sees the committed tokens, not the replay's own choices, so one divergence does not cause the next. An exact
+verifier on a backend of BITWISE parity has none. With a lossy verifier, divergences are what it tolerated. With NUMERIC
+parity they are near-ties, and the histogram of top-two gaps shows how near.
 
-The control replays the same tokens by plain decoding in passes of several rows. What differs there is the backend's
-own dependence on the number of rows, without any speculation.
+The control decodes the same tokens in passes of several rows, without any speculation: what differs there is the
+backend's own dependence on the number of rows.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from specdec.config import GenerationConfig, structure_options
 from specdec.contract import Context, Guarantee, Parity
 from specdec.decoding.prefill import PREFILL_CHUNK
 from specdec.decoding.settings import make_sampling, override_generation
-from specdec.errors import PromptError, UnsupportedError
+from specdec.errors import PromptError
 from specdec.sampling import Rows
 
 if TYPE_CHECKING:
@@ -98,10 +100,10 @@ class AuditReport:
 
     def histogram(self) -> list[tuple[float, float, int, int]]:
         """Bins of the top-two gap: from, to (inf at last), positions, divergences among them."""
-        everywhere = _counts(self.gaps)
-        diverging = _counts(divergence.top_two for divergence in self.divergences)
-        edges = (0.0, *GAP_EDGES, math.inf)
-        return list(zip(edges, edges[1:], everywhere, diverging, strict=False))
+        everywhere = Counter(bisect_right(GAP_EDGES, gap) for gap in self.gaps)
+        diverging = Counter(bisect_right(GAP_EDGES, found.top_two) for found in self.divergences)
+        edges = itertools.pairwise((0.0, *GAP_EDGES, math.inf))
+        return [(low, high, everywhere[i], diverging[i]) for i, (low, high) in enumerate(edges)]
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``audit --json`` prints; an infinite number is null."""
@@ -131,13 +133,6 @@ class AuditReport:
         }
 
 
-def _counts(gaps: Iterable[float]) -> list[int]:
-    counts = [0] * (len(GAP_EDGES) + 1)
-    for gap in gaps:
-        counts[bisect_right(GAP_EDGES, gap)] += 1
-    return counts
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
@@ -149,7 +144,7 @@ def audit(
     *,
     rows: int = 4,
     generation: GenerationConfig | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> AuditReport:
     """Replay ``tokens`` after ``prompt_tokens``, teacher-forced, and compare each with plain decoding's choice.
@@ -162,7 +157,7 @@ def audit(
         rows: of the control's passes; 1 leaves the control out.
         generation: the settings that the run was made with, such as ``result.generation``; the configuration's where
             None.
-        progress: called with the number of tokens done.
+        progress: called with the tokens done and their total.
         **settings: fields of ``specdec.config.GenerationConfig`` (temperature, seed, logit_bias, ...) that differ.
 
     Raises: PromptError for an empty or unusable prompt, tokens or setting.
@@ -200,7 +195,7 @@ def audit(
             control.take(pending, logits.rows()[0])
         history.append(token)
         if progress is not None:
-            progress(position + 1)
+            progress(position + 1, len(forced))
     return AuditReport(
         prompt_tokens=len(prompt),
         tokens=len(forced),
@@ -222,44 +217,39 @@ def _prefilled(lm: LanguageModel, prompt: Sequence[int], room: int) -> State:
 
 
 class _ControlRun:
-    """Collects the single-row logits of a block, then runs the block in one pass and compares."""
+    """Collects the logits of single rows, then runs as many rows in one pass and compares."""
 
     def __init__(self, lm: LanguageModel, state: State, rows: int) -> None:
         self._target, self._state, self._rows = lm.target, state, rows
         self._tokens: list[int] = []
-        self._singly: list[np.ndarray] = []
-        self._compared = self._equal = self._disagreements = 0
-        self._largest = 0.0
+        self._alone: list[np.ndarray] = []
+        self._found = Control(rows=rows, compared=0, equal_rows=0, argmax_disagreements=0, largest_difference=0.0)
 
     def take(self, token: int, logits: np.ndarray) -> None:
         """A token that was fed, and the logits ``[V]`` float32 that it gave as the only row."""
         self._tokens.append(token)
-        self._singly.append(logits.copy())
+        self._alone.append(logits.copy())
         if len(self._tokens) == self._rows:
-            self._run()
+            self._compare()
 
-    def _run(self) -> None:
+    def _compare(self) -> None:
+        alone, found = np.stack(self._alone), self._found
         together = self._target.decode(self._state, self._tokens).need_logits().rows()
-        for one, many in zip(self._singly, together, strict=True):
-            difference = float(np.abs(one - many).max())
-            self._compared += 1
-            self._equal += bool((one == many).all())
-            self._disagreements += int(np.argmax(one)) != int(np.argmax(many))
-            self._largest = max(self._largest, difference)
+        self._found = attrs.evolve(
+            found,
+            compared=found.compared + len(alone),
+            equal_rows=found.equal_rows + int((alone == together).all(axis=1).sum()),
+            argmax_disagreements=found.argmax_disagreements + int((alone.argmax(1) != together.argmax(1)).sum()),
+            largest_difference=max(found.largest_difference, float(np.abs(alone - together).max())),
+        )
         self._target.commit(self._state, len(self._tokens))
-        self._tokens, self._singly = [], []
+        self._tokens, self._alone = [], []
 
     def report(self) -> Control:
-        """What was found; the last block may have fewer rows."""
+        """What was found; the last pass may have fewer rows."""
         if self._tokens:
-            self._run()
-        return Control(
-            rows=self._rows,
-            compared=self._compared,
-            equal_rows=self._equal,
-            argmax_disagreements=self._disagreements,
-            largest_difference=self._largest,
-        )
+            self._compare()
+        return self._found
 
 
 # --- a run from a file -----------------------------------------------------------------------------------------------
@@ -280,78 +270,25 @@ def read_run(path: str | Path) -> RecordedRun:
     """Read ``generate --json`` output. Raises: PromptError or ConfigError that says what is wrong with the file."""
     made = "specdec generate --json > FILE"
     try:
-        told = json.loads(Path(path).read_bytes())
+        data = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise PromptError(f"the run file cannot be read: {error.strerror or error}", file=path) from error
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"the run file is no JSON: {error}", file=path, try_=made) from error
-    if isinstance(told, Mapping) and "error" in told:
-        raise PromptError("the run file holds an error, no run", file=path)
+        raise PromptError(f"the run file is not JSON: {error}", file=path, try_=made) from error
+    if isinstance(data, Mapping) and "error" in data:
+        raise PromptError("the run file holds an error, not a run", file=path)
     for name in ("prompt", "tokens"):
-        ids = told.get(name) if isinstance(told, Mapping) else None
+        ids = data.get(name) if isinstance(data, Mapping) else None
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
             raise PromptError(f"the run file has no list of token ids under {name!r}", file=path, try_=made)
-    generation, deviation = told.get("generation"), told.get("deviation")
+    generation, deviation = data.get("generation"), data.get("deviation")
     return RecordedRun(
-        prompt=told["prompt"],
-        tokens=told["tokens"],
+        prompt=data["prompt"],
+        tokens=data["tokens"],
         generation=structure_options(generation, GenerationConfig, "generation", str(path)) if generation else None,
-        fingerprint=str(told.get("fingerprint", "")),
+        fingerprint=str(data.get("fingerprint", "")),
         deviation=dict(deviation) if isinstance(deviation, Mapping) else {},
     )
-
-
-# --- a picture -------------------------------------------------------------------------------------------------------
-
-
-def require_matplotlib() -> None:
-    """Raises: UnsupportedError when there is no matplotlib to draw with."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            f"a plot needs matplotlib: {error}", try_="pip install 'specdec-framework[plot]', or leave out the plot"
-        ) from error
-
-
-def plot(report: AuditReport, path: str | Path) -> None:
-    """Draw the gap histogram and the divergences by position into a PNG file.
-
-    Raises: UnsupportedError without matplotlib, PromptError when the file cannot be written.
-    """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    bins = report.histogram()
-    labels = [bin_label(low, high) for low, high, _, _ in bins]
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    figure.suptitle(
-        f"{len(report.divergences)} of {report.tokens} tokens diverge from plain decoding"
-        f"  (guarantee {report.guarantee}, parity {report.parity})"
-    )
-    places = np.arange(len(bins))
-    left.bar(places, [count for _, _, count, _ in bins], width=0.8, color="#c8ccd4", label="all positions")
-    left.bar(places, [count for _, _, _, count in bins], width=0.5, color="#b3261e", label="divergences")
-    left.set_yscale("symlog", linthresh=1)
-    left.set_ylim(bottom=0)
-    left.set_xticks(places, labels, rotation=45, ha="right")
-    left.set(xlabel="gap of the two best logits (nats)", ylabel="token positions", title="How near the choices were")
-    left.legend(frameon=False)
-    found = [(d.position, d.gap) for d in report.divergences if math.isfinite(d.gap)]
-    right.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
-    right.set_xlim(-0.02 * report.tokens, 1.02 * report.tokens)
-    if found:
-        right.vlines([at for at, _ in found], 0, [gap for _, gap in found], color="#b3261e", linewidth=1)
-        right.plot([at for at, _ in found], [gap for _, gap in found], "o", color="#b3261e", markersize=3)
-        right.set_ylim(bottom=0)
-    else:
-        right.text(0.5, 0.5, "none", transform=right.transAxes, ha="center", va="center", color="#5f6368", fontsize=14)
-        right.set_yticks([])
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise PromptError(f"the plot cannot be written: {error.strerror or error}", file=path) from error
 
 
 def bin_label(low: float, high: float) -> str:

@@ -1,40 +1,41 @@
-"""Plain against speculative decoding: interleaved in one process, outputs compared, the time taken apart.
+"""Plain against speculative decoding: interleaved in one process, outputs compared, the time of a cycle taken apart.
 
 Every prompt runs plain, speculative, speculative, plain (A B B A), so that a machine that slowly changes its speed
-favours neither arm. Rates are ratios of sums: tokens over seconds, both added up.
+favours neither arm. Rates are ratios of sums: tokens over seconds, both added up over all runs.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
 from specdec.contract import CycleRecord, Guarantee, Parity
-from specdec.decoding.cost_table import CostTable, measure_costs
-from specdec.decoding.settings import override_generation
+from specdec.decoding.cycle_timing import measure_costs
+from specdec.decoding.prefill import prefill
+from specdec.decoding.result import RunStats
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.measuring.arms import Arm, ArmRun, plain
-from specdec.measuring.environment import Environment, current_environment
-from specdec.measuring.frontiers import FrontierReport, measure_frontiers
-from specdec.measuring.intervals import interval, ratio, resampled
+from specdec.measuring.environment import Environment
+from specdec.measuring.intervals import Interval, interval, left_out, ratio
+from specdec.measuring.runs import Measurement, Run, cycle_seconds, plain
 from specdec.measuring.synthetic import SyntheticVerifier
+from specdec.records.cost_table import CostTable
 
 if TYPE_CHECKING:
-    from specdec.measuring.acceptance import Interval
+    from specdec.decoding.session import Session
     from specdec.measuring.prompts import Prompt, PromptSet
     from specdec.pipeline import LanguageModel
 
-NEW_TOKENS = 128
-REPEATS = 1
 EXPLAINED = 0.03  # the phases must account for the time of the cycles to within this share
 WARM = 0.05  # warm-up ends when a round is within this share of the one before
 WARM_ROUNDS = 5  # at most
-TERMS = ("verification", "drafting", "bookkeeping")
+TERMS = {"verification": "verify_seconds", "drafting": "draft_seconds", "bookkeeping": "commit_seconds"}
+ARMS = ("plain", "speculative")
 
 
 @attrs.frozen(kw_only=True)
@@ -43,10 +44,9 @@ class PromptBench:
 
     prompt: str
     kind: str
-    prompt_tokens: int
-    plain: tuple[ArmRun, ...]
-    speculative: tuple[ArmRun, ...]
-    differs_at: int | None  # the first generated position at which any run differs from the first plain one
+    plain: tuple[Run, ...]
+    speculative: tuple[Run, ...]
+    differs_at: int | None  # the first generated position at which a run differs from the first plain one
 
     def sums(self) -> tuple[float, float, float, float]:
         """Tokens and seconds, plain and speculative, over all runs."""
@@ -84,12 +84,28 @@ class Timing:
 
 @attrs.frozen(kw_only=True)
 class Term:
-    """One part of a mean speculative cycle, predicted from the measured costs and as it was."""
+    """One part of a mean speculative cycle, as predicted from the measured costs and as measured."""
 
     name: str
     predicted_ms: float
     measured_ms: float
-    speedup_if_free: float  # what the speed-up would be if this part cost what a plain step needs of it
+    speedup_if_free: float  # the speed-up if this part cost only what a plain step needs of it
+
+
+@attrs.frozen(kw_only=True)
+class ContextReport:
+    """Speeds after one length of context; tokens per second."""
+
+    context: int  # tokens before the generated ones
+    prefill_plain: float  # over the tokens since the context before
+    prefill_speculative: float  # with the drafter's own prefill
+    plain: float
+    speculative: float
+    speedup: float
+    tokens_per_cycle: float
+    state_bytes: int  # of the speculative arm's target
+    save_seconds: float  # to copy the state and restore it, speculative arm
+    equal: bool  # both arms generated the same tokens
 
 
 @attrs.frozen(kw_only=True)
@@ -117,14 +133,14 @@ class BenchReport:
     predicted_speedup: float | None  # from the costs measured before, with the depths and acceptance of the runs
     speedup_if_accepted: float | None  # if every drafted token had been accepted
     explained: dict[str, float]  # arm -> share of the time that the phases account for
-    frontiers: tuple[FrontierReport, ...]
+    contexts: tuple[ContextReport, ...]
     reasons: dict[str, int]  # why speculation was off at the end of a run -> speculative runs
     notices: tuple[str, ...]
 
     @property
     def equal(self) -> bool:
         """Whether every run of a prompt gave the same tokens."""
-        return all(one.differs_at is None for one in self.prompts) and all(one.equal for one in self.frontiers)
+        return all(one.differs_at is None for one in self.prompts) and all(one.equal for one in self.contexts)
 
     @property
     def broken_promise(self) -> bool:
@@ -147,21 +163,25 @@ class BenchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``bench --json`` prints; of the single runs their sums only."""
-        told = attrs.asdict(attrs.evolve(self, prompts=()), value_serializer=lambda _, __, value: value)
-        told["prompts"] = list(self.rows())
-        told |= {"equal": self.equal, "broken_promise": self.broken_promise, "limit": self.limit}
-        told["blame"] = None if self.blame is None else self.blame.name
-        return told
+        data = attrs.asdict(attrs.evolve(self, prompts=()))
+        return data | {
+            "frontiers": data.pop("contexts"),
+            "prompts": list(self.rows()),
+            "equal": self.equal,
+            "broken_promise": self.broken_promise,
+            "limit": self.limit,
+            "blame": None if self.blame is None else self.blame.name,
+        }
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of ``bench --csv``: one per prompt, arm and run."""
         for one in self.prompts:
-            for arm, runs in (("plain", one.plain), ("speculative", one.speculative)):
+            for arm, runs in zip(ARMS, (one.plain, one.speculative), strict=True):
                 for number, run in enumerate(runs):
                     yield {
                         "class": one.kind,
                         "prompt": one.prompt,
-                        "prompt_tokens": one.prompt_tokens,
+                        "prompt_tokens": len(run.prompt_tokens),
                         "arm": arm,
                         "run": number,
                         "tokens": len(run.tokens),
@@ -169,26 +189,21 @@ class BenchReport:
                         "tokens_per_second": run.rate,
                         "cycles": len(run.cycles),
                         "prefill_seconds": run.prefill_seconds,
-                        "draft_seconds": sum(cycle.draft_seconds for cycle in run.cycles),
-                        "verify_seconds": sum(cycle.verify_seconds for cycle in run.cycles),
-                        "commit_seconds": sum(cycle.commit_seconds for cycle in run.cycles),
+                        **{f"{name}_seconds": _total(run.cycles, name) for name in ("draft", "verify", "commit")},
                         "differs_at": one.differs_at,
                     }
 
 
-class BenchRun:
-    """A comparison under way; ``stop`` ends it early, and the report then is of what was done.
+class BenchMeasurement(Measurement):
+    """Compares both arms; after ``stop`` the report is of the prompts that were done.
 
     Args:
         lm: the pipeline to compare with its own plain decoding.
         prompts: by class.
         repeats: A B B A rounds per prompt.
         synthetic: cumulative acceptance by position to impose (``specdec.measuring.synthetic``).
-        contexts: lengths at which to measure prefill and generation as well; ``frontiers`` says how.
-        progress: called with the generations done and those planned.
-        model: its name, for the record.
-        **settings: fields of ``specdec.config.GenerationConfig``; the configuration's where not given. End tokens are
-            ignored, so that both arms generate as much.
+        contexts: lengths at which to measure prefill and generation as well.
+        **options: as for ``Measurement``. End tokens are ignored, so that both arms generate as much.
 
     Raises: ConfigError, PromptError or UnsupportedError for settings, prompts, or a drafter that drafts nothing.
     """
@@ -198,132 +213,139 @@ class BenchRun:
         lm: LanguageModel,
         prompts: PromptSet,
         *,
-        repeats: int = REPEATS,
+        repeats: int = 1,
         synthetic: Sequence[float] | None = None,
         contexts: Sequence[int] = (),
-        progress: Callable[[int, int], None] | None = None,
-        model: str = "",
-        **settings: Any,
+        **options: Any,
     ) -> None:
         if lm.drafter.spec.name == "none":
             raise UnsupportedError(
                 "the drafter 'none' drafts nothing, so there is nothing to compare with plain decoding",
                 try_="drafter.name = mtp or ngram (specdec plugins lists them)",
             )
-        self._settings = {**settings, "ignore_eos": True}
-        self._generation = override_generation(lm.config.generation, self._settings)
-        self._lm = lm
+        super().__init__(lm, **options, ignore_eos=True)
         self._prompts = [prompt for members in prompts.values() for prompt in members]
         self._ids = [prompt.encode(lm.tokenizer) for prompt in self._prompts]
-        longest = max(map(len, self._ids), default=0) + self._generation.max_new_tokens
-        for asked in (longest, *(length + self._generation.max_new_tokens for length in contexts)):
-            if asked >= lm.capacity:
+        longest = max(map(len, self._ids), default=0)
+        for length in (longest, *contexts):
+            if length + self._generation.max_new_tokens >= lm.capacity:
                 raise ConfigError(
-                    f"{asked} tokens do not fit: a context and {self._generation.max_new_tokens} generated tokens",
+                    f"a context of {length} tokens and {self._generation.max_new_tokens} generated tokens do not fit",
                     limit=f"{lm.capacity} tokens",
                     try_="fewer new tokens, or shorter contexts",
                 )
         self._repeats = repeats
         self._synthetic = None if synthetic is None else tuple(synthetic)
-        self._contexts = tuple(contexts)
-        self._progress = progress or (lambda done, planned: None)
-        self._environment = current_environment(lm.info, model)  # before the measurement makes its own load
-        self._plain = Arm(plain(lm))
+        self._contexts = sorted(set(contexts))
+        self._arms = {"plain": plain(lm), "speculative": lm}
         if self._synthetic is not None:
-            lm = attrs.evolve(lm, verifier=SyntheticVerifier(lm.verifier, self._synthetic))
-        self._speculative = Arm(lm)
-        self.stopping = False
-
-    def stop(self) -> None:
-        """End after the present generation; safe from a signal handler."""
-        self.stopping = True
+            self._arms["speculative"] = attrs.evolve(lm, verifier=SyntheticVerifier(lm.verifier, self._synthetic))
 
     def run(self) -> BenchReport:
         """Measure."""
         warm_up = self._warm_up()
         costs = measure_costs(self._lm)
-        planned = 4 * (self._repeats * len(self._ids) + len(self._contexts))
-        generated = 0
-
-        def advance() -> None:
-            nonlocal generated
-            generated += 1
-            self._progress(generated, planned)
-
+        self._plan(4 * (self._repeats * len(self._prompts) + len(self._contexts)))
         done: list[PromptBench] = []
-        for prompt, ids in zip(self._prompts, self._ids, strict=True):
-            arms: dict[Arm, list[ArmRun]] = {self._plain: [], self._speculative: []}
-            for _ in range(self._repeats):
-                for arm in (self._plain, self._speculative, self._speculative, self._plain):
-                    if self.stopping:
-                        break
-                    arms[arm].append(arm.run(ids, **self._settings))
-                    advance()
-            if sum(map(len, arms.values())) < 4 * self._repeats:
+        for prompt in self._prompts:
+            runs = self._rounds(prompt, lambda arm: self._arms[arm].session(), self._repeats)
+            if runs is None:
                 break
-            done.append(self._compared(prompt, len(ids), arms[self._plain], arms[self._speculative]))
-        frontiers: tuple[FrontierReport, ...] = ()
-        if self._contexts and not self.stopping:
-            frontiers = tuple(
-                measure_frontiers(
-                    self._plain,
-                    self._speculative,
-                    self._contexts,
-                    self._text(),
-                    compare=self._synthetic is None,
-                    stopping=lambda: self.stopping,
-                    advance=advance,
-                    **self._settings,
-                )
-            )
-        return self._report(done, costs, warm_up, frontiers)
+            done.append(self._compared(prompt, runs))
+        return self._report(done, costs, warm_up, tuple(self._by_context()))
+
+    def _rounds(
+        self, prompt: Prompt | None, session: Callable[[str], Session], repeats: int = 1
+    ) -> dict[str, list[Run]] | None:
+        """Runs of both arms, A B B A, each in ``session(arm)``; None once the measurement was stopped."""
+        runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
+        for arm in (*ARMS, *reversed(ARMS)) * repeats:
+            run = None if self.stopping else self._generate(self._arms[arm], prompt, session(arm))
+            if run is None:
+                return None
+            runs[arm].append(run)
+        return runs
 
     def _warm_up(self) -> tuple[float, ...]:
-        """Both arms on the first prompt until the speed stands still: caches, clocks, recorded passes."""
+        """Both arms on the first prompt until the speed is steady: caches, clocks, recorded passes."""
         rates: list[float] = []
-        while len(rates) < WARM_ROUNDS and not self.stopping and self._ids:
-            runs = [arm.run(self._ids[0], **self._settings) for arm in (self._plain, self._speculative)]
-            rates.append(sum(len(run.tokens) for run in runs) / sum(run.seconds for run in runs))
+        while len(rates) < WARM_ROUNDS and self._prompts:
+            runs = [run for lm in self._arms.values() if (run := self._generate(lm, self._prompts[0]))]
+            if len(runs) < 2:
+                break
+            tokens, seconds = _sums(runs)
+            rates.append(tokens / seconds)
             if len(rates) > 1 and abs(rates[-1] / rates[-2] - 1) < WARM:
                 break
         return tuple(rates)
 
-    def _compared(
-        self, prompt: Prompt, prompt_tokens: int, without: Sequence[ArmRun], with_: Sequence[ArmRun]
-    ) -> PromptBench:
+    def _compared(self, prompt: Prompt, runs: dict[str, list[Run]]) -> PromptBench:
         differs = None
         if self._synthetic is None:
-            places = (_first_difference(without[0].tokens, run.tokens) for run in (*without, *with_))
+            every = [*runs["plain"], *runs["speculative"]]
+            places = (_first_difference(every[0].tokens, run.tokens) for run in every)
             differs = min((place for place in places if place is not None), default=None)
         return PromptBench(
             prompt=prompt.name,
             kind=prompt.kind,
-            prompt_tokens=prompt_tokens,
-            plain=tuple(without),
-            speculative=tuple(with_),
+            plain=tuple(runs["plain"]),
+            speculative=tuple(runs["speculative"]),
             differs_at=differs,
         )
 
-    def _text(self) -> list[int]:
-        """All prompts after one another, as often as the longest context needs: text, not random tokens."""
-        tokens = [token for ids in self._ids for token in ids]
-        return (tokens * (max(self._contexts) // len(tokens) + 1))[: max(self._contexts)]
+    def _by_context(self) -> Iterator[ContextReport]:
+        """Prefill and generation at each length. One session per arm grows; a restored copy of it generates.
+
+        So what is generated never lengthens the next context. The context is text: the prompts one after the other.
+        """
+        text = [token for ids in self._ids for token in ids]
+        sessions = {arm: lm.session() for arm, lm in self._arms.items()}
+        for context in self._contexts:
+            if self.stopping:
+                return
+            tokens = (text * (context // len(text) + 1))[:context]
+            prefill = {arm: _grow(session, tokens) for arm, session in sessions.items()}
+            saving: list[float] = []
+
+            def fork(arm: str, saving: list[float] = saving) -> Session:
+                started = perf_counter()
+                copied = sessions[arm].fork()
+                if arm == "speculative":
+                    saving.append(perf_counter() - started)
+                return copied
+
+            runs = self._rounds(None, fork)
+            if runs is None:
+                return
+            rates = {arm: tokens / seconds for arm in ARMS for tokens, seconds in [_sums(runs[arm])]}
+            outputs = {run.tokens for arm in ARMS for run in runs[arm]}
+            yield ContextReport(
+                context=context,
+                prefill_plain=prefill["plain"],
+                prefill_speculative=prefill["speculative"],
+                plain=rates["plain"],
+                speculative=rates["speculative"],
+                speedup=rates["speculative"] / rates["plain"],
+                tokens_per_cycle=statistics.fmean(len(run.tokens) / len(run.cycles) for run in runs["speculative"]),
+                state_bytes=sessions["speculative"].sequence.state.nbytes(),
+                save_seconds=min(saving),
+                equal=len(outputs) == 1 or self._synthetic is not None,
+            )
 
     def _report(
         self,
         done: Sequence[PromptBench],
         costs: CostTable,
         warm_up: tuple[float, ...],
-        frontiers: tuple[FrontierReport, ...],
+        contexts: tuple[ContextReport, ...],
     ) -> BenchReport:
         lm, generation = self._lm, self._generation
-        runs = [run for one in done for run in one.speculative]
-        cycles = [cycle for run in runs for cycle in run.cycles]
-        plain_cycles = [cycle for one in done for run in one.plain for cycle in run.cycles]
-        overall = _class("all", done) if done else None
-        predicted = _predicted(cycles, costs) if cycles else None
+        arms = {
+            "plain": [run for one in done for run in one.plain],
+            "speculative": [run for one in done for run in one.speculative],
+        }
+        plain_cycles, cycles = ([cycle for run in arms[arm] for cycle in run.cycles] for arm in ARMS)
         apart = bool(cycles) and not any(cycle.on_device for cycle in cycles)
-        terms = _terms(cycles, plain_cycles, costs) if apart and plain_cycles else ()
         report = BenchReport(
             environment=self._environment,
             drafter=lm.drafter.spec.name,
@@ -338,20 +360,19 @@ class BenchRun:
             partial=self.stopping,
             warm_up=warm_up,
             prompts=tuple(done),
-            classes=tuple(_class(kind, [one for one in done if one.kind == kind]) for kind in _kinds(done)),
-            overall=overall,
-            timings=tuple(_timings(cycles, plain_cycles)),
-            plain_step_ms=1e3 * statistics.fmean(map(_seconds, plain_cycles)) if plain_cycles else None,
-            terms=terms,
-            predicted_speedup=predicted,
-            speedup_if_accepted=_if_accepted(cycles, plain_cycles) if cycles and plain_cycles else None,
-            explained={
-                name: sum(run.explained * run.seconds for run in arm) / sum(run.seconds for run in arm)
-                for name, arm in (("plain", [run for one in done for run in one.plain]), ("speculative", runs))
-                if arm
-            },
-            frontiers=frontiers,
-            reasons=dict(Counter(run.reason for run in runs if run.reason)),
+            classes=tuple(
+                _class(kind, [one for one in done if one.kind == kind])
+                for kind in dict.fromkeys(one.kind for one in done)
+            ),
+            overall=_class("all", done) if done else None,
+            timings=tuple(_timings(cycles, plain_cycles)) if done else (),
+            plain_step_ms=1e3 * _mean(plain_cycles) if done else None,
+            terms=_terms(cycles, plain_cycles, costs) if apart else (),
+            predicted_speedup=_predicted(cycles, costs) if done else None,
+            speedup_if_accepted=_if_accepted(cycles, plain_cycles) if done else None,
+            explained={arm: _explained(runs) for arm, runs in arms.items() if runs},
+            contexts=contexts,
+            reasons=dict(Counter(run.inactive_reason for run in arms["speculative"] if run.inactive_reason)),
             notices=(),
         )
         return attrs.evolve(report, notices=tuple(self._notices(report)))
@@ -372,17 +393,33 @@ class BenchRun:
 
 
 def compare(lm: LanguageModel, prompts: PromptSet, **options: Any) -> BenchReport:
-    """``BenchRun(lm, prompts, **options).run()``."""
-    return BenchRun(lm, prompts, **options).run()
+    """``BenchMeasurement(lm, prompts, **options).run()``."""
+    return BenchMeasurement(lm, prompts, **options).run()
 
 
-def _sums(runs: Iterable[ArmRun]) -> tuple[float, float]:
-    kept = list(runs)
-    return float(sum(len(run.tokens) for run in kept)), sum(run.seconds for run in kept)
+def _grow(session: Session, tokens: Sequence[int]) -> float:
+    """Prefill what ``tokens`` has beyond the session; returns tokens per second."""
+    added = tokens[len(session.tokens) :]
+    session.feed(added)
+    started = perf_counter()
+    prefill(session.sequence, RunStats())
+    return len(added) / (perf_counter() - started)
 
 
-def _kinds(done: Iterable[PromptBench]) -> list[str]:
-    return list(dict.fromkeys(one.kind for one in done))
+def _sums(runs: Sequence[Run]) -> tuple[float, float]:
+    return float(sum(len(run.tokens) for run in runs)), sum(run.seconds for run in runs)
+
+
+def _explained(runs: Sequence[Run]) -> float:
+    return sum(run.explained * run.seconds for run in runs) / sum(run.seconds for run in runs)
+
+
+def _total(cycles: Sequence[CycleRecord], phase: str) -> float:
+    return float(sum(getattr(cycle, f"{phase}_seconds") for cycle in cycles))
+
+
+def _mean(cycles: Sequence[CycleRecord]) -> float:
+    return statistics.fmean(map(cycle_seconds, cycles))
 
 
 def _first_difference(wanted: Sequence[int], got: Sequence[int]) -> int | None:
@@ -396,67 +433,63 @@ def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
     sums = np.array([one.sums() for one in done])
 
     def speedup(totals: Any) -> Any:
-        return ratio(ratio(totals[..., 2], totals[..., 3]), ratio(totals[..., 0], totals[..., 1]))
+        return ratio(totals[..., 2] * totals[..., 1], totals[..., 3] * totals[..., 0])
 
     total = sums.sum(axis=0)
-    cycles = [cycle for one in done for run in one.speculative for cycle in run.cycles]
+    runs = [run for one in done for run in one.speculative]
+    cycles = [cycle for run in runs for cycle in run.cycles]
     deepest = max((cycle.offered for cycle in cycles), default=0)
-    places = range(deepest)
+    _, offered, reached, accepted = np.sum([run.counts(deepest) for run in runs], axis=0)
     return ClassBench(
         name=name,
         prompts=len(done),
         plain=total[0] / total[1],
         speculative=total[2] / total[3],
         speedup=float(speedup(total)),
-        interval=interval(speedup(resampled(sums)), len(done)),
+        interval=interval(float(speedup(total)), speedup(left_out(sums))),
         tokens_per_cycle=total[2] / len(cycles),
-        offered=tuple(sum(cycle.offered > place for cycle in cycles) for place in places),
-        reached=tuple(sum(cycle.offered > place <= cycle.accepted for cycle in cycles) for place in places),
-        accepted=tuple(sum(cycle.accepted > place for cycle in cycles) for place in places),
+        offered=tuple(offered.tolist()),
+        reached=tuple(reached.tolist()),
+        accepted=tuple(accepted.tolist()),
         depths=dict(sorted(Counter(cycle.offered for cycle in cycles).items())),
     )
 
 
-def _seconds(cycle: CycleRecord) -> float:
-    return cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
-
-
 def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord]) -> Iterator[Timing]:
-    if not plain_cycles:
-        return
-    step = statistics.median(map(_seconds, plain_cycles))
+    steps = list(map(cycle_seconds, plain_cycles))
+    step = statistics.median(steps)
 
     def timing(what: str, seconds: Sequence[float]) -> Timing:
-        low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+        low, middle, high = 1e3 * np.quantile(seconds, [0.25, 0.5, 0.75])
         return Timing(
             what=what,
             cycles=len(seconds),
-            median_ms=1e3 * middle,
-            low_ms=1e3 * low,
-            high_ms=1e3 * high,
-            in_plain_steps=middle / step,
+            median_ms=float(middle),
+            low_ms=float(low),
+            high_ms=float(high),
+            in_plain_steps=float(middle) / (1e3 * step),
         )
 
-    yield timing("plain step", [_seconds(cycle) for cycle in plain_cycles])
-    rows = {1: [cycle.verify_seconds for cycle in plain_cycles]}
-    drafts: dict[int, list[float]] = {}
-    whole: dict[int, list[float]] = {}
-    for cycle in cycles:
-        if cycle.on_device:
-            whole.setdefault(cycle.offered, []).append(cycle.verify_seconds)
-            continue
-        rows.setdefault(cycle.offered + 1, []).append(cycle.verify_seconds)
-        if cycle.offered:
-            drafts.setdefault(cycle.offered, []).append(cycle.draft_seconds)
-    for count, seconds in sorted(rows.items()):
-        yield timing(f"verify {count} row{'s' if count > 1 else ''}", seconds)
-    for count, seconds in sorted(drafts.items()):
-        yield timing(f"draft {count} token{'s' if count > 1 else ''}", seconds)
-        yield timing(f"draft step, {count} in a row", [one / count for one in seconds])
-    for count, seconds in sorted(whole.items()):
-        yield timing(f"whole cycle, {count} draft{'s' if count > 1 else ''}", seconds)
-    if apart := [cycle.commit_seconds for cycle in cycles if not cycle.on_device]:
-        yield timing("commit", apart)
+    def by_length(chosen: Sequence[CycleRecord], phase: str) -> list[tuple[int, list[float]]]:
+        """Seconds of a phase by the length of the draft."""
+        lengths = sorted({cycle.offered for cycle in chosen})
+        return [(n, [getattr(cycle, phase) for cycle in chosen if cycle.offered == n]) for n in lengths]
+
+    stepwise = [cycle for cycle in cycles if not cycle.on_device]
+    yield timing("plain step", steps)
+    for n, seconds in by_length([*plain_cycles, *stepwise], "verify_seconds"):
+        yield timing(f"verify {_count(n + 1, 'row')}", seconds)
+    for n, seconds in by_length([cycle for cycle in stepwise if cycle.offered], "draft_seconds"):
+        yield timing(f"draft {_count(n, 'token')}", seconds)
+        yield timing(f"draft step, {n} in a row", [one / n for one in seconds])
+    for n, seconds in by_length([cycle for cycle in cycles if cycle.on_device], "verify_seconds"):
+        yield timing(f"whole cycle, {_count(n, 'draft')}", seconds)
+    if stepwise:
+        yield timing("commit", [cycle.commit_seconds for cycle in stepwise])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def _predicted(cycles: Sequence[CycleRecord], costs: CostTable) -> float:
@@ -467,35 +500,29 @@ def _predicted(cycles: Sequence[CycleRecord], costs: CostTable) -> float:
 
 def _terms(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord], costs: CostTable) -> tuple[Term, ...]:
     """Means over the speculative cycles. A part that is free costs what a plain step needs of it."""
-    measured = {
-        "verification": statistics.fmean(cycle.verify_seconds for cycle in cycles),
-        "drafting": statistics.fmean(cycle.draft_seconds for cycle in cycles),
-        "bookkeeping": statistics.fmean(cycle.commit_seconds for cycle in cycles),
-    }
+
+    def mean(chosen: Sequence[CycleRecord], name: str) -> float:
+        return statistics.fmean(getattr(cycle, TERMS[name]) for cycle in chosen)
+
     predicted = {
         "verification": statistics.fmean(costs.pass_seconds(cycle.offered + 1) for cycle in cycles),
         "drafting": statistics.fmean(costs.draft_seconds(cycle.offered) for cycle in cycles),
         "bookkeeping": costs.commit,
     }
-    needed = {
-        "verification": statistics.fmean(cycle.verify_seconds for cycle in plain_cycles),
-        "drafting": 0.0,
-        "bookkeeping": statistics.fmean(cycle.commit_seconds for cycle in plain_cycles),
-    }
-    step = statistics.fmean(map(_seconds, plain_cycles))
+    needed = {name: 0.0 if name == "drafting" else mean(plain_cycles, name) for name in TERMS}
     tokens = statistics.fmean(len(cycle.emitted) for cycle in cycles)
-    whole = sum(measured.values())
     return tuple(
         Term(
             name=name,
             predicted_ms=1e3 * predicted[name],
-            measured_ms=1e3 * measured[name],
-            speedup_if_free=tokens * step / (whole - max(0.0, measured[name] - needed[name])),
+            measured_ms=1e3 * mean(cycles, name),
+            speedup_if_free=tokens
+            * _mean(plain_cycles)
+            / (_mean(cycles) - max(0.0, mean(cycles, name) - needed[name])),
         )
         for name in TERMS
     )
 
 
 def _if_accepted(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord]) -> float:
-    step = statistics.fmean(map(_seconds, plain_cycles))
-    return step * statistics.fmean(cycle.offered + 1 for cycle in cycles) / statistics.fmean(map(_seconds, cycles))
+    return _mean(plain_cycles) * statistics.fmean(cycle.offered + 1 for cycle in cycles) / _mean(cycles)

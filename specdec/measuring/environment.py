@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import os
 import platform
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from specdec._version import __version__
+from specdec.records import machine
 
 if TYPE_CHECKING:
     from specdec.contract import ModelInfo
@@ -69,13 +68,13 @@ def current_environment(info: ModelInfo, model: str = "") -> Environment:
         specdec=__version__,
         commit=commit(_PACKAGE.parent),
         python=platform.python_version(),
-        libraries={name: _version(name) for name in LIBRARIES},
-        system=platform.platform(terse=True),
-        processor=_processor(),
-        cores=_cores(),
-        memory_bytes=_memory(),
+        libraries={name: machine.library_version(name) or "unknown" for name in LIBRARIES},
+        system=machine.system(),
+        processor=machine.processor(),
+        cores=machine.cores(),
+        memory_bytes=machine.memory()[0],
         threads=torch.get_num_threads(),
-        load_1min=_load(),
+        load_1min=machine.load_1min(),
         model=model,
         family=info.family,
         fingerprint=info.fingerprint,
@@ -106,39 +105,3 @@ def _git(folder: Path, *arguments: str) -> str:
         ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
     )
     return done.stdout.strip()
-
-
-def _version(library: str) -> str:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _load() -> float | None:
-    try:
-        return os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return None

@@ -1,74 +1,53 @@
-"""Pictures of what was measured (matplotlib, the extra "plot")."""
+"""Plots of what was measured, as PNG files (matplotlib, the extra "plot").
+
+Every function raises UnsupportedError without matplotlib, or when the file cannot be written.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import UnsupportedError
-from specdec.measuring.audit import require_matplotlib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from specdec.measuring.acceptance import AcceptanceReport, ClassReport, Interval
+    from specdec.measuring.acceptance import AcceptanceReport, ClassReport
+    from specdec.measuring.audit import AuditReport
+    from specdec.measuring.bench import BenchReport
+    from specdec.measuring.intervals import Interval
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+GREY, PALE, RED = "#5f6368", "#c8ccd4", "#b3261e"
 SPREAD = 0.06  # sideways between classes, so that their error bars can be told apart
 
 
-def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
-    """Draw acceptance by position and predicted speed-up by depth, a line per class, into a PNG file.
+def require_matplotlib() -> None:
+    """Raises: UnsupportedError when there is no matplotlib to draw with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a plot needs matplotlib: {error}", try_="pip install 'specdec-framework[plot]', or leave out the plot"
+        ) from error
 
-    Raises: UnsupportedError without matplotlib, or when the file cannot be written.
-    """
+
+def panels(title: str, *sizes: float, height: float = 4.6) -> tuple[Any, list[Any]]:
+    """A figure with panels of these widths beside each other."""
     require_matplotlib()
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    groups = [group for group in report.classes if group.prompts]
-    figure = Figure(figsize=(14, 5), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
-    partial = f", interrupted after {report.done} of {report.planned} prompts" if report.partial else ""
-    known = any(one.interval is not None for group in groups for one in group.predictions)
-    bars = "  (bars: 95 % intervals over prompts)" if known else ""
-    figure.suptitle(
-        f"Drafter {report.drafter} at depth {report.depth}, {how}, on {report.environment.model or 'this model'}"
-        f"{partial}{bars}"
-    )
-
-    def rates(name: str) -> Callable[[ClassReport], list[tuple[float, float | None, Interval]]]:
-        return lambda group: [
-            (place.position, getattr(place, name), getattr(place, f"{name}_interval")) for place in group.positions
-        ]
-
-    for axes, name, title in (
-        (left, "conditional", "Conditional: right, given that\nthe tokens before were"),
-        (middle, "cumulative", "Cumulative: a token drafted here\nbecame output"),
-    ):
-        _lines(axes, groups, rates(name))
-        axes.set(xlabel="lookahead position (0 is the next token)", title=title, ylim=(0, 1.02))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _lines(right, groups, lambda group: [(one.depth, one.speedup, one.interval) for one in group.predictions])
-    right.set_ylim(bottom=min(0.94, right.get_ylim()[0]))
-    right.axhline(1.0, color="#5f6368", linewidth=1, linestyle="--")
-    right.set(
-        xlabel="depth (tokens drafted per cycle)", title="Speed-up predicted from the costs\ndashed: plain decoding"
-    )
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    for axes in (left, middle, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(axis="y", color="#e3e5e8", linewidth=0.8)
-        axes.set_axisbelow(True)
+    figure = Figure(figsize=(sum(sizes), height), layout="constrained")
+    figure.suptitle(title)
+    axes = list(figure.subplots(1, len(sizes), squeeze=False)[0])
+    for one in axes:
+        one.set_axisbelow(True)
         for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    handles, labels = left.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-    save_figure(figure, path)
+            one.spines[side].set_visible(False)
+    return figure, axes
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
@@ -79,15 +58,64 @@ def save_figure(figure: Any, path: str | Path) -> None:
         raise UnsupportedError(f"the plot cannot be written: {error.strerror or error}", file=path) from error
 
 
+def _grid(axes: Any, axis: str = "y") -> None:
+    axes.grid(axis=axis, color="#e3e5e8", linewidth=0.8)
+
+
+# --- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
+    """Acceptance by position and predicted speed-up by depth, a line per class."""
+    groups = [group for group in report.classes if group.prompts]
+    how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
+    partial = f", interrupted after {report.done} of {report.planned} prompts" if report.partial else ""
+    known = any(one.interval is not None for group in groups for one in group.predictions)
+    figure, (left, middle, right) = panels(
+        f"Drafter {report.drafter} at depth {report.depth}, {how}, on {report.environment.model or 'this model'}"
+        f"{partial}{'  (bars: 95 % intervals over prompts)' if known else ''}",
+        *(4.7, 4.7, 4.7),
+        height=5,
+    )
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    for axes, name, title in (
+        (left, "conditional", "Conditional: right, given that\nthe tokens before were"),
+        (middle, "cumulative", "Cumulative: a token drafted here\nbecame output"),
+    ):
+
+        def rates(group: ClassReport, name: str = name) -> list[tuple[int, float | None, Interval]]:
+            return [(one.position, getattr(one, name), getattr(one, f"{name}_interval")) for one in group.positions]
+
+        _lines(axes, groups, rates)
+        axes.set(xlabel="lookahead position (0 is the next token)", title=title, ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _lines(right, groups, lambda group: [(one.depth, one.speedup, one.interval) for one in group.predictions])
+    right.set_ylim(bottom=min(0.94, right.get_ylim()[0]))
+    right.axhline(1.0, color=GREY, linewidth=1, linestyle="--")
+    right.set(
+        xlabel="depth (tokens drafted per cycle)", title="Speed-up predicted from the costs\ndashed: plain decoding"
+    )
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    for axes in (left, middle, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _grid(axes)
+    handles, labels = left.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
+    save_figure(figure, path)
+
+
 def _lines(
-    axes: Any, groups: list[ClassReport], values: Callable[[ClassReport], list[tuple[float, float | None, Interval]]]
+    axes: Any,
+    groups: Sequence[ClassReport],
+    values: Callable[[ClassReport], Sequence[tuple[int, float | None, Interval]]],
 ) -> None:
     for number, group in enumerate(groups):
-        known = [(at, value, interval) for at, value, interval in values(group) if value is not None]
+        known = [(at, value, ends or (value, value)) for at, value, ends in values(group) if value is not None]
         shift = SPREAD * (number - (len(groups) - 1) / 2)
-        ends = [interval or (value, value) for _, value, interval in known]
-        below = [max(0.0, value - low) for (_, value, _), (low, _) in zip(known, ends, strict=True)]
-        above = [max(0.0, high - value) for (_, value, _), (_, high) in zip(known, ends, strict=True)]
+        below = [max(0.0, value - low) for _, value, (low, _) in known]
+        above = [max(0.0, high - value) for _, value, (_, high) in known]
         axes.errorbar(
             [at + shift for at, _, _ in known],
             [value for _, value, _ in known],
@@ -100,3 +128,116 @@ def _lines(
             elinewidth=1,
             capsize=2,
         )
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def plot_bench(report: BenchReport, path: str | Path) -> None:
+    """Speed-up by class, where the time of a cycle goes, and speed by length of the context, of one prompt or more."""
+    warned = "SYNTHETIC ACCEPTANCE, A TIMING AND NOT A RESULT: " if report.synthetic is not None else ""
+    figure, axes = panels(
+        f"{warned}{report.drafter}, depth {report.depth_policy}, verifier {report.verifier}, on "
+        f"{report.environment.model or 'this model'} ({report.environment.dtype})"
+        f"{', interrupted' if report.partial else ''}",
+        *[5.2] * (3 if report.contexts else 2),
+    )
+    _speedups(axes[0], report)
+    _cycle(axes[1], report)
+    if report.contexts:
+        _contexts(axes[2], report)
+    save_figure(figure, path)
+
+
+def _speedups(axes: Any, report: BenchReport) -> None:
+    groups = [*report.classes, *([report.overall] if report.overall and len(report.classes) > 1 else [])]
+    intervals = ", 95 % intervals" if any(group.interval is not None for group in groups) else ""
+    for place, group in enumerate(groups):
+        low, high = group.interval or (group.speedup, group.speedup)
+        axes.barh(place, group.speedup, color=GREY if group is report.overall else COLOURS[0], height=0.6)
+        if group.interval is not None:
+            spread = [[max(0.0, group.speedup - low)], [max(0.0, high - group.speedup)]]
+            axes.errorbar(group.speedup, place, xerr=spread, color="#202124", capsize=3)
+        label = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "ha": "left", "fontsize": 10}
+        axes.annotate(f"{group.speedup:.2f}x", (max(group.speedup, high), place), **label)
+    axes.set_yticks(range(len(groups)), [f"{group.name} ({group.prompts})" for group in groups])
+    axes.set_ylim(max(len(groups), 3) - 0.4, -0.6)  # the first on top; one bar alone does not fill the panel
+    axes.margins(x=0.15)  # room for the figures beside the bars
+    axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
+    axes.set(
+        xlabel="speculative over plain tokens per second",
+        title=f"Speed-up by class (prompts){intervals}\ndashed: plain decoding",
+    )
+    _grid(axes, "x")
+
+
+def _cycle(axes: Any, report: BenchReport) -> None:
+    columns = {
+        "plain\nstep": {},  # not taken apart
+        "cycle,\npredicted": {term.name: term.predicted_ms for term in report.terms},
+        "cycle,\nmeasured": {term.name: term.measured_ms for term in report.terms},
+    }
+    if report.overall is not None:
+        tokens = report.overall.tokens_per_cycle
+        columns[f"measured,\nper token\n(of {tokens:.2f})"] = {
+            term.name: term.measured_ms / tokens for term in report.terms
+        }
+    bottoms = [report.plain_step_ms or 0.0, *[0.0] * (len(columns) - 1)]
+    axes.bar(0, bottoms[0], color=GREY, width=0.62)
+    for number, name in enumerate(("verification", "drafting", "bookkeeping")):
+        heights = [parts.get(name, 0.0) for parts in columns.values()]
+        axes.bar(range(len(columns)), heights, bottom=bottoms, label=name, color=COLOURS[number], width=0.62)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for place, top in enumerate(bottoms):
+        axes.annotate(f"{top:.2f}", (place, top), ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(columns)), list(columns))
+    axes.set(ylabel="milliseconds", title="Where a cycle's time goes\n(means over the speculative runs)")
+    axes.set_ylim(top=1.22 * max(bottoms))
+    axes.legend(frameon=False, loc="upper left", ncols=3, fontsize=9, columnspacing=1.0, handlelength=1.2)
+    _grid(axes)
+
+
+def _contexts(axes: Any, report: BenchReport) -> None:
+    lengths = [one.context for one in report.contexts]
+    for arm, marker, colour in (("plain", "o", GREY), ("speculative", "s", COLOURS[0])):
+        speeds = [getattr(one, arm) for one in report.contexts]
+        axes.plot(lengths, speeds, marker=marker, color=colour, label=arm, linewidth=1.6)
+    axes.set(xlabel="tokens of context", ylabel="tokens per second", title="Generation\nby length of the context")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_ylim(0, 1.15 * max(max(one.plain, one.speculative) for one in report.contexts))
+    axes.legend(frameon=False)
+    _grid(axes)
+
+
+# --- audit -----------------------------------------------------------------------------------------------------------
+
+
+def plot_audit(report: AuditReport, path: str | Path) -> None:
+    """The gap histogram, and the divergences by position."""
+    from specdec.measuring.audit import bin_label
+
+    figure, (left, right) = panels(
+        f"{len(report.divergences)} of {report.tokens} tokens diverge from plain decoding"
+        f"  (guarantee {report.guarantee}, parity {report.parity})",
+        *(5.5, 5.5),
+    )
+    bins = report.histogram()
+    places = range(len(bins))
+    left.bar(places, [count for _, _, count, _ in bins], width=0.8, color=PALE, label="all positions")
+    left.bar(places, [count for _, _, _, count in bins], width=0.5, color=RED, label="divergences")
+    left.set_yscale("symlog", linthresh=1)
+    left.set_ylim(bottom=0)
+    left.set_xticks(places, [bin_label(low, high) for low, high, _, _ in bins], rotation=45, ha="right")
+    left.set(xlabel="gap of the two best logits (nats)", ylabel="token positions", title="How near the choices were")
+    left.legend(frameon=False)
+    right.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
+    right.set_xlim(-0.02 * report.tokens, 1.02 * report.tokens)
+    found = [(one.position, one.gap) for one in report.divergences if math.isfinite(one.gap)]
+    if found:
+        right.vlines([at for at, _ in found], 0, [gap for _, gap in found], color=RED, linewidth=1)
+        right.plot([at for at, _ in found], [gap for _, gap in found], "o", color=RED, markersize=3)
+        right.set_ylim(bottom=0)
+    else:
+        right.text(0.5, 0.5, "none", transform=right.transAxes, ha="center", va="center", color=GREY, fontsize=14)
+        right.set_yticks([])
+    save_figure(figure, path)

@@ -118,9 +118,9 @@ def _from_json(line: str, file: Path, number: int, source: str) -> Prompt:
     try:
         told: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise wrong(f"a line of the prompt file is no JSON: {error}") from error
+        raise wrong(f"a line of the prompt file is not JSON: {error}") from error
     if not isinstance(told, dict):
-        raise wrong(f"a line of the prompt file is no JSON object: {line.strip()[:40]}")
+        raise wrong(f"a line of the prompt file is not a JSON object: {line.strip()[:40]}")
     for key in told:
         if key not in KEYS:
             raise wrong(f"a prompt has the keys {', '.join(KEYS)}, got {key!r}.{did_you_mean(key, KEYS)}")

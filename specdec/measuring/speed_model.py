@@ -52,8 +52,8 @@ def break_even(cost: float, depth: int) -> float | None:
     return high
 
 
-class Verdict(enum.Enum):
-    """What to do with speculation for a class of prompts."""
+class Advice(enum.Enum):
+    """Whether to speculate on a class of prompts."""
 
     TURN_ON = "turn on"
     """Even the lower end of the predicted speed-up is above ``TURN_ON``."""
@@ -78,16 +78,16 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
     return max(predictions, key=lambda one: (one.speedup, -one.depth))
 
 
-def judge(prediction: Prediction) -> tuple[Verdict, str]:
-    """The verdict on the best depth, and the number that decided."""
+def advise(prediction: Prediction) -> tuple[Advice, str]:
+    """The advice for the best depth, and the number that decided."""
     if prediction.interval is None:
-        return Verdict.WORTH_TRYING, "too few prompts for an interval"
+        return Advice.WORTH_TRYING, "too few prompts for an interval"
     low, high = prediction.interval
     if low > TURN_ON:
-        return Verdict.TURN_ON, f"lower end {_x(low)} is above {TURN_ON}x"
+        return Advice.TURN_ON, f"lower end {_x(low)} is above {TURN_ON}x"
     if high < NOT_WORTH_IT:
-        return Verdict.NOT_WORTH_IT, f"upper end {_x(high)} is below {NOT_WORTH_IT}x"
-    return Verdict.WORTH_TRYING, f"lower end {_x(low)} is not above {TURN_ON}x, upper end {_x(high)}"
+        return Advice.NOT_WORTH_IT, f"upper end {_x(high)} is below {NOT_WORTH_IT}x"
+    return Advice.WORTH_TRYING, f"lower end {_x(low)} is not above {TURN_ON}x, upper end {_x(high)}"
 
 
 def _x(speedup: float) -> str:

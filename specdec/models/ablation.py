@@ -66,7 +66,7 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
     mixer = head.layer.mixer
     if switch in ("gate-silu", "no-rotary") and not isinstance(mixer, Attention):
         return "the head's layer is no plain attention"
-    if switch == "gate-silu" and isinstance(mixer, Attention) and not mixer.gated:
+    if switch == "gate-silu" and isinstance(mixer, Attention) and not mixer.shape.gated:
         return "the head's attention has no output gate"
     return None
 
@@ -201,8 +201,9 @@ def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
     mixer = head.layer.mixer
     if isinstance(mixer, Attention):
         if "no-rotary" in switches:
-            still = attrs.evolve(mixer.rope, inv_freq=(0.0,) * len(mixer.rope.inv_freq))  # angle 0 at every position
-            mixer = attrs.evolve(mixer, rope=still)
+            shape = mixer.shape
+            still = attrs.evolve(shape.rope, inv_freq=(0.0,) * len(shape.rope.inv_freq))  # angle 0 at every position
+            mixer = attrs.evolve(mixer, shape=attrs.evolve(shape, rope=still))
         if "gate-silu" in switches:
             ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # its methods are made in a loop
             mixer = attrs.evolve(mixer, ops=ops)

@@ -1,7 +1,7 @@
 """The pieces that decoder families share: mixers, the gated MLP and the pre-norm layer around them.
 
-Each piece is built once from weights and then called with ``(x [T, H], cache)``; the position of row 0 is the cache's
-committed length.
+Each piece is built once, by its ``of``, from weights that it names there and nowhere else, and then called with
+``(x [T, H], cache)``; the position of row 0 is the cache's committed length.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import attrs
 
 from specdec.backends.ops import Array, Cache, DeltaCache, DeltaShape, KVCache, Ops, Rope
+from specdec.models.weights import Weights
 
 
 class Mixer(Protocol):
@@ -31,47 +32,83 @@ class Mlp(Protocol):
 
 
 @attrs.frozen(kw_only=True)
+class AttentionShape:
+    """Sizes of one grouped-query attention layer, and which of its variants it is."""
+
+    heads: int  # nq
+    kv_heads: int  # nkv
+    head_dim: int  # D
+    rope: Rope
+    scale: float  # of the scores
+    gated: bool = False  # the result is multiplied by a sigmoid of the gate half of q_proj
+    normed: bool = False  # an RMSNorm on every query and key head
+    biased: bool = False  # q, k and v have biases
+
+    @property
+    def row(self) -> int:
+        """Values cached per token."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+@attrs.frozen(kw_only=True)
 class Attention:
     """Grouped-query attention with optional biases, q/k norm and sigmoid output gate.
 
-    With ``gated`` the query projection is twice as wide, query and gate interleaved **per head**:
+    With a gate the query projection is twice as wide, query and gate interleaved **per head**:
     ``q_proj(y).view(T, nq, 2, D)``. The gate is always a sigmoid, whatever ``output_gate_type`` says (that field
     is about the delta-rule layers).
     """
 
     ops: Ops
-    heads: int  # nq
-    kv_heads: int  # nkv
-    head_dim: int  # D
+    shape: AttentionShape
     eps: float
-    rope: Rope
-    gated: bool
     q_proj: Array
     k_proj: Array
     v_proj: Array
     o_proj: Array
     q_norm: Array | None
     k_norm: Array | None
-    biases: tuple[Array, Array, Array] | tuple[()] = ()  # of q, k and v
-    scale: float | None = None  # of the scores; D^-0.5 unless given
+    biases: tuple[Array, ...]  # of q, k and v, or ()
+
+    @classmethod
+    def of(cls, weights: Weights, hidden: int, shape: AttentionShape, eps: float, *, plus: float = 0.0) -> Attention:
+        """The layer from the weights under ``self_attn.``; ``plus`` is added to its norms."""
+        dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
+        q, k, v = (weights.matrix(f"{name}_proj.weight", (size, hidden)) for name, size in sizes.items())
+        q_norm, k_norm = (
+            weights.vector(f"{name}_norm.weight", (dim,), plus=plus) if shape.normed else None for name in "qk"
+        )
+        biases = (weights.matrix(f"{name}_proj.bias", (size,)) for name, size in sizes.items())
+        return cls(
+            ops=weights.ops,
+            shape=shape,
+            eps=eps,
+            q_proj=q,
+            k_proj=k,
+            v_proj=v,
+            o_proj=weights.matrix("o_proj.weight", (hidden, mixed)),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            biases=tuple(biases) if shape.biased else (),
+        )
 
     def new_cache(self, capacity: int) -> KVCache:
-        return self.ops.new_kv(capacity, self.kv_heads, self.head_dim)
+        return self.ops.new_kv(capacity, self.shape.kv_heads, self.shape.head_dim)
 
     def __call__(self, x: Array, residual: Array, cache: KVCache) -> Array:
-        ops, rows, dim = self.ops, x.shape[0], self.head_dim
+        ops, shape, rows, dim = self.ops, self.shape, x.shape[0], self.shape.head_dim
         q, k, v = ops.project(x, (self.q_proj, self.k_proj, self.v_proj), self.biases)
         gate = None
-        if self.gated:
-            pair = q.reshape(rows, self.heads, 2, dim)
+        if shape.gated:
+            pair = q.reshape(rows, shape.heads, 2, dim)
             q, gate = pair[:, :, 0], pair[:, :, 1]
         else:
-            q = q.reshape(rows, self.heads, dim)
-        q = ops.norm_rope(q, self.q_norm, self.eps, self.rope, cache.length)
-        k = ops.norm_rope(k.reshape(rows, self.kv_heads, dim), self.k_norm, self.eps, self.rope, cache.length)
-        v = v.reshape(rows, self.kv_heads, dim)
-        scale = dim**-0.5 if self.scale is None else self.scale
-        mixed = ops.attend(q, k, v, cache, scale=scale, gate=gate)
+            q = q.reshape(rows, shape.heads, dim)
+        q = ops.norm_rope(q, self.q_norm, self.eps, shape.rope, cache.length)
+        k = ops.norm_rope(k.reshape(rows, shape.kv_heads, dim), self.k_norm, self.eps, shape.rope, cache.length)
+        v = v.reshape(rows, shape.kv_heads, dim)
+        mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
         return ops.linear(mixed, self.o_proj, residual)
 
 
@@ -96,6 +133,45 @@ class GatedDeltaNet:
     norm: Array  # [Dv]
     out_proj: Array
 
+    @classmethod
+    def of(
+        cls,
+        weights: Weights,
+        hidden: int,
+        shape: DeltaShape,
+        eps: float,
+        *,
+        mlx: bool = False,
+        projections: tuple[Array, ...] | None = None,
+    ) -> GatedDeltaNet:
+        """The layer from the weights under ``linear_attn.``.
+
+        Args:
+            weights, hidden, shape, eps: as the fields.
+            mlx: the convolution is stored as ``[C, kc, 1]``.
+            projections: qkv, z, a and b, for a family that stores them otherwise.
+        """
+        heads, channels, values = shape.value_heads, shape.channels, shape.value_heads * shape.value_dim
+        qkv, z, a, b = projections or (
+            weights.matrix(f"in_proj_{name}.weight", (size, hidden))
+            for name, size in (("qkv", channels), ("z", values), ("a", heads), ("b", heads))
+        )
+        taps = weights.tensor("conv1d.weight", (channels, shape.kernel, 1) if mlx else (channels, 1, shape.kernel))
+        return cls(
+            ops=weights.ops,
+            shape=shape,
+            eps=eps,
+            in_proj_qkv=qkv,
+            in_proj_z=z,
+            in_proj_a=a,
+            in_proj_b=b,
+            conv1d=weights.ops.vector(taps.reshape(channels, shape.kernel)),
+            a_log=weights.vector("A_log", (heads,)),
+            dt_bias=weights.vector("dt_bias", (heads,)),
+            norm=weights.vector("norm.weight", (shape.value_dim,)),
+            out_proj=weights.matrix("out_proj.weight", (hidden, values)),
+        )
+
     def new_cache(self, capacity: int) -> DeltaCache:
         return self.ops.new_delta(self.shape)
 
@@ -116,6 +192,13 @@ class GatedMlp:
     gate_proj: Array
     up_proj: Array
     down_proj: Array
+
+    @classmethod
+    def of(cls, weights: Weights, hidden: int, intermediate: int) -> GatedMlp:
+        """The MLP from the weights under its name."""
+        gate, up = (weights.matrix(f"{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up"))
+        down = weights.matrix("down_proj.weight", (hidden, intermediate))
+        return cls(ops=weights.ops, gate_proj=gate, up_proj=up, down_proj=down)
 
     def __call__(self, x: Array, residual: Array) -> Array:
         return self.ops.linear(self.ops.swiglu(x, self.gate_proj, self.up_proj), self.down_proj, residual)

@@ -113,11 +113,6 @@ class Fields:
         inner = self._rope()._config
         return str(inner.get("rope_type", inner.get("type", "default")))
 
-    def full_rope(self, head_dim: int, theta: float) -> tuple[Rope, float]:
-        """The rotary embedding of whole heads, and the softmax scale that its factor and the head size give."""
-        rope, factor = self.rope(head_dim, theta)
-        return rope, head_dim**-0.5 * factor**2  # queries and keys both carry the factor
-
     def max_positions(self, default: int) -> int:
         """``max_position_embeddings``, or the length that YaRN stretches to where that is more."""
         positions, inner = self.whole("max_position_embeddings", default), self._rope()
@@ -142,6 +137,13 @@ class Fields:
             if isinstance(inner, Mapping):
                 return Fields(inner)
         return Fields({})
+
+    def mtp_layers(self, key: str) -> int:
+        """The number of MTP layers, 0 or 1."""
+        layers = self.whole(key, 0, low=0)
+        if layers > 1:
+            raise CheckpointError(f"config.json: {key!r} is 0 or 1 in this family, got {layers}")
+        return layers
 
     def layer_types(self, layers: int, interval: int) -> tuple[str, ...]:
         """``layer_types``, or full attention in every ``interval``-th layer where the key is absent."""

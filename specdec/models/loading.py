@@ -1,4 +1,4 @@
-"""From a folder to a target: locate, read, audit, build, probe."""
+"""From a folder to a target: locate, read, check, build, probe."""
 
 from __future__ import annotations
 
@@ -12,22 +12,14 @@ import structlog
 import torch
 
 from specdec.backends.choice import make_backend
-from specdec.checkpoints import (
-    Checkpoint,
-    TensorSpec,
-    Weights,
-    audit,
-    canonical_names,
-    fingerprint,
-    locate,
-    text_config,
-)
+from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, fingerprint, locate, text_config
 from specdec.checkpoints.quantised import DecodedCache, formats_of
 from specdec.config import RunConfig
-from specdec.contract import ForwardPass, ModelInfo, ModelSpec, Parity
-from specdec.errors import CheckpointError
+from specdec.contract import FamilyConfig, ForwardPass, ModelInfo, ModelSpec, Parity
+from specdec.errors import CheckpointError, ContractError
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
+from specdec.models.weights import Weights, dry_run
 from specdec.records.probes import unproved
 from specdec.registry import registry
 from specdec.text import Tokenizer
@@ -45,29 +37,33 @@ class LoadedTarget:
 
 
 def load_target(config: RunConfig) -> LoadedTarget:
-    """Open the checkpoint, audit it, and put its weights on a backend."""
-    asked = config.target
+    """From a folder to a target in five stations: locate, read, check, build, probe."""
+    asked, notices = config.target, list[str]()
     foreign = registry().forward_pass(asked)
     folder = locate(asked.model, revision=asked.revision)
     if foreign is not None:
         return LoadedTarget(target=foreign, tokenizer=Tokenizer.from_folder(folder), notices=tuple(foreign.notices))
     if asked.backend != "auto":  # a wrong name is said before the model_type is: the backend may read it itself
         registry().backend(asked.backend, asked_by="target.backend")
-    with_notices: list[str] = []
+
     checkpoint = Checkpoint.open(folder)
-    model_config = text_config(checkpoint.config)
-    spec = family_of(model_config, checkpoint.path)
-    family = spec.parse(model_config)
+    spec, family = family_of(text_config(checkpoint.config), folder)
     tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > family.vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json has {tokenizer.vocab_size} tokens, the model only {family.vocab_size}", folder=folder
+        )
     backend, said = make_backend(asked.backend, asked.backend_options, asked.source)
-    with_notices += said
+    notices += said
     dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
     decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
-    source = _audited(checkpoint, spec.tensors(family), asked.decoded_cache, decoded, with_notices)
+
+    source = _checked(checkpoint, spec, family, asked.decoded_cache, decoded, notices)
+
     ops = backend.ops(dtype)
     offers = ops.capabilities
-    weights = Weights(source, canonical_names(source.names), dtype=decoded, keeps=offers.packed_formats)
-    model: DecoderModel = spec.build(family, weights, ops)
+    stored = StoredWeights(source, dtype=decoded, keeps=offers.packed_formats)
+    model: DecoderModel = spec.build(family, Weights(ops, stored))
     info = ModelInfo(
         family=spec.name,
         vocab_size=family.vocab_size,
@@ -86,57 +82,74 @@ def load_target(config: RunConfig) -> LoadedTarget:
     )
     target = CausalLM(info, model)
     if offers.slow:
-        with_notices.append(f"slow kernels: {offers.kernels}")
-    if info.parity is Parity.BITWISE and offers.parity_needs_probe:
-        missing = unproved(target.info, asked.model)
-        if missing is not None:
-            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=missing)
-            with_notices.append(f"parity is numeric: {missing}")
-    if target.info.parity is Parity.BITWISE:
-        broken = probe_rows(target)
-        if broken is not None:
-            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=broken)
-            with_notices.append(f"parity downgraded from bitwise to numeric: {broken}")
-            log.warning("parity_downgraded", reason=broken)
-    if tokenizer.vocab_size > info.vocab_size:
-        raise CheckpointError(
-            f"tokenizer.json has {tokenizer.vocab_size} tokens, the model only {info.vocab_size}", folder=folder
+        notices.append(f"slow kernels: {offers.kernels}")
+
+    _probe(target, asked.model, notices)
+    return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(notices))
+
+
+def family_of(model_config: Mapping[str, Any], folder: Path) -> tuple[ModelSpec, FamilyConfig]:
+    """The family that reads this ``model_type``, and its config.
+
+    Raises: CheckpointError for a config.json without a ``model_type``, or that the family refuses; UnknownNameError
+    without such a family; ContractError when the family's config lacks what ``FamilyConfig`` lists.
+    """
+    model_type = model_config.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError("config.json has no 'model_type'", file=folder / "config.json")
+    spec = registry().model(model_type, asked_by=str(folder / "config.json"))
+    family = spec.parse(model_config)
+    lacking = [name for name in vars(FamilyConfig) if not name.startswith("_") and not hasattr(family, name)]
+    if lacking:
+        raise ContractError(
+            f"the family {spec.name!r} reads config.json as {type(family).__name__}, which lacks {', '.join(lacking)}",
+            takes="what specdec.FamilyConfig lists",
         )
-    return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(with_notices))
+    return spec, family
 
 
-def _audited(
+def _checked(
     checkpoint: Checkpoint,
-    expected: Mapping[str, TensorSpec],
+    spec: ModelSpec,
+    family: FamilyConfig,
     cache_folder: str | None,
     dtype: torch.dtype,
     notices: list[str],
 ) -> Checkpoint:
-    """What the weights are taken from, audited: the checkpoint, or its decoded form in the cache that was asked for."""
+    """The checkpoint that weights are taken from, checked: the given one, or its decoded form in the cache."""
     cache, cached = None, None
     if cache_folder is not None:
         if any(found.quantised for found in formats_of(checkpoint).values()):
             cache = DecodedCache(cache_folder, checkpoint, dtype)
-            cached, told = cache.find()
-            notices += told
+            cached, reported = cache.find()
+            notices += reported
         else:
             notices.append("target.decoded_cache is not used: the checkpoint has no quantised weights")
-    report = audit(checkpoint if cached is None else cached, expected)
-    report.raise_for_errors()
-    notices += [notice for notice in report.notices if notice not in notices]  # the cache keeps those of its source
+    source = cached or checkpoint
+    wanted = dry_run(spec, family, StoredWeights(source))
+    found = check_weights(source, wanted.tensors, wanted.headless)
+    found.raise_for_errors()
+    notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps those of its source
     if cache is None or cached is not None:
-        return checkpoint if cached is None else cached
-    written = cache.write(report.notices)
+        return source
+    source = cache.write(found.notices)
     notices.append(f"weights decoded into the cache {cache.path}")
-    return written
+    return source
 
 
-def family_of(model_config: Mapping[str, Any], folder: Path) -> ModelSpec:
-    """The family that reads this ``model_type``. Raises: CheckpointError when config.json has none."""
-    model_type = model_config.get("model_type")
-    if not isinstance(model_type, str):
-        raise CheckpointError("config.json has no 'model_type'", file=folder / "config.json")
-    return registry().model(model_type, asked_by=str(folder / "config.json"))
+def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
+    """Compare passes of many rows with passes of one, and downgrade the parity where their bits differ."""
+    if target.info.parity is Parity.BITWISE and target.ops.capabilities.parity_needs_probe:
+        missing = unproved(target.info, model)
+        if missing is not None:
+            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=missing)
+            notices.append(f"parity is numeric: {missing}")
+    if target.info.parity is Parity.BITWISE:
+        broken = probe_rows(target)
+        if broken is not None:
+            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=broken)
+            notices.append(f"parity downgraded from bitwise to numeric: {broken}")
+            log.warning("parity_downgraded", reason=broken)
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:

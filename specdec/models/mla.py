@@ -12,14 +12,12 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C (equations 37 
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 from specdec.backends.ops import Array, LatentCache, Ops, Rope
-from specdec.checkpoints import TensorSpec, Weights
 from specdec.errors import CheckpointError
 from specdec.models.fields import Fields
+from specdec.models.weights import Weights
 
 
 @attrs.frozen(kw_only=True)
@@ -81,6 +79,43 @@ class LatentAttention:
     value_up: Array  # a stack of n [value, kv_rank]
     o_proj: Array  # [H, n value]
 
+    @classmethod
+    def of(cls, weights: Weights, hidden: int, shape: LatentShape, eps: float) -> LatentAttention:
+        """The layer from the weights under ``self_attn.``.
+
+        ``kv_b_proj`` holds per head the rows of k_nope, then those of v. The former are transposed once here, which
+        copies them; the latter stay where they are. mlx-lm's conversion has done that, as ``embed_q`` and
+        ``unembed_out``.
+        """
+        heads, nope, value, rank = shape.heads, shape.nope_dim, shape.value_dim, shape.kv_rank
+        queries, q_a, q_norm = heads * (nope + shape.rope_dim), None, None
+        if shape.q_rank:
+            q_a = weights.matrix("q_a_proj.weight", (shape.q_rank, hidden))
+            q_norm = weights.vector("q_a_layernorm.weight", (shape.q_rank,))
+            q_b = weights.matrix("q_b_proj.weight", (queries, shape.q_rank))
+        else:
+            q_b = weights.matrix("q_proj.weight", (queries, hidden))
+        if "embed_q.weight" in weights:
+            key_up = weights.stack("embed_q.weight", (heads, rank, nope))
+            value_up = weights.stack("unembed_out.weight", (heads, value, rank))
+        else:
+            both = weights.tensor("kv_b_proj.weight", (heads * (nope + value), rank)).reshape(heads, -1, rank)
+            key_up = weights.ops.stack(both[:, :nope].transpose(1, 2).contiguous().unbind())
+            value_up = weights.ops.stack(both[:, nope:].unbind())
+        return cls(
+            ops=weights.ops,
+            shape=shape,
+            eps=eps,
+            q_a=q_a,
+            q_norm=q_norm,
+            q_b=q_b,
+            kv_a=weights.matrix("kv_a_proj_with_mqa.weight", (shape.row, hidden)),
+            kv_norm=weights.vector("kv_a_layernorm.weight", (rank,)),
+            key_up=key_up,
+            value_up=value_up,
+            o_proj=weights.matrix("o_proj.weight", (hidden, heads * value)),
+        )
+
     def new_cache(self, capacity: int) -> LatentCache:
         return self.ops.new_latent(capacity, self.shape.row)
 
@@ -107,55 +142,3 @@ class LatentAttention:
         if self.shape.interleaved:
             x = self.ops.concat(x[..., 0::2], x[..., 1::2])
         return self.ops.norm_rope(x, None, self.eps, self.shape.rope, position)
-
-
-def latent_tensors(prefix: str, hidden: int, shape: LatentShape) -> dict[str, TensorSpec]:
-    """The tensors of a latent-attention layer."""
-    prefix += "self_attn."
-    queries = shape.heads * (shape.nope_dim + shape.rope_dim)
-    both, absorbed = (shape.heads * (shape.nope_dim + shape.value_dim), shape.kv_rank), f"{prefix}embed_q.weight"
-    expected = {
-        f"{prefix}kv_a_proj_with_mqa.weight": TensorSpec((shape.row, hidden)),
-        f"{prefix}kv_a_layernorm.weight": TensorSpec((shape.kv_rank,)),
-        f"{prefix}kv_b_proj.weight": TensorSpec(both, replaced_by=absorbed),
-        absorbed: TensorSpec((shape.heads, shape.kv_rank, shape.nope_dim), optional=True),
-        f"{prefix}unembed_out.weight": TensorSpec((shape.heads, shape.value_dim, shape.kv_rank), optional=True),
-        f"{prefix}o_proj.weight": TensorSpec((hidden, shape.heads * shape.value_dim)),
-    }
-    if not shape.q_rank:
-        return expected | {f"{prefix}q_proj.weight": TensorSpec((queries, hidden))}
-    return expected | {
-        f"{prefix}q_a_proj.weight": TensorSpec((shape.q_rank, hidden)),
-        f"{prefix}q_a_layernorm.weight": TensorSpec((shape.q_rank,)),
-        f"{prefix}q_b_proj.weight": TensorSpec((queries, shape.q_rank)),
-    }
-
-
-def build_latent(ops: Ops, weights: Weights, prefix: str, shape: LatentShape, eps: float) -> LatentAttention:
-    """A latent-attention layer from the tensors under ``prefix``.
-
-    ``kv_b_proj`` holds per head the rows of k_nope, then those of v. The former are transposed once here, which copies
-    them; the latter stay where they are. mlx-lm's conversion has done that and has ``embed_q`` and ``unembed_out``.
-    """
-    prefix += "self_attn."
-    if f"{prefix}embed_q.weight" in weights:
-        key_up: Any = weights.stored_stack(f"{prefix}embed_q.weight")
-        value_up: Any = weights.stored_stack(f"{prefix}unembed_out.weight")
-    else:
-        heads = weights[f"{prefix}kv_b_proj.weight"].reshape(shape.heads, -1, shape.kv_rank)
-        key_up = heads[:, : shape.nope_dim].transpose(1, 2).contiguous().unbind()
-        value_up = heads[:, shape.nope_dim :].unbind()
-    ranked = shape.q_rank > 0
-    return LatentAttention(
-        ops=ops,
-        shape=shape,
-        eps=eps,
-        q_a=ops.weight(weights.stored(f"{prefix}q_a_proj.weight")) if ranked else None,
-        q_norm=ops.vector(weights[f"{prefix}q_a_layernorm.weight"]) if ranked else None,
-        q_b=ops.weight(weights.stored(f"{prefix}q_b_proj.weight" if ranked else f"{prefix}q_proj.weight")),
-        kv_a=ops.weight(weights.stored(f"{prefix}kv_a_proj_with_mqa.weight")),
-        kv_norm=ops.vector(weights[f"{prefix}kv_a_layernorm.weight"]),
-        key_up=ops.stack(key_up),
-        value_up=ops.stack(value_up),
-        o_proj=ops.weight(weights.stored(f"{prefix}o_proj.weight")),
-    )

@@ -10,15 +10,13 @@ another one), so each prefix is looked at by itself:
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 from specdec.backends.ops import Array, Ops, Routing
-from specdec.checkpoints import TensorSpec, Weights
 from specdec.errors import CheckpointError
 from specdec.models.decoder import GatedMlp
 from specdec.models.fields import Fields
+from specdec.models.weights import Weights
 
 
 @attrs.frozen(kw_only=True)
@@ -110,6 +108,23 @@ class SparseMoe:
     shared: GatedMlp | None
     shared_gate: Array | None  # [1, H]
 
+    @classmethod
+    def of(cls, weights: Weights, hidden: int, shape: MoeShape) -> SparseMoe:
+        """The block from the weights under ``mlp.``."""
+        count, inner = shape.experts, shape.intermediate
+        shared = None
+        if shape.shared:
+            shared = GatedMlp.of(weights.under(f"{shape.shared}."), hidden, shape.shared_intermediate)
+        return cls(
+            ops=weights.ops,
+            routing=shape.routing,
+            router=weights.matrix("gate.weight", (count, hidden)),
+            bias=weights.vector("gate.e_score_correction_bias", (count,)) if shape.corrected else None,
+            experts=_experts(weights, hidden, count, inner),
+            shared=shared,
+            shared_gate=weights.matrix("shared_expert_gate.weight", (1, hidden)) if shape.shared_gated else None,
+        )
+
     def __call__(self, x: Array, residual: Array) -> Array:
         chosen = self.ops.route(x, self.router, self.routing, self.bias)
         shared = self.shared
@@ -123,60 +138,20 @@ class SparseMoe:
         )
 
 
-def moe_tensors(prefix: str, hidden: int, shape: MoeShape) -> dict[str, TensorSpec]:
-    """The tensors of a block under ``prefix``; all layouts of the experts, optional, as any may be there."""
-    prefix += "mlp."
-    count, inner = shape.experts, shape.intermediate
-    expected = {
-        f"{prefix}gate.weight": TensorSpec((count, hidden)),
-        f"{prefix}experts.gate_up_proj": TensorSpec((count, 2 * inner, hidden), optional=True),
-        f"{prefix}experts.down_proj": TensorSpec((count, hidden, inner), optional=True),
-    }
-    for e in range(count):
-        expected[f"{prefix}experts.{e}.gate_proj.weight"] = TensorSpec((inner, hidden), optional=True)
-        expected[f"{prefix}experts.{e}.up_proj.weight"] = TensorSpec((inner, hidden), optional=True)
-        expected[f"{prefix}experts.{e}.down_proj.weight"] = TensorSpec((hidden, inner), optional=True)
-    for name, matrix in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-        expected[f"{prefix}switch_mlp.{name}_proj.weight"] = TensorSpec((count, *matrix), optional=True)
-    if shape.corrected:
-        expected[f"{prefix}gate.e_score_correction_bias"] = TensorSpec((count,))
-    if shape.shared:
-        wide = shape.shared_intermediate
-        expected[f"{prefix}{shape.shared}.gate_proj.weight"] = TensorSpec((wide, hidden))
-        expected[f"{prefix}{shape.shared}.up_proj.weight"] = TensorSpec((wide, hidden))
-        expected[f"{prefix}{shape.shared}.down_proj.weight"] = TensorSpec((hidden, wide))
-    if shape.shared_gated:
-        expected[f"{prefix}shared_expert_gate.weight"] = TensorSpec((1, hidden))
-    return expected
-
-
-def build_moe(ops: Ops, weights: Weights, prefix: str, shape: MoeShape) -> SparseMoe:
-    """A block of experts from the tensors under ``prefix``. Raises: CheckpointError when an expert is missing."""
-    prefix += "mlp."
-
-    def matrices(name: str) -> Any:
-        if f"{prefix}switch_mlp.{name}_proj.weight" in weights:  # mlx-lm's conversion
-            return weights.stored_stack(f"{prefix}switch_mlp.{name}_proj.weight")
-        return weights.stored_stack([f"{prefix}experts.{e}.{name}_proj.weight" for e in range(shape.experts)])
-
-    if f"{prefix}experts.gate_up_proj" in weights:
-        both = weights.stored_stack(f"{prefix}experts.gate_up_proj")
-        gates: Any = [matrix[: shape.intermediate] for matrix in both]  # views: nothing is copied
-        ups: Any = [matrix[shape.intermediate :] for matrix in both]
-        downs: Any = weights.stored_stack(f"{prefix}experts.down_proj")
+def _experts(weights: Weights, hidden: int, count: int, inner: int) -> tuple[Array, Array, Array]:
+    """Stacks of gate, up and down, from the layout that the checkpoint has; fused where it has none."""
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    if "switch_mlp.gate_proj.weight" in weights:
+        gate, up, down = (
+            weights.stack(f"switch_mlp.{name}_proj.weight", (count, *shape)) for name, shape in shapes.items()
+        )
+    elif any(f"experts.{e}.gate_proj.weight" in weights for e in range(count)):
+        gate, up, down = (
+            weights.stack([f"experts.{e}.{name}_proj.weight" for e in range(count)], shape)
+            for name, shape in shapes.items()
+        )
     else:
-        gates, ups, downs = matrices("gate"), matrices("up"), matrices("down")
-    shared = None
-    if shape.shared:
-        names = (f"{prefix}{shape.shared}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        gate, up, last = (ops.weight(weights.stored(name)) for name in names)
-        shared = GatedMlp(ops=ops, gate_proj=gate, up_proj=up, down_proj=last)
-    return SparseMoe(
-        ops=ops,
-        routing=shape.routing,
-        router=ops.weight(weights.stored(f"{prefix}gate.weight")),
-        bias=ops.vector(weights[f"{prefix}gate.e_score_correction_bias"]) if shape.corrected else None,
-        experts=(ops.stack(gates), ops.stack(ups), ops.stack(downs)),
-        shared=shared,
-        shared_gate=ops.weight(weights.stored(f"{prefix}shared_expert_gate.weight")) if shape.shared_gated else None,
-    )
+        both = weights.host_matrices("experts.gate_up_proj", (count, 2 * inner, hidden))
+        gate, up = (weights.ops.stack([matrix[rows] for matrix in both]) for rows in (slice(inner), slice(inner, None)))
+        down = weights.stack("experts.down_proj", (count, hidden, inner))
+    return gate, up, down

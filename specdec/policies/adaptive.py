@@ -11,12 +11,12 @@ import attrs
 
 from specdec.config import between
 from specdec.contract import CycleRecord, DepthPolicy, DepthPolicySpec, PrepareEnv, Stats
-from specdec.decoding.cost_table import CostTable
 from specdec.errors import UnsupportedError
 from specdec.hookspecs import hookimpl
 from specdec.policies.acceptance import Acceptance
 from specdec.policies.cycle_costs import CycleCosts
 from specdec.policies.fixed import MAX_DEPTH
+from specdec.records.cost_table import CostTable
 
 STEP_GUESS = 0.2  # plain cycles that a drafted token costs, where nothing was measured: break-even at usual acceptance
 TRIALS = 2  # cycles of each trial depth at the start, where nothing was measured

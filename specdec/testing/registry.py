@@ -193,7 +193,7 @@ def _as_depth_policy(given: Any, config: Any) -> DepthPolicySubject:
 
 def _priced_env() -> PrepareEnv:
     """What ``prepare`` of a depth policy gets: a small target, and costs that nobody measured."""
-    from specdec.decoding.cost_table import CostTable
+    from specdec.records.cost_table import CostTable
     from specdec.testing.models import TableModel
 
     table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)

@@ -12,7 +12,7 @@ import pytest
 
 import specdec
 from specdec.cli.accept import accept as command
-from specdec.measuring.recording import Recording
+from specdec.measuring.runs import Measurement
 from specdec.models.ablation import SWITCHES
 from specdec.registry import BUILT_INS, Registry
 from tests.processes import run_specdec
@@ -58,12 +58,12 @@ def test_tables_for_people(accept):
     for part in (
         "drafter mtp at depth 2, greedy, verifier strict",
         "4 prompts, 2 of them in the chat template, at most 8 tokens each",
-        "class position offered reached accepted conditional cumulative 95 % interval",
-        "conditional = accepted / reached: right, given that the tokens before were.",
-        "cumulative = accepted / offered: a token drafted there became output",
+        "class position offered reached accepted cond. cumul. interval",
+        "Conditional = accepted / reached: right, given that the tokens before were.",
+        "Cumulative = accepted / offered: a token drafted there became output",
         "depth cycle (ms) plain steps break-even",
         "class depth 1 depth 2",
-        "class verdict best depth speed-up 95 % interval tokens per cycle decided by",
+        "class verdict best depth speed-up interval tokens per cycle decided by",
         "worth trying",
         "too few prompts for an interval",
         "A cycle of depth 2 took",
@@ -124,7 +124,7 @@ def test_ablations(accept):
     done = accept("--classes", "code", *SHORT, "--ablate", "gate-silu,no-prefill")
     assert done.exit_code == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "mistake at 0 at 1 tokens per cycle change 95 % interval same output" in text
+    assert "mistake at 0 at 1 tokens per cycle change interval same output" in text
     assert "a mistake in a drafter must never change them" in text
     for switch in ("gate-silu", "no-prefill"):
         assert f"{switch}: {SWITCHES[switch]}." in text
@@ -157,7 +157,7 @@ def test_the_ngram_drafter_is_measured_too(accept):
         (["--classes", ","], "no prompt class is chosen"),
         (["--prompts", "missing.txt"], "the prompt file cannot be read: No such file"),
         (["--prompts", "empty.txt"], "the prompt file has no prompt"),
-        (["--prompts", "broken.jsonl"], "a line of the prompt file is no JSON"),
+        (["--prompts", "broken.jsonl"], "a line of the prompt file is not JSON"),
         (["--ablate", "gate-slu"], "there is no ablation 'gate-slu'. Did you mean 'gate-silu'"),
         (["--log", "no/such/log.jsonl"], "no folder to write the file into"),
         (["--csv", "no/such/a.csv"], "there is no folder to write the file into"),
@@ -202,16 +202,16 @@ def test_what_this_model_cannot_do_is_refused(args, message, accept):
 
 def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     done_runs = []
-    right = Recording.run
+    right = Measurement._generate
 
-    def run(self):
-        found = right(self)
+    def run(self, *args):
+        found = right(self, *args)
         done_runs.append(found)
         if len(done_runs) == 3:  # as the terminal sends it
             os.kill(os.getpid(), signal.SIGINT)
         return found
 
-    monkeypatch.setattr(Recording, "run", run)
+    monkeypatch.setattr(Measurement, "_generate", run)
     done = accept("--per-class", "2", "-n", "6")
     assert done.exit_code == 130
     assert "interrupted: this is of 3 of 8 prompts" in done.stderr

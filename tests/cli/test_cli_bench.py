@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 import specdec
-from specdec.measuring.arms import Arm
-from specdec.measuring.bench import BenchRun
+from specdec.measuring import runs
+from specdec.measuring.bench import BenchMeasurement
 from specdec.registry import BUILT_INS, Registry
 
 SHORT = ("--per-class", "1", "--max-new-tokens", "8")
@@ -107,13 +107,13 @@ def test_what_only_the_model_can_tell(bench, arguments, said):
 
 
 def test_an_interruption_reports_what_was_done(bench, monkeypatch):
-    compared = BenchRun._compared
+    compared = BenchMeasurement._compared
 
     def then_stop(run, *args):
         run.stop()
         return compared(run, *args)
 
-    monkeypatch.setattr(BenchRun, "_compared", then_stop)
+    monkeypatch.setattr(BenchMeasurement, "_compared", then_stop)
     done = bench(*SHORT, "--classes", "code,factual")
     assert done.exit_code == 130
     assert "interrupted: this is of 1 prompt" in done.stderr
@@ -135,7 +135,7 @@ def test_an_interruption_before_any_result_names_no_picture(bench, monkeypatch, 
         run.stop()
         return ()
 
-    monkeypatch.setattr(BenchRun, "_warm_up", stop_at_once)
+    monkeypatch.setattr(BenchMeasurement, "_warm_up", stop_at_once)
     done = bench(*SHORT, "--classes", "code", "--plot", str(tmp_path / "a.png"))
     assert done.exit_code == 130
     assert "interrupted: this is of 0 prompts" in done.stderr
@@ -147,11 +147,11 @@ def test_an_interruption_before_any_result_names_no_picture(bench, monkeypatch, 
 def test_reasons_of_many_runs_are_one_note(bench, monkeypatch):
     numbers = itertools.count()
 
-    def run(arm, *args, **settings):
-        return attrs.evolve(go_on(arm, *args, **settings), reason=f"plain decoding is faster: {next(numbers)}")
+    def run(*args, **settings):
+        return attrs.evolve(generate(*args, **settings), inactive_reason=f"plain decoding is faster: {next(numbers)}")
 
-    go_on = Arm.run
-    monkeypatch.setattr(Arm, "run", run)
+    generate = runs.generate
+    monkeypatch.setattr(runs, "generate", run)
     done = bench(*SHORT, "-s", "depth.depth=1")
     assert done.exit_code == 0, done.stderr
     notes = [line for line in done.stdout.splitlines() if "plain decoding is faster" in line]

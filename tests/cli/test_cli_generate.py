@@ -8,7 +8,7 @@ import signal
 import pytest
 from cli_fakes import FakeStream
 
-from specdec.cli.run_options import SAMPLE_PROMPT
+from specdec.cli.options import SAMPLE_PROMPT
 from specdec.config import Choice
 
 
@@ -93,7 +93,7 @@ def test_a_prompt_comes_from_a_file_or_stdin_and_may_be_chat(invoke, models, tmp
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["--prompt", "x", "--prompt-tokens", "1"], "--prompt and --prompt-tokens are one prompt too many"),
+        (["--prompt", "x", "--prompt-tokens", "1"], "--prompt and --prompt-tokens: give one prompt only"),
         (["--prompt-tokens", "1,x"], "number 2 is 'x'"),
         (["--prompt-tokens", "1,-2"], "number 2 is '-2'"),
         (["--prompt-tokens", "1,"], "number 2 is ''"),
@@ -101,7 +101,7 @@ def test_a_prompt_comes_from_a_file_or_stdin_and_may_be_chat(invoke, models, tmp
         (["--prompt", ""], "PromptError: the prompt is empty"),
         (["--prompt-tokens", "1", "--chat"], "--chat takes text"),
         (["--model", "a/b"], "Give a/b a prompt"),
-        (["--prompt-file", "/no/such/file"], "cannot read the prompt file"),
+        (["--prompt-file", "/no/such/file"], "cannot read '/no/such/file'"),
         (["--max-new-tokens", "many"], "'many' is not a valid integer"),
         (["--max-new-tokens", "0"], "key generation.max_new_tokens takes 1 to 2147483647, got 0"),
         (["--prompt", "x", "-s", "depth.dept"], "an override is key.path=value, got 'depth.dept'"),

@@ -12,8 +12,8 @@ import pytest
 from specdec.cli import output
 from specdec.cli.run_report import draft_line, speculation_line
 
-POSITIONS = ("class", "position", "offered", "reached", "accepted", "conditional", "cumulative", "95 % interval")
-SPEEDS = ("class", "prompts", "plain", "speculative", "speed-up", "95 % interval", "tokens per cycle", "accepted at 0")
+POSITIONS = ("class", "position", "offered", "reached", "accepted", "cond.", "cumul.", "interval")
+SPEEDS = ("class", "prompts", "plain", "spec.", "speed-up", "interval", "tokens per cycle", "accepted at 0")
 CELLS = {
     POSITIONS: ("verbose-thinking", "0", "1234", "1234", "1234", "0.545", "0.545", "0.431 to 0.652"),
     SPEEDS: ("verbose-thinking", "27", "1234.5", "1234.5", "1.25x", "1.17 to 2.05x", "2.50", "0.853"),
@@ -32,9 +32,7 @@ def printed(monkeypatch, columns, headings):
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")  # "dumb" has 80 columns whatever COLUMNS says
-    table = output.table(*headings, right=headings[1:])
-    table.add_row(*CELLS[headings])
-    output.console().print(table)
+    output.console().print(output.table(headings, [CELLS[headings]]))
     return re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
 
 
@@ -68,8 +66,8 @@ def test_speculation_in_a_line(active, reason, line):
 
 
 def test_a_drafters_report_in_a_line():
-    told = {"head": "pruned", "reason": "", "pruned_drafts": 5, "drafters": {"ngram": {"drafts": 1, "offered": 3}}}
-    assert draft_line(told) == "head pruned, pruned drafts 5, ngram (drafts 1, offered 3)"
+    report = {"head": "pruned", "reason": "", "pruned_drafts": 5, "drafters": {"ngram": {"drafts": 1, "offered": 3}}}
+    assert draft_line(report) == "head pruned, pruned drafts 5, ngram (drafts 1, offered 3)"
 
 
 def test_ctrl_c_has_its_own_status(invoke, monkeypatch):

@@ -12,7 +12,6 @@ import torch
 
 from specdec import __version__
 from specdec.contract import BackendSpec
-from specdec.doctor.machine import free_of_vm_stat
 from specdec.hookspecs import hookimpl
 from specdec.records.probes import read_probe
 from specdec.registry import BUILT_INS, Registry
@@ -108,21 +107,6 @@ def test_a_cache_that_cannot_be_written_is_told(invoke, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert "is no folder" in invoke("doctor", "--json").stdout
-
-
-def test_free_memory_of_a_mac_is_read():
-    told = (
-        "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n"
-        "Pages free:                               10.\n"
-        "Pages active:                           5000.\n"
-        "Pages inactive:                            4.\n"
-        "Pages speculative:                         2.\n"
-        '"Translation faults":              123456789.\n'
-        "Pages purgeable:                           1.\n"
-    )
-    assert free_of_vm_stat(told) == 17 * 16384
-    assert free_of_vm_stat("") is None
-    assert free_of_vm_stat("something else\n") is None
 
 
 # --- with a model -----------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from specdec.decoding.stepwise import StepwiseCycles
 
 import specdec
 from specdec.contract import DepthPolicy, DepthPolicySpec, GreedyCycle, Stats
 from specdec.decoding.parts import DepthPart
-from specdec.decoding.stepwise import StepwiseCycles
 from specdec.doctor.passes import PassProbe
 from tests import tiny
 

@@ -26,7 +26,7 @@ import specdec
 from specdec.config import Choice
 from specdec.contract import Drafter, DrafterSpec, PrepareEnv
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
-from specdec.decoding.session import PREFILL_TAIL
+from specdec.decoding.prefill import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
 from tests.decoding.test_lossless import SHAPES
 
@@ -469,7 +469,7 @@ class Failing(Drafter):
         return Draft((41,))
 
 
-@pytest.mark.parametrize("moment", ["prefill", "propose", "observe", "rewind", "settle"])
+@pytest.mark.parametrize("moment", ["prefill", "propose", "observe", "rewind", "snapshot"])
 def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     moment: str, lm: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -486,7 +486,7 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     assert result.tokens == variant(lm).generate(session.tokens[:-6], max_new_tokens=6, ignore_eos=True).tokens
     session.load(tmp_path / "s")  # a new drafter, and a new chance
     assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
-        moment in ("rewind", "settle", "observe")
+        moment in ("rewind", "snapshot", "observe")
     )
 
 

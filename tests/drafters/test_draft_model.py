@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 import specdec
 from specdec.cli import main
 from specdec.contract import (
+    NO_NEEDS,
     Context,
     DrafterEnv,
     DraftNoise,
     ForwardOutput,
     ForwardPass,
+    Needs,
     PrepareEnv,
     Sampling,
     Snapshot,
@@ -187,19 +189,19 @@ class Recitation(ForwardPass):
             return self.tokenizer.encode(rest[1:], add_special=False)[0]
         return self.tokenizer.core.token_to_id(rest[0]) or 0  # whatever is encoded gets a space before it
 
-    def new_state(self, capacity: int) -> State:
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
         return _Said(capacity)
 
     def prefill(self, state: Any, tokens: Any) -> ForwardOutput:
         state.tokens += tokens
-        return ForwardOutput(None, _NoHidden(len(tokens)))
+        return ForwardOutput(rows=len(tokens))
 
     def decode(self, state: Any, tokens: Any) -> ForwardOutput:
         state.rows = list(tokens)
         rows = np.zeros((len(tokens), self.info.vocab_size), np.float32)
         for row in range(len(tokens)):
             rows[row, self.next_token([*state.tokens, *tokens[: row + 1]])] = 9.0
-        return ForwardOutput(TableLogits(rows), _NoHidden(len(tokens)))
+        return ForwardOutput(rows=len(tokens), logits=TableLogits(rows))
 
     def commit(self, state: Any, rows: int) -> None:
         state.tokens += state.rows[:rows]
@@ -231,11 +233,6 @@ class _Said(State):
 
     def nbytes(self) -> int:
         return 0
-
-
-class _NoHidden(list[None]):
-    def __init__(self, rows: int) -> None:
-        super().__init__([None] * rows)
 
 
 @pytest.mark.parametrize("draft_tokenizer", ["bytes", "pieces"])
@@ -309,8 +306,7 @@ def test_a_damaged_saved_state_is_built_again_and_said_so(made, kind, damage):
     session = lm.session()
     session.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
     sequence = session.sequence
-    sequence.drafter.settle(sequence.context)
-    saved = sequence.drafter.snapshot()
+    saved = sequence.drafter.snapshot(sequence.context)
     arrays = dict(saved.arrays)
     largest = max((name for name in arrays if name != "tokens"), key=lambda name: arrays[name].numel())
     if damage == "tokens":
@@ -540,7 +536,7 @@ BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base, folders, written, case, monkeypatch):
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    monkeypatch.setattr("specdec.registry.plugins._current", Registry(entry_points=()))
+    monkeypatch.setattr("specdec.registry.lookup._current", Registry(entry_points=()))
     make, words = BAD[case]
     options = {"name": "draft_model", **make(folders=folders, written=written)}
     with pytest.raises(SpecdecError) as caught:

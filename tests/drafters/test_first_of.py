@@ -24,7 +24,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DrafterSpec,
-    Need,
+    Needs,
     PrepareEnv,
     Sampling,
 )
@@ -64,10 +64,8 @@ class Noted(Drafter):
     def rewind(self, length: int) -> None:
         self.calls.append(("rewind", length))
 
-    def settle(self, context: Context) -> None:
-        self.calls.append(("settle", list(context)))
-
-    def snapshot(self) -> DrafterSnapshot | None:
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        self.calls.append(("snapshot", list(context)))
         if self.config.every == 3:
             return None
         return DrafterSnapshot({"a/b": np.array([self.config.number])}, {"number": self.config.number, "name": "x"})
@@ -113,7 +111,7 @@ def subject(*choices: Choice) -> DrafterSubject:
     prepare = SPEC.prepare
     return DrafterSubject(
         make=lambda env: SPEC.factory(config, env),
-        needs=frozenset(Need),
+        needs=Needs(mtp=True, final_hidden=True),
         prepare=lambda target: prepare(config, PrepareEnv(target=target)),
     )
 
@@ -143,7 +141,7 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
             expected[first][2] += min(accepted, len(draft.tokens))
         else:
             assert draft.tokens == ()
-    played.drafter.settle(played.context())
+    played.drafter.snapshot(played.context())
     played.rewind(2)
     told = played.drafter.report()["drafters"]
     labels = ["noted", *(f"noted#{number}" for number in range(2, len(everys) + 1))]
@@ -153,7 +151,7 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
         assert told[label] == {**dict(zip(names, expected[number], strict=True)), "number": number}
     shared = [[call for call in child.calls if call[0] != "propose"] for child in made]
     assert all(calls == shared[0] for calls in shared)
-    assert [call[0] for call in shared[0]] == ["prefill"] + ["observe"] * len(cycles) + ["settle", "rewind"]
+    assert [call[0] for call in shared[0]] == ["prefill"] + ["observe"] * len(cycles) + ["snapshot", "rewind"]
     event(f"{sum(any(counts) for counts in expected.values())} of the drafters drafted")
 
 

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 
 import specdec
-from specdec.decoding.cost_table import CostTable
 from specdec.errors import ConfigError, ContractError, StateError, UnsupportedError
 from specdec.measuring import AcceptanceReport, measure_acceptance
 from specdec.measuring.ablations import ablation_report
 from specdec.measuring.prompts import Prompt
-from specdec.measuring.recording import DraftedCycle, PromptRun
+from specdec.measuring.runs import Run as Generation
 from specdec.models.ablation import SWITCHES, AblatedPass, inapplicable, parse_switches
+from specdec.records.cost_table import CostTable
 from specdec.testing import TableModel, check_plugin
 from tests import tiny
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of
+from tests.measuring.test_acceptance import drafted
 from tests.models.mtp_oracle import MtpOracle
 from tests.models.test_families_mtp import QwenMoeOracle
 from tests.tiny_families import SHAPES
@@ -100,15 +101,9 @@ def test_only_the_prompt_is_left_out(checkpoint: Callable[..., Any], make_target
 
 
 def test_outputs_are_compared_to_their_last_token() -> None:
-    def run(*tokens: int) -> PromptRun:
-        cycle = DraftedCycle(1, 2, (1, 2), 1, (0.0, 0.0, 0.0))
-        return PromptRun(
-            prompt=Prompt(kind="a", text="x"),
-            prompt_tokens=(0,),
-            tokens=tokens,
-            cycles=(cycle, cycle),
-            inactive_reason="",
-        )
+    def run(*tokens: int) -> Generation:
+        cycle = drafted(1, 2, (1, 2), 1)
+        return Generation(prompt=Prompt(kind="a", text="x"), prompt_tokens=(0,), tokens=tokens, cycles=(cycle, cycle))
 
     right = [run(1, 2, 3), run(1, 2, 3)]
     assert ablation_report("no-rotary", right, [run(1, 2, 3), run(1, 2, 4)], 2).equal == 1

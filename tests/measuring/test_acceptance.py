@@ -14,16 +14,20 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.contract import Context, CycleRecord, Draft, Drafter, Stats
-from specdec.decoding.cost_table import CostTable
 from specdec.errors import ConfigError, PromptError, UnsupportedError
-from specdec.measuring import AcceptanceRun, Prompt, Verdict, measure_acceptance, summarise
-from specdec.measuring.patterns import commonest, log_rows
-from specdec.measuring.recording import DraftedCycle, PromptRun, Recorder
+from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
+from specdec.measuring.mismatches import commonest, log_rows
+from specdec.measuring.runs import Measurement, Run
+from specdec.records.cost_table import CostTable
 from tests import tiny
 
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
 PROMPT = "abcdefgh"
-NO_SECONDS = (0.0, 0.0, 0.0)
+
+
+def drafted(position: int, depth: int, tokens: Sequence[int], accepted: int) -> CycleRecord:
+    """A cycle that drafted these tokens, without times."""
+    return CycleRecord(position, depth, len(tokens), accepted, (), 0.0, 0.0, 0.0, drafted=tuple(tokens))
 
 
 class Scripted(Drafter):
@@ -86,7 +90,7 @@ def test_counters_of_a_script(scripted):
         assert prediction.tokens == pytest.approx(expected)
         assert prediction.speedup == pytest.approx(expected * 1.1 / COSTS.cycle(prediction.depth))
         assert prediction.interval is None  # of one prompt
-    assert group.verdict is Verdict.WORTH_TRYING
+    assert group.verdict is Advice.WORTH_TRYING
     assert [one.cost for one in report.costs] == pytest.approx([COSTS.cycle(k) / 1.1 for k in (1, 2, 3, 4)])
 
 
@@ -112,16 +116,10 @@ def test_the_counters_are_the_engines_own(checkpoint, make_target, script, count
     assert [row["class"] for row in report.rows()] == ["one"] * 3 + ["(all)"] * 3
 
 
-def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> PromptRun:
+def made_run(kind: str, cycles: Sequence[tuple[int, int, int]], tokens: int) -> Run:
     """A run from ``(asked, drafted, accepted)``."""
-    done = [DraftedCycle(9, asked, tuple(range(drafted)), accepted, NO_SECONDS) for asked, drafted, accepted in cycles]
-    return PromptRun(
-        prompt=Prompt(kind=kind, text="x"),
-        prompt_tokens=(1,),
-        tokens=(0,) * tokens,
-        cycles=tuple(done),
-        inactive_reason="",
-    )
+    done = [drafted(9, asked, range(length), accepted) for asked, length, accepted in cycles]
+    return Run(prompt=Prompt(kind=kind, text="x"), prompt_tokens=(1,), tokens=(0,) * tokens, cycles=tuple(done))
 
 
 def test_a_drafter_that_is_often_silent_pays_for_the_drafts_it_makes():
@@ -141,7 +139,7 @@ def test_intervals_are_over_prompts():
     group = summarise("a", alike, [1.0, 1.1, 1.2])
     assert group.best is not None
     assert group.best.interval == pytest.approx((group.best.speedup, group.best.speedup))
-    assert group.verdict is Verdict.TURN_ON
+    assert group.verdict is Advice.TURN_ON
     mixed = [made_run("a", [(2, 2, 2 if i % 2 else 0)] * 50, 150) for i in range(10)]
     wide = summarise("a", mixed, [1.0, 1.1, 1.2])
     low, high = wide.positions[0].cumulative_interval or (0, 0)
@@ -164,7 +162,7 @@ def test_costs_that_no_draft_can_pay_for(scripted):
     dear = CostTable(verify={1: 1.0, 5: 9.0}, draft={0: 0.0, 4: 4.0}, commit=0.0)
     report = measure_acceptance(lm, prompts("one", count=8), depth=4, costs=dear, max_new_tokens=30)
     assert [one.break_even for one in report.costs] == [None] * 4
-    assert report.classes[0].verdict is Verdict.NOT_WORTH_IT
+    assert report.classes[0].verdict is Advice.NOT_WORTH_IT
     assert report.classes[0].best is not None
     assert report.classes[0].best.depth == 1  # the least bad one
 
@@ -185,10 +183,10 @@ def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
         if done == 3:
             run.stop()
 
-    def on_run(one: PromptRun) -> None:
+    def on_run(one: Run) -> None:
         seen.append(one.prompt.source)
 
-    run = AcceptanceRun(
+    run = AcceptanceMeasurement(
         lm, prompts("a", "b", count=3), depth=2, costs=COSTS, progress=progress, on_run=on_run, max_new_tokens=8
     )
     report = run.run()
@@ -208,7 +206,7 @@ def test_an_interrupted_prompt_is_not_counted(scripted):
             return super().propose(context, depth)
 
     lm = with_drafter(lm, factory=lambda config, env: Stopping([5] * 99, 8, [(2, 2)], env.target.info.vocab_size))
-    run = AcceptanceRun(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
+    run = AcceptanceMeasurement(lm, prompts("a", count=2), depth=2, costs=COSTS, max_new_tokens=40)
     report = run.run()
     assert (report.partial, report.done, report.overall.cycles) == (True, 0, 0)
     assert [row["verdict"] for row in report.rows()] == [None] * 4
@@ -218,13 +216,15 @@ def test_an_interrupted_prompt_is_not_counted(scripted):
 @pytest.mark.parametrize(("factor", "told"), [(1.0, False), (1.4, False), (0.4, True), (9.0, True)])
 def test_a_clock_that_contradicts_the_costs_is_told(scripted, monkeypatch, factor, told):
     """The costs were measured on a quiet machine, the run on a busy one, or the other way round."""
-    right = Recorder.record
+    right = Measurement._generate
 
-    def record(self: Recorder, cycle: CycleRecord) -> None:
-        seconds = factor * COSTS.cycle(4)
-        right(self, attrs.evolve(cycle, draft_seconds=0.0, verify_seconds=seconds, commit_seconds=0.0))
+    def timed(*args: Any) -> Run | None:
+        run, seconds = right(*args), factor * COSTS.cycle(4)
+        assert run is not None
+        times = {"draft_seconds": 0.0, "verify_seconds": seconds, "commit_seconds": 0.0}
+        return attrs.evolve(run, cycles=tuple(attrs.evolve(cycle, **times) for cycle in run.cycles))
 
-    monkeypatch.setattr(Recorder, "record", record)
+    monkeypatch.setattr(Measurement, "_generate", timed)
     report = measure_acceptance(scripted([(4, 4)]), prompts("a"), depth=4, costs=COSTS, max_new_tokens=20)
     assert any("times what the costs say" in notice for notice in report.notices) == told
     assert report.overall.cycle_seconds == pytest.approx(factor * COSTS.cycle(4))
@@ -249,18 +249,18 @@ def test_what_cannot_be_measured_is_refused(scripted):
     lm = scripted([(4, 1)])
     for depth in (0, 16):
         with pytest.raises(ConfigError, match="the depth is 1 to 15 on this backend"):
-            AcceptanceRun(lm, prompts("a"), depth=depth)
+            AcceptanceMeasurement(lm, prompts("a"), depth=depth)
     with pytest.raises(UnsupportedError, match="the drafter 'tested' uses none"):
-        AcceptanceRun(lm, prompts("a"), ablations=("gate-silu",))
+        AcceptanceMeasurement(lm, prompts("a"), ablations=("gate-silu",))
     with pytest.raises(PromptError, match="temperature takes"):
-        AcceptanceRun(lm, prompts("a"), temperature=-1.0)
+        AcceptanceMeasurement(lm, prompts("a"), temperature=-1.0)
     long = {"a": [Prompt(kind="a", text="word " * 600, source="mine.txt, line 4")]}
     with pytest.raises(PromptError, match="too long") as caught:
-        AcceptanceRun(lm, long, costs=COSTS).run()
+        AcceptanceMeasurement(lm, long, costs=COSTS).run()
     assert caught.value.facts["prompt"] == "mine.txt, line 4"
     lm = with_drafter(lm, name="none")
     with pytest.raises(UnsupportedError, match="no acceptance to measure"):
-        AcceptanceRun(lm, prompts("a"))
+        AcceptanceMeasurement(lm, prompts("a"))
 
 
 @pytest.fixture(scope="module")
@@ -305,22 +305,21 @@ class Letters:
         return "".join(chr(97 + token) for token in ids)
 
 
-def lettered() -> PromptRun:
+def lettered() -> Run:
     """The prompt "ab", then "cdefg"; drafts "cde", "xx", "fgh" (the last one cut by the end), and one empty one."""
     ids = {letter: ord(letter) - 97 for letter in "abcdefghx"}
     spell = lambda text: tuple(ids[letter] for letter in text)  # noqa: E731
     cycles = (
-        DraftedCycle(2, 3, spell("cxe"), 1, NO_SECONDS),  # emits "cd"
-        DraftedCycle(4, 3, (), 0, NO_SECONDS),  # emits "e"
-        DraftedCycle(5, 3, spell("fxh"), 1, NO_SECONDS),  # emits "fg"
-        DraftedCycle(7, 3, spell("ab"), 0, NO_SECONDS),  # cut away by the end
+        drafted(2, 3, spell("cxe"), 1),  # emits "cd"
+        drafted(4, 3, (), 0),  # emits "e"
+        drafted(5, 3, spell("fxh"), 1),  # emits "fg"
+        drafted(7, 3, spell("ab"), 0),  # cut away by the end
     )
-    return PromptRun(
+    return Run(
         prompt=Prompt(kind="code", text="ab", source="mine.txt, line 1"),
         prompt_tokens=spell("ab"),
         tokens=spell("cdefg"),
         cycles=cycles,
-        inactive_reason="",
     )
 
 
@@ -344,7 +343,7 @@ def test_a_row_of_the_log_has_drafted_beside_actual():
 
 
 def test_a_draft_that_was_accepted_whole_has_no_mismatch():
-    run = attrs.evolve(lettered(), cycles=(DraftedCycle(2, 3, (2, 3, 4), 3, NO_SECONDS),))
+    run = attrs.evolve(lettered(), cycles=(drafted(2, 3, (2, 3, 4), 3),))
     (row,) = log_rows(run, Letters())  # type: ignore[arg-type]
     assert row["mismatch"] is None
     assert commonest([run], Letters(), 5) == []  # type: ignore[arg-type]

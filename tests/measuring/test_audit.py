@@ -19,7 +19,8 @@ from specdec.config import Choice
 from specdec.contract import Logits, Parity
 from specdec.decoding.parts import make_verifier
 from specdec.errors import ConfigError, PromptError, UnsupportedError
-from specdec.measuring.audit import GAP_EDGES, AuditReport, Control, Divergence, audit, bin_label, plot, read_run
+from specdec.measuring.audit import GAP_EDGES, AuditReport, Control, Divergence, audit, bin_label, read_run
+from specdec.measuring.plots import plot_audit
 from tests.decoding.test_sessions import CODE, load, variant
 
 __all__ = ["load"]  # a fixture
@@ -184,9 +185,9 @@ def test_what_cannot_be_audited_is_refused(lm: Any) -> None:
 
 
 def test_progress_and_more_rows_than_a_pass_takes(lm: Any) -> None:
-    seen: list[int] = []
-    report = audit(lm, [40], [50, 60, 70], rows=1000, progress=seen.append)
-    assert seen == [1, 2, 3]
+    seen: list[tuple[int, int]] = []
+    report = audit(lm, [40], [50, 60, 70], rows=1000, progress=lambda *tick: seen.append(tick))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
     assert report.control is not None
     assert report.control.rows == lm.info.max_rows
 
@@ -237,10 +238,10 @@ def test_the_json_object_is_strict_json() -> None:
 )
 def test_the_plot_is_a_png(found: tuple[Divergence, ...], tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
-    plot(report(list(np.geomspace(1e-4, 20, 50)), found), tmp_path / "a.png")
+    plot_audit(report(list(np.geomspace(1e-4, 20, 50)), found), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(PromptError, match="cannot be written"):
-        plot(report([1.0]), tmp_path / "no" / "a.png")
+    with pytest.raises(UnsupportedError, match="cannot be written"):
+        plot_audit(report([1.0]), tmp_path / "no" / "a.png")
 
 
 def test_without_matplotlib_the_plot_says_what_to_install(
@@ -248,7 +249,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UnsupportedError, match=r"specdec-framework\[plot\]"):
-        plot(report([1.0]), tmp_path / "a.png")
+        plot_audit(report([1.0]), tmp_path / "a.png")
 
 
 # --- runs from files -------------------------------------------------------------------------------------------------
@@ -270,9 +271,9 @@ def test_a_recorded_run_is_read_back(lm: Any, tmp_path: pathlib.Path) -> None:
 def test_a_file_that_is_no_run_is_refused(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "run.json"
     for text, reason in (
-        ("", "is no JSON"),
-        ("{", "is no JSON"),
-        ("\xff", "is no JSON"),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("\xff", "is not JSON"),
         ("[]", "no list of token ids under 'prompt'"),
         ('{"tokens": [1]}', "under 'prompt'"),
         ('{"prompt": [1], "tokens": [1.5]}', "under 'tokens'"),

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from specdec.config import Choice
 from specdec.contract import Context, CycleRecord, Draft, Guarantee, Logits, Sampling, Verdict, Verifier
-from specdec.decoding.cost_table import CostTable
 from specdec.decoding.parts import DepthPart, DrafterPart
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.measuring import bench as bench_module
-from specdec.measuring.arms import Arm, ArmRun, plain
-from specdec.measuring.bench import BenchRun, compare
-from specdec.measuring.frontiers import measure_frontiers
+from specdec.measuring import runs
+from specdec.measuring.bench import BenchMeasurement, compare
+from specdec.measuring.runs import Run, generate, plain
 from specdec.measuring.synthetic import PROFILES, SyntheticVerifier, parse_profile
+from specdec.records.cost_table import CostTable
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.measuring.test_acceptance import PROMPT, Scripted, prompts
@@ -63,13 +63,12 @@ def test_both_arms_run_interleaved_and_are_counted(
     scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    run_arm = Arm.run
 
-    def noted(arm: Arm, prompt: Sequence[int], **settings: Any) -> ArmRun:
-        order.append("A" if arm.lm.drafter.spec.name == "none" else "B")
-        return run_arm(arm, prompt, **settings)
+    def noted(lm: Any, *args: Any, **settings: Any) -> Run:
+        order.append("A" if lm.drafter.spec.name == "none" else "B")
+        return generate(lm, *args, **settings)
 
-    monkeypatch.setattr(Arm, "run", noted)
+    monkeypatch.setattr(runs, "generate", noted)
     monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
     ticks: list[tuple[int, int]] = []
     lm = scripted([(4, 2), (4, 0)])
@@ -90,10 +89,10 @@ def test_both_arms_run_interleaved_and_are_counted(
     assert group.accepted[:3] == (8 * 5, 8 * 5, 0)
     assert group.depths == {0: 8, 3: 8, 4: 8 * 8} or sum(group.depths.values()) == 80
     assert {row["arm"] for row in report.rows()} == {"plain", "speculative"}
-    told = report.to_dict()
-    assert told["equal"] is True
-    assert told["blame"] in bench_module.TERMS
-    assert len(told["prompts"]) == 16
+    data = report.to_dict()
+    assert data["equal"] is True
+    assert data["blame"] in bench_module.TERMS
+    assert len(data["prompts"]) == 16
 
 
 def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any]) -> None:
@@ -108,20 +107,20 @@ def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any])
 def test_the_drafter_none_and_what_does_not_fit_are_refused(scripted: Callable[..., Any]) -> None:
     lm = scripted([(4, 2)])
     with pytest.raises(UnsupportedError, match="'none' drafts nothing"):
-        BenchRun(plain(lm), prompts("one"))
+        BenchMeasurement(plain(lm), prompts("one"))
     with pytest.raises(ConfigError, match="do not fit"):
-        BenchRun(lm, prompts("one"), contexts=[lm.capacity], max_new_tokens=8)
+        BenchMeasurement(lm, prompts("one"), contexts=[lm.capacity], max_new_tokens=8)
 
 
 def test_stopping_reports_what_was_done(scripted: Callable[..., Any]) -> None:
     lm = scripted([(4, 2)])
-    run = BenchRun(
+    run = BenchMeasurement(
         lm, prompts("one", count=3), max_new_tokens=8, progress=lambda done, planned: run.stop() if done == 4 else None
     )
     report = run.run()
     assert report.partial
     assert len(report.prompts) == 1
-    nothing = BenchRun(lm, prompts("one"), max_new_tokens=8)
+    nothing = BenchMeasurement(lm, prompts("one"), max_new_tokens=8)
     nothing.stop()
     empty = nothing.run()
     assert (empty.overall, empty.terms, empty.prompts) == (None, (), ())
@@ -195,9 +194,7 @@ def test_nothing_that_is_free_makes_it_slower(cycles: list[CycleRecord], steps: 
 
 
 def test_a_run_explains_its_time() -> None:
-    run = ArmRun(
-        tokens=(1, 2, 3), seconds=4.0, prefill_seconds=0.0, reason="", cycles=(cycle(1, 2, 1.0, 1.0, 0.5),) * 1
-    )
+    run = Run(prompt_tokens=(7,), tokens=(1, 2, 3), seconds=4.0, cycles=(cycle(1, 2, 1.0, 1.0, 0.5),))
     assert run.rate == 0.75
     assert run.explained == 2.5 / 4.0
 
@@ -213,31 +210,28 @@ def test_the_first_difference(wanted: tuple[int, ...], got: tuple[int, ...], pla
 # --- contexts --------------------------------------------------------------------------------------------------------
 
 
-def test_frontiers_start_from_the_context_alone(scripted: Callable[..., Any]) -> None:
-    """What is generated at one length is not part of the next: the outputs are those of fresh sessions."""
+def test_a_generation_never_lengthens_the_next_context(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outputs at each length of the context are those of fresh sessions."""
     lm = scripted([(4, 2), (4, 0)])
-    without, with_ = Arm(plain(lm)), Arm(lm)
-    text = [(5 * i + 1) % 200 for i in range(60)]
-    settings = {"max_new_tokens": 9, "ignore_eos": True}
-    seen: list[tuple[int, tuple[int, ...]]] = []
-    go_on = Arm.go_on
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def noted(arm: Arm, session: Any, prompt: Any = None, **settings: Any) -> ArmRun:
-        before = len(session.tokens)
-        run = go_on(arm, session, prompt, **settings)
-        seen.append((before, run.tokens))
+    def noted(*args: Any, **settings: Any) -> Run:
+        run = generate(*args, **settings)
+        seen.append((run.prompt_tokens, run.tokens))
         return run
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arm, "go_on", noted)
-        found = list(measure_frontiers(without, with_, [40, 7, 40, 23], text, **settings))
+    monkeypatch.setattr(runs, "generate", noted)
+    report = compare(lm, prompts("one"), contexts=[40, 7, 40, 23], max_new_tokens=9)
+    found = report.contexts
     assert [one.context for one in found] == [7, 23, 40]
     assert all(one.equal and one.speedup > 0 and one.prefill_plain > 0 for one in found)
     assert [one.state_bytes for one in found] == sorted(one.state_bytes for one in found)
-    for place, (before, tokens) in enumerate(seen):
-        context = [7, 23, 40][place // 4]
-        assert before == context
-        assert list(tokens) == lm.generate(text[:context], **settings).tokens
+    text = lm.tokenizer.encode(PROMPT) * 40
+    for place, (context, tokens) in enumerate(seen[-12:]):
+        assert list(context) == text[: [7, 23, 40][place // 4]]
+        assert list(tokens) == lm.generate(list(context), max_new_tokens=9, ignore_eos=True).tokens
 
 
 # --- imposed acceptance ----------------------------------------------------------------------------------------------
@@ -310,7 +304,7 @@ def test_profiles() -> None:
 
 def test_the_picture_is_drawn(scripted: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from specdec.measuring.bench_plot import plot_bench
+    from specdec.measuring.plots import plot_bench
 
     report = compare(scripted([(4, 2)]), prompts("one", "two"), max_new_tokens=8, contexts=[9, 20])
     plot_bench(report, tmp_path / "bench.png")

@@ -61,7 +61,7 @@ def test_plain_text_is_one_prompt_per_line_of_one_class(tmp_path):
 def test_json_lines_are_known_by_their_first_line_too(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text('{"class": "mail", "prompt": "Dear all,"}\nnot JSON')
-    with pytest.raises(PromptError, match="no JSON") as caught:
+    with pytest.raises(PromptError, match="not JSON") as caught:
         load_prompts(file)
     assert caught.value.facts["line"] == "2"
 
@@ -69,14 +69,14 @@ def test_json_lines_are_known_by_their_first_line_too(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "no JSON"),
-        ("[1, 2]", "no JSON object"),
+        ("{", "not JSON"),
+        ("[1, 2]", "not a JSON object"),
         ('{"class": "mail"}', "'prompt' is a string that is not empty, got None"),
         ('{"class": "mail", "prompt": " "}', "'prompt' is a string that is not empty"),
         ('{"class": 3, "prompt": "a"}', "'class' is a string that is not empty, got 3"),
         ('{"class": "mail", "prompt": "a", "chat": 1}', "'chat' is true or false, got 1"),
         ('{"class": "mail", "promt": "a"}', "got 'promt'. Did you mean 'prompt'"),
-        ("[" * 100_000, "no JSON"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, line, message):

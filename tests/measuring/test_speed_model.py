@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from specdec.measuring.speed_model import (
     NOT_WORTH_IT,
     TURN_ON,
+    Advice,
     Prediction,
-    Verdict,
+    advise,
     best,
     break_even,
     expected_tokens,
-    judge,
 )
 
 shares = st.floats(0.0, 1.0)
@@ -86,27 +86,27 @@ def test_of_equal_depths_the_shallower_one_is_best():
 
 @given(st.floats(0.1, 5.0), st.floats(0.0, 3.0))
 def test_verdicts_follow_from_the_ends_of_the_interval(low, width):
-    found, decided_by = judge(Prediction(depth=2, tokens=2.0, speedup=low + width / 2, interval=(low, low + width)))
-    assert (found is Verdict.TURN_ON) == (low > 1.05)
-    assert (found is Verdict.NOT_WORTH_IT) == (low + width < 1.02)
-    assert ("lower end" in decided_by) == (found is not Verdict.NOT_WORTH_IT)
+    found, decided_by = advise(Prediction(depth=2, tokens=2.0, speedup=low + width / 2, interval=(low, low + width)))
+    assert (found is Advice.TURN_ON) == (low > 1.05)
+    assert (found is Advice.NOT_WORTH_IT) == (low + width < 1.02)
+    assert ("lower end" in decided_by) == (found is not Advice.NOT_WORTH_IT)
 
 
 def test_the_thresholds_themselves():
-    def of(low: float, high: float) -> Verdict:
-        return judge(Prediction(depth=1, tokens=1.5, speedup=low, interval=(low, high)))[0]
+    def of(low: float, high: float) -> Advice:
+        return advise(Prediction(depth=1, tokens=1.5, speedup=low, interval=(low, high)))[0]
 
     assert (TURN_ON, NOT_WORTH_IT) == (1.05, 1.02)
-    assert of(1.05, 1.2) is Verdict.WORTH_TRYING
-    assert of(math.nextafter(1.05, 2), 1.2) is Verdict.TURN_ON
-    assert of(0.9, 1.02) is Verdict.WORTH_TRYING
-    assert of(0.9, math.nextafter(1.02, 0)) is Verdict.NOT_WORTH_IT
+    assert of(1.05, 1.2) is Advice.WORTH_TRYING
+    assert of(math.nextafter(1.05, 2), 1.2) is Advice.TURN_ON
+    assert of(0.9, 1.02) is Advice.WORTH_TRYING
+    assert of(0.9, math.nextafter(1.02, 0)) is Advice.NOT_WORTH_IT
 
 
 def test_the_number_that_decides_does_not_contradict_the_verdict():
     near = Prediction(depth=1, tokens=1.5, speedup=1.06, interval=(1.0504, 1.07))
-    assert judge(near) == (Verdict.TURN_ON, "lower end 1.0504x is above 1.05x")
+    assert advise(near) == (Advice.TURN_ON, "lower end 1.0504x is above 1.05x")
     wide = Prediction(depth=1, tokens=1.5, speedup=1.2, interval=(0.98, 1.5))
-    assert judge(wide) == (Verdict.WORTH_TRYING, "lower end 0.98x is not above 1.05x, upper end 1.50x")
+    assert advise(wide) == (Advice.WORTH_TRYING, "lower end 0.98x is not above 1.05x, upper end 1.50x")
     few = Prediction(depth=1, tokens=1.5, speedup=3.0, interval=None)
-    assert judge(few) == (Verdict.WORTH_TRYING, "too few prompts for an interval")
+    assert advise(few) == (Advice.WORTH_TRYING, "too few prompts for an interval")

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from specdec.backends.ops import Rope, Routing
-from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names
+from specdec.checkpoints import Checkpoint, StoredWeights, check_weights
 from specdec.errors import CheckpointError
-from specdec.models.deepseek_v3 import DeepseekV3Config
+from specdec.models import deepseek_v3
+from specdec.models.weights import dry_run
 from tests import tiny
 from tests.tiny_families import SHAPES
 
@@ -192,7 +193,7 @@ def test_nothing_is_unused_in_any_checkpoint(checkpoint: Callable[..., pathlib.P
         for name, shape in shapes.items():
             opened = Checkpoint.open(checkpoint(family, dtype="float32", **shape))
             spec = registry().model(family if family != "qwen3_5_moe" else "qwen3_5_moe_text")
-            found = audit(opened, spec.tensors(spec.parse(opened.config)))
+            found = check_weights(opened, dry_run(spec, spec.parse(opened.config), StoredWeights(opened)).tensors)
             assert (found.missing, found.unused, found.misshaped) == ([], [], []), (family, name)
 
 
@@ -216,8 +217,8 @@ def test_absorbed_projections_give_the_plain_scores_and_values(kernels: str, tmp
     target = tiny.make_target(folder, kernels=kernels)
     mixer = target.model.layers[0].mixer
     opened = Checkpoint.open(folder)
-    weights = Weights(opened, canonical_names(opened.names))
-    shape = DeepseekV3Config.parse(opened.config).latent
+    weights = StoredWeights(opened)
+    shape = deepseek_v3.parse(opened.config).attention
     x = normal(9, 44)
     got = mixer(x, torch.zeros_like(x), mixer.new_cache(16)).double()
 

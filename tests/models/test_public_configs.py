@@ -1,6 +1,6 @@
 """The ``config.json`` of released models, written from their published values, and the parameters they imply.
 
-Nothing is downloaded: ``tensors(config)`` alone must give the published counts. They catch a tensor too many or too
+Nothing is downloaded: a dry run of ``build`` must give the published counts. They catch a tensor too many or too
 few, and a size read from the wrong key, at the real scale.
 """
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
 
-from specdec.checkpoints import text_config
+from specdec.checkpoints import TensorSpec, text_config
 from specdec.errors import CheckpointError
+from specdec.models.weights import dry_run
 from specdec.registry import registry
 
 
@@ -274,52 +276,58 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float | None]] = {
     "Llama-3.1-8B": (LLAMA_3_1_8B, 8.030, None),
     "Qwen2.5-7B": (QWEN2_5_7B, 7.616, None),  # "7.61B"
 }
-APART = re.compile(r"mlp\.experts\.\d+\.")  # the same parameters as the fused tensors
-STACKED = re.compile(r"mlp\.switch_mlp\.")  # and as these, which mlx-lm writes
-ABSORBED = re.compile(r"\.self_attn\.(embed_q|unembed_out)\.")  # those of kv_b_proj, likewise
+
+
+def dry(name: str, tensors: Collection[str] = ()) -> Mapping[str, TensorSpec]:
+    """What the family takes from a checkpoint with tensors of these names; by default from its config alone."""
+    spec = registry().model(text_config(PUBLISHED[name][0])["model_type"])
+    stored: Any = Named(dict.fromkeys(tensors, ())) if tensors else None
+    return dry_run(spec, family(name), stored).tensors
+
+
+class Named(dict[str, tuple[int, ...]]):
+    """Weights of which only names are known."""
+
+    shape = dict.__getitem__
 
 
 @functools.cache
-def family(name: str) -> tuple[Any, dict[str, Any]]:
+def family(name: str) -> Any:
     config = text_config(PUBLISHED[name][0])
-    spec = registry().model(config["model_type"])
-    parsed = spec.parse(config)
-    return parsed, spec.tensors(parsed)
+    return registry().model(config["model_type"]).parse(config)
 
 
-def parameters(tensors: dict[str, Any], *, mtp: bool) -> int:
-    """Parameters of one expert layout; a copy of embedding or head that a head may bring is not counted."""
-    copies = ("mtp.lm_head.weight", ".shared_head.head.weight")
-    return sum(
-        math.prod(spec.shape)
-        for name, spec in tensors.items()
-        if (spec.group == "mtp") == mtp
-        and not any(layout.search(name) for layout in (APART, STACKED, ABSORBED))
-        and not name.endswith(copies)
-        and not (mtp and name.endswith("embed_tokens.weight"))
-    )
+def parameters(tensors: Mapping[str, TensorSpec], group: str) -> int:
+    return sum(math.prod(spec.shape) for spec in tensors.values() if spec.group == group)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name: str) -> None:
     _, billions, mtp_millions = PUBLISHED[name]
-    parsed, tensors = family(name)
-    assert round(parameters(tensors, mtp=False) / 1e9, 3) == billions
+    tensors = dry(name)
+    assert round(parameters(tensors, "model") / 1e9, 3) == billions
     if mtp_millions is not None:
-        assert round(parameters(tensors, mtp=True) / 1e6, 1) == mtp_millions
-        assert parsed.mtp_layers == 1
+        assert round(parameters(tensors, "mtp") / 1e6, 1) == mtp_millions
+        assert family(name).mtp_layers == 1
 
 
 @pytest.mark.parametrize("name", ["Qwen3.6-35B-A3B", "Qwen3-Next-80B-A3B", "GLM-4.5-Air", "DeepSeek-V3"])
-def test_all_expert_layouts_hold_the_same_parameters(name: str) -> None:
-    _, tensors = family(name)
-    fused = re.compile(r"experts\.(gate_up|down)_proj$")
-    sizes = [
-        sum(math.prod(spec.shape) for key, spec in tensors.items() if layout.search(key))
-        for layout in (APART, STACKED, fused)
-    ]
-    assert sizes[0] == sizes[1] == sizes[2] > 0
-    assert all(spec.optional for key, spec in tensors.items() if ".experts." in key)
+def test_all_layouts_hold_the_same_parameters(name: str) -> None:
+    """Fused, one tensor per expert, and stacked as mlx-lm writes them; likewise MLA's absorbed projections."""
+    plain = dry(name)
+    fused = re.compile(r"mlp\.experts\.(gate_up|down)_proj$")
+    blocks = {key.removesuffix("experts.down_proj") for key in plain if key.endswith(".experts.down_proj")}
+    rest = {key for key in plain if not fused.search(key)}
+    apart = dry(name, rest | {f"{block}experts.0.gate_proj.weight" for block in blocks})
+    switch = {f"{block}switch_mlp.gate_proj.weight" for block in blocks}
+    absorbed = {key.replace("kv_b_proj", "embed_q") for key in rest}
+    stacked = dry(name, absorbed | switch)
+    assert blocks
+    assert all(fused.search(key) is None for key in [*apart, *stacked])
+    assert any(".experts.1.up_proj." in key for key in apart)
+    assert any("unembed_out" in key for key in stacked) == any("kv_b_proj" in key for key in plain)
+    for group in ("model", "mtp"):
+        assert parameters(plain, group) == parameters(apart, group) == parameters(stacked, group) > 0
 
 
 def test_state_sizes_are_the_published_ones() -> None:
@@ -332,19 +340,19 @@ def test_state_sizes_are_the_published_ones() -> None:
         "DeepSeek-V3": (62 * 1152, 0),
         "GLM-4.5-Air": (47 * 2 * 8 * 128 * 2, 0),
     }
-    assert {name: family(name)[0].state_bytes(2) for name in wanted} == wanted
+    assert {name: family(name).state_bytes(2) for name in wanted} == wanted
 
 
 def test_deepseek_v3_has_the_published_yarn() -> None:
     """factor 40 over 4096: the first dimensions keep their frequency, the last are stretched, mscale^2 = 1.87385."""
-    latent = family("DeepSeek-V3")[0].latent
+    latent = family("DeepSeek-V3").attention
     plain = [10000 ** (-2 * j / 64) for j in range(32)]
     low, high = 10, 23  # floor and ceiling of the dimensions that turn 32 times and once in 4096 tokens
     for j, (ours, theirs) in enumerate(zip(latent.rope.inv_freq, plain, strict=True)):
         stretched = min(max((j - low) / (high - low), 0), 1)
         assert ours == pytest.approx(theirs / 40 * stretched + theirs * (1 - stretched), rel=1e-12)
     assert latent.scale * 192**0.5 == pytest.approx(1.87385, abs=1e-5)
-    assert family("DeepSeek-V3")[0].max_positions == 163840
+    assert family("DeepSeek-V3").max_positions == 163840
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from specdec.contract import CycleRecord, DepthPolicy, Stats
-from specdec.decoding.cost_table import CostTable
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
+from specdec.records.cost_table import CostTable
 
 DEEPEST = 6
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.cost_table import CostTable
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
+from specdec.records.cost_table import CostTable
 from tests import tiny
 
 SHAPE: dict[str, Any] = {"printable": True}

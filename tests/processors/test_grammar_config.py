@@ -53,6 +53,7 @@ def test_a_missing_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(grammar, "_vocabularies", type(grammar._vocabularies)())
     registry = Registry(["specdec.processors.grammar"], entry_points=())
+    spec = registry.processor("grammar")
     with pytest.raises(UnsupportedError) as caught:
-        registry.make_processor(registry.processor("grammar"), GrammarConfig(regex="a"), words.env())
+        registry.build(spec, lambda: spec.factory(GrammarConfig(regex="a"), words.env()))
     assert caught.value.facts["try"] == "pip install 'specdec-framework[grammar]'"

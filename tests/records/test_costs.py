@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.decoding import cycle as engine
-from specdec.decoding.cost_table import CostTable, measure_costs
+from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.records.cost_file import CostIdentity, cost_folder, costs_of, read_costs, write_costs
+from specdec.records.cost_table import COSTS, CostTable, read_costs, write_costs
 
 seconds = st.floats(1e-9, 1e3)
 
@@ -35,7 +35,7 @@ def demo():
 @pytest.fixture(autouse=True)
 def always_steady(monkeypatch):
     """This machine may be busy with other tests."""
-    monkeypatch.setattr("specdec.decoding.cost_table.STEADY", float("inf"))
+    monkeypatch.setattr("specdec.decoding.cycle_timing.STEADY", float("inf"))
 
 
 def other_target(lm: specdec.LanguageModel, **info: Any) -> specdec.LanguageModel:
@@ -127,7 +127,7 @@ TABLE = CostTable(verify={1: 0.5, 4: 0.75}, draft={0: 0.0, 3: 0.125}, commit=0.0
 )
 def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify, draft, commit):
     path = tmp_path_factory.mktemp("costs") / "new" / "table.json"
-    table, identity = CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit), CostIdentity.of(demo)
+    table, identity = CostTable(verify=verify, draft={0: 0.0, **draft}, commit=commit), cost_identity(demo)
     write_costs(path, table, identity)
     read, told = read_costs(path)
     assert read == table
@@ -138,7 +138,7 @@ def test_what_is_written_is_read_back_to_the_bit(tmp_path_factory, demo, verify,
 def test_a_second_process_measures_nothing(folder, demo, monkeypatch):
     notices: list[str] = []
     first = costs_of(demo, notices)
-    monkeypatch.setattr("specdec.records.cost_file.measure_costs", lambda lm: pytest.fail("measured again"))
+    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: pytest.fail("measured again"))
     assert costs_of(demo, notices) == first
     assert notices == []
 
@@ -150,18 +150,18 @@ def test_a_second_process_measures_nothing(folder, demo, monkeypatch):
         ("cores", 999, "cores 999, here "),
         ("threads", 999, "threads 999, here "),
         ("kernels", "other", "kernels other, here "),
-        ("torch", "0.1", "torch 0.1, here "),
+        ("libraries", "torch 0.1", "libraries torch 0.1, here "),
         ("specdec", "0.0", "specdec 0.0, here "),
     ],
 )
 def test_a_table_of_another_machine_is_measured_again_and_said_so(folder, demo, part, value, told):
-    identity = CostIdentity.of(demo)
+    identity = cost_identity(demo)
     path = folder / f"{identity.key()}.json"
     write_costs(path, TABLE, attrs.evolve(identity, **{part: value}))
     notices: list[str] = []
     assert costs_of(demo, notices) != TABLE
     assert len(notices) == 1
-    assert notices[0].startswith(f"cost table of another machine or installation ({told}")
+    assert notices[0].startswith(f"the cost table is of another machine or installation ({told}")
     assert notices[0].endswith(": measured again")
     assert read_costs(path)[1][part] != value  # and replaced
     again: list[str] = []
@@ -171,7 +171,7 @@ def test_a_table_of_another_machine_is_measured_again_and_said_so(folder, demo, 
 
 def test_a_table_from_a_busy_moment_is_used_and_not_kept(folder, demo, monkeypatch):
     busy = attrs.evolve(TABLE, steady=False)
-    monkeypatch.setattr("specdec.records.cost_file.measure_costs", lambda lm: busy)
+    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: busy)
     assert costs_of(demo, []) is busy
     assert not folder.exists()
 
@@ -180,21 +180,21 @@ def test_repeats_that_disagree_are_no_steady_table(demo, monkeypatch):
     """Every other cycle takes twice as long as the one before it."""
     clock = iter(range(10**6))
     run = engine.run_cycle
-    monkeypatch.setattr("specdec.decoding.cost_table.STEADY", 1.25)
+    monkeypatch.setattr("specdec.decoding.cycle_timing.STEADY", 1.25)
 
     def uneven(*arguments):
         return attrs.evolve(run(*arguments), verify_seconds=1.0 + next(clock) % 4)
 
-    monkeypatch.setattr("specdec.decoding.cost_table.engine.run_cycle", uneven)
+    monkeypatch.setattr("specdec.decoding.cycle_timing.engine.run_cycle", uneven)
     assert not measure_costs(demo, (0, 1), repeats=2, budget_s=30.0).steady
     monkeypatch.setattr(
-        "specdec.decoding.cost_table.engine.run_cycle", lambda *a: attrs.evolve(run(*a), verify_seconds=1.0)
+        "specdec.decoding.cycle_timing.engine.run_cycle", lambda *a: attrs.evolve(run(*a), verify_seconds=1.0)
     )
     assert measure_costs(demo, (0, 1), repeats=2, budget_s=30.0).steady
 
 
 def test_other_models_drafters_and_dtypes_have_files_of_their_own(demo):
-    ours = CostIdentity.of(demo)
+    ours = cost_identity(demo)
     others = [attrs.evolve(ours, **{part: "other"}) for part in ("model", "backend", "dtype", "drafter")]
     assert len({ours.key(), *(other.key() for other in others)}) == 5
 
@@ -220,7 +220,7 @@ def test_other_models_drafters_and_dtypes_have_files_of_their_own(demo):
     ],
 )
 def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content):
-    path = folder / f"{CostIdentity.of(demo).key()}.json"
+    path = folder / f"{cost_identity(demo).key()}.json"
     folder.mkdir()
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     notices: list[str] = []
@@ -246,7 +246,7 @@ def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch
 
 def test_the_file_is_as_readable_as_others(folder, demo):
     path = folder / "t.json"
-    write_costs(path, TABLE, CostIdentity.of(demo))
+    write_costs(path, TABLE, cost_identity(demo))
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
@@ -255,11 +255,11 @@ def test_the_file_is_as_readable_as_others(folder, demo):
 
 def test_off_keeps_nothing_and_the_cache_folder_is_the_default(demo, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECDEC_COSTS", "off")
-    assert cost_folder() is None
+    assert COSTS.folder() is None
     assert costs_of(demo, []).verify[1] > 0.0
     monkeypatch.delenv("SPECDEC_COSTS")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path))
-    assert cost_folder() == tmp_path / "costs"
+    assert COSTS.folder() == tmp_path / "costs"
 
 
 def test_a_model_without_a_fingerprint_is_never_kept(folder, demo):
@@ -269,11 +269,11 @@ def test_a_model_without_a_fingerprint_is_never_kept(folder, demo):
 
 def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo, tmp_path):
     path = tmp_path / "mine.json"
-    write_costs(path, TABLE, CostIdentity.of(demo))
+    write_costs(path, TABLE, cost_identity(demo))
     lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
     assert lm.depth.shared.table == TABLE
     assert not folder.exists()
-    write_costs(path, TABLE, attrs.evolve(CostIdentity.of(demo), model="m", processor="a quick one"))
+    write_costs(path, TABLE, attrs.evolve(cost_identity(demo), model="m", processor="a quick one"))
     with pytest.raises(ConfigError, match="does not fit: model m, here .*; processor a quick one, here "):
         specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
     with pytest.raises(ConfigError, match="no cost table: No such file"):
@@ -321,7 +321,7 @@ def test_a_start_measures_once_even_where_nothing_is_kept(folder, monkeypatch):
     """``auto`` asks whether there are costs, then ``adaptive`` asks for them: a busy machine measured both times."""
     measured = []
     table = attrs.evolve(CostTable(verify={1: 1e-3, 2: 1e-3}, draft={0: 0.0, 1: 1e-4}, commit=0.0), steady=False)
-    monkeypatch.setattr("specdec.records.cost_file.measure_costs", lambda lm: measured.append(lm) or table)
+    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: measured.append(lm) or table)
     lm = specdec.load()
     assert lm.depth.spec.name == "adaptive"
     assert len(measured) == 1

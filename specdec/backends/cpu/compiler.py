@@ -25,7 +25,7 @@ import structlog
 import torch  # noqa: F401  (first, so that its OpenMP runtime is the one that the kernels' soname resolves to)
 
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.records.folders import cache_folder
+from specdec.records.store import cache_folder
 
 log = structlog.get_logger(__name__)
 

@@ -33,7 +33,7 @@ from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import DeltaShape, Rope
 from specdec.errors import ConfigError, ContractError, ShapeError, StateError, UnsupportedError
-from specdec.records.folders import cache_folder
+from specdec.records.store import cache_folder
 from tests.processes import HUNG
 
 U = 2.0**-24

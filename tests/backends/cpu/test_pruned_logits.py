@@ -23,7 +23,7 @@ from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Context, Sampling
 from specdec.errors import ConfigError, ContractError
-from specdec.records.folders import cache_folder
+from specdec.records.store import cache_folder
 from specdec.sampling import draft_token
 
 SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 300])

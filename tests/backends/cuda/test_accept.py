@@ -19,7 +19,7 @@ from tests.backends.cuda.tables import mutated
 PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS = st.integers(0, 3)
 
-pytestmark = pytest.mark.usefixtures("device")  # which is PLACE
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("device")]  # which is PLACE
 
 
 def ints(values: list[int]) -> Tensor:
@@ -104,6 +104,7 @@ def test_accept_is_its_reference(
     assert control.tolist() == expected.tolist()
 
 
+@pytest.mark.sample
 def test_logits_that_are_not_finite_keep_nothing() -> None:
     """Neither where they decide, nor where a draft of such logits seems to agree with them."""
     for draft, best, fault in (([1, 2], [1, -1, 5], True), ([1, -1], [1, -1, 5], True), ([1, 2], [1, 3, -1], False)):
@@ -153,6 +154,7 @@ def test_commit_rows(kept: int, whole: bool) -> None:
     assert torch.equal(from_device, from_host)
 
 
+@pytest.mark.sample
 def test_rows_can_be_taken_back() -> None:
     """What the host cuts later: LENGTH and SLOT are what they would have been."""
     kinds = ints([ROWS, STATES, STATES])

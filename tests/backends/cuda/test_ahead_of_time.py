@@ -11,6 +11,8 @@ import pytest
 
 from tests.processes import run_python
 
+pytestmark = pytest.mark.interpreter
+
 ROOT = Path(__file__).resolve().parents[3]
 
 # In a process of its own: this one interprets. A kernel that the backend must not have is compiled beside the others.

@@ -15,6 +15,8 @@ from specdec.backends.cuda.kernels.launch import launch
 from specdec.errors import ShapeError
 from tests.backends.cuda.tables import EPS, KV, NAN, address_row, draw, mutated
 
+pytestmark = pytest.mark.interpreter
+
 HEADS = [(4, 2, 64), (8, 2, 256), (3, 1, 96), (5, 5, 80), (6, 2, 128)]  # nq, nkv, D; odd groups, padded sizes
 
 
@@ -127,6 +129,7 @@ def test_a_pass_longer_than_promised_is_seen(device: torch.device) -> None:
     assert out.isnan().all()
 
 
+@pytest.mark.sample
 def test_shapes_are_checked(device: torch.device) -> None:
     cache, q = KV(16, 2, 16, device), draw(1, 2, 4, 16, device=device)
     with pytest.raises(ShapeError, match="3 KV heads"):
@@ -190,6 +193,7 @@ def check_rows_are_their_own(module: ModuleType, device: torch.device, start: in
         assert torch.equal(layer.run(0, T), expected[:T]), f"{T} rows from {start}"
 
 
+@pytest.mark.sample
 def test_rows_are_their_own(device: torch.device) -> None:
     """1 to 16 rows against one at a time, across the end of the first split and of a tile of 16 pairs."""
     check_rows_are_their_own(attention, device, 121, range(1, 17))

@@ -16,7 +16,7 @@ from specdec.backends import choice as backend_choice
 from specdec.backends.cuda import device as devices
 from specdec.backends.cuda.backend import CudaBackend
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.registry import registry
+from specdec.registry import Registry, registry
 from tests.backends.cuda.fake import FakeDevice
 from tests.processes import run_python, run_specdec
 
@@ -86,7 +86,7 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str
     """``choice(name)``: the backend that would be built, and the notices."""
 
     def choose(name: str = "auto") -> tuple[str, list[str]]:
-        monkeypatch.setattr(backend_choice, "constructed", lambda kind, chosen, make: NotBuilt(chosen))
+        monkeypatch.setattr(Registry, "build", lambda self, spec, make, wanted=object: NotBuilt(spec.name))
         backend, notices = backend_choice.make_backend(name)
         return backend.name, list(notices)
 

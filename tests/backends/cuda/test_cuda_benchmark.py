@@ -26,6 +26,8 @@ from benchmarks.cuda.report import lines
 from benchmarks.cuda.shapes import BANDWIDTH, PROFILE, SHAPES, TOY, Costs, predict
 from benchmarks.cuda.weights import AGREEMENT, MadeWeights, build_target, language_model
 
+pytestmark = pytest.mark.interpreter
+
 HOST = torch.device("cpu")
 DOCUMENT = pathlib.Path(__file__).resolve().parents[3] / "docs" / "performance.md"
 
@@ -65,6 +67,7 @@ def test_bytes_are_those_of_the_published_shapes(
     assert shape.pass_bytes(4) - shape.pass_bytes(1) == 3 * shape.state_bytes
 
 
+@pytest.mark.sample
 def test_speed_up_is_tokens_over_seconds() -> None:
     """By hand: 1 + .763 + .623 tokens in 1.1 + 2 * 0.1 + 0.1 plain steps."""
     costs = Costs(decode=2.0, verify={1: 2.0, 2: 2.1, 3: 2.2}, draft=0.2, bookkeeping=0.2)
@@ -73,6 +76,7 @@ def test_speed_up_is_tokens_over_seconds() -> None:
     assert costs.best((0.1, 0.01))[0] == 1
 
 
+@pytest.mark.sample
 def test_the_documented_predictions_are_those_of_the_model() -> None:
     """The table of docs/performance.md was written before anything was measured; the model must not drift from it."""
     section = DOCUMENT.read_text().split("## CUDA", 1)[1].split("\n## ", 1)[0]
@@ -271,10 +275,12 @@ def test_the_stream_kernel_reads_every_word_once() -> None:
     assert timing.stream_kernel(words, programs=3, block=1024).sum() == words.sum()
 
 
+@pytest.mark.sample
 def test_the_profile_is_the_published_one() -> None:
     assert PROFILE == (0.763, 0.623, 0.459, 0.396)
 
 
+@pytest.mark.sample
 def test_a_session_goes_through_its_steps_whatever_one_of_them_gives(tmp_path: pathlib.Path) -> None:
     """The shell script, with a stand-in for the interpreter that fails in the device tests."""
     calls = tmp_path / "calls"

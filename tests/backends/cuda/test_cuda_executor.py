@@ -22,6 +22,8 @@ from tests.backends.cuda.test_models import PROMPT, TINY, VOCAB, OnHost, _short_
 from tests.decoding import fake_device
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp
 
+pytestmark = pytest.mark.interpreter
+
 FAMILY = "qwen3_5"
 WIDE = {"printable": True}  # few tokens of its own choice: a draft is right now and then
 

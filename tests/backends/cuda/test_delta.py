@@ -18,6 +18,8 @@ from specdec.backends.ops import DeltaShape
 from specdec.errors import ShapeError, UnsupportedError
 from tests.backends.cuda.tables import EPS, NAN, Delta, address_row, draw, mutated
 
+pytestmark = pytest.mark.interpreter
+
 UNIT = EPS[torch.float32]
 SMALL = DeltaShape(key_heads=1, value_heads=2, key_dim=8, value_dim=6, kernel=4)
 SHAPES = [
@@ -158,6 +160,7 @@ def test_an_unused_row_is_not_written(device: torch.device) -> None:
     assert changed == [8, 9]
 
 
+@pytest.mark.sample
 def test_what_is_refused(device: torch.device) -> None:
     layer = Layer(SMALL, 17, device)
     with pytest.raises(ShapeError, match="up to 16 rows, got 17"):
@@ -194,6 +197,7 @@ def check_rows_are_their_own(module: Any, device: torch.device, sizes: Sequence[
         layer.restart()
 
 
+@pytest.mark.sample
 def test_rows_are_their_own(device: torch.device) -> None:
     check_rows_are_their_own(delta, device, range(1, 17))
 

@@ -29,6 +29,8 @@ from tests.backends.cuda.dense import (
     weight_of,
 )
 
+pytestmark = pytest.mark.interpreter
+
 TILES = [None, Tile(16, 16, 3), Tile(32, 32, 1)]
 TILE = Tile(32, 32, 3)
 
@@ -50,6 +52,7 @@ def test_linear_is_the_product_within_its_bound(
     close(y, expected, product_bound(x, weight, expected, dtype, extra))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (1, 40), (3, 17), (300, 5), (16, 129)])
 def test_odd_sizes(n: int, k: int, device: torch.device) -> None:
     x, weight = rows_of(3, k, torch.float32, device), weight_of("dense", n, k, torch.float32, device)

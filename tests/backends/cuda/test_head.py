@@ -30,6 +30,8 @@ from tests.backends.cuda.dense import (
     weight_of,
 )
 
+pytestmark = pytest.mark.interpreter
+
 TILE = Tile(32, 32)
 V, K = 150, 64
 
@@ -91,6 +93,7 @@ def _ties(module: ModuleType | Any, device: torch.device) -> None:
         assert ids == [places[0], 0 if 0 not in places else 1], f"ties at {places} went to {ids}"
 
 
+@pytest.mark.sample
 def test_the_lowest_id_wins_ties(device: torch.device) -> None:
     _ties(head, device)
 

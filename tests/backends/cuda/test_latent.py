@@ -14,6 +14,8 @@ from specdec.backends.cuda.kernels import latent
 from specdec.errors import ShapeError
 from tests.backends.cuda.tables import EPS, KV, draw, mutated
 
+pytestmark = pytest.mark.interpreter
+
 
 class Layer:
     """Latent attention over fixed rows behind ``start`` committed ones, in passes of any size."""
@@ -93,6 +95,7 @@ def check_rows_are_their_own(module: ModuleType, device: torch.device, start: in
         assert torch.equal(layer.cache.keys[: start + T], keys[: start + T])
 
 
+@pytest.mark.sample
 def test_rows_are_their_own(device: torch.device) -> None:
     """1 to 16 rows against one at a time, across the end of the first split and of tiles of 16 pairs."""
     check_rows_are_their_own(latent, device, 121, range(1, 17))

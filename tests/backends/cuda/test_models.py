@@ -22,6 +22,8 @@ from specdec.contract import Drafter
 from tests import tiny, tiny_families  # noqa: F401  (the latter makes its writers known)
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, partly_right
 
+pytestmark = pytest.mark.interpreter
+
 VOCAB = 277
 ATTENTION = {"heads": 2, "kv_heads": 1, "head_dim": 16}
 TINY: dict[str, dict[str, Any]] = {

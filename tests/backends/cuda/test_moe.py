@@ -15,6 +15,8 @@ from specdec.backends.cuda.weights import ExpertStack
 from specdec.errors import ShapeError
 from tests.backends.cuda.dense import first_rows, mutated, only_interpreted, poisoned, program_order, rows_of, weight_of
 
+pytestmark = pytest.mark.interpreter
+
 H, INNER, E, CHOSEN = 48, 32, 5, 3
 
 
@@ -64,6 +66,7 @@ def test_experts(form: str, with_shared: bool, device: torch.device) -> None:
     assert ratio <= 1.0, f"an error is {ratio:.3g} times its bound"
 
 
+@pytest.mark.sample
 def test_bits_do_not_depend_on_the_company(device: torch.device) -> None:
     dtype = torch.float32
     x, residual = rows_of(16, H, dtype, device), rows_of(16, H, dtype, device, seed=1)

@@ -10,6 +10,8 @@ from specdec.backends.cuda.kernels import norm
 from specdec.errors import ShapeError
 from tests.backends.cuda.dense import DTYPES, U, close, first_rows, poisoned, rows_of, same_for_any_rows
 
+pytestmark = pytest.mark.interpreter
+
 EPS = 1e-6
 
 
@@ -45,6 +47,7 @@ def test_gated_rms_norm(rows: int, heads: int, dim: int, dtype: torch.dtype, dev
     close(y, expected, _bound(wide, dim, dtype))
 
 
+@pytest.mark.sample
 def test_bits_do_not_depend_on_the_number_of_rows(device: torch.device) -> None:
     weight, x = torch.rand(72, device=device), rows_of(16, 72, torch.float32, device)
     same_for_any_rows(lambda rows: norm.rms_norm(rows, weight, EPS), x, tuple(range(1, 17)), tuple(range(16)))

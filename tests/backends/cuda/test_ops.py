@@ -32,7 +32,10 @@ CLAUSES = [f"O{number}" for number in range(1, 21)]
 LONG = ["O12", "O13", "O17", "O20"]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, over NaN
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # numpy, over NaN
+]
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +210,7 @@ def test_a_packed_weight_without_a_kernel_is_decoded(make: Callable[..., CudaOps
     assert torch.equal(made.tensor.cpu(), matrix.decode())
 
 
+@pytest.mark.sample
 def test_weights_that_are_projected_together_share_memory(make: Callable[..., CudaOps]) -> None:
     """So that one launch reads them; a second use, or one of them alone, changes nothing."""
     ops, draw = make(), torch.Generator().manual_seed(4)
@@ -309,6 +313,7 @@ def test_a_row_that_is_not_finite_has_no_best_token(make: Callable[..., CudaOps]
             logits.argmax()
 
 
+@pytest.mark.sample
 def test_arrays_of_another_backend_are_refused(make: Callable[..., CudaOps]) -> None:
     reference, ops = ReferenceOps(torch.float32), make()
     weight = torch.ones(4, 3)

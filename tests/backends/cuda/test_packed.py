@@ -17,6 +17,8 @@ from specdec.checkpoints.quantised import fp4
 from specdec.errors import ShapeError, UnsupportedError
 from tests.backends.cuda.dense import FORMS, weight_of
 
+pytestmark = pytest.mark.interpreter
+
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 FINITE = (CODES & 127) != 127
 
@@ -43,6 +45,7 @@ def test_every_e2m1_pair_under_every_group_scale_is_decoded_exactly(device: torc
         assert torch.equal(_columns(weight, device), weight.decode())
 
 
+@pytest.mark.sample
 def test_a_scale_per_row_and_partial_blocks(device: torch.device) -> None:
     for form in ("fp8 per row", "fp8 32x32"):
         weight = weight_of(form, 37, 48, torch.float32, device)
@@ -163,6 +166,7 @@ def test_a_stack_knows_where_its_experts_are(form: str, device: torch.device) ->
         assert row == there + [0] * (3 - len(there))
 
 
+@pytest.mark.sample
 def test_what_holders_refuse() -> None:
     codes = torch.zeros(4, 16, dtype=torch.uint8)
     with pytest.raises(ShapeError, match="scales of a weight should be"):

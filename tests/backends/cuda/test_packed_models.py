@@ -19,6 +19,8 @@ from tests.checkpoints.quantised import quantisers
 from tests.checkpoints.quantised.test_quantised_models import matrix, split
 from tests.decoding.test_lossless import mtp, partly_right
 
+pytestmark = pytest.mark.interpreter
+
 # family -> format of every matrix but the embedding, the holder, and the most bytes of its float32 matrices that it has
 STORED: dict[str, tuple[str, type[Any], float]] = {
     "qwen3_5": ("fp8-block 16x16", Fp8BlockWeight, 0.26),

@@ -17,6 +17,7 @@ from tests.backends.cuda.fake import CaptureRefused, FakeDevice
 from tests.backends.cuda.test_models import TINY
 
 pytestmark = [
+    pytest.mark.interpreter,
     pytest.mark.skipif(torch.cuda.is_available(), reason="looks into graphs of the interpreter's device"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),  # numpy, over NaN
 ]
@@ -116,6 +117,7 @@ def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     assert graphs[2, 64].graph.replays == len(steps) * len(states)
 
 
+@pytest.mark.sample
 def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     check_sequences_share_a_graph(build)
 

@@ -24,6 +24,8 @@ from tests.backends.metal.emulator.translate import translate  # noqa: E402
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+pytestmark = pytest.mark.emulator
+
 if reason := emulator.unavailable():
     pytest.skip(reason, allow_module_level=True)
 
@@ -67,6 +69,7 @@ def floats(seed: int, *shape: int) -> NDArray[np.float32]:
 # --------------------------------------------------------------------------------------------------- what is computed
 
 
+@pytest.mark.sample
 @settings(max_examples=15)
 @given(size=st.integers(1, 200), block=st.sampled_from([1, 7, 32, 64, 96]), seed=st.integers(0, 99))
 def test_vectors_are_added(size: int, block: int, seed: int) -> None:

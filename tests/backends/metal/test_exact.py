@@ -24,6 +24,8 @@ from tests import tiny  # noqa: E402
 from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
 from tests.backends.metal.test_metal_families import arrays  # noqa: E402
 
+pytestmark = pytest.mark.emulator
+
 SMALL: Mapping[str, Any] = {
     "hidden": 20,
     "layers": 2,
@@ -139,6 +141,7 @@ def test_what_each_mode_says_of_itself(made: Made) -> None:
     assert exact.capabilities.kernels != fast.capabilities.kernels  # part of a probe's identity
 
 
+@pytest.mark.sample
 def test_a_gpu_needs_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact mode claims nothing there that no stored record shows; fast mode claims nothing at all."""
 
@@ -153,6 +156,7 @@ def test_a_gpu_needs_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not MetalOps(mx.bfloat16, mode="fast").capabilities.parity_needs_probe
 
 
+@pytest.mark.sample
 @pytest.mark.skipif(mx.metal.is_available(), reason="its kernels can be built here")
 def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) -> None:
     target = made(OnMetal())
@@ -160,6 +164,7 @@ def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) ->
         target.prefill(target.new_state(8), TOKENS[:3])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("system", "needs"), [("linux", False), ("darwin", True)])
 def test_the_cpu_device_needs_one_but_on_linux(system: str, needs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if mx.default_device().type == mx.DeviceType.gpu:

@@ -26,6 +26,8 @@ from tests.backends.metal.kernel_runs import (  # noqa: E402
     same_bits,
 )
 
+pytestmark = pytest.mark.emulator
+
 NQ, NKV, DK, DV, SHORT = 4, 2, 40, 24, 16
 SCALE = DK**-0.5
 
@@ -79,6 +81,7 @@ def test_rows_are_those_of_float64(executor: Executor | None, seed: int, start: 
     assert np.abs(float64(got) - cache.wanted(start, stop)).max() <= cache.bound(stop)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_large_scores_do_not_overflow(executor: Executor | None) -> None:
     cache = Cache(5, 40, size=30.0)

@@ -27,6 +27,8 @@ from tests.backends.metal.kernel_runs import (  # noqa: E402
     same_bits,
 )
 
+pytestmark = pytest.mark.emulator
+
 HK, HV, DK, DV = 4, 8, 40, 3  # 40: lanes without a second key dimension
 # of each block: rows drafted, and how many of them are accepted
 blocks_ = st.lists(
@@ -167,6 +169,7 @@ def test_rows_and_matrix_are_those_of_float64(executor: Executor | None, count: 
     assert np.abs(float64(layer.flushed()) - state).max() <= bound
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_next_block_begins_with_what_flush_gives(executor: Executor | None) -> None:
     rows = Rows.draw(np.random.default_rng(3), 6)

@@ -30,6 +30,8 @@ from tests.backends.metal.kernel_runs import (  # noqa: E402
     same_bits,
 )
 
+pytestmark = pytest.mark.emulator
+
 EXPERTS, SLOTS = 5, 3
 
 

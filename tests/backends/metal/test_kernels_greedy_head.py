@@ -17,6 +17,8 @@ from specdec.backends.metal.kernels.kernel import Executor  # noqa: E402
 from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
 from tests.backends.metal.kernel_runs import EMULATED, EXECUTORS, RUNS, affine, caught, emulated_only, float64  # noqa: E402
 
+pytestmark = pytest.mark.emulator
+
 
 def small(rng: np.random.Generator, *shape: int, dtype: Any = mx.bfloat16) -> Any:
     """-1, 0 or 1: products are exact, and sums of few tie often."""
@@ -62,6 +64,7 @@ def test_a_quantised_head(executor: Executor | None, seed: int, features: int) -
     assert greedy_head(x, [w], executor=executor).tolist() == lowest_best(logits, range(features))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_the_logits_are_those_of_matvec(executor: Executor | None) -> None:
     """Copies of a row of the head tie only if every logit has the bits that ``matvec`` gives it."""

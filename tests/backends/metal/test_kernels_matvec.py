@@ -28,6 +28,8 @@ from tests.backends.metal.kernel_runs import (  # noqa: E402
     same_bits,
 )
 
+pytestmark = pytest.mark.emulator
+
 seeds = st.integers(0, 2**20)
 
 
@@ -136,6 +138,7 @@ def test_a_quantised_row_has_the_same_bits_in_any_company(executor: Executor | N
         assert same_bits(several, alone[11 - count :]), count
 
 
+@pytest.mark.sample
 def test_mlx_packs_weights_in_the_same_order() -> None:
     """The packing above is ours; this one is not."""
     rng = np.random.default_rng(2)

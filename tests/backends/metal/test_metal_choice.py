@@ -14,7 +14,7 @@ from specdec.backends import Backend
 from specdec.backends import choice as backend_choice
 from specdec.contract import Parity
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.registry import registry
+from specdec.registry import Registry, registry
 from tests.processes import run_python
 
 PROMPT = "The river"
@@ -44,7 +44,7 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
-        monkeypatch.setattr(backend_choice, "constructed", lambda kind, chosen, make: NotBuilt(chosen))
+        monkeypatch.setattr(Registry, "build", lambda self, spec, make, wanted=object: NotBuilt(spec.name))
         backend, notices = backend_choice.make_backend(name)
         return backend.name, list(notices)
 

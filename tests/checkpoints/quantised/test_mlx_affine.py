@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 
 import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
-from specdec.checkpoints import Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
-from specdec.checkpoints.description import _one_layout
+from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_weights, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
 from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
 from specdec.errors import CheckpointError
 from specdec.models.loading import _stored_dtype, load_target
+from specdec.models.weights import dry_run
 from specdec.registry import registry
 from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
@@ -64,7 +64,7 @@ def opened(folder: Path, parts: Tensors, **quantization: Any) -> Checkpoint:
 
 
 def decoded(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
-    return Weights(checkpoint, canonical_names(checkpoint.names), dtype=dtype)[NAME]
+    return StoredWeights(checkpoint, dtype=dtype)[NAME]
 
 
 def logits(folder: Path, kernels: str) -> torch.Tensor:
@@ -148,10 +148,10 @@ def test_the_other_modes_have_the_bits_of_mlx_too(tmp_path: Path, mode: str, lab
         checkpoint = opened(tmp_path / str(len(shape)), parts, group_size=group, bits=bits, mode=mode)
         assert formats_of(checkpoint)[NAME].format == label
         assert_same_bits(decoded(checkpoint, torch.float32), wanted)
-        assert audit(checkpoint, {NAME: TensorSpec(shape)}).errors == []
+        assert check_weights(checkpoint, {NAME: TensorSpec(shape)}).errors == []
         parts["scales"] = torch.full_like(parts["scales"], 255)
         checkpoint = opened(tmp_path / f"{len(shape)} broken", parts, group_size=group, bits=bits, mode=mode)
-        assert "NaN" in str(audit(checkpoint, {NAME: TensorSpec(shape)}).errors[0])
+        assert "NaN" in str(check_weights(checkpoint, {NAME: TensorSpec(shape)}).errors[0])
 
 
 Change = Callable[[Tensors], None]
@@ -218,10 +218,10 @@ def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case:
     change, quantization, facts = REFUSED[case]
     parts, _ = mlx_layout.affine(drawn(0, 20, 320), 4, 64)
     expected = {NAME: TensorSpec((20, 320))}
-    assert audit(opened(tmp_path / "sound", parts, **USUAL), expected).errors == []
+    assert check_weights(opened(tmp_path / "sound", parts, **USUAL), expected).errors == []
     change(parts)
     checkpoint = opened(tmp_path / "broken", parts, **quantization)
-    text = str(audit(checkpoint, expected).errors[0])
+    text = str(check_weights(checkpoint, expected).errors[0])
     for fact in [X, "model.safetensors", "try:", *facts]:
         assert fact in text
     with pytest.raises(CheckpointError):
@@ -231,7 +231,7 @@ def test_a_contradiction_is_refused_with_tensor_and_reason(tmp_path: Path, case:
 def test_a_large_bias_that_overflows_is_found(tmp_path: Path) -> None:
     parts, _ = mlx_layout.affine(drawn(0, 20, 320), 4, 64)
     checkpoint = opened(tmp_path, parts | {"biases": torch.full((20, 5), 3.4e38)}, **USUAL)
-    assert audit(checkpoint, {NAME: TensorSpec((20, 320))}).non_finite == [NAME]
+    assert check_weights(checkpoint, {NAME: TensorSpec((20, 320))}).non_finite == [NAME]
 
 
 def test_the_dtype_of_the_scales_is_that_of_the_model(tmp_path: Path) -> None:
@@ -375,6 +375,6 @@ def test_config_alone_counts_each_layout_once() -> None:
             "rms_norm_eps": 1e-6,
         }
     )
-    names = [name for name, _ in _one_layout(spec.tensors(family))]
+    names = list(dry_run(spec, family).tensors)
     assert not [name for name in names if "switch_mlp" in name or "embed_q" in name or "unembed_out" in name]
     assert "layers.0.self_attn.kv_b_proj.weight" in names

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from specdec.checkpoints import Checkpoint, Weights, canonical_names
+from specdec.checkpoints import Checkpoint, StoredWeights
 from specdec.checkpoints.quantised import DecodedCache
 from specdec.cli import main
 from specdec.config import RunConfig, TargetConfig
@@ -60,7 +60,7 @@ def test_the_cache_is_written_once_and_holds_the_same_bits(source: Path, tmp_pat
     assert any("weights taken from the cache" in notice for notice in second.notices)
     assert torch.equal(logits(first), logits(second))
     direct, cached = Checkpoint.open(source), Checkpoint.open(entry)
-    weights = Weights(direct, canonical_names(direct.names))
+    weights = StoredWeights(direct)
     assert set(cached.names) == set(weights)
     for name in weights:
         assert cached.load(name).dtype == weights[name].dtype
@@ -120,7 +120,7 @@ def test_a_stale_cache_is_said_and_written_anew(source: Path, tmp_path: Path, ch
     assert torch.equal(logits(again), logits(load(source, tmp_path / "cache")))
     direct = Checkpoint.open(source)
     name = "layers.0.mlp.up_proj.weight"
-    decoded = Weights(direct, canonical_names(direct.names))[name]
+    decoded = StoredWeights(direct)[name]
     assert torch.equal(Checkpoint.open(only(tmp_path / "cache")).load(name), decoded)
 
 

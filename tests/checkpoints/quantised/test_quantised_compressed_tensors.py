@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.checkpoints import Checkpoint, Weights, audit, canonical_names, text_config
+from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, text_config
 from specdec.checkpoints.quantised import formats_of
+from specdec.models.weights import dry_run
 from specdec.registry import registry
 from tests import tiny
 from tests.comparisons import record
@@ -128,7 +129,7 @@ def test_what_the_library_wrote_is_decoded_as_it_decodes(
     folder, wanted = saved(case)
     checkpoint = Checkpoint.open(folder)
     formats = formats_of(checkpoint)
-    weights = Weights(checkpoint, canonical_names(checkpoint.names))
+    weights = StoredWeights(checkpoint)
     assert len(wanted) == 7
     for name, values in wanted.items():
         canonical = name.removeprefix("model.")
@@ -146,6 +147,6 @@ def test_the_audit_takes_every_tensor_that_the_library_wrote(saved: Any, case: s
     checkpoint = Checkpoint.open(folder)
     config = text_config(checkpoint.config)
     spec = registry().model(config["model_type"])
-    found = audit(checkpoint, spec.tensors(spec.parse(config)))
+    found = check_weights(checkpoint, dry_run(spec, spec.parse(config), StoredWeights(checkpoint)).tensors)
     found.raise_for_errors()
     assert (found.missing, found.unused, found.misshaped, found.unreadable) == ([], [], [], [])

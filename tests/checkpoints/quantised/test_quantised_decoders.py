@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.checkpoints import Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_weights, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
 from tests.checkpoints.quantised import quantisers as q
 from tests.comparisons import record
@@ -26,11 +26,11 @@ def written(folder: Path, parts: Mapping[str, torch.Tensor], prefix: str = X, **
 
 
 def decoded(checkpoint: Checkpoint, dtype: torch.dtype = torch.bfloat16, name: str = "") -> torch.Tensor:
-    weights = Weights(checkpoint, canonical_names(checkpoint.names), dtype=dtype)
+    weights = StoredWeights(checkpoint, dtype=dtype)
     (only,) = [name] if name else list(formats_of(checkpoint))
     found = weights[only]
     assert found.dtype == dtype
-    sound = audit(checkpoint, {only: TensorSpec(tuple(found.shape))})
+    sound = check_weights(checkpoint, {only: TensorSpec(tuple(found.shape))})
     sound.raise_for_errors()
     assert (sound.missing, sound.unused, sound.non_finite) == ([], [], [])
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.checkpoints import Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, check_weights, write_checkpoint
 from specdec.checkpoints.quantised import Hints, formats_of
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_quantised_decoders import drawn
@@ -41,11 +41,11 @@ def test_a_weight_is_one_entry_whatever_it_is_made_of(tmp_path: Path, name: str)
 def test_the_parts_of_a_weight_are_not_weights(tmp_path: Path) -> None:
     parts, values = q.integers(drawn(0, 12, 64), 4, 16, zero_points=True)
     checkpoint = opened(tmp_path, {X + part: tensor for part, tensor in parts.items()})
-    weights = Weights(checkpoint, canonical_names(checkpoint.names))
+    weights = StoredWeights(checkpoint)
     assert list(weights) == ["layers.3.mlp.up_proj.weight"]
     assert len(weights) == 1
     assert "layers.3.mlp.up_proj.weight_packed" not in weights
-    assert weights.get("layers.3.mlp.up_proj.weight_scale") is None
+    assert "layers.3.mlp.up_proj.weight_scale" not in weights
     assert weights["layers.3.mlp.up_proj.weight"].shape == values.shape
 
 
@@ -62,8 +62,8 @@ def test_scales_of_activations_belong_to_no_weight(tmp_path: Path) -> None:
     formats = formats_of(checkpoint)
     assert dict(formats) == {}
     assert set(formats.activation_scales) == {f"layers.0.{name}" for name in scales}
-    assert audit(checkpoint, {}).unused == []
-    wanted = audit(checkpoint, {"layers.0.self_attn.q_scale": TensorSpec((1,), optional=True)})
+    assert check_weights(checkpoint, {}).unused == []
+    wanted = check_weights(checkpoint, {"layers.0.self_attn.q_scale": TensorSpec((1,))})
     assert "q_scale" not in wanted.notices[-1]
 
 

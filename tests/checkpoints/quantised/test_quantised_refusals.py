@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from specdec.checkpoints import Audit, Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, WeightCheck, check_weights, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
 from specdec.cli import main
 from specdec.errors import CheckpointError
@@ -24,14 +24,14 @@ NAME = "layers.0.mlp.up_proj.weight"
 Change = Callable[[q.Tensors], None]
 
 
-def audited(folder: Path, parts: q.Tensors, shape: tuple[int, ...] = (200, 320), **quantization: Any) -> Audit:
+def audited(folder: Path, parts: q.Tensors, shape: tuple[int, ...] = (200, 320), **quantization: Any) -> WeightCheck:
     """The audit of one weight, which ``Weights`` must refuse for the same reason where it is refused."""
     config = {"quantization_config": quantization} if quantization else {}
     checkpoint = Checkpoint.open(write_checkpoint(folder, config, {X + n: part for n, part in parts.items()}))
-    found = audit(checkpoint, {NAME: TensorSpec(shape)})
+    found = check_weights(checkpoint, {NAME: TensorSpec(shape)})
     if found.unreadable:
         with pytest.raises(CheckpointError) as caught:
-            Weights(checkpoint, canonical_names(checkpoint.names))[NAME]
+            StoredWeights(checkpoint)[NAME]
         assert caught.value.message == found.errors[0].message
     return found
 
@@ -303,7 +303,7 @@ def test_a_weight_of_no_known_format_is_refused(tmp_path: Path, dtype: torch.dty
 def test_the_first_refusal_counts_the_others(tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(4, 4).to(torch.float8_e4m3fn) for i in range(3)}
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors))
-    found = audit(checkpoint, {f"layers.{i}.mlp.up_proj.weight": TensorSpec((4, 4)) for i in range(3)})
+    found = check_weights(checkpoint, {f"layers.{i}.mlp.up_proj.weight": TensorSpec((4, 4)) for i in range(3)})
     assert "2 more weights are refused" in str(found.errors[0])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_checkpoint
+from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
 from specdec.checkpoints.quantised import formats_of
 from tests.checkpoints.quantised import quantisers as q
 from tests.checkpoints.quantised.test_quantised_decoders import assert_same_bits, drawn
@@ -41,7 +41,7 @@ def test_what_transformers_quantised_is_decoded_as_it_does(
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, config, stored))
     assert {found.format for found in formats_of(checkpoint).values()} == {f"fp8-block {block[0]}x{block[1]}"}
-    ours = Weights(checkpoint, canonical_names(checkpoint.names))
+    ours = StoredWeights(checkpoint)
     for name, scale in ((LINEAR, f"{LINEAR}_scale_inv"), (STACK, f"{STACK}_scale_inv")):
         theirs = dequantise._dequantize_one(stored[name], stored[scale], output_dtype=torch.float32)
         assert_same_bits(ours[name.removeprefix("model.")], theirs)
@@ -61,6 +61,6 @@ def test_mxfp4_experts_are_decoded_as_transformers_does(
     )
     assert formats_of(checkpoint)[f"{name}weight"].format == "mxfp4"
     theirs = dequantise._dequantize_one(parts["weight"], parts["scale"], output_dtype=torch.float32)
-    ours = Weights(checkpoint, canonical_names(checkpoint.names), dtype=torch.float32)
+    ours = StoredWeights(checkpoint, dtype=torch.float32)
     assert_same_bits(ours[f"{name}weight"], theirs)
     record(record_property, "mxfp4", "decoded weights", "transformers' Fp8Dequantize", "DeepSeek-V4's layout", 0.0)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_checkpoint
+from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, alike, formats_of
 from specdec.config import RunConfig, TargetConfig
 from specdec.models.loading import load_target
@@ -46,8 +46,8 @@ def opened(folder: Path, parts: q.Tensors) -> Checkpoint:
     return Checkpoint.open(write_checkpoint(folder, CONFIG, {X + name: part for name, part in parts.items()}))
 
 
-def weights(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, keeps: frozenset[str] = ALL) -> Weights:
-    return Weights(checkpoint, canonical_names(checkpoint.names), dtype=dtype, keeps=keeps)
+def weights(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, keeps: frozenset[str] = ALL) -> StoredWeights:
+    return StoredWeights(checkpoint, dtype=dtype, keeps=keeps)
 
 
 def meaning(matrix: StoredMatrix) -> np.ndarray:
@@ -83,7 +83,7 @@ def test_parts_decode_to_the_bits_of_weights_and_mean_the_same(tmp_path: Path, n
         checkpoint = opened(tmp_path / f"{rows}-{groups}-{seed}", parts)
         for dtype in DTYPES:
             held = weights(checkpoint, dtype)
-            matrix = held.stored(NAME)
+            matrix = held.matrix(NAME)
             assert isinstance(matrix, StoredMatrix)
             assert (matrix.format, matrix.shape) == (kept_as, held.shape(NAME))
             assert_same_bits(matrix.decode(), held[NAME])
@@ -99,7 +99,7 @@ def test_codes_are_views_of_the_file(tmp_path: Path, name: str) -> None:
     kept_as, quantise = KEPT[name]
     parts, _ = quantise(drawn(1, 140, 64))
     checkpoint = opened(tmp_path, parts)
-    matrix = weights(checkpoint).stored(NAME)
+    matrix = weights(checkpoint).matrix(NAME)
     assert isinstance(matrix, StoredMatrix)
     codes, scale = formats_of(checkpoint)[NAME].tensors[:2]
     assert matrix.parts["codes"].data_ptr() == checkpoint.load(codes).data_ptr()
@@ -111,7 +111,7 @@ def test_rows_of_a_matrix_are_rows_of_its_values(tmp_path: Path, name: str) -> N
     """Slices as views where they are whole blocks, rows by index where rows share no scale; decoded otherwise."""
     kept_as, quantise = KEPT[name]
     parts, _ = quantise(drawn(2, 300, 64))
-    matrix = weights(opened(tmp_path, parts)).stored(NAME)
+    matrix = weights(opened(tmp_path, parts)).matrix(NAME)
     assert isinstance(matrix, StoredMatrix)
     whole, blocks = matrix.decode(), matrix.meta["block_rows"]
 
@@ -146,13 +146,13 @@ def test_stacks_are_taken_apart(tmp_path: Path, name: str) -> None:
     if name == "nvfp4 packed":
         parts["weight_global_scale"] = torch.tensor([0.3, 0.7, 3.0])
     held = weights(opened(tmp_path, parts))
-    stack = held.stored_stack(NAME)
+    stack = held.matrices(NAME)
     assert len(stack) == 3
     for matrix, wanted in zip(stack, held[NAME], strict=True):
         assert isinstance(matrix, StoredMatrix)
         assert_same_bits(matrix.decode(), wanted)
-    assert isinstance(held.stored(NAME), torch.Tensor)  # no matrix
-    plain = weights(held._checkpoint, keeps=frozenset()).stored_stack(NAME)
+    assert isinstance(held.matrix(NAME), torch.Tensor)  # no matrix
+    plain = weights(held.checkpoint, keeps=frozenset()).matrices(NAME)
     for matrix, wanted in zip(plain, held[NAME], strict=True):
         assert isinstance(matrix, torch.Tensor)
         assert_same_bits(matrix, wanted)
@@ -164,7 +164,7 @@ def test_only_what_is_asked_for_stays_packed(tmp_path: Path, name: str) -> None:
     checkpoint = opened(tmp_path, parts)
     label, _ = q.label(name)
     for keeps in (frozenset[str](), frozenset({"nvfp4"}), frozenset({"fp8-block"}), ALL):
-        found = weights(checkpoint, keeps=keeps).stored(NAME)
+        found = weights(checkpoint, keeps=keeps).matrix(NAME)
         wanted = any(label.split()[0] == kept for kept in keeps)
         assert isinstance(found, StoredMatrix) == wanted, (name, keeps)
 
@@ -184,7 +184,7 @@ def test_a_stack_of_several_layouts_is_decoded(tmp_path: Path) -> None:
     held = weights(Checkpoint.open(write_checkpoint(tmp_path, CONFIG, tensors)))
 
     def packed(*experts: int) -> set[bool]:
-        stack = held.stored_stack([f"experts.{e}.weight" for e in experts])
+        stack = held.matrices([f"experts.{e}.weight" for e in experts])
         for e, matrix in zip(experts, stack, strict=True):
             value = matrix.decode() if isinstance(matrix, StoredMatrix) else matrix
             assert_same_bits(value, held[f"experts.{e}.weight"])

@@ -1,4 +1,4 @@
-"""The audit: each defect is found, named and explained; each oddity that does no harm is a notice."""
+"""The weight check: each defect is found, named and explained; each oddity that does no harm is a notice."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from specdec.checkpoints import Audit, Checkpoint, TensorSpec, Weights, audit, canonical_names, write_checkpoint
+import specdec
+import tests.tiny_families  # noqa: F401  # registers the writers of its families
+from specdec.checkpoints import Checkpoint, StoredWeights, TensorSpec, WeightCheck, check_weights, write_checkpoint
 from specdec.errors import CheckpointError
+from tests import tiny
 
 CONV = "layers.0.linear_attn.conv1d.weight"
 EXPECTED = {
@@ -21,7 +25,6 @@ EXPECTED = {
     "norm.weight": TensorSpec((4,)),
     "mtp.fc.weight": TensorSpec((4, 8), group="mtp"),
     "mtp.norm.weight": TensorSpec((4,), group="mtp"),
-    "mtp.lm_head.weight": TensorSpec((8, 4), group="mtp", optional=True),
 }
 PREFIX = "model.language_model."
 
@@ -42,12 +45,12 @@ def stored(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 def audited(
     folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None, shards: int = 1
-) -> Audit:
+) -> WeightCheck:
     config = {"text_config": {"mtp_num_hidden_layers": 1}} if config is None else config
-    return audit(Checkpoint.open(write_checkpoint(folder, config, tensors, shards=shards)), EXPECTED)
+    return check_weights(Checkpoint.open(write_checkpoint(folder, config, tensors, shards=shards)), EXPECTED)
 
 
-def refusal(found: Audit) -> str:
+def refusal(found: WeightCheck) -> str:
     with pytest.raises(CheckpointError) as caught:
         found.raise_for_errors()
     return str(caught.value)
@@ -115,9 +118,9 @@ def test_one_bad_value_anywhere_is_found(
     tensor = torch.full((size,), rest, dtype=dtype)
     folder = tmp_path_factory.mktemp("finite")
     spec = {"x": TensorSpec((size,))}
-    assert audit(Checkpoint.open(write_checkpoint(folder, {}, {"x": tensor})), spec).non_finite == []
+    assert check_weights(Checkpoint.open(write_checkpoint(folder, {}, {"x": tensor})), spec).non_finite == []
     tensor[data.draw(st.integers(0, size - 1))] = value
-    assert audit(Checkpoint.open(write_checkpoint(folder, {}, {"x": tensor})), spec).non_finite == ["x"]
+    assert check_weights(Checkpoint.open(write_checkpoint(folder, {}, {"x": tensor})), spec).non_finite == ["x"]
 
 
 def test_non_finite_weights_are_an_error(tmp_path: Path) -> None:
@@ -159,15 +162,15 @@ def test_weights_that_are_no_numbers_by_themselves_are_refused_by_name(
         assert fact in text
     checkpoint = Checkpoint.open(tmp_path)
     with pytest.raises(CheckpointError, match=reason):
-        Weights(checkpoint, canonical_names(checkpoint.names))["mtp.fc.weight"]
+        StoredWeights(checkpoint)["mtp.fc.weight"]
 
 
 def test_a_matrix_of_integers_under_another_name_is_refused(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, {"odd.A_log": torch.ones(4).int()}))
-    text = refusal(audit(checkpoint, {"odd.A_log": TensorSpec((4,))}))
+    text = refusal(check_weights(checkpoint, {"odd.A_log": TensorSpec((4,))}))
     assert "odd.A_log is stored as I32, which is no weight" in text
     with pytest.raises(CheckpointError, match="no weight and no known quantised format"):
-        Weights(checkpoint, canonical_names(checkpoint.names))["odd.A_log"]
+        StoredWeights(checkpoint)["odd.A_log"]
 
 
 def test_missing_weights_of_a_quantised_checkpoint_say_so(tmp_path: Path) -> None:
@@ -181,12 +184,37 @@ def test_missing_weights_of_a_quantised_checkpoint_say_so(tmp_path: Path) -> Non
 def test_weights_are_read_by_canonical_name(tmp_path: Path) -> None:
     tensors = stored()
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors, shards=2))
-    weights = Weights(checkpoint, canonical_names(checkpoint.names))
+    weights = StoredWeights(checkpoint)
     assert torch.equal(weights["embed_tokens.weight"], tensors[PREFIX + "embed_tokens.weight"])
-    assert weights.get("mtp.lm_head.weight") is None
+    assert "mtp.lm_head.weight" not in weights
     assert "mtp.fc.weight" in weights
-    assert sorted(weights) == sorted([*EXPECTED][:5])
+    assert sorted(weights) == sorted(EXPECTED)
     assert len(weights) == 5
     with pytest.raises(CheckpointError, match="no tensor norm.wait") as caught:
         weights["norm.wait"]
     assert caught.value.facts["nearest"] == "norm.weight"
+
+
+def test_a_layout_that_the_model_is_not_built_from_is_unused(tmp_path: Path) -> None:
+    """Two layouts of the same weights: one is read, and the other is named."""
+    folder = tiny.WRITERS["deepseek_v3"](tmp_path / "model", layouts=("apart",))
+    file = folder / "model.safetensors"
+    stack = torch.ones(8, 18, 44)
+    save_file(load_file(file) | {"model.layers.1.mlp.experts.gate_up_proj": stack.repeat(1, 2, 1)}, file)
+    report = specdec.inspect_checkpoint(str(folder))
+    assert report.unused == ["layers.1.mlp.experts.gate_up_proj"]
+    assert (report.missing, report.misshaped) == ([], [])
+
+
+def test_half_an_mtp_head_behind_the_last_layer_names_the_missing_half(tmp_path: Path) -> None:
+    folder = tiny.WRITERS["deepseek_v3"](tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.eh_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.eh_proj\.weight \[44, 88\] is missing"):
+        tiny.make_target(folder)
+    head = {name: tensor for name, tensor in tensors.items() if ".layers.2." not in name}
+    save_file(head, file)
+    with pytest.raises(CheckpointError, match=r"promises an MTP head .* but there are no layers\.2\.\* tensors"):
+        tiny.make_target(folder)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from specdec.errors import UnsupportedError
-from specdec.records.cost_file import cost_folder
-from specdec.records.folders import cache_folder
+from specdec.records.cost_table import COSTS
+from specdec.records.store import cache_folder
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch):
@@ -22,7 +22,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert cache_folder() == Path("/caches/specdec")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", "/elsewhere")
     assert cache_folder() == Path("/elsewhere")
-    assert cost_folder() == Path("/elsewhere/costs")
+    assert COSTS.folder() == Path("/elsewhere/costs")
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):

@@ -1,4 +1,4 @@
-"""What was drafted beside what became output: the log that shows where a drafter goes wrong."""
+"""Where a drafter goes wrong: every draft beside what became output, and the commonest mismatches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attrs
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from specdec.measuring.recording import PromptRun
+    from specdec.measuring.runs import Run
     from specdec.text import Tokenizer
 
 CONTEXT_TOKENS = 16  # of the tail that a row of the log shows
@@ -24,17 +24,15 @@ def _texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
     return [tokenizer.decode([token], skip_special=False) for token in tokens]
 
 
-def _pair(tokenizer: Tokenizer, tokens: tuple[int, int]) -> tuple[str, str]:
-    drafted, actual = _texts(tokenizer, tokens)
-    return drafted, actual
-
-
-def log_rows(run: PromptRun, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def log_rows(run: Run, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     """One row per draft: the tail of the context, drafted and actual tokens, and where they first differ.
 
     ``actual`` holds the tokens that became output at the drafted positions, fewer where the generation ended.
-    ``mismatch`` is the lookahead position of the first rejected token, null where the draft was accepted whole.
+    ``mismatch`` is the lookahead position of the first rejected token, null where all were accepted.
     """
+
+    prompt = run.prompt
+    assert prompt is not None
     tokens = [*run.prompt_tokens, *run.tokens]
     for cycle in run.cycles:
         if not cycle.drafted:
@@ -42,8 +40,8 @@ def log_rows(run: PromptRun, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         at = cycle.position
         actual = tokens[at : at + len(cycle.drafted)]
         yield {
-            "class": run.prompt.kind,
-            "prompt": run.prompt.source,
+            "class": prompt.kind,
+            "prompt": prompt.source,
             "position": at - len(run.prompt_tokens),  # generated tokens before the draft
             "context": tokenizer.decode(tokens[max(0, at - CONTEXT_TOKENS) : at], skip_special=False),
             "drafted": list(cycle.drafted),
@@ -55,34 +53,33 @@ def log_rows(run: PromptRun, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         }
 
 
-class PatternLog:
+class DraftLog:
     """A JSON-lines file of ``log_rows``, written run by run, so that an interrupted measurement leaves its part.
 
     Raises: UnsupportedError, at once, when the file cannot be written.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.rows = 0
+    def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         try:
             self._file: TextIO = open(path, "w", encoding="utf-8")
         except OSError as error:
             raise UnsupportedError(f"the log cannot be written: {error.strerror or error}", file=path) from error
 
-    def add(self, run: PromptRun, tokenizer: Tokenizer) -> None:
+    def add(self, run: Run) -> None:
         """Write the drafts of a run."""
-        for row in log_rows(run, tokenizer):
+        for row in log_rows(run, self._tokenizer):
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            self.rows += 1
         self._file.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._file.close()
 
 
 @attrs.frozen
 class Mismatch:
-    """A drafted token that was rejected, what became output in its place, and how often."""
+    """A drafted token that was rejected, what became output in its place, and how often; both as text."""
 
     drafted: str
     actual: str
@@ -90,7 +87,7 @@ class Mismatch:
     share: float  # of all rejected tokens
 
 
-def commonest(runs: Iterable[PromptRun], tokenizer: Tokenizer, limit: int) -> list[Mismatch]:
+def commonest(runs: Iterable[Run], tokenizer: Tokenizer, limit: int) -> list[Mismatch]:
     """The most frequent first mismatches, most frequent first."""
     pairs: Counter[tuple[int, int]] = Counter()
     for run in runs:
@@ -101,6 +98,7 @@ def commonest(runs: Iterable[PromptRun], tokenizer: Tokenizer, limit: int) -> li
                 pairs[cycle.drafted[cycle.accepted], run.tokens[at]] += 1
     total = sum(pairs.values())
     return [
-        Mismatch(*_pair(tokenizer, pair), count, count / total)
+        Mismatch(drafted=drafted, actual=actual, count=count, share=count / total)
         for pair, count in sorted(pairs.items(), key=lambda entry: (-entry[1], entry[0]))[:limit]
+        for drafted, actual in [_texts(tokenizer, pair)]
     ]

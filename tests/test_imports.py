@@ -1,8 +1,21 @@
-"""Importing specdec is free: no plugin, no tensor library's kernels, no logging set up."""
+"""Imports point one way, down the rooms, and importing specdec is free."""
 
 from __future__ import annotations
 
+from docs._ext import module_map
 from tests.processes import run_python
+
+MOST_MODULES = 10  # beside the rooms, at the top of the package
+
+
+def test_every_module_is_in_a_room_and_the_top_stays_small():
+    rooms = {room for line in module_map.ROOMS for room in line}
+    assert set(module_map.room_imports()) == rooms
+    assert len(list(module_map.PACKAGE.glob("*.py"))) <= MOST_MODULES
+
+
+def test_no_import_points_upward():
+    assert module_map.upward() == []
 
 
 def test_importing_specdec_loads_no_plugin_and_no_heavy_module():

@@ -1,4 +1,4 @@
-"""Put the output of a real ``specdec generate`` into README.md. Run ``python docs/_ext/readme_output.py``."""
+"""Put the output of a real ``specdec generate`` into docs/getting-started.md. Run ``just sample-output``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 
-README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "getting-started.md"
 BEGIN, END = "<!-- output of `specdec generate`: begin -->\n", "<!-- output of `specdec generate`: end -->\n"
 
 
@@ -20,10 +20,10 @@ def output() -> str:
 
 
 def main() -> None:
-    """Replace what stands between the two marks."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    """Replace the text between the two marks."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    README.write_text(f"{before}{BEGIN}```text\n{output()}```\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}```text\n{output()}```\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""What a cycle costs on this machine: seconds of a verification pass by rows, of a draft by tokens, and of the rest.
+"""Measures what cycles cost on this machine, and keeps the cost tables between processes.
 
-Costs are wall-clock and belong to one target, drafter and machine. Acceptance is not in here: expected tokens over
-these seconds is what a depth is worth (``specdec.policies.adaptive``). ``specdec.records.cost_file`` keeps tables
-between processes.
+Costs are true for one machine and installation only. A kept table of another one is measured again, with a notice; a
+table that the configuration names is refused instead, because the user relies on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, MutableSequence, Sequence
+from pathlib import Path
 from time import perf_counter
 
 import attrs
+import structlog
+import torch
 
 from specdec.contract import Needs
 from specdec.decoding.loop import run_cycle
@@ -18,7 +21,11 @@ from specdec.decoding.parts import Parts
 from specdec.decoding.prefill import prefill
 from specdec.decoding.result import RunStats
 from specdec.decoding.session import Session
-from specdec.errors import UnsupportedError
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.records import machine
+from specdec.records.cost_table import COSTS, CostIdentity, CostTable, parse_costs, read_costs, write_costs
+
+log = structlog.get_logger(__name__)
 
 DEPTHS = (0, 1, 2, 3, 4, 6)  # measured; depths between are read off a line
 REPEATS = 5
@@ -27,43 +34,62 @@ STEADY = 1.25  # the second smallest time over the smallest, at most
 CONTEXT = 32  # tokens before the measured passes
 
 
-@attrs.frozen(kw_only=True)
-class CostTable:
-    """Seconds by what was measured; lines through the neighbours in between, the last slope beyond."""
-
-    verify: Mapping[int, float]  # rows of a pass -> seconds of decode and the decision
-    draft: Mapping[int, float]  # drafted tokens -> seconds of propose; 0 -> 0.0
-    commit: float  # seconds of commit, observe and bookkeeping per cycle
-    steady: bool = attrs.field(default=True, eq=False)  # whether repeats agreed; else it is not kept
-
-    def cycle(self, depth: int) -> float:
-        """t(depth): expected seconds of a cycle that drafts ``depth`` tokens."""
-        return self.pass_seconds(depth + 1) + self.draft_seconds(depth) + self.commit
-
-    def pass_seconds(self, rows: int) -> float:
-        """Seconds of a verification pass of so many rows."""
-        return _on_line(self.verify, rows)
-
-    def draft_seconds(self, tokens: int) -> float:
-        """Seconds of a draft of so many tokens."""
-        return _on_line(self.draft, tokens)
-
-    def draft_step(self) -> float:
-        """Seconds per drafted token, averaged over the deepest draft measured; 0 where none was."""
-        deepest = max(self.draft)
-        return self.draft[deepest] / deepest if deepest else 0.0
+def cost_identity(lm: Parts) -> CostIdentity:
+    """The identity of what ``lm`` would measure now."""
+    config = lm.drafter.config
+    options = attrs.asdict(config) if attrs.has(type(config)) else {}
+    return CostIdentity.of(
+        lm.info,
+        drafter=f"{lm.drafter.spec.name} {json.dumps(options, sort_keys=True, default=str)}",
+        cores=machine.cores(),
+        threads=torch.get_num_threads(),
+    )
 
 
-def _on_line(known: Mapping[int, float], at: int) -> float:
-    if at in known:
-        return known[at]
-    points = sorted(known)
-    if len(points) == 1:
-        return known[points[0]]
-    low = max((p for p in points[:-1] if p < at), default=points[0])
-    high = next(p for p in points if p > low)
-    slope = max(0.0, (known[high] - known[low]) / (high - low))
-    return known[low] + slope * (at - low)
+def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None = None) -> CostTable:
+    """The table that fits ``lm`` here: from ``file``, or kept by an earlier process, or measured now and kept.
+
+    What a user should know (a table of another machine, a broken file, a folder that cannot be written) is appended to
+    ``notices``. A model without a fingerprint is measured every time. A table measured under load is not kept.
+
+    Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
+    UnsupportedError where costs cannot be measured.
+    """
+    depths_that_fit(lm)
+    identity = cost_identity(lm)
+    if file is not None:
+        return _from_file(Path(file), identity)
+    found = COSTS.find(identity, parse_costs)
+    if isinstance(found, CostTable):
+        return found
+    table = measure_costs(lm)
+    folder = COSTS.folder()
+    if folder is None or not identity.model:
+        return table
+    if found:
+        notices.append(f"{found}: measured again")
+    if not table.steady:
+        log.info("cost_table_not_kept", reason="repeats disagreed: the machine was busy; the next start measures again")
+        return table
+    try:
+        write_costs(folder / f"{identity.key()}.json", table, identity)
+    except OSError as error:
+        notices.append(f"the cost table cannot be kept: {error}; every start measures it again")
+    return table
+
+
+def _from_file(path: Path, identity: CostIdentity) -> CostTable:
+    remedy = f"leave depth.costs out: costs are then measured at load and kept in {COSTS.folder() or 'no folder'}"
+    try:
+        table, stored = read_costs(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"depth.costs names no cost table: {reason}", file=path, try_=remedy) from error
+    if differences := identity.differences(stored):
+        raise ConfigError(
+            f"depth.costs names a cost table that does not fit: {'; '.join(differences)}", file=path, try_=remedy
+        )
+    return table
 
 
 def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:
@@ -79,10 +105,10 @@ def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:
 def measure_costs(
     lm: Parts, depths: Sequence[int] = DEPTHS, *, repeats: int = REPEATS, budget_s: float = BUDGET_S
 ) -> CostTable:
-    """Measure on a session of its own, on tokens of no meaning; the smallest of ``repeats``, as noise only adds.
+    """Measure on a session of its own, on arbitrary tokens; keeps the smallest of ``repeats``, as noise only adds.
 
     Passes are timed by row count whatever the drafter does. A draft is timed at the lengths that the drafter really
-    gave: one that has no opinion on these tokens leaves ``draft`` at 0 seconds, and its cycles will tell.
+    gave: one that drafts nothing here leaves ``draft`` at 0 seconds.
 
     Raises: UnsupportedError where a session is too short for a cycle of depth 1.
     """
@@ -95,7 +121,7 @@ def measure_costs(
             if max(repeat, number) > 1 and perf_counter() - began > budget_s:
                 return measured.table()
             if not repeat:
-                measured.cycle(depth, keep=False)  # the first pass of so many rows is no usual one
+                measured.cycle(depth, keep=False)  # the first pass of each row count is slow
             measured.cycle(depth)
     return measured.table()
 
@@ -103,7 +129,7 @@ def measure_costs(
 def warm_up(lm: Parts, depths: Iterable[int]) -> None:
     """Run a cycle of every depth, and an MTP pass of every length that may follow it, on a session of its own.
 
-    The first pass of so many rows is no usual one: a backend may record it, and its weights may still lie on the disk.
+    The first pass of each row count is slow: a backend may record it, and weights may still have to be read from disk.
     No generation should pay for that, and no policy should take it for the price of the depth.
     """
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
@@ -122,7 +148,7 @@ def warm_up(lm: Parts, depths: Iterable[int]) -> None:
 
 
 class _Measured:
-    """Cycles over one prompt, which is taken up again where the room ends."""
+    """Cycles over one prompt, rewound to its end where the session is full."""
 
     def __init__(self, lm: Parts, context: int) -> None:
         self._session = Session(lm)

@@ -1,0 +1,300 @@
+"""The weight check: which tensors a checkpoint lacks, need not have, or has in another shape, as zeros, NaN or inf."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import torch
+
+from specdec.checkpoints.locate import listed
+from specdec.checkpoints.names import text_config
+from specdec.checkpoints.quantised import Formats, TensorFormat, check, formats_of, quantisation
+from specdec.checkpoints.reader import INDEX_FILE, Checkpoint
+from specdec.checkpoints.weights import unreadable
+from specdec.errors import CheckpointError, nearest
+
+_NAMED = 4  # names in one sentence
+_MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+_COMPARED = 1000  # names that a missing one is compared with
+
+
+@attrs.frozen
+class TensorSpec:
+    """A tensor that a model is built from.
+
+    Attributes:
+        shape: as ``config.json`` implies it.
+        group: "model", or the part that it belongs to ("mtp"), whose absence has its own explanation.
+    """
+
+    shape: tuple[int, ...]
+    group: str = "model"
+
+
+@attrs.frozen(kw_only=True)
+class WeightCheck:
+    """What a weight check found. Names are canonical; a weight that is stored in several tensors has one.
+
+    ``unused`` leaves out vision and audio towers (see ``ignored``) and scales of activations (see ``notices``).
+    """
+
+    missing: list[str]
+    unused: list[str]
+    misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, got, expected
+    unreadable: list[tuple[str, str, str]]  # name, format that is not read or whose scales are broken, reason
+    all_zero: list[str]  # matrices only: a zero vector is an ordinary bias, or a norm stored as an offset from 1
+    non_finite: list[str]
+    ignored: list[str]  # names in the files
+    errors: list[CheckpointError]  # what the lists mean, the most telling first
+    notices: list[str]  # one sentence each
+
+    def raise_for_errors(self) -> None:
+        """Raise what makes the checkpoint unusable. Raises: CheckpointError naming file, tensor and shapes."""
+        if self.errors:
+            raise self.errors[0]
+
+
+def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], headless: str = "") -> WeightCheck:
+    """Compare a checkpoint with what a model is built from, and read every expected value once.
+
+    Of quantised weights every scale is read, and every code where one can be NaN; nothing is kept decoded.
+
+    Args:
+        checkpoint: an open one.
+        expected: canonical name -> spec, as ``specdec.models.weights.dry_run`` gives it.
+        headless: why the model is built without the MTP head that its config promises, for the notices.
+    """
+    formats = formats_of(checkpoint)
+    findings = _Findings(checkpoint, formats, expected)
+    missing = [name for name in expected if name not in formats]
+    unused = [name for name in formats if name not in expected]
+    misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    refused: dict[str, CheckpointError] = {}
+    all_zero: list[str] = []
+    non_finite: list[str] = []
+    for name, spec in expected.items():
+        if name not in formats:
+            continue
+        found = formats[name]
+        error = unreadable(checkpoint, found)
+        if error is not None:
+            refused[name] = error
+        elif not _same_shape(name, found.shape, spec.shape):
+            misshaped.append((name, found.shape, spec.shape))
+        else:
+            try:
+                finite, zero = _values(checkpoint, found)
+            except CheckpointError as broken:
+                refused[name] = broken
+                continue
+            if not finite:
+                non_finite.append(name)
+            elif zero and len(spec.shape) > 1:
+                all_zero.append(name)
+    return WeightCheck(
+        missing=missing,
+        unused=unused,
+        misshaped=misshaped,
+        unreadable=[(name, formats[name].format, error.message) for name, error in refused.items()],
+        all_zero=all_zero,
+        non_finite=non_finite,
+        ignored=list(formats.ignored),
+        errors=[
+            *findings.unreadable(list(refused.values())),
+            *findings.missing(missing, unused),
+            *findings.misshaped(misshaped),
+            *findings.non_finite(non_finite),
+        ],
+        notices=[
+            *checkpoint.notices,
+            *filter(None, [headless]),
+            *findings.all_zero(all_zero),
+            *_unused_notices(unused),
+            *_activation_notices(name for name in formats.activation_scales if name not in expected),
+        ],
+    )
+
+
+def promised_head(checkpoint: Checkpoint, prefix: str) -> str:
+    """The sentence that config.json promises an MTP head and the files have no tensor under ``prefix``."""
+    key = _mtp_key(checkpoint)
+    promise = "" if key is None else f" ({key} = {text_config(checkpoint.config)[key]})"
+    return f"config.json promises an MTP head{promise} but there are no {prefix}* tensors"
+
+
+def _mtp_key(checkpoint: Checkpoint) -> str | None:
+    config = text_config(checkpoint.config)
+    return next((key for key in _MTP_KEYS if config.get(key) is not None), None)
+
+
+def converted_by_mlx_lm(formats: Formats) -> bool:
+    """Whether names or shapes are those of a conversion by mlx-lm."""
+    return any(
+        ".switch_mlp." in name
+        or any(tensor.endswith(".scales") for tensor in found.tensors[1:])
+        or ("conv1d" in name and len(found.shape) == 3 and found.shape[1:] == (found.shape[1], 1) != (1, 1))
+        for name, found in formats.items()
+    )
+
+
+def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
+    """Whether all values are finite, and whether all are zero. Raises: CheckpointError for a scale without meaning.
+
+    For plain tensors one pass over the stored bits: minimum and maximum propagate NaN and expose infinities, and torch
+    computes them in the stored dtype, vectorised and without a copy, so this costs what reading the memory costs.
+    """
+    if found.coding is not None:
+        condition = check(found.coding)
+        return condition.finite, condition.zero
+    tensor = checkpoint.load(found.tensors[0])
+    if tensor.numel() == 0:
+        return True, False
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high)), bool((low == 0) & (high == 0))
+
+
+def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Equal, or a depthwise convolution ``[C, 1, kc]`` stored as ``[C, kc]`` or the other way round.
+
+    ``[C, kc, 1]`` is not accepted although it has as many values: that is MLX's layout, and conversions that use it
+    have changed the norms too. A family that reads it asks for that shape.
+    """
+    if got == wanted or "conv" not in name:
+        return got == wanted
+    return {len(got), len(wanted)} == {2, 3} and {got, wanted} == {(got[0], 1, got[-1]), (got[0], got[-1])}
+
+
+class _Findings:
+    """Turns lists of names into sentences for people."""
+
+    def __init__(self, checkpoint: Checkpoint, formats: Formats, expected: Mapping[str, TensorSpec]) -> None:
+        self._checkpoint = checkpoint
+        self._formats = formats
+        self._expected = expected
+
+    def _original(self, name: str) -> str:
+        """The tensor in the files that holds a weight's values or codes."""
+        return self._formats[name].tensors[0]
+
+    def _file(self, name: str) -> Path:
+        return self._checkpoint.file_of(self._original(name))
+
+    def _source(self) -> Path:
+        """What lists the tensors: the index, or the only file."""
+        files = {self._checkpoint.file_of(name) for name in self._checkpoint.names}
+        return files.pop() if len(files) == 1 else self._checkpoint.path / INDEX_FILE
+
+    def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
+        """The first refusal, with the number of the others."""
+        more = len(refused) - 1
+        if more < 1:
+            yield from refused
+            return
+        also = "1 more weight is refused" if more == 1 else f"{more} more weights are refused"
+        yield CheckpointError(refused[0].message, **refused[0].facts, also=also)  # a copy: formats keep the original
+
+    def missing(self, missing: list[str], unused: list[str]) -> Iterator[CheckpointError]:
+        """One error per group; a group that is absent altogether is explained as such."""
+        groups: dict[str, list[str]] = {}
+        for name in missing:
+            groups.setdefault(self._expected[name].group, []).append(name)
+        for group, names in sorted(groups.items(), key=lambda item: item[0] != "model"):
+            first = names[0]
+            prefix = "mtp." if first.startswith("mtp.") else ".".join(first.split(".")[:2]) + "."
+            if group == "mtp" and not any(name.startswith(prefix) for name in self._formats):
+                yield self._no_mtp_head(prefix)
+                continue
+            more = f" (and {len(names) - 1} more: {listed(names[1:], _NAMED)})" if len(names) > 1 else ""
+            yield CheckpointError(
+                f"the tensor {first} {list(self._expected[first].shape)} is missing{more}",
+                file=self._source(),
+                nearest=self._nearest(first, unused),
+                quantised=quantisation(self._checkpoint.config),
+                try_="a complete checkpoint whose tensors fit its config.json",
+            )
+
+    def _nearest(self, name: str, unused: list[str]) -> str | None:
+        """The existing tensor that is most like ``name``: an unused one where there is one close to it."""
+        # candidates of the same last word first: comparing with every expert of every layer would take seconds
+        last = name.rsplit(".", 2)[-2:]
+        alike = [other for other in unused if other.rsplit(".", 2)[-2:] == last]
+        match = nearest(name, alike[:_COMPARED]) or nearest(name, unused[:_COMPARED])
+        match = match or nearest(name, list(self._formats)[:_COMPARED])
+        if match is None:
+            return None
+        return f"{self._original(match)} {list(self._formats[match].shape)}"
+
+    def _no_mtp_head(self, prefix: str) -> CheckpointError:
+        return CheckpointError(
+            f"{promised_head(self._checkpoint, prefix)}; conversions often strip them",
+            file=self._source(),
+            try_=f"the original checkpoint, or {_mtp_key(self._checkpoint) or _MTP_KEYS[0]} = 0 in config.json and "
+            "another drafter",
+        )
+
+    def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:
+        if not found:
+            return
+        # an MLX layout explains all the others
+        mlx = [entry for entry in found if len(entry[2]) > 1 and entry[1] == (entry[2][0], entry[2][-1], 1)]
+        name, got, wanted = (mlx or found)[0]
+        more = f" ({len(found)} tensors have other shapes)" if len(found) > 1 else ""
+        cure = "config.json and weights of one and the same model"
+        if mlx:
+            cure = "the original checkpoint: this is MLX's layout, whose norms are changed too"
+        yield CheckpointError(
+            f"the tensor {self._original(name)} has the shape {list(got)}, config.json implies {list(wanted)}{more}",
+            file=self._file(name),
+            try_=cure,
+        )
+
+    def non_finite(self, found: list[str]) -> Iterator[CheckpointError]:
+        if found:
+            also = f" (and {len(found) - 1} more: {listed(found[1:], _NAMED)})" if len(found) > 1 else ""
+            yield CheckpointError(
+                f"the tensor {self._original(found[0])}{also} holds NaN or infinity",
+                file=self._file(found[0]),
+                try_="download the file again; if that does not help, the checkpoint is broken",
+            )
+
+    def all_zero(self, found: list[str]) -> Iterator[str]:
+        if found:
+            verb = "tensor is" if len(found) == 1 else "tensors are"
+            yield f"{len(found)} {verb} all zero: {listed(found, _NAMED)}"
+
+
+def _unused_notices(unused: Iterable[str]) -> Iterator[str]:
+    """The MTP head in a sentence of its own, then the rest with layers and experts counted as one pattern."""
+    unused = list(unused)
+    mtp = [name for name in unused if name.startswith("mtp.")]
+    if mtp:
+        yield f"{_tensors(mtp)} of an MTP head not used: {_patterns(mtp, 20)}"
+    others = [name for name in unused if not name.startswith("mtp.")]
+    if others:
+        yield f"{_tensors(others)} not used: {_patterns(others, _NAMED)}"
+
+
+def _activation_notices(names: Iterable[str]) -> Iterator[str]:
+    """One sentence for all scales of activations, keys and values."""
+    names = list(names)
+    if names:
+        yield (
+            f"{_tensors(names)} with scales of activations or of the KV cache not used, on purpose: only weights are "
+            f"decoded: {_patterns(names, _NAMED)}"
+        )
+
+
+def _tensors(names: list[str]) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+
+
+def _patterns(names: Iterable[str], limit: int) -> str:
+    """``layers.*.mlp.gate.bias (24)``: names that differ only in numbers are one entry."""
+    names = list(names)
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
+    single = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): name for name in names}
+    return listed([f"{name} ({n})" if n > 1 else single[name] for name, n in counts.items()], limit)

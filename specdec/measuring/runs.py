@@ -1,0 +1,172 @@
+"""Generations with every cycle of them, and what all measurements share: several in a row, and an end on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from specdec.config import Choice
+from specdec.contract import CycleRecord, Stats
+from specdec.decoding.parts import DepthPart, DrafterPart
+from specdec.decoding.settings import override_generation
+from specdec.errors import PromptError
+from specdec.measuring.environment import current_environment
+from specdec.measuring.prompts import Prompt
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from specdec.decoding.session import Session
+    from specdec.decoding.stream import Stream
+    from specdec.pipeline import LanguageModel
+
+
+def cycle_seconds(cycle: CycleRecord) -> float:
+    """Seconds of all phases of a cycle."""
+    return cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """One generation, cycle by cycle."""
+
+    prompt: Prompt | None = None  # None where it went on from a context
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # generated
+    cycles: tuple[CycleRecord, ...]
+    seconds: float = 0.0  # of decoding, by one clock around each cycle
+    prefill_seconds: float = 0.0
+    inactive_reason: str = ""  # why speculation was off in the end
+    complete: bool = True  # False where it was interrupted
+
+    @property
+    def rate(self) -> float:
+        """Generated tokens per second of decoding."""
+        return len(self.tokens) / self.seconds
+
+    @property
+    def explained(self) -> float:
+        """The share of the time that the phases of the cycles account for."""
+        return sum(map(cycle_seconds, self.cycles)) / self.seconds
+
+    def counts(self, depth: int) -> NDArray[np.int64]:
+        """``[4, depth]``: by lookahead position, cycles asked for a token there, offered, reached, accepted."""
+        stats = Stats(offered=[0] * depth, reached=[0] * depth, accepted=[0] * depth)
+        for cycle in self.cycles:
+            stats.count(cycle.offered, cycle.accepted)
+        asked = [sum(cycle.depth > position for cycle in self.cycles) for position in range(depth)]
+        return np.array([asked, stats.offered, stats.reached, stats.accepted], dtype=np.int64)
+
+
+def at_depth(lm: LanguageModel, depth: int) -> LanguageModel:
+    """The same pipeline with the same depth in every cycle."""
+    return attrs.evolve(lm, depth=DepthPart.of(Choice("fixed", {"depth": depth})))
+
+
+def plain(lm: LanguageModel) -> LanguageModel:
+    """The same target, verifier and settings without a drafter."""
+    return attrs.evolve(at_depth(lm, 0), drafter=DrafterPart.of(Choice("none")))
+
+
+def generate(
+    lm: LanguageModel,
+    prompt: Prompt | list[int] | None = None,
+    *,
+    session: Session | None = None,
+    on_stream: Callable[[Stream], None] = lambda stream: None,
+    **settings: Any,
+) -> Run:
+    """Generate and keep every cycle.
+
+    Args:
+        prompt: to append first.
+        session: of ``lm``, to go on with; a fresh one where None.
+        on_stream: given the stream before it starts.
+        **settings: as for ``Session.stream``.
+
+    Raises: PromptError, naming the prompt.
+    """
+    named = prompt if isinstance(prompt, Prompt) else None
+    ids = prompt.encode(lm.tokenizer) if isinstance(prompt, Prompt) else prompt
+    try:
+        stream = (session or lm.session()).stream(ids, **settings)
+    except PromptError as error:
+        if named is None:
+            raise
+        raise PromptError(error.message, prompt=named.name, **error.facts) from error
+    cycles: list[CycleRecord] = []
+    stream.on_cycle = cycles.append
+    on_stream(stream)
+    result = stream.result
+    return Run(
+        prompt=named,
+        prompt_tokens=tuple(result.prompt),
+        tokens=tuple(result.tokens),
+        cycles=tuple(cycle for cycle in cycles if cycle.emitted),  # a device may run cycles beyond the end
+        seconds=result.stats.decode_seconds,
+        prefill_seconds=result.stats.seconds["prefill"],
+        inactive_reason=result.stats.inactive_reason,
+        complete=result.finish_reason != "interrupted",
+    )
+
+
+class Generations:
+    """Generations in a row that ``stop`` ends: the one under way after its present cycle, and no other starts."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self._stream: Stream | None = None
+
+    def stop(self) -> None:
+        """End early; safe from a signal handler."""
+        self.stopping = True
+        if self._stream is not None:
+            self._stream.stop()
+
+    def started(self, stream: Stream) -> None:
+        """The stream of the next generation, before it runs."""
+        self._stream = stream
+        if self.stopping:  # the signal came before there was a stream to stop
+            stream.stop()
+
+
+class Measurement(Generations):
+    """Many generations, whose complete ones count.
+
+    Args:
+        lm: the pipeline to measure.
+        progress: called with the generations done and those planned.
+        model: its name, for the record.
+        **settings: fields of ``specdec.config.GenerationConfig``; the configuration's where not given.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, *, progress: Callable[[int, int], None] | None = None, model: str = "", **settings: Any
+    ) -> None:
+        super().__init__()
+        self._lm = lm
+        self._settings = settings
+        self._generation = override_generation(lm.config.generation, settings)
+        self._environment = current_environment(lm.info, model)  # before the measurement makes its own load
+        self._progress = progress or (lambda done, planned: None)
+        self._planned = self._done = 0
+
+    def _plan(self, generations: int) -> None:
+        """From here on, generations count towards the progress."""
+        self._planned = generations
+        self._progress(0, generations)
+
+    def _generate(self, lm: LanguageModel, prompt: Prompt | None, session: Session | None = None) -> Run | None:
+        """One generation; None once the measurement was stopped: an interrupted generation does not count."""
+        if self.stopping:
+            return None
+        run = generate(lm, prompt, session=session, on_stream=self.started, **self._settings)
+        if not run.complete:
+            return None
+        if self._planned:
+            self._done += 1
+            self._progress(self._done, self._planned)
+        return run

@@ -1,0 +1,151 @@
+"""What decoder-only families have in common: the sizes in their configs, and the frame around their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from specdec.models.causal_lm import DecoderModel
+from specdec.models.decoder import Attention, AttentionShape, DecoderLayer, GatedMlp, Mixer, Mlp, MtpHead
+from specdec.models.fields import Fields
+from specdec.models.mla import LatentAttention, LatentShape
+from specdec.models.moe import MoeShape, SparseMoe
+from specdec.models.weights import Weights
+
+
+@attrs.frozen(kw_only=True)
+class DecoderConfig:
+    """The fields of ``config.json`` that the maths needs; a ``specdec.contract.FamilyConfig``."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    attention: AttentionShape | LatentShape
+    intermediate_size: int = 0  # of dense MLPs
+    moe: MoeShape | None = None
+    dense_layers: int = 0  # the first ones, which have a dense MLP although the model has experts
+    eps: float
+    tied: bool
+    max_positions: int
+    mtp_layers: int = 0
+
+    @staticmethod
+    def common(fields: Fields, *, eps: float = 1e-6) -> dict[str, Any]:
+        """What every family calls by the same keys. Raises: CheckpointError naming the key."""
+        fields.must_be("hidden_act", "silu")
+        return {
+            "vocab_size": fields.whole("vocab_size"),
+            "hidden_size": fields.whole("hidden_size"),
+            "layers": fields.whole("num_hidden_layers"),
+            "eps": fields.real("rms_norm_eps", eps),
+            "tied": fields.flag("tie_word_embeddings", False),
+        }
+
+    @property
+    def expert_share(self) -> float:
+        """The share of the routed experts that one row reads."""
+        return 1.0 if self.moe is None else self.moe.routing.top_k / self.moe.experts
+
+    def state_bytes(self, width: int, *, mtp: bool = True) -> tuple[int, int]:
+        """Bytes of state per token, the MTP head's included with ``mtp``, and per sequence.
+
+        ``width`` is the bytes of an activation.
+        """
+        return (self.layers + self.mtp_layers * mtp) * self.attention.row * width, 0
+
+
+@attrs.frozen(kw_only=True)
+class MtpNames:
+    """Where a family keeps the tensors of its MTP head; the names under ``prefix``, without ``.weight``."""
+
+    prefix: str  # "{layers}" stands for the number of decoder layers
+    embed_norm: str
+    hidden_norm: str
+    fc: str
+    layer: str
+    norm: str
+    lm_head: str  # optional in the checkpoint: the main head otherwise
+    embed_tokens: str = ""  # likewise; "" where the family never has one
+
+
+def build_decoder(
+    config: DecoderConfig,
+    weights: Weights,
+    *,
+    mixer: Callable[[Weights, int], Mixer] | None = None,
+    plus: float = 0.0,
+    mtp: MtpNames | None = None,
+    promised: bool = True,
+    unusable: str = "",
+) -> DecoderModel:
+    """The model of a family.
+
+    Args:
+        config: the family's.
+        weights: the checkpoint's, or a dry run's.
+        mixer: builds the mixer of a layer from the layer's weights and number (``config.layers`` for the MTP head's);
+            attention of ``config.attention`` by default.
+        plus: what is added to the weights of norms, 1.0 where they are stored as an offset from 1.
+        mtp: names of the MTP head; the family has none without.
+        promised, unusable: see ``Weights.mtp_head``.
+    """
+    hidden, eps, table = config.hidden_size, config.eps, (config.vocab_size, config.hidden_size)
+
+    def norm(weights: Weights, name: str) -> Any:
+        return weights.vector(f"{name}.weight", (hidden,), plus=plus)
+
+    def mlp(weights: Weights, index: int) -> Mlp:
+        if config.moe is not None and index >= config.dense_layers:
+            return SparseMoe.of(weights.under("mlp."), hidden, config.moe)
+        return GatedMlp.of(weights.under("mlp."), hidden, config.intermediate_size)
+
+    def layer(weights: Weights, index: int) -> DecoderLayer:
+        return DecoderLayer(
+            ops=weights.ops,
+            eps=eps,
+            input_norm=norm(weights, "input_layernorm"),
+            mixer=mixer(weights, index) if mixer else attention(config, weights, plus),
+            post_norm=norm(weights, "post_attention_layernorm"),
+            mlp=mlp(weights, index),
+        )
+
+    embed = weights.matrix("embed_tokens.weight", table)
+    model = DecoderModel(
+        ops=weights.ops,
+        eps=eps,
+        embed_tokens=embed,
+        layers=tuple(layer(weights.under(f"layers.{i}."), i) for i in range(config.layers)),
+        norm=norm(weights, "norm"),
+        lm_head=embed if config.tied else weights.matrix("lm_head.weight", table),
+        mtp=None,
+        mtp_lm_head=None,
+    )
+    if mtp is None or not config.mtp_layers:
+        return model
+    head = weights.mtp_head(mtp.prefix.format(layers=config.layers), promised=promised, unusable=unusable)
+    if head is None:
+        return model
+    return attrs.evolve(
+        model,
+        mtp=MtpHead(
+            ops=weights.ops,
+            eps=eps,
+            embed_norm=norm(head, mtp.embed_norm),
+            hidden_norm=norm(head, mtp.hidden_norm),
+            fc=head.matrix(f"{mtp.fc}.weight", (hidden, 2 * hidden)),
+            layer=layer(head.under(mtp.layer), config.layers),
+            norm=norm(head, mtp.norm),
+        ),
+        mtp_lm_head=head.optional(f"{mtp.lm_head}.weight", table),
+        mtp_embed_tokens=head.optional(f"{mtp.embed_tokens}.weight", table) if mtp.embed_tokens else None,
+    )
+
+
+def attention(config: DecoderConfig, weights: Weights, plus: float = 0.0) -> Mixer:
+    """The attention of a layer from the layer's weights; ``plus`` is added to its norms."""
+    weights, shape = weights.under("self_attn."), config.attention
+    if isinstance(shape, LatentShape):
+        return LatentAttention.of(weights, config.hidden_size, shape, config.eps)
+    return Attention.of(weights, config.hidden_size, shape, config.eps, plus=plus)

@@ -1,0 +1,101 @@
+"""Cost tables and their files: seconds of a pass by rows, of a draft by tokens, and of the rest of a cycle.
+
+Costs are wall-clock and belong to one target, drafter and machine. Acceptance is not in here: expected tokens over
+these seconds is what a depth is worth (``specdec.policies.adaptive``). ``specdec.decoding.cycle_timing`` measures them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from specdec.records.store import Identity, Store
+
+COSTS = Store("cost table", "costs", "SPECDEC_COSTS")
+
+
+@attrs.frozen(kw_only=True)
+class CostTable:
+    """Measured seconds, with lines through the neighbours in between and the last slope beyond."""
+
+    verify: Mapping[int, float]  # rows of a pass -> seconds of decode and the decision
+    draft: Mapping[int, float]  # drafted tokens -> seconds of propose; 0 -> 0.0
+    commit: float  # seconds of commit, observe and bookkeeping per cycle
+    steady: bool = attrs.field(default=True, eq=False)  # whether repeats agreed; else it is not kept
+
+    def cycle(self, depth: int) -> float:
+        """t(depth): expected seconds of a cycle that drafts ``depth`` tokens."""
+        return self.pass_seconds(depth + 1) + self.draft_seconds(depth) + self.commit
+
+    def pass_seconds(self, rows: int) -> float:
+        """Seconds of a verification pass of ``rows`` rows."""
+        return _on_line(self.verify, rows)
+
+    def draft_seconds(self, tokens: int) -> float:
+        """Seconds of a draft of ``tokens`` tokens."""
+        return _on_line(self.draft, tokens)
+
+    def draft_step(self) -> float:
+        """Seconds per drafted token, averaged over the deepest draft measured; 0 where none was."""
+        deepest = max(self.draft)
+        return self.draft[deepest] / deepest if deepest else 0.0
+
+
+def _on_line(known: Mapping[int, float], at: int) -> float:
+    if at in known:
+        return known[at]
+    points = sorted(known)
+    if len(points) == 1:
+        return known[points[0]]
+    low = max((p for p in points[:-1] if p < at), default=points[0])
+    high = next(p for p in points if p > low)
+    slope = max(0.0, (known[high] - known[low]) / (high - low))
+    return known[low] + slope * (at - low)
+
+
+@attrs.frozen(kw_only=True)
+class CostIdentity(Identity):
+    """Everything that the seconds of a cost table depend on."""
+
+    NAMED_BY = (*Identity.NAMED_BY, "drafter")
+
+    drafter: str  # its name and configuration
+    cores: int
+    threads: int  # torch's, in this process
+
+
+def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
+    """A table and the identity that was written with it.
+
+    Raises: OSError when the file cannot be read, ValueError when it is no cost table.
+    """
+    data = COSTS.read(path)
+    return parse_costs(data), data["identity"]
+
+
+def parse_costs(data: Mapping[str, Any]) -> CostTable:
+    """A table from its JSON data. Raises: ValueError."""
+    try:
+        verify = {int(rows): _seconds(value) for rows, value in data["verify"].items()}
+        draft = {int(tokens): _seconds(value) for tokens, value in data["draft"].items()}
+        commit = _seconds(data["commit"])
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(draft) < 0 or min(verify.values()) <= 0.0:
+        raise ValueError("a table has the seconds of 1 row and of 0 drafted tokens at least")
+    return CostTable(verify=verify, draft=draft, commit=commit)
+
+
+def _seconds(value: object) -> float:
+    if type(value) not in (int, float) or not 0.0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{value!r} is no number of seconds")
+    return float(value)  # type: ignore[arg-type]
+
+
+def write_costs(path: Path, table: CostTable, identity: CostIdentity) -> None:
+    """Write a table and its identity, replacing the file atomically. Raises: OSError."""
+    COSTS.write(path, identity, {"verify": table.verify, "draft": table.draft, "commit": table.commit})

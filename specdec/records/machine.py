@@ -1,0 +1,69 @@
+"""What this machine is and what is installed on it: the one reader for records, reports and measurements."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+LIBRARIES = ("torch", "mlx", "mlx-metal", "triton")  # whose kernels compute
+
+
+@functools.cache
+def processor() -> str:
+    """The CPU's name where the system gives one (Linux, macOS), else its architecture."""
+    name = ""
+    try:
+        if sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            name = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        else:
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return name or platform.processor() or platform.machine()
+
+
+def system() -> str:
+    """The operating system with its release."""
+    return platform.platform(terse=True)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of main memory: all of it, and what a program could still have, file caches included."""
+    found = psutil.virtual_memory()
+    return found.total, found.available
+
+
+def load_1min() -> float:
+    """Processes that wanted a core, averaged over the last minute."""
+    return float(psutil.getloadavg()[0])
+
+
+def library_version(name: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def library_versions(names: Sequence[str] = LIBRARIES) -> str:
+    """``torch 2.13.0, triton 3.9.0``: those of ``names`` that are installed."""
+    versions = ((name, library_version(name)) for name in names)
+    return ", ".join(f"{name} {version}" for name, version in versions if version is not None)
