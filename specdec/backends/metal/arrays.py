@@ -45,7 +45,8 @@ def to_host(array: mx.array) -> torch.Tensor:
 class MetalHidden(Hidden):
     """Some rows of an array ``[T, H]`` in act dtype, cut out when they are used.
 
-    A cut that waits for its use belongs to the thread that made it, and a session may go on in another one.
+    Whatever is kept is computed or on its way: MLX leaves what it has only promised to the thread that asked for it,
+    and a session may go on in another one.
     """
 
     __slots__ = ("_array", "_rows")
@@ -59,7 +60,7 @@ class MetalHidden(Hidden):
         """The rows ``[T, H]``."""
         if len(self._rows) == self._array.shape[0]:
             return self._array
-        return self._array[self._rows.start : self._rows.stop]
+        return _started(self._array[self._rows.start : self._rows.stop])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -73,7 +74,12 @@ class MetalHidden(Hidden):
             if not isinstance(other, MetalHidden):
                 raise ContractError(f"hidden states of another backend ({type(other).__name__}) cannot be joined")
             parts.append(other.array)
-        return MetalHidden(mx.concatenate(parts))
+        return MetalHidden(_started(mx.concatenate(parts)))
+
+
+def _started(array: mx.array) -> mx.array:
+    mx.async_eval(array)
+    return array
 
 
 class MetalLogits(Logits):
