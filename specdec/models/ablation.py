@@ -160,7 +160,7 @@ class AblatedLM(CausalLM):
     def rewind(self, state: State, length: int) -> int:
         """Anything but the present length means from the beginning."""
         state = _own(state)
-        reached = super().rewind(state, length if length == state.length else 0)
+        reached = super().rewind(state, 0 if 0 < length < state.length else length)
         if reached == 0:
             state.skipped = 0
         return reached
