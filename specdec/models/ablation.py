@@ -167,6 +167,7 @@ class AblatedLM(CausalLM):
 
     def snapshot(self, state: State) -> Snapshot:
         state = _own(state)
+        self.feed_mtp(state)
         with _shifted(state):
             taken = super().snapshot(state)
         return attrs.evolve(taken, meta={**taken.meta, "skipped": state.skipped})

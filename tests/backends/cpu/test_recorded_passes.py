@@ -403,14 +403,12 @@ def test_a_chain_that_does_not_fit_is_left_to_the_steps(pair: Pair) -> None:
 
 def test_a_full_cache_and_wrong_inputs_are_refused(pair: Pair) -> None:
     target = pair.recorded
-    caches, _ = target._new_caches(4)
-    bound = target._target_passes[()].bind(caches)
+    bound = target._target_passes[()].bind(target._new_caches(4))
     with pytest.raises(StateError, match="the KV cache holds 4 tokens, 5 are needed"):
         bound.run([1, 2, 3, 4, 5])
     with pytest.raises(ContractError, match="outside the vocabulary"):
         bound.run([1, 100_000])
-    _, mtp = target._new_caches(4)
-    draft = target._mtp_passes.bind([mtp])
+    draft = target._mtp_passes.bind([target._new_mtp_cache(4)])
     width = target.info.hidden_size
     for wrong in (None, torch.zeros(1, width), torch.zeros(2, width + 1), torch.zeros(2, width, dtype=torch.float64)):
         with pytest.raises(ShapeError, match="hidden states that do not fit"):
