@@ -106,7 +106,7 @@ def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
 class AblatedLM(CausalLM):
     """The target with a head that makes mistakes; what it decodes is the target's own.
 
-    Two mistakes are in the head's layer, and three in what the head is fed with. Drafting runs step by step on the host.
+    Two mistakes are in the head's layer, three in what the head is fed with. It drafts step by step, on the host.
 
     Args:
         target: a model with an MTP head of one of ``FAMILIES``; weights are shared, and it stays as it is.
@@ -163,7 +163,7 @@ class AblatedLM(CausalLM):
 
     def rewind(self, state: State, length: int) -> int:
         """Anything but the present length means from the beginning."""
-        return super().rewind(state, length if length == state.length else 0)
+        return super().rewind(state, 0 if 0 < length < state.length else length)
 
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> SequenceState:
         state = super().restore(snapshot, needs)
@@ -182,7 +182,7 @@ class LatePairs(MtpPairs):
         return self.skipped + super().length
 
     def begin(self, length: int) -> None:
-        """Count as skipped what is neither fed nor waiting of so many positions."""
+        """Of so many positions, count as skipped those that are neither fed nor waiting."""
         self.skipped = length - super().length
 
     def cut(self, length: int) -> None:

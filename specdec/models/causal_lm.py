@@ -191,7 +191,7 @@ class CausalLM(ForwardPass):
         before = state.length
         state.target_pass.commit(rows)
         if rows:
-            self._add_pairs(state, tokens[:rows], x[:rows], before)
+            self._add_pairs(state, tokens[:rows], x, before)
             if state.pairs is not None and state.pairs.waiting > IDLE_ROWS:
                 self.feed_mtp(state)
         state.decoded = None
@@ -223,7 +223,7 @@ class CausalLM(ForwardPass):
 
     def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            state.pairs.add(tokens, self.ops.hidden(self._final(state, x)), before)
+            state.pairs.add(tokens, self.ops.hidden(self._final(state, x))[: len(tokens)], before)
 
     def _mark(self, state: SequenceState) -> None:
         """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
