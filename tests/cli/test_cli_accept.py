@@ -187,7 +187,7 @@ def test_a_wrong_command_line_is_refused_before_anything_is_loaded(args, message
     ("args", "message"),
     [
         (["-s", "drafter.name=ngram", "--ablate", "all"], "the drafter 'ngram' uses none"),
-        (["-s", "drafter.name=none"], "so there is no acceptance to measure"),
+        (["-s", "drafter.name=none"], "so there is nothing to measure"),
         (["--depth", "99"], "the depth is 1 to 15 on this backend, got 99"),
     ],
 )

@@ -259,7 +259,7 @@ def test_what_cannot_be_measured_is_refused(scripted):
         AcceptanceMeasurement(lm, long, costs=COSTS).run()
     assert caught.value.facts["prompt"] == "mine.txt, line 4"
     lm = with_drafter(lm, name="none")
-    with pytest.raises(UnsupportedError, match="no acceptance to measure"):
+    with pytest.raises(UnsupportedError, match="nothing to measure"):
         AcceptanceMeasurement(lm, prompts("a"))
 
 
