@@ -309,6 +309,15 @@ class ForwardPass(abc.ABC):
     def restore(self, snapshot: Snapshot) -> State:
         """A new state equal, bit for bit, to the one that ``snapshot`` was taken from."""
 
+    def to_host(self, array: Any) -> Any:
+        """An array of a ``Snapshot`` in host memory, of the same dtype, as a torch tensor or as ``torch.as_tensor``
+        takes it. The default gives it as it is."""
+        return array
+
+    def from_host(self, tensor: Any) -> Any:
+        """A torch tensor in host memory as ``restore`` takes it: the inverse of ``to_host``."""
+        return tensor
+
 
 @attrs.frozen
 class GreedyStart:
@@ -374,7 +383,10 @@ class GreedyCycles(abc.ABC):
 
 @attrs.frozen
 class DrafterSnapshot:
-    """Saved state of a drafter: named arrays, and plain metadata that tells what they belong to."""
+    """Saved state of a drafter: named arrays, as ``torch.as_tensor`` takes them, and what they belong to.
+
+    A session's file gives them back as torch tensors in host memory.
+    """
 
     arrays: Mapping[str, Any]
     meta: Mapping[str, int | str] = attrs.field(factory=dict)
@@ -778,12 +790,18 @@ class DepthPolicySpec:
 
 @attrs.frozen(kw_only=True)
 class BackendSpec:
-    """``factory(config)`` makes a backend; ``available()`` gives None, or why this machine cannot run it."""
+    """``factory(config)`` makes a backend; ``available()`` gives None, or why this machine cannot run it.
+
+    ``preference()`` is what ``target.backend = "auto"`` goes by: a number where the hardware that the backend is for is
+    here, usable or not, else None. The largest number is taken first (``cpu`` has 0); where that backend is not
+    available, the load says so and goes on with the next.
+    """
 
     name: str
     factory: Callable[[Any], Any]  # specdec.backends.Backend; Any keeps tensor libraries out of this file
     config: type = NoConfig
     available: Callable[[], str | None] = lambda: None
+    preference: Callable[[], int | None] = lambda: None
     help: str = ""
 
 

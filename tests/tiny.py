@@ -457,12 +457,12 @@ def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "f
         hidden_size=family.hidden_size,
         max_positions=family.max_positions,
         mtp_layers=family.mtp_layers,
-        max_rows=ops.max_rows,
-        parity=ops.parity,
+        max_rows=ops.capabilities.max_rows,
+        parity=ops.capabilities.parity,
         dtype=dtype,
-        kernels=ops.kernels,
+        kernels=ops.capabilities.kernels,
     )
-    stored = StoredWeights(checkpoint, dtype=getattr(torch, dtype), keeps=getattr(ops, "keeps", frozenset()))
+    stored = StoredWeights(checkpoint, dtype=getattr(torch, dtype), keeps=ops.capabilities.packed_formats)
     return CausalLM(info, spec.build(family, Weights(ops, stored)))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 
+from specdec.backends import Backend
 from specdec.backends.cpu.arrays import CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache
 from specdec.backends.cpu.reference import ReferenceOps
@@ -39,8 +41,6 @@ def wrong_ops(
     """
 
     class Wrong(ReferenceOps):
-        max_rows = ROWS
-
         def __getattribute__(self, attribute: str) -> Any:
             value = super().__getattribute__(attribute)
             if attribute != name:
@@ -54,7 +54,7 @@ def wrong_ops(
 
             return spoilt
 
-    return Wrong(dtype)
+    return short(Wrong(dtype))
 
 
 class LeakyDeltaCache(CpuDeltaCache):
@@ -67,16 +67,24 @@ class LeakyDeltaCache(CpuDeltaCache):
             self.state[0, 0, 0] += 1e-6
 
 
+def short(ops: ReferenceOps) -> ReferenceOps:
+    """The same ops for passes of ``ROWS`` rows."""
+    ops.capabilities = attrs.evolve(ops.capabilities, max_rows=ROWS)
+    return ops
+
+
 class Leaky(ReferenceOps):
     """Ops with that cache."""
 
-    max_rows = ROWS
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        short(self)
 
     def new_delta(self, shape: Any) -> LeakyDeltaCache:
         return LeakyDeltaCache(shape, self.dtype)
 
 
-class ProbedBackend:
+class ProbedBackend(Backend):
     """A plugin: the backend "probed", whose ops claim bitwise parity, by default only where a probe has shown it."""
 
     def __init__(self, make: Callable[[], Any] = wrong_ops, *, needs_probe: bool = True) -> None:
@@ -84,14 +92,12 @@ class ProbedBackend:
 
     name = "probed"
     device = "a device of its own"
-
-    def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
-        return "float32", "the only one"
+    dtypes = ("float32",)
 
     def ops(self, dtype: str) -> Any:
         made = self._make()
         if self._needs_probe:
-            made.exact_needs_probe = True
+            made.capabilities = attrs.evolve(made.capabilities, parity_needs_probe=True)
         return made
 
     @hookimpl

@@ -1,6 +1,6 @@
-"""The Ops protocol: the operations that every model family is written over, and the caches that they update.
+"""The operations that every model family is written over, and what a backend says about its own.
 
-A backend implements these once; ``specdec.backends.cpu.reference`` is the truth that the others are tested against.
+A backend subclasses ``Ops``; ``specdec.backends.cpu.reference`` is the reference that all others are tested against.
 
 Axes: T rows (consecutive token positions of one sequence, no batch axis), H hidden, N output features, nq / nkv query
 and key-value heads, D head size, R rotary dimensions, C convolution channels, Hk / Hv key and value heads of a linear
@@ -8,9 +8,7 @@ layer, Dk / Dv their sizes, V vocabulary. "act" is the activation dtype (bfloat1
 
 **Row invariance** is part of the contract: the bits of row t of any result depend on row t of the inputs and on the
 cached rows before it, never on T or on how earlier rows were grouped into passes. A backend that cannot keep this for
-up to ``max_rows`` rows declares ``Parity.NUMERIC``. One that has reason to believe it and could not be tried on its
-device sets ``exact_needs_probe = True`` beside ``Parity.BITWISE``: a load then asks for a stored probe
-(``specdec.records.probes``).
+up to ``max_rows`` rows declares ``Parity.NUMERIC`` (see ``Capabilities``).
 
 Ops return new arrays and never write to their inputs; the caches own all mutation, and what an op writes to a cache is
 provisional until the cache's ``commit``.
@@ -18,15 +16,34 @@ provisional until the cache's ``commit``.
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 
+from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
+from specdec.backends.passes import Body, EagerPasses, Passes
 from specdec.contract import Hidden, Logits, Parity
+from specdec.errors import UnsupportedError
 
-Array = Any  # torch.Tensor, mlx.core.array, ...
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Array",
+    "Cache",
+    "Capabilities",
+    "DeltaCache",
+    "DeltaShape",
+    "HeadRows",
+    "KVCache",
+    "LatentCache",
+    "Ops",
+    "Rope",
+    "Routing",
+]
 
 
 @attrs.frozen
@@ -134,106 +151,96 @@ class DeltaShape:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
-class Cache(Protocol):
-    """State of one layer. ``length`` counts committed rows; ops append provisional rows behind them."""
+@attrs.frozen(kw_only=True)
+class Capabilities:
+    """What an ``Ops`` promises and offers; fixed when it is made.
 
-    length: int
-
-    def commit(self, rows: int) -> None:
-        """Keep the first ``rows`` provisional rows and drop the others; 0 drops all."""
-
-    def truncate(self, length: int) -> bool:
-        """Return to ``length`` committed rows; False (and nothing changed) when the cache cannot."""
-
-    def save(self) -> dict[str, Array]:
-        """Copies of the committed contents, by name."""
-
-    def load(self, arrays: Mapping[str, Array], length: int) -> None:
-        """Become what ``save`` gave."""
-
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-
-
-@runtime_checkable
-class Rewindable(Protocol):
-    """A cache that cannot be cut anywhere, and keeps points to return to instead."""
-
-    def mark(self) -> None:
-        """Keep the committed state as a point that ``truncate`` can return to; old points may be dropped."""
-
-    def marks(self) -> list[int]:
-        """The lengths that ``truncate`` can return to now, 0 and the present length among them."""
-
-
-class KVCache(Cache, Protocol):
-    """Keys and values of one attention layer, one row per token, in act dtype."""
-
-
-class LatentCache(Cache, Protocol):
-    """Compressed keys and values of one latent-attention layer, one row of D values per token, in act dtype."""
-
-
-class DeltaCache(Cache, Rewindable, Protocol):
-    """Convolution window and recurrent matrix of one gated delta-rule layer.
-
-    Holds the committed recurrent matrix S ``[Hv, Dk, Dv]`` float32 and the last kc-1 raw rows, plus what the last pass
-    needs to be cut short: after a pass of T rows, ``commit(a)`` leaves exactly the bits that a pass of a rows leaves.
+    Attributes:
+        kernels: which kernels run, for people.
+        parity: BITWISE where a row has the same bits in passes of 1 to ``max_rows`` rows, else NUMERIC.
+        parity_reason: what the declared parity rests on.
+        parity_needs_probe: BITWISE holds only where a stored probe shows it (``specdec.records.probes``): there is
+            reason to believe it, and it could not be tried on this device.
+        max_rows: rows of the longest pass that ``parity`` speaks of.
+        packed_formats: quantised formats that it computes with as they are stored ("fp8-block", "nvfp4",
+            "mlx-affine"); weights of all others come decoded. See ``Ops.weight``.
+        slow: the kernels are a slow substitute; a load then says so, with ``kernels``.
     """
 
+    kernels: str
+    parity: Parity
+    parity_reason: str = ""
+    parity_needs_probe: bool = False
+    max_rows: int = 16
+    packed_formats: frozenset[str] = frozenset()
+    slow: bool = False
 
-class HeadRows(Protocol):
-    """Rows of an output head for some token ids, as ``head_rows`` gathered them."""
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The ids, ascending."""
-
-
-class Ops(Protocol):
+class Ops(abc.ABC):
     """The operations. Every weight is as ``weight()`` returned it.
 
-    An Ops that computes with quantised weights as they are stored says so in an attribute ``keeps: frozenset[str]`` of
-    formats ("fp8-block", "nvfp4", "mlx-affine"); without one all weights come decoded. See ``weight``.
+    A backend must have the abstract ones. Each of the others serves some families, or makes something faster; by
+    default it is built from the abstract ones, or raises UnsupportedError.
     """
 
-    parity: Parity
-    parity_reason: str
-    kernels: str  # which kernels run, for people
-    max_rows: int
+    capabilities: Capabilities
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def weight(self, tensor: Array) -> Array:
         """A checkpoint tensor (torch, on the host) as this backend computes with it: act dtype, 2-D ``[N, H]``.
 
-        Of a format in ``keeps`` it is a ``specdec.checkpoints.quantised.StoredMatrix``, an embedding table and a head
-        too; what is returned for it is taken by every operation that takes a weight. ``StoredMatrix.decode`` is the way
-        out for sizes that have no kernel.
+        Of a format in ``capabilities.packed_formats`` it is a ``specdec.checkpoints.quantised.StoredMatrix``, an
+        embedding table and a head too; every operation that takes a weight takes what is returned for it.
+        ``StoredMatrix.decode`` is the way out for sizes that have no kernel.
         """
 
     def stack(self, tensors: Sequence[Array]) -> Array:
         """Checkpoint matrices of one shape ``[N, H]``, one per head or expert, as ``project_heads`` and ``moe`` take
         them. A backend may keep them apart (views of a fused tensor stay views) or side by side. Of a format in
-        ``keeps`` all are ``StoredMatrix`` of one layout, or all are tensors."""
+        ``packed_formats`` all are ``StoredMatrix`` of one layout, or all are tensors."""
+        return tuple(self.weight(tensor) for tensor in tensors)
 
+    @abc.abstractmethod
+    def to_host(self, array: Array) -> Tensor:
+        """An array of this backend as a torch tensor on the host, of the same dtype.
+
+        It takes what the operations return, what caches save, and weights, packed ones decoded.
+        """
+
+    @abc.abstractmethod
+    def from_host(self, tensor: Tensor) -> Array:
+        """A torch tensor on the host as an array of this backend, of the same dtype."""
+
+    @abc.abstractmethod
     def vector(self, tensor: Array, *, plus: float = 0.0) -> Array:
         """A small float32 parameter, ``plus`` added in float32 (1.0 for norms stored as an offset from 1)."""
 
-    def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> KVCache:
-        """An empty KV cache for ``capacity`` rows."""
+    @abc.abstractmethod
+    def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> Cache:
+        """An empty cache for keys and values of one attention layer: ``capacity`` rows, one per token, in act dtype."""
 
-    def new_latent(self, capacity: int, dims: int) -> LatentCache:
-        """An empty cache of ``capacity`` rows of ``dims`` values."""
+    def new_latent(self, capacity: int, dims: int) -> Cache:
+        """An empty cache for compressed keys and values: ``capacity`` rows of ``dims`` values, in act dtype."""
+        raise self._lacks("new_latent")
 
-    def new_delta(self, shape: DeltaShape) -> DeltaCache:
-        """A zero convolution window and recurrent matrix."""
+    def new_delta(self, shape: DeltaShape) -> Cache:
+        """A zero convolution window and recurrent matrix of one gated delta-rule layer.
+
+        The cache holds the committed recurrent matrix S ``[Hv, Dk, Dv]`` float32 and the last kc-1 raw rows, plus what
+        the last pass needs to be cut short: after a pass of T rows, ``commit(a)`` leaves exactly the bits that a pass
+        of a rows leaves. It can return to its ``marks`` only.
+        """
+        raise self._lacks("new_delta")
 
     # --- dense -----------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def embed(self, table: Array, tokens: Sequence[int]) -> Array:
         """Rows of ``table [V, H]`` for T token ids: ``[T, H]`` act."""
 
+    @abc.abstractmethod
     def project(self, x: Array, weights: Sequence[Array], biases: Sequence[Array | None] = ()) -> tuple[Array, ...]:
         """``x [T, H] @ w.T (+ bias)`` for several weights ``[N_i, H]`` that read the same x: ``[T, N_i]`` act each.
 
@@ -242,7 +249,9 @@ class Ops(Protocol):
 
     def project_heads(self, x: Array, weights: Array) -> Array:
         """``x[:, h] @ weights[h].T`` for every head: ``x [T, n, I]`` and a ``stack`` of n ``[O, I]``: ``[T, n, O]``."""
+        raise self._lacks("project_heads")
 
+    @abc.abstractmethod
     def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
         """``x @ w.T``, plus ``residual [T, N]``: ``[T, N]`` act.
 
@@ -250,15 +259,18 @@ class Ops(Protocol):
         within the contract.
         """
 
+    @abc.abstractmethod
     def swiglu(self, x: Array, gate: Array, up: Array) -> Array:
         """``silu(x @ gate.T) * (x @ up.T)``: ``[T, I]`` act, both products and the gating in float32."""
 
+    @abc.abstractmethod
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """``x * rsqrt(mean(x^2) + eps) * weight`` over the last axis in float32, rounded once; weight from ``vector``.
 
         Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
         """
 
+    @abc.abstractmethod
     def concat(self, a: Array, b: Array) -> Array:
         """``[T, ..., H_a]`` and ``[T, ..., H_b]`` side by side: ``[T, ..., H_a + H_b]``."""
 
@@ -270,6 +282,7 @@ class Ops(Protocol):
         ``weight [E, H]`` is the router's, from ``weight()``; ``bias [E]`` from ``vector()``. The logits ``x @ w.T``
         are not rounded to act.
         """
+        raise self._lacks("route")
 
     def moe(
         self,
@@ -288,15 +301,18 @@ class Ops(Protocol):
         ``shared_gate`` is ``[1, H]``; without it the shared expert counts whole. The sum runs in float32 in the order
         of the slots, then the shared expert, then the residual, and is rounded once. An expert is read once per pass.
         """
+        raise self._lacks("moe")
 
     # --- attention -------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def norm_rope(self, x: Array, weight: Array | None, eps: float, rope: Rope, position: int) -> Array:
         """RMS-norm every head of ``x [T, n, D]`` (skipped when weight is None), then rotate; row t is at position + t.
 
         ``x`` may be a strided view (a query half of an interleaved query-gate projection).
         """
 
+    @abc.abstractmethod
     def attend(self, q: Array, k: Array, v: Array, cache: KVCache, *, scale: float, gate: Array | None = None) -> Array:
         """Append k, v ``[T, nkv, D]`` to the cache and attend causally with q ``[T, nq, D]``: ``[T, nq * D]`` act.
 
@@ -310,6 +326,7 @@ class Ops(Protocol):
         All heads read the same rows: keys are whole rows, values their first ``value_dims``. Softmax in float32.
         Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2, with the up-projections absorbed (appendix C).
         """
+        raise self._lacks("attend_latent")
 
     # --- gated delta rule ------------------------------------------------------------------------------------------
 
@@ -319,6 +336,7 @@ class Ops(Protocol):
         ``u[t, c] = silu(sum_j weight[c, j] * x[t - kc + 1 + j, c])`` with rows before this pass from the cache
         (zeros before the first token); ``weight [C, kc]`` from ``vector``, ``weight[:, kc-1]`` meets the newest row.
         """
+        raise self._lacks("conv_window")
 
     def gated_delta(
         self, u: Array, a: Array, b: Array, a_log: Array, dt_bias: Array, cache: DeltaCache, shape: DeltaShape
@@ -333,12 +351,15 @@ class Ops(Protocol):
 
         Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10.
         """
+        raise self._lacks("gated_delta")
 
     def gated_rms_norm(self, x: Array, z: Array, weight: Array, eps: float) -> Array:
         """``rms_norm(x) * silu(z)`` per head of ``x, z [T, Hv, Dv]``, float32, rounded once: ``[T, Hv * Dv]`` act."""
+        raise self._lacks("gated_rms_norm")
 
     # --- head ------------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def head(self, x: Array, weight: Array) -> Logits:
         """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, left on the device."""
 
@@ -347,6 +368,7 @@ class Ops(Protocol):
 
         With ``base``, rows of the same head: those that it lacks are added behind it, and its own are shared.
         """
+        raise self._lacks("head_rows")
 
     def pruned_head(self, x: Array, rows: HeadRows) -> Logits:
         """``head`` for the ids of ``rows`` alone. The logits are addressed by token id; every other id has -inf.
@@ -354,11 +376,30 @@ class Ops(Protocol):
         Everything that ``Logits`` answers has the bits of a full row with -inf in the other places. Its finite values
         are those of ``head`` up to rounding: other rows of a weight may stand beside each of them.
         """
+        raise self._lacks("pruned_head")
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def hidden(self, x: Array) -> Hidden:
         """Wrap ``[T, H]`` as an opaque handle."""
 
+    @abc.abstractmethod
     def array(self, hidden: Hidden) -> Array:
         """The array inside a handle that this backend made."""
+
+    # --- how passes are launched -----------------------------------------------------------------------------------
+
+    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
+        """Passes of ``body``, recorded once per number of rows where the backend can, with the bits of the ops.
+
+        ``caches`` are of the kinds that the body takes, empty and not used afterwards. ``hidden_size`` is H of the
+        hidden states that it takes, 0 for none. A body that cannot be recorded runs eagerly, with the reason in
+        ``eager_reason``. By default every pass runs op by op.
+        """
+        return EagerPasses(body)
+
+    def _lacks(self, operation: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{type(self).__name__} has no {operation}, which this model needs", try_='target.backend = "cpu"'
+        )

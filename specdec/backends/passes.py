@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, HeadRows, Ops
+from specdec.backends.caches import Array, Cache, HeadRows
 from specdec.contract import GreedyCycle
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
@@ -53,19 +53,6 @@ class Passes(Protocol):
 
     def bind(self, caches: Sequence[Cache]) -> Pass:
         """The pass over these caches."""
-
-
-@runtime_checkable
-class RecordsPasses(Protocol):
-    """Ops that can run a pass from a recording, with the bits of the ops one by one."""
-
-    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
-        """Passes of ``body``, recorded once per number of rows.
-
-        ``caches`` are of the kinds that the body takes, empty and not used afterwards. ``hidden_size`` is H of the
-        hidden states that it takes, 0 for none. A body that cannot be recorded runs eagerly, with the reason in
-        ``eager_reason``.
-        """
 
 
 @attrs.frozen(kw_only=True)
@@ -141,10 +128,3 @@ class EagerPasses:
 
     def bind(self, caches: Sequence[Cache]) -> EagerPass:
         return EagerPass(self._body, caches)
-
-
-def passes_of(ops: Ops, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
-    """Recorded passes where the ops offer them, else eager ones. Arguments as in ``RecordsPasses.record_passes``."""
-    if isinstance(ops, RecordsPasses):
-        return ops.record_passes(body, caches, hidden_size)
-    return EagerPasses(body)

@@ -20,7 +20,7 @@ class StoredWeights:
         checkpoint: an open one.
         dtype: what quantised weights are decoded to: computed in float32, rounded once. Floating-point tensors stay in
             their own.
-        keeps: formats that ``matrix`` and ``matrices`` leave packed, the backend's ``Ops.keeps``.
+        keeps: formats that ``matrix`` and ``matrices`` leave packed (``Capabilities.packed_formats``).
     """
 
     def __init__(

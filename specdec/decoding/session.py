@@ -151,12 +151,12 @@ class Session:
             drafter_snapshot=self._drafter_snapshot(),
             extra=self.extra,
         )
-        write_session(Path(path), saved, self._lm.info)
+        write_session(Path(path), saved, self._lm.target)
 
     def load(self, path: str | Path) -> None:
         """Become what ``save`` wrote. Raises: SessionFileError with the reason; this session then stays as it was."""
         self._must_be_idle()
-        saved = read_session(Path(path), self._lm.info)
+        saved = read_session(Path(path), self._lm.target)
         if len(saved.tokens) > self._lm.capacity:
             raise SessionFileError(
                 f"the saved session has {len(saved.tokens)} tokens, this one holds {self._lm.capacity}", file=path

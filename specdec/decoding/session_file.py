@@ -18,7 +18,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from specdec.contract import DrafterSnapshot, ModelInfo, Snapshot, Stats
+from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Snapshot, Stats
 from specdec.errors import SessionFileError
 
 FORMAT = 1
@@ -39,11 +39,14 @@ class SavedSession:
     extra: dict[str, Any] = attrs.field(factory=dict)  # ``Session.extra``
 
 
-def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
-    """Write ``saved`` to ``path`` atomically. Raises: SessionFileError when the place cannot be written."""
+def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
+    """Write ``saved``, a state of ``target``, to ``path`` atomically.
+
+    Raises: SessionFileError when the place cannot be written.
+    """
     described = {
         "format": FORMAT,
-        "model": _identity(info),
+        "model": _identity(target.info),
         "cycle": saved.cycle,
         "stats": attrs.asdict(saved.stats),
         "length": saved.snapshot.length,
@@ -55,9 +58,9 @@ def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
     own = saved.drafter_snapshot
     if own is not None:
         described["drafter"] = {"name": saved.drafter, "meta": dict(own.meta), "arrays": sorted(own.arrays)}
-    tensors = {f"state.{name}": _on_host(array) for name, array in saved.snapshot.arrays.items()}
+    tensors = {f"state.{name}": torch.as_tensor(target.to_host(array)) for name, array in saved.snapshot.arrays.items()}
     if own is not None:
-        tensors |= {f"drafter.{name}": _on_host(array) for name, array in own.arrays.items()}
+        tensors |= {f"drafter.{name}": torch.as_tensor(array) for name, array in own.arrays.items()}
     tensors[_TOKENS] = torch.tensor(saved.tokens, dtype=torch.int64)
     temporary = ""
     try:
@@ -76,15 +79,6 @@ def write_session(path: Path, saved: SavedSession, info: ModelInfo) -> None:
             os.unlink(temporary)
 
 
-def _on_host(array: Any) -> torch.Tensor:
-    """A backend's array as a torch tensor on the host."""
-    if type(array).__module__.split(".")[0] == "mlx":  # torch would look for it on a GPU of its own
-        from specdec.backends.metal.arrays import to_host
-
-        return to_host(array)
-    return torch.as_tensor(array)
-
-
 def _flush(file: str) -> None:
     handle = os.open(file, os.O_RDONLY)
     try:
@@ -93,33 +87,33 @@ def _flush(file: str) -> None:
         os.close(handle)
 
 
-def read_session(path: Path, info: ModelInfo) -> SavedSession:
+def read_session(path: Path, target: ForwardPass) -> SavedSession:
     """Read and check a saved session. Raises: SessionFileError that says what is wrong with the file."""
     if not path.is_file():
         raise SessionFileError("there is no such session file", file=path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             described = _described(file.metadata(), path)
-            _check(described, info, path)
+            _check(described, target.info, path)
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise SessionFileError(f"this is no complete session file: {error}", file=path) from error
     except RecursionError as error:
         raise SessionFileError("the session file's description is nested too deeply", file=path) from error
     try:
-        saved = _assemble(described, tensors)
+        saved = _assemble(described, tensors, target)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SessionFileError(
             f"the session file's description is broken: {type(error).__name__}: {error}", file=path
         ) from error
     # all tokens but the last one are in the state, or fewer where some were fed and nothing was generated yet
     fits = 0 <= saved.snapshot.length <= max(len(saved.tokens) - 1, 0) and saved.cycle >= 0
-    if not fits or any(not 0 <= token < info.vocab_size for token in saved.tokens):
+    if not fits or any(not 0 <= token < target.info.vocab_size for token in saved.tokens):
         raise SessionFileError("the session file's tokens do not fit its state", file=path)
     return saved
 
 
-def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> SavedSession:
+def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: ForwardPass) -> SavedSession:
     """The parts of a file put together. Raises: KeyError, TypeError or ValueError where one is missing or no such."""
     counters = described["stats"]
     stats = Stats(
@@ -130,7 +124,7 @@ def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     snapshot = Snapshot(
         int(described["length"]),
         int(described["capacity"]),
-        {name: tensors[f"state.{name}"] for name in described["arrays"]},
+        {name: target.from_host(tensors[f"state.{name}"]) for name in described["arrays"]},
         {name: int(value) for name, value in described["meta"].items()},
     )
     tokens = tensors[_TOKENS]

@@ -6,31 +6,27 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from specdec.contract import Logits
+from specdec.backends.ops import Ops
+from specdec.contract import ForwardPass, Logits
 from specdec.records.probes import Finding, Kind, finite
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def on_host(array: Any) -> NDArray[Any]:
-    """A copy of a backend's array (torch, MLX, numpy): float32 for any float, which keeps the bits of bfloat16."""
+def on_host(owner: Ops | ForwardPass, array: Any) -> NDArray[Any]:
+    """A copy of an array of ``owner``: float32 for any float, which keeps the bits of bfloat16."""
     if isinstance(array, Logits):
         return np.array(array.rows())
-    if hasattr(array, "detach"):  # torch, whose numpy() knows no bfloat16
-        host = array.detach()
-        return np.array((host.float() if host.is_floating_point() else host).cpu().numpy())
-    if type(array).__module__.split(".")[0] == "mlx":
-        import mlx.core as mx
-
-        return np.array(array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array)
-    return np.array(array)
+    host = torch.as_tensor(owner.to_host(array)).cpu()
+    return np.array((host.float() if host.is_floating_point() else host).numpy())
 
 
-def arrays_on_host(result: Any) -> list[NDArray[Any]]:
+def arrays_on_host(ops: Ops, result: Any) -> list[NDArray[Any]]:
     """What an operation gave, one array or several."""
-    return [on_host(part) for part in result] if isinstance(result, tuple) else [on_host(result)]
+    return [on_host(ops, part) for part in (result if isinstance(result, tuple) else (result,))]
 
 
 class Comparison:

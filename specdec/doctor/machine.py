@@ -14,10 +14,10 @@ import attrs
 import torch
 
 from specdec._version import __version__
+from specdec.backends.choice import auto_backend
 from specdec.backends.cpu.compiler import Kernels, find_compiler, load_kernels
 from specdec.contract import BackendSpec
 from specdec.errors import SpecdecError
-from specdec.models.loading import _auto_backend
 from specdec.records import machine
 from specdec.records.probes import PROBES
 from specdec.records.store import cache_folder
@@ -127,9 +127,8 @@ def _backends() -> tuple[BackendStatus, ...]:
 
 def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
     """What ``auto`` takes, and what speaks against the others."""
-    notices: list[str] = []
     try:
-        chosen = _auto_backend(notices)
+        chosen, notices = auto_backend()
     except SpecdecError as error:
         return "", error.message
     if notices:

@@ -9,11 +9,13 @@ long and for short caches differ.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from specdec.backends.delegating import DelegatingOps
 from specdec.backends.ops import Cache, DeltaShape, Ops, Rope, Routing
 from specdec.doctor.comparing import Comparison, arrays_on_host, on_host, one_by_one
 from specdec.models.causal_lm import CausalLM
@@ -43,7 +45,10 @@ ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "head": ("x",),
     "pruned_head": ("x",),
 }  # arguments with an axis of T rows
-NO_ROWS = ("weight", "stack", "vector", "new_kv", "new_latent", "new_delta", "hidden", "array", "head_rows")
+NO_ROWS = (
+    *("weight", "stack", "vector", "to_host", "from_host", "hidden", "array", "head_rows"),
+    *("new_kv", "new_latent", "new_delta", "record_passes"),
+)
 """Operations without rows, or that only wrap them."""
 
 
@@ -68,7 +73,7 @@ class Call:
             if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in arguments:
                 break
             positional.append(arguments.pop(parameter.name))  # by place, as models do: a backend may use other names
-        return getattr(ops, self.name)(*positional, **arguments)
+        return operator.methodcaller(self.name, *positional, **arguments)(ops)
 
     def label(self) -> str:
         """The operation and the shapes of its matrices, of its inputs where it has none."""
@@ -115,7 +120,7 @@ def _storage(value: Any) -> tuple[str, ...]:
     return tuple(f"{name}={setting}" for name, setting in told if isinstance(setting, int | str))
 
 
-class NotingOps:
+class RecordingOps(DelegatingOps):
     """Ops that pass every call on and note the first one of each kind.
 
     Attributes:
@@ -123,32 +128,27 @@ class NotingOps:
         unknown: operations that nothing here knows how to repeat.
     """
 
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, inner: Ops) -> None:
+        super().__init__(inner)
         self.calls: list[Call] = []
         self.unknown: set[str] = set()
         self._seen: set[tuple[Any, ...]] = set()
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._ops, name)
-        if not callable(value) or name in NO_ROWS:
-            return value
-        if name not in ROW_ARGUMENTS:
-            self.unknown.add(name)
-            return value
-        signature = _signature(name)
+    def __getattr__(self, name: str) -> Any:  # an operation that ``Ops`` does not have
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self.unknown.add(name)
+        return operator.attrgetter(name)(self.inner)
 
-        def noted(*positional: Any, **named: Any) -> Any:
-            arguments = dict(signature.bind(self, *positional, **named).arguments)
+    def call(self, name: str, *positional: Any, **named: Any) -> Any:
+        if name in ROW_ARGUMENTS:
+            arguments = dict(_signature(name).bind(self, *positional, **named).arguments)
             del arguments["self"]
-            call = Call(name, arguments)
-            kind = (name, *((key, _kind_of(name, key, value)) for key, value in call.arguments.items()))
+            kind = (name, *((key, _kind_of(name, key, value)) for key, value in arguments.items()))
             if kind not in self._seen:
                 self._seen.add(kind)
-                self.calls.append(call)
-            return value(*positional, **named)
-
-        return noted
+                self.calls.append(Call(name, arguments))
+        return super().call(name, *positional, **named)
 
 
 def _kind_of(operation: str, name: str, value: Any) -> Any:
@@ -183,9 +183,9 @@ def over(piece: Any, ops: Any) -> Any:
     return piece
 
 
-def note_calls(lm: CausalLM, rows: int) -> NotingOps:
+def note_calls(lm: CausalLM, rows: int) -> RecordingOps:
     """Run a pass of ``rows`` rows through the layers, the heads and the MTP head, op by op."""
-    ops: Any = NotingOps(lm.ops)
+    ops = RecordingOps(lm.ops)  # type: ignore[abstract]  # its methods are made in a loop
     model = over(lm.model, ops)
     tokens = [(7 * i + 1) % lm.info.vocab_size for i in range(rows)]
     x = ops.embed(model.embed_tokens, tokens)
@@ -197,13 +197,12 @@ def note_calls(lm: CausalLM, rows: int) -> NotingOps:
         table = model.embed_tokens if model.mtp_embed_tokens is None else model.mtp_embed_tokens
         x = model.mtp(ops.embed(table, tokens), x, model.mtp.layer.mixer.new_cache(rows))
         ops.head(x, model.lm_head if model.mtp_lm_head is None else model.mtp_lm_head)
-    noted: NotingOps = ops
-    return noted
+    return ops
 
 
 def probe_operations(lm: CausalLM, contexts: Sequence[int] = CONTEXTS) -> tuple[list[Finding], list[str]]:
     """What was found for each operation, and what could not be compared, one sentence each."""
-    rows = min(lm.ops.max_rows, lm.info.max_positions)
+    rows = min(lm.ops.capabilities.max_rows, lm.info.max_positions)
     noted = note_calls(lm, rows)
     fitting = [context for context in contexts if context + rows <= lm.info.max_positions] or [0]
     findings: list[Finding] = []
@@ -232,10 +231,10 @@ def _channels(window: Call) -> int:
 
 
 def _stateless(ops: Ops, call: Call, rows: int) -> Finding:
-    alone = one_by_one(arrays_on_host(call.run(ops, t, t + 1)) for t in range(rows))
+    alone = one_by_one(arrays_on_host(ops, call.run(ops, t, t + 1)) for t in range(rows))
     comparison = Comparison("op", call.label(), rows)
     for count in range(2, rows + 1):
-        comparison.rows(arrays_on_host(call.run(ops, 0, count)), alone)
+        comparison.rows(arrays_on_host(ops, call.run(ops, 0, count)), alone)
     return comparison.finding()
 
 
@@ -259,9 +258,11 @@ def _attention(ops: Ops, call: Call) -> _Sequential:
         dims = call.arguments["row"].shape[1]
         label = f"attend_latent, {q.shape[1]} heads of {dims}"
         empty = lambda capacity: ops.new_latent(capacity, dims)  # noqa: E731
-    return _Sequential(
-        label=label, empty=empty, step=lambda cache, start, stop: [on_host(call.run(ops, start, stop, cache=cache))]
-    )
+
+    def step(cache: Cache, start: int, stop: int) -> list[NDArray[Any]]:
+        return [on_host(ops, call.run(ops, start, stop, cache=cache))]
+
+    return _Sequential(label=label, empty=empty, step=step)
 
 
 def _delta(ops: Ops, window: Call, call: Call) -> _Sequential:
@@ -270,7 +271,7 @@ def _delta(ops: Ops, window: Call, call: Call) -> _Sequential:
     def step(cache: Any, start: int, stop: int) -> list[NDArray[Any]]:
         u = window.run(ops, start, stop, cache=cache)
         mixed = call.run(ops, start, stop, cache=cache, u=u)
-        return [on_host(u), on_host(mixed)]
+        return [on_host(ops, u), on_host(ops, mixed)]
 
     label = (
         f"conv_window and gated_delta, {shape.value_heads} heads of {shape.key_dim}x{shape.value_dim}, "
@@ -298,7 +299,7 @@ def _with_cache(ops: Ops, op: _Sequential, rows: int, context: int) -> Finding:
     for t in range(rows):
         singles.append(op.step(cache, t, t + 1))
         cache.commit(1)
-        kept.append(_contents(cache))
+        kept.append(_contents(ops, cache))
     alone = one_by_one(singles)
     comparison = Comparison("op", f"{op.label}, {context} rows before", rows)
     for count in range(2, rows + 1):
@@ -306,9 +307,9 @@ def _with_cache(ops: Ops, op: _Sequential, rows: int, context: int) -> Finding:
             cache = again()
             comparison.rows(op.step(cache, 0, count), alone)
             cache.commit(accepted)
-            comparison.state(count, _contents(cache), kept[accepted - 1])
+            comparison.state(count, _contents(ops, cache), kept[accepted - 1])
     return comparison.finding()
 
 
-def _contents(cache: Cache) -> dict[str, NDArray[Any]]:
-    return {name: on_host(array) for name, array in cache.save().items()}
+def _contents(ops: Ops, cache: Cache) -> dict[str, NDArray[Any]]:
+    return {name: on_host(ops, array) for name, array in cache.save().items()}

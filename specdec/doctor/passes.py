@@ -52,7 +52,7 @@ class PassProbe:
         chain = self._fresh()
         self._compare_state(states, 2, self._block(2, 0, alone, logits), self._start)
         for kept in range(1, rows + 1):
-            again = on_host(target.decode(chain, tokens[kept - 1 : kept]).need_logits())
+            again = on_host(target, target.decode(chain, tokens[kept - 1 : kept]).need_logits())
             repeats.rows([again], [alone[kept - 1 : kept]])
             target.commit(chain, 1)
             wanted = target.snapshot(chain)
@@ -68,19 +68,19 @@ class PassProbe:
         """Logits ``[T, V]`` of one-row passes."""
         state, rows = self._fresh(), []
         for token in self._tokens:
-            rows.append(on_host(self._target.decode(state, [token]).need_logits()))
+            rows.append(on_host(self._target, self._target.decode(state, [token]).need_logits()))
             self._target.commit(state, 1)
         return np.concatenate(rows)
 
     def _block(self, block: int, kept: int, alone: NDArray[Any], logits: Comparison) -> Snapshot:
         state = self._fresh()
-        got = on_host(self._target.decode(state, self._tokens[:block]).need_logits())
+        got = on_host(self._target, self._target.decode(state, self._tokens[:block]).need_logits())
         logits.rows([got], [alone])
         self._target.commit(state, kept)
         return self._target.snapshot(state)
 
     def _compare_state(self, states: Comparison, block: int, got: Snapshot, wanted: Snapshot) -> None:
-        states.state(block, _arrays(got), _arrays(wanted))
+        states.state(block, self._arrays(got), self._arrays(wanted))
 
     # --- the MTP head ----------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class PassProbe:
             logits, *states = self._mtp(state, 0, block, hidden)
             drafts.state(block, {"logits of the last row": logits}, {"logits of the last row": alone[-1][0]})
             drafts.rows(states, one_by_one(pair[1:] for pair in alone), ["hidden states"])
-            drafts.state(block, _arrays(target.snapshot(state)), _arrays(target.snapshot(chain)))
+            drafts.state(block, self._arrays(target.snapshot(state)), self._arrays(target.snapshot(chain)))
         return [drafts.finding()]
 
     # --- cycles on the device --------------------------------------------------------------------------------------
@@ -148,17 +148,16 @@ class PassProbe:
             cycle = cycles.collect()
             tokens += [*cycle.drafted, cycle.accepted, *cycle.emitted]
         cycles.close()
-        return {"drafted and emitted tokens": np.array(tokens), **_arrays(target.snapshot(state))}
+        return {"drafted and emitted tokens": np.array(tokens), **self._arrays(target.snapshot(state))}
 
     def _mtp(self, state: State, start: int, stop: int, hidden: Hidden) -> Rows:
         """Logits ``[1, V]`` of the last row, and hidden states where they can be looked at."""
         target = self._target
         output = target.decode_mtp(state, self._tokens[start:stop], hidden[start:stop])
-        told = [on_host(output.need_logits())]
+        told = [on_host(target, output.need_logits())]
         if isinstance(target, CausalLM) and output.hidden is not None:
-            told.append(on_host(target.ops.array(output.hidden)))
+            told.append(on_host(target.ops, target.ops.array(output.hidden)))
         return told
 
-
-def _arrays(snapshot: Snapshot) -> dict[str, NDArray[Any]]:
-    return {name: on_host(array) for name, array in snapshot.arrays.items()}
+    def _arrays(self, snapshot: Snapshot) -> dict[str, NDArray[Any]]:
+        return {name: on_host(self._target, array) for name, array in snapshot.arrays.items()}

@@ -6,6 +6,7 @@ import datetime
 
 import attrs
 
+from specdec.backends.ops import Capabilities
 from specdec.contract import ForwardPass, ModelInfo, Parity
 from specdec.doctor.costs import ACCEPTANCES, RowCosts
 from specdec.models.causal_lm import CausalLM
@@ -56,12 +57,9 @@ def promise(target: ForwardPass, record: ProbeRecord, costs: RowCosts | None) ->
 
 def _claim(target: ForwardPass) -> tuple[bool, bool, str]:
     """Whether bitwise parity is declared, whether a record is needed for it, and the reason where it is not."""
-    source = target.ops if isinstance(target, CausalLM) else target.info
-    return (
-        source.parity is Parity.BITWISE,
-        bool(getattr(source, "exact_needs_probe", False)),
-        source.parity_reason or "it gives no reason",
-    )
+    declared = target.ops.capabilities if isinstance(target, CausalLM) else target.info
+    needs_probe = isinstance(declared, Capabilities) and declared.parity_needs_probe
+    return declared.parity is Parity.BITWISE, needs_probe, declared.parity_reason or "it gives no reason"
 
 
 def _depth(info: ModelInfo, costs: RowCosts | None) -> tuple[int | None, str]:

@@ -252,7 +252,7 @@ class _SecondModelDrafter(Drafter):
         if not follower.held or len(self._kept) != follower.held:
             return None
         snapshot = follower.model.snapshot(follower.state)
-        arrays = {f"state.{name}": array for name, array in snapshot.arrays.items()}
+        arrays = {f"state.{name}": follower.model.to_host(array) for name, array in snapshot.arrays.items()}
         meta: dict[str, int | str] = {f"state.{name}": value for name, value in snapshot.meta.items()}
         return DrafterSnapshot({**arrays, "tokens": np.array(self._kept, dtype=np.int64)}, {**meta, **self._identity()})
 
@@ -269,10 +269,11 @@ class _SecondModelDrafter(Drafter):
                 return None
         try:
             tokens = [int(token) for token in saved.arrays["tokens"].tolist()]
-            arrays = {name[6:]: array for name, array in saved.arrays.items() if name.startswith("state.")}
+            model, own = self._shared.model, saved.arrays.items()
+            arrays = {name[6:]: model.from_host(array) for name, array in own if name.startswith("state.")}
             meta = {name[6:]: int(value) for name, value in saved.meta.items() if name.startswith("state.")}
             snapshot = Snapshot(len(tokens), capacity, arrays, meta)
-            state = self._shared.model.restore(snapshot)
+            state = model.restore(snapshot)
         except Exception as error:  # noqa: BLE001 - arrays of a damaged file; each backend fails in its own way
             self._rebuilt = f"the saved state cannot be restored: {type(error).__name__}: {error}"
             return None

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from specdec.backends.delegating import DelegatingOps
 from specdec.backends.ops import Array, Cache
 from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Snapshot, State
 from specdec.errors import ConfigError, ContractError, PromptError, ShapeError, StateError, UnsupportedError
@@ -59,18 +60,12 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
     return None
 
 
-class _SiluGate:
+class _SiluGate(DelegatingOps):
     """Ops whose attention multiplies by ``silu(gate)``, which is ``sigmoid(gate) * gate``."""
 
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def attend(self, q: Array, k: Array, v: Array, cache: Any, *, scale: float, gate: Array) -> Array:
-        gated = self._ops.attend(q, k, v, cache, scale=scale, gate=gate)
-        return gated * gate.reshape(gated.shape)
+    def attend(self, q: Array, k: Array, v: Array, cache: Any, *, scale: float, gate: Array | None = None) -> Array:
+        gated = self.inner.attend(q, k, v, cache, scale=scale, gate=gate)
+        return gated if gate is None else gated * gate.reshape(gated.shape)
 
 
 class AblatedState(State):
@@ -292,7 +287,7 @@ def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
             still = attrs.evolve(shape.rope, inv_freq=(0.0,) * len(shape.rope.inv_freq))  # angle 0 at every position
             mixer = attrs.evolve(mixer, shape=attrs.evolve(shape, rope=still))
         if "gate-silu" in switches:
-            ops: Any = _SiluGate(mixer.ops)
+            ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # its methods are made in a loop
             mixer = attrs.evolve(mixer, ops=ops)
     return attrs.evolve(head, layer=attrs.evolve(head.layer, mixer=mixer))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, Cache, HeadRows, Ops, Rewindable
-from specdec.backends.passes import ChainsGreedily, CycleSetup, Pass, PassCycles, RunsGreedyCycles, passes_of
+from specdec.backends.ops import Array, Cache, HeadRows, Ops
+from specdec.backends.passes import ChainsGreedily, CycleSetup, Pass, PassCycles, RunsGreedyCycles
 from specdec.contract import (
     DraftHead,
     ForwardOutput,
@@ -90,10 +90,10 @@ class CausalLM(ForwardPass):
         self.model = model
         self.ops = model.ops
         caches, mtp = self._new_caches(1)
-        self._target_passes = passes_of(self.ops, self._run_layers, caches)
+        self._target_passes = self.ops.record_passes(self._run_layers, caches)
         eager_reason = self._target_passes.eager_reason
         if mtp is not None:
-            self._mtp_passes = passes_of(self.ops, self._run_mtp, [mtp], info.hidden_size)
+            self._mtp_passes = self.ops.record_passes(self._run_mtp, [mtp], info.hidden_size)
             eager_reason = eager_reason or self._mtp_passes.eager_reason
         if eager_reason:
             self.info = attrs.evolve(self.info, kernels=f"{self.info.kernels}; passes run eagerly: {eager_reason}")
@@ -155,9 +155,8 @@ class CausalLM(ForwardPass):
         """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
         kept: set[int] = set()
         for cache in state.caches:
-            if isinstance(cache, Rewindable):
-                cache.mark()
-                kept.update(cache.marks())
+            cache.mark()
+            kept.update(cache.marks() or ())
         if kept and state.last is not None:
             state.marked[state.length] = state.last
             state.marked = {length: hidden for length, hidden in state.marked.items() if length in kept}
@@ -286,6 +285,12 @@ class CausalLM(ForwardPass):
 
     # --- going back ------------------------------------------------------------------------------------------------
 
+    def to_host(self, array: Array) -> Any:
+        return self.ops.to_host(array)
+
+    def from_host(self, tensor: Any) -> Array:
+        return self.ops.from_host(tensor)
+
     def rewind(self, state: State, length: int) -> int:
         state = _own(state)
         if not 0 <= length <= state.length:
@@ -293,9 +298,9 @@ class CausalLM(ForwardPass):
         state.decoded = None
         if length == state.length:
             return length
-        recurrent = [cache for cache in state.caches if isinstance(cache, Rewindable)]
-        if recurrent:
-            reached = max(point for point in recurrent[0].marks() if point <= length)
+        points = next((marks for cache in state.caches if (marks := cache.marks()) is not None), None)
+        if points is not None:
+            reached = max(point for point in points if point <= length)
             state.last = state.marked.get(reached)
         else:
             # one token less, so that the last kept token runs again and its hidden state is known

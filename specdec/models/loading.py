@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,17 @@ import attrs
 import structlog
 import torch
 
-from specdec.backends import Backend
-from specdec.backends.cuda.device import nvidia_here
+from specdec.backends.choice import make_backend
 from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, fingerprint, locate, text_config
 from specdec.checkpoints.quantised import DecodedCache, formats_of
-from specdec.config import RunConfig, structure_options
+from specdec.config import RunConfig
 from specdec.contract import FamilyConfig, ForwardPass, ModelInfo, ModelSpec, Parity
-from specdec.errors import CheckpointError, ContractError, UnsupportedError
+from specdec.errors import CheckpointError, ContractError
 from specdec.models.causal_lm import CausalLM, DecoderModel
 from specdec.models.parity import probe_rows
 from specdec.models.weights import Weights, dry_run
 from specdec.records.probes import unproved
-from specdec.registry import constructed, registry
+from specdec.registry import registry
 from specdec.text import Tokenizer
 
 log = structlog.get_logger(__name__)
@@ -55,34 +53,36 @@ def load_target(config: RunConfig) -> LoadedTarget:
         raise CheckpointError(
             f"tokenizer.json has {tokenizer.vocab_size} tokens, the model only {family.vocab_size}", folder=folder
         )
-    backend = _backend(asked.backend, notices, asked.backend_options, asked.source)
+    backend, said = make_backend(asked.backend, asked.backend_options, asked.source)
+    notices += said
     dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
     decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
 
     source = _checked(checkpoint, spec, family, asked.decoded_cache, decoded, notices)
 
     ops = backend.ops(dtype)
-    keeps: frozenset[str] = getattr(ops, "keeps", frozenset())
-    model: DecoderModel = spec.build(family, Weights(ops, StoredWeights(source, dtype=decoded, keeps=keeps)))
+    offers = ops.capabilities
+    stored = StoredWeights(source, dtype=decoded, keeps=offers.packed_formats)
+    model: DecoderModel = spec.build(family, Weights(ops, stored))
     info = ModelInfo(
         family=spec.name,
         vocab_size=family.vocab_size,
         hidden_size=family.hidden_size,
         max_positions=family.max_positions,
         mtp_layers=family.mtp_layers,
-        max_rows=ops.max_rows,
-        parity=ops.parity,
-        parity_reason=ops.parity_reason,
+        max_rows=offers.max_rows,
+        parity=offers.parity,
+        parity_reason=offers.parity_reason,
         backend=backend.name,
         device=backend.device,
         dtype=dtype,
         dtype_reason=dtype_reason,
-        kernels=ops.kernels,
+        kernels=offers.kernels,
         fingerprint=fingerprint(checkpoint),
     )
     target = CausalLM(info, model)
-    if ops.kernels.startswith("torch reference"):
-        notices.append(f"slow kernels: {ops.kernels}")
+    if offers.slow:
+        notices.append(f"slow kernels: {offers.kernels}")
 
     _probe(target, asked.model, notices)
     return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(notices))
@@ -139,7 +139,7 @@ def _checked(
 
 def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
     """Compare passes of many rows with passes of one, and downgrade the parity where their bits differ."""
-    if target.info.parity is Parity.BITWISE and getattr(target.ops, "exact_needs_probe", False):
+    if target.info.parity is Parity.BITWISE and target.ops.capabilities.parity_needs_probe:
         missing = unproved(target.info, model)
         if missing is not None:
             target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=missing)
@@ -161,33 +161,3 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
             dtype = plain if found.coding is None else found.coding.stands_for
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(found.shape)
     return max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
-
-
-def _backend(name: str, notices: list[str], options: Mapping[str, Any] | None = None, source: str = "") -> Backend:
-    """The backend of that name, or the one that ``auto`` means here; what it has to say joins ``notices``."""
-    spec = registry().backend(_auto_backend(notices) if name == "auto" else name, asked_by="target.backend")
-    reason = spec.available()
-    if reason is not None:
-        raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
-    config: Any = structure_options(options or {}, spec.config, "target.backend_options", source)
-    backend: Backend = constructed("backend", spec.name, lambda: spec.factory(config))
-    notices += getattr(backend, "notices", ())
-    return backend
-
-
-def _auto_backend(notices: list[str]) -> str:
-    """``metal`` on Apple silicon and ``cuda`` where there is an NVIDIA device, if they can run; else ``cpu``.
-
-    A device that is there and cannot be used is a notice, with the reason; a machine without one is none.
-    """
-    if (platform.system(), platform.machine()) == ("Darwin", "arm64"):
-        name = "metal"
-    elif nvidia_here():
-        name = "cuda"
-    else:
-        return "cpu"
-    reason = registry().backend(name, asked_by="target.backend = auto").available()
-    if reason is None:
-        return name
-    notices.append(f'target.backend = "auto" runs on the cpu: the {name} backend cannot run here: {reason}')
-    return "cpu"

@@ -18,7 +18,7 @@ def probe_rows(lm: CausalLM) -> str | None:
     models would take as long as loading them. Returns None when all bits agree, else a sentence that says where not.
     """
     model, ops = lm.model, lm.ops
-    rows = min(max(PROBED_ROWS), ops.max_rows)
+    rows = min(max(PROBED_ROWS), ops.capabilities.max_rows)
     tokens = [(7 * i + 1) % lm.info.vocab_size for i in range(rows)]
     embedded = ops.embed(model.embed_tokens, tokens)
     layers: dict[str, DecoderLayer] = {}

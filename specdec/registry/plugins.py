@@ -740,7 +740,7 @@ def _check_spec(spec: Any) -> None:
     who = f"{type(spec).__name__} {spec.name!r}"
     if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
         raise PluginError(f"{who}: a name is a word other than 'auto'")
-    for field in ("factory", "available", "parse", "tensors", "build"):
+    for field in ("factory", "available", "preference", "parse", "tensors", "build"):
         if hasattr(spec, field) and not callable(getattr(spec, field)):
             raise PluginError(f"{who}: {field} is called, got {_kind_of(getattr(spec, field))}")
     if isinstance(spec, ModelSpec):

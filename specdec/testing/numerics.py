@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -119,19 +119,6 @@ def dot_tolerance(dtype: str, length: int, magnitude: NDArray[np.float64], round
     """
     bound: NDArray[np.float64] = magnitude * (length * 2.0**-23 + roundings * EPSILON[dtype]) + 1e-30
     return bound
-
-
-def to_host(array: Any) -> NDArray[np.float64]:
-    """A backend's array (torch, MLX, numpy), or a weight that can ``decode``, as float64; no value is rounded."""
-    if hasattr(array, "decode"):
-        array = array.decode()
-    if hasattr(array, "detach"):  # torch, whose numpy() knows no bfloat16
-        return np.asarray(array.detach().float().cpu().numpy(), np.float64)
-    if type(array).__module__.split(".")[0] == "mlx":
-        import mlx.core as mx
-
-        return np.asarray(np.array(array.astype(mx.float32)), np.float64)
-    return np.asarray(array, np.float64)
 
 
 def fill_with_nan(owner: object) -> int:

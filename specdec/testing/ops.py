@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specdec.backends.ops import DeltaShape, Ops, Rewindable, Rope, Routing
+from specdec.backends.ops import DeltaShape, Ops, Rope, Routing
 from specdec.contract import Parity
 from specdec.errors import UnsupportedError
-from specdec.testing.numerics import EPSILON, SMALLEST, dot_tolerance, fill_with_nan, to_host
+from specdec.testing.numerics import EPSILON, SMALLEST, dot_tolerance, fill_with_nan
 from specdec.testing.registry import Broken, NotApplicable, OpsSubject, Run, check, expect, not_applicable
 from specdec.testing.views import check_views
 
@@ -38,9 +38,15 @@ class _Bench:
         self.ops: Ops = subject.make()
         self.rng = np.random.default_rng(run.seed + 1)
         steps = {1 + 2.0**-12: "float32", 1 + 2.0**-9: "float16", 1 + 2.0**-6: "bfloat16"}
-        kept = to_host(self.act(np.array([list(steps) + [1.0] * 5])))[0].tolist()
+        kept = self.host(self.act(np.array([list(steps) + [1.0] * 5])))[0].tolist()
         self.dtype = next((dtype for step, dtype in steps.items() if step in kept), "bfloat16")
         self.eps = EPSILON[self.dtype]
+
+    def host(self, array: Any) -> Float64:
+        """An array of the backend, a packed weight decoded, or one of numpy; no value is rounded."""
+        if isinstance(array, np.ndarray):
+            return np.asarray(array, np.float64)
+        return np.asarray(self.ops.to_host(array).double().numpy())
 
     def normal(self, *shape: int) -> Float64:
         return self.rng.standard_normal(shape)
@@ -68,7 +74,7 @@ class _Bench:
 
     def rounded(self, values: Float64) -> Float64:
         """What of ``[n, N, H]`` is left in the activation dtype."""
-        return to_host(self.matrix(values.reshape(-1, values.shape[-1]))).reshape(values.shape)
+        return self.host(self.matrix(values.reshape(-1, values.shape[-1]))).reshape(values.shape)
 
     @contextlib.contextmanager
     def probing(self, *names: str) -> Iterator[None]:
@@ -76,16 +82,13 @@ class _Bench:
 
         Whatever they do outside is held against them.
         """
-        for name in names:
-            if not callable(getattr(self.ops, name, None)):
-                not_applicable(f"this backend has no {name}")
         try:
             yield
         except (NotImplementedError, UnsupportedError) as error:
             not_applicable(f"this backend lacks one of {', '.join(names)}: {type(error).__name__}: {error}")
 
     def close(self, got: Any, wanted: Float64, tolerance: Float64 | float, what: str, **case: object) -> None:
-        array = to_host(got)
+        array = self.host(got)
         expect(array.shape == wanted.shape, f"{what} has another shape", got=array.shape, expected=wanted.shape, **case)
         off = np.abs(array - wanted)
         wrong = ~(off <= tolerance + SMALLEST[self.dtype])  # a NaN is wrong too
@@ -126,7 +129,7 @@ def parameters_and_embedding(subject: OpsSubject, run: Run) -> None:
     wanted = (values.astype(np.float32) + np.float32(1.0)).astype(np.float64)
     bench.close(bench.vector(values, plus=1.0), wanted, 0.0, "vector")
     table = bench.matrix(bench.normal(11, 13))
-    rows = to_host(table)
+    rows = bench.host(table)
     for tokens in ([3], [10, 0, 3, 3], list(range(11)) * 2):
         bench.close(bench.ops.embed(table, tokens), rows[tokens], 0.0, "embed", tokens=tokens)
 
@@ -139,21 +142,20 @@ def products(subject: OpsSubject, run: Run) -> None:
         for length, features in ((37, 29), (64, 5), (9, 130)):
             x, weight = bench.act(bench.normal(rows, length)), bench.matrix(bench.normal(features, length))
             wide = bench.matrix(bench.normal(3, length))
-            host, w = to_host(x), to_host(weight)
+            host, w = bench.host(x), bench.host(weight)
             wanted, magnitude = host @ w.T, np.abs(host) @ np.abs(w).T
             bound = dot_tolerance(bench.dtype, length, magnitude)
             case = {"rows": rows, "length": length, "features": features}
             one, two = bench.ops.project(x, (weight, wide))
             bench.close(one, wanted, bound, "project", **case)
-            second = to_host(wide)
+            second = bench.host(wide)
             second_bound = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(second).T)
             bench.close(two, host @ second.T, second_bound, "the second weight of project", **case)
             bench.close(bench.ops.linear(x, weight), wanted, bound, "linear", **case)
             residual = bench.act(bench.normal(rows, features))
-            more = dot_tolerance(bench.dtype, length, magnitude + np.abs(to_host(residual)), 2)
-            bench.close(
-                bench.ops.linear(x, weight, residual), wanted + to_host(residual), more, "linear with residual", **case
-            )
+            more = dot_tolerance(bench.dtype, length, magnitude + np.abs(bench.host(residual)), 2)
+            added = wanted + bench.host(residual)
+            bench.close(bench.ops.linear(x, weight, residual), added, more, "linear with residual", **case)
 
 
 @check("O3")
@@ -164,7 +166,7 @@ def swiglu(subject: OpsSubject, run: Run) -> None:
         length, features = 37, 45
         x = bench.act(bench.normal(rows, length))
         gate, up = (bench.matrix(bench.normal(features, length) / 4) for _ in range(2))
-        host, g, u = to_host(x), to_host(gate), to_host(up)
+        host, g, u = bench.host(x), bench.host(gate), bench.host(up)
         gated, raised = host @ g.T, host @ u.T
         gate_error = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(g).T)
         up_error = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(u).T)
@@ -189,7 +191,7 @@ def rms_norm(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         for scale in (1.0, 1e-4, 300.0):
             x, weight = bench.act(bench.normal(rows, 37) * scale), bench.vector(bench.normal(37), plus=1.0)
-            wanted = _normed(to_host(x), to_host(weight))
+            wanted = _normed(bench.host(x), bench.host(weight))
             bound = (bench.eps + 2.0**-18) * np.abs(wanted) + 1e-12
             bench.close(bench.ops.rms_norm(x, weight, EPS), wanted, bound, "rms_norm", rows=rows, scale=scale)
 
@@ -201,7 +203,7 @@ def head(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         length, vocab = 37, 301
         x, weight = bench.act(bench.normal(rows, length)), bench.matrix(bench.normal(vocab, length))
-        host, w = to_host(x), to_host(weight)
+        host, w = bench.host(x), bench.host(weight)
         logits = bench.ops.head(x, weight)
         bound = dot_tolerance(bench.dtype, length, np.abs(host) @ np.abs(w).T)
         bench.close(logits.rows(), host @ w.T, bound, "head", rows=rows)
@@ -215,11 +217,13 @@ def rows_and_sides(subject: OpsSubject, run: Run) -> None:
     """``concat`` puts activations side by side; ``hidden`` and ``array`` wrap and unwrap; slices keep their rows."""
     bench = _Bench(subject, run)
     a, b = bench.act(bench.normal(5, 7)), bench.act(bench.normal(5, 4))
-    bench.close(bench.ops.concat(a, b), np.concatenate([to_host(a), to_host(b)], axis=1), 0.0, "concat")
+    bench.close(bench.ops.concat(a, b), np.concatenate([bench.host(a), bench.host(b)], axis=1), 0.0, "concat")
     hidden = bench.ops.hidden(a)
     expect(len(hidden) == 5, "the rows of hidden states", got=len(hidden), expected=5)
-    bench.close(bench.ops.array(hidden[1:4]), to_host(a)[1:4], 0.0, "a slice of hidden states")
-    bench.close(bench.ops.array(hidden[-1:].join([hidden[:2]])), to_host(a)[[4, 0, 1]], 0.0, "joined hidden states")
+    bench.close(bench.ops.array(hidden[1:4]), bench.host(a)[1:4], 0.0, "a slice of hidden states")
+    bench.close(bench.ops.array(hidden[-1:].join([hidden[:2]])), bench.host(a)[[4, 0, 1]], 0.0, "joined hidden states")
+    again = bench.ops.from_host(bench.ops.to_host(a))
+    bench.close(bench.ops.concat(again, b), bench.host(bench.ops.concat(a, b)), 0.0, "an array that went by the host")
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -235,8 +239,8 @@ def norm_rope(subject: OpsSubject, run: Run) -> None:
             wide = bench.heads(bench.normal(rows, 3, 2 * HEAD_DIM))
             x = wide[:, :, :HEAD_DIM]  # a strided view, as of an interleaved projection
             weight = bench.vector(bench.normal(HEAD_DIM), plus=1.0) if normed else None
-            host = to_host(x)
-            y = _normed(host, to_host(weight)) if normed else host
+            host = bench.host(x)
+            y = _normed(host, bench.host(weight)) if normed else host
             angles = (position + np.arange(rows))[:, None] * np.array(rope.inv_freq)
             cos, sin, half = np.cos(angles)[:, None], np.sin(angles)[:, None], rotary // 2
             left, right = y[..., :half], y[..., half:rotary]
@@ -282,11 +286,11 @@ def attend(subject: OpsSubject, run: Run) -> None:
             first = bench.heads(bench.normal(before, HEADS, HEAD_DIM))
             bench.ops.attend(first, k[:before], v[:before], cache, scale=scale)
             cache.commit(before)
-        wanted = _attention(to_host(q), to_host(k), to_host(v), scale)
+        wanted = _attention(bench.host(q), bench.host(k), bench.host(v), scale)
         if gated:
-            wanted = wanted * _sigmoid(to_host(gate))
+            wanted = wanted * _sigmoid(bench.host(gate))
         got = bench.ops.attend(q, k[before:], v[before:], cache, scale=scale, gate=gate if gated else None)
-        bound = np.abs(to_host(v)).max() * (2 * bench.eps + 1e-5)
+        bound = np.abs(bench.host(v)).max() * (2 * bench.eps + 1e-5)
         bench.close(got, wanted.reshape(rows, -1), bound, "attend", rows=rows, cached=before, gated=gated)
 
 
@@ -330,8 +334,8 @@ def attend_latent(subject: OpsSubject, run: Run) -> None:
             layer.run(cache, 0, before)
             cache.commit(before)
         got = layer.run(cache, before, before + rows)
-        keys = to_host(layer.rows)[:, None]  # one head that all query heads read
-        wanted = _attention(to_host(layer.q)[before:], keys, keys, LATENT**-0.5)[..., :LATENT_VALUES]
+        keys = bench.host(layer.rows)[:, None]  # one head that all query heads read
+        wanted = _attention(bench.host(layer.q)[before:], keys, keys, LATENT**-0.5)[..., :LATENT_VALUES]
         bound = np.abs(keys).max() * (2 * bench.eps + 1e-5)
         bench.close(got, wanted, bound, "attend_latent", rows=rows, cached=before)
 
@@ -359,7 +363,7 @@ class _Delta:
         return u, ops.gated_delta(u, a, b, self.a_log, self.dt_bias, cache, SHAPE)
 
     def convolved(self) -> Float64:
-        taps, x, weight = SHAPE.kernel, to_host(self.x), to_host(self.weight)
+        taps, x, weight = SHAPE.kernel, self.bench.host(self.x), self.bench.host(self.weight)
         padded = np.concatenate([np.zeros((taps - 1, x.shape[1])), x])
         summed: Float64 = np.sum([padded[j : j + self.rows] * weight[:, j] for j in range(taps)], axis=0)
         return _silu(summed)
@@ -369,7 +373,7 @@ class _Delta:
         s = SHAPE
         state = np.zeros((s.value_heads, s.key_dim, s.value_dim))
         out = np.zeros((len(u), s.value_heads, s.value_dim))
-        a, b, a_log, bias = (to_host(one) for one in (self.a, self.b, self.a_log, self.dt_bias))
+        a, b, a_log, bias = (self.bench.host(one) for one in (self.a, self.b, self.a_log, self.dt_bias))
         keys = s.key_heads * s.key_dim
         for t, row in enumerate(u):
             q, k = row[:keys].reshape(s.key_heads, -1), row[keys : 2 * keys].reshape(s.key_heads, -1)
@@ -410,12 +414,12 @@ def _delta_op(subject: OpsSubject, run: Run, which: int) -> None:
         convolved, ruled, at = [], [], 0
         for end in _passes(rows):
             u, o = layer.run(cache, at, end)
-            convolved.append(to_host(u))
-            ruled.append(to_host(o))
+            convolved.append(bench.host(u))
+            ruled.append(bench.host(o))
             cache.commit(end - at)
             at = end
         if which == 0:
-            magnitude = 4 * np.abs(to_host(layer.x)).max() * np.abs(to_host(layer.weight)).max()
+            magnitude = 4 * np.abs(bench.host(layer.x)).max() * np.abs(bench.host(layer.weight)).max()
             bound = bench.eps * np.abs(layer.convolved()) + magnitude * 2.0**-18
             bench.close(np.concatenate(convolved), layer.convolved(), bound, "conv_window", rows=rows)
         else:
@@ -431,7 +435,7 @@ def gated_rms_norm(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         x, z = (bench.heads(bench.normal(rows, SHAPE.value_heads, SHAPE.value_dim)) for _ in range(2))
         weight = bench.vector(bench.normal(SHAPE.value_dim), plus=1.0)
-        wanted = _normed(to_host(x), to_host(weight)) * _silu(to_host(z))
+        wanted = _normed(bench.host(x), bench.host(weight)) * _silu(bench.host(z))
         wanted = wanted.reshape(rows, -1)
         bound = (bench.eps + 2.0**-17) * np.abs(wanted) + 1e-9
         got = bench.ops.gated_rms_norm(x, z, weight, EPS)
@@ -450,7 +454,7 @@ def project_heads(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         for heads, length, features in ((3, 37, 29), (5, 9, 64), (1, 16, 21)):
             x, values = bench.heads(bench.normal(rows, heads, length)), bench.normal(heads, features, length)
-            host, w = to_host(x), bench.rounded(values)
+            host, w = bench.host(x), bench.rounded(values)
             wanted = np.einsum("thi,hoi->tho", host, w)
             bound = dot_tolerance(bench.dtype, length, np.einsum("thi,hoi->tho", np.abs(host), np.abs(w)))
             got = bench.ops.project_heads(x, bench.stack(values))
@@ -523,8 +527,8 @@ def route(subject: OpsSubject, run: Run) -> None:
         for bias in (None, bench.vector(bench.normal(EXPERTS) * 0.4 - 0.7)):
             weight = bench.matrix(bench.normal(EXPERTS, ROUTED) / 3)
             values = bench.normal(40 * max(ROWS), ROUTED)
-            added = np.zeros(EXPERTS) if bias is None else to_host(bias)
-            logits = to_host(bench.act(values)) @ to_host(weight).T
+            added = np.zeros(EXPERTS) if bias is None else bench.host(bias)
+            logits = bench.host(bench.act(values)) @ bench.host(weight).T
             least = CLEAR / 10 if routing.top_k == EXPERTS else CLEAR
             clear = [t for t in range(len(values)) if _routed(logits[t], routing, added)[2] > least]
             for rows in ROWS:
@@ -545,7 +549,7 @@ def _same_routes(
     bench: _Bench, got: tuple[Any, Any], logits: Float64, routing: Routing, bias: Float64, what: str, **case: object
 ) -> None:
     wanted = [_routed(row, routing, bias) for row in logits]
-    ids, weights = to_host(got[0]), to_host(got[1])
+    ids, weights = bench.host(got[0]), bench.host(got[1])
     case = {**case, "rows": len(logits), "routing": routing}
     chosen = np.array([row[0] for row in wanted], np.float64)
     expect(ids.shape == chosen.shape, f"{what}: the ids have another shape", got=ids.shape, expected=chosen.shape)
@@ -618,11 +622,11 @@ def moe(subject: OpsSubject, run: Run) -> None:
     for rows in ROWS:
         layer = _experts(bench, rows)
         chosen = layer.route(0, rows)
-        ids, weights = to_host(chosen[0]).astype(int), to_host(chosen[1])
+        ids, weights = bench.host(chosen[0]).astype(int), bench.host(chosen[1])
         expect(not np.isin(ids, layer.never).any(), "route chose an expert with a bias of -10", got=ids)
-        x, residual = to_host(layer.x), to_host(layer.residual)
-        common = [to_host(one) for one in layer.shared]
-        gate = to_host(layer.shared_gate)[0]
+        x, residual = bench.host(layer.x), bench.host(layer.residual)
+        common = [bench.host(one) for one in layer.shared]
+        gate = bench.host(layer.shared_gate)[0]
         for shared, gated in ((False, False), (True, False), (True, True)):
             wanted, bound = residual.copy(), np.zeros_like(residual)
             for t in range(rows):
@@ -671,7 +675,7 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
     ]
     for rows in ROWS:
         x = bench.act(bench.normal(rows, HEAD_LENGTH))
-        host, w = to_host(x), to_host(weight)
+        host, w = bench.host(x), bench.host(weight)
         truth, bound = host @ w.T, dot_tolerance(bench.dtype, HEAD_LENGTH, np.abs(host) @ np.abs(w).T)
         for made, there in known:
             wanted = sorted(set(there))
@@ -748,13 +752,13 @@ def _optional_row_ops(bench: _Bench, count: int) -> dict[str, Callable[[int, int
 def rows_stand_alone(subject: OpsSubject, run: Run) -> None:
     """BITWISE: a row's bits are the same in a pass of one row and in a pass of any number up to ``max_rows``."""
     bench = _Bench(subject, run)
-    if bench.ops.parity is not Parity.BITWISE:
-        not_applicable(f"it declares numeric parity: {bench.ops.parity_reason}")
-    most = bench.ops.max_rows
+    if bench.ops.capabilities.parity is not Parity.BITWISE:
+        not_applicable(f"it declares numeric parity: {bench.ops.capabilities.parity_reason}")
+    most = bench.ops.capabilities.max_rows
     for name, op in _row_ops(bench, most).items():
-        singly = [to_host(op(t, t + 1))[0] for t in range(most)]
+        singly = [bench.host(op(t, t + 1))[0] for t in range(most)]
         for count in (2, 3, 5, 8, most):
-            together = to_host(op(0, count))
+            together = bench.host(op(0, count))
             for t in range(count):
                 same = np.array_equal(together[t], singly[t])
                 expect(
@@ -781,7 +785,7 @@ def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]],
         for rows in passes:
             part = slice(at, at + rows)
             mixed = bench.ops.attend(q[part], k[part], v[part], cache, scale=HEAD_DIM**-0.5, gate=gate[part])
-            out.append(to_host(mixed))
+            out.append(bench.host(mixed))
             cache.commit(rows)
             at += rows
         return np.concatenate(out)
@@ -790,7 +794,7 @@ def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]],
         cache, out, at = bench.ops.new_delta(SHAPE), [], 0
         for rows in passes:
             u, o = layer.run(cache, at, at + rows)
-            out.append(np.concatenate([to_host(u), to_host(o).reshape(rows, -1)], axis=1))
+            out.append(np.concatenate([bench.host(u), bench.host(o).reshape(rows, -1)], axis=1))
             cache.commit(rows)
             at += rows
         return np.concatenate(out)
@@ -798,7 +802,7 @@ def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]],
     def compressed(passes: Sequence[int]) -> Float64:
         cache, out, at = latent.cache(most + 3), [], 0
         for rows in passes:
-            out.append(to_host(latent.run(cache, at, at + rows)))
+            out.append(bench.host(latent.run(cache, at, at + rows)))
             cache.commit(rows)
             at += rows
         return np.concatenate(out)
@@ -810,8 +814,8 @@ def _cached_ops(bench: _Bench, most: int) -> dict[str, Callable[[Sequence[int]],
     return found
 
 
-def _saved(cache: Any) -> dict[str, Float64]:
-    return {name: to_host(array) for name, array in cache.save().items()}
+def _saved(bench: _Bench, cache: Any) -> dict[str, Float64]:
+    return {name: bench.host(array) for name, array in cache.save().items()}
 
 
 def _same_saved(got: dict[str, Float64], wanted: dict[str, Float64], what: str, **case: object) -> None:
@@ -826,7 +830,7 @@ def _same_saved(got: dict[str, Float64], wanted: dict[str, Float64], what: str, 
 def commit_cuts(subject: OpsSubject, run: Run) -> None:
     """``commit(a)`` after a pass of T rows leaves the bits of a pass of a rows; dropped rows, even NaN, no trace."""
     bench = _Bench(subject, run)
-    rows = min(6, bench.ops.max_rows)
+    rows = min(6, bench.ops.capabilities.max_rows)
     layer = _Delta(bench, rows + 3)
     q = bench.heads(bench.normal(rows + 3, HEADS, HEAD_DIM))
     k, v = (bench.heads(bench.normal(rows + 3, KV_HEADS, HEAD_DIM)) for _ in range(2))
@@ -851,8 +855,8 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
             layer.run(cache, at, at + decoded)
             cache.commit(kept)
             at += kept
-        saved = _saved(cache)
-        return saved, to_host(layer.run(cache, at, at + 1)[1])
+        saved = _saved(bench, cache)
+        return saved, bench.host(layer.run(cache, at, at + 1)[1])
 
     def attention(passes: Sequence[tuple[int, int]], poisoned: bool) -> tuple[dict[str, Float64], Float64]:
         cache, at = bench.ops.new_kv(rows + 9, KV_HEADS, HEAD_DIM), 0
@@ -864,8 +868,8 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
             bench.ops.attend(q[part], k[part], v[part], cache, scale=1.0)
             cache.commit(kept)
             at += kept
-        saved, part = _saved(cache), slice(at, at + 1)
-        return saved, to_host(bench.ops.attend(q[part], k[part], v[part], cache, scale=1.0))
+        saved, part = _saved(bench, cache), slice(at, at + 1)
+        return saved, bench.host(bench.ops.attend(q[part], k[part], v[part], cache, scale=1.0))
 
     def compressed(passes: Sequence[tuple[int, int]], poisoned: bool) -> tuple[dict[str, Float64], Float64]:
         cache, at = latent.cache(rows + 9), 0
@@ -876,8 +880,8 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
             latent.run(cache, at, at + decoded)
             cache.commit(kept)
             at += kept
-        saved = _saved(cache)
-        return saved, to_host(latent.run(cache, at, at + 1))
+        saved = _saved(bench, cache)
+        return saved, bench.host(latent.run(cache, at, at + 1))
 
     caches = {"the delta cache": delta, "the KV cache": attention}
     with contextlib.suppress(NotApplicable):
@@ -909,24 +913,26 @@ def going_back(subject: OpsSubject, run: Run) -> None:
     bench = _Bench(subject, run)
     layer = _Delta(bench, 9)
     cache = bench.ops.new_delta(SHAPE)
-    points: dict[int, dict[str, Float64]] = {0: _saved(cache)}
+    points: dict[int, dict[str, Float64]] = {0: _saved(bench, cache)}
     for at in range(8):
         layer.run(cache, at, at + 1)
         cache.commit(1)
         if at in (2, 5):
             cache.mark()
-        points[at + 1] = _saved(cache)
+        points[at + 1] = _saved(bench, cache)
     expect(cache.length == 8, "length counts committed rows", got=cache.length, expected=8)
-    expect(isinstance(cache, Rewindable), "a delta cache keeps marks", got=type(cache).__name__)
-    marks = list(cache.marks())
+    points_kept = cache.marks()
+    expect(points_kept is not None, "a delta cache keeps marks", got=type(cache).__name__)
+    marks = list(points_kept or ())
     expect({0, 3, 6, 8} <= set(marks), "marks tells where truncate can go", got=marks, expected=[0, 3, 6, 8])
     copy = bench.ops.new_delta(SHAPE)
-    copy.load(cache.save(), 8)
+    copy.load({name: bench.ops.from_host(bench.ops.to_host(array)) for name, array in cache.save().items()}, 8)
     for length in (7, 6, 4, 3, 0):
         held, reached = cache.length, cache.truncate(length)
         expect(reached == (length in marks), f"truncate({length})", got=reached, expected=length in marks)
-        _same_saved(_saved(cache), points[length if reached else held], f"the delta cache after truncate({length})")
-    _same_saved(_saved(copy), points[8], "a loaded delta cache after the original went back")
+        at = length if reached else held
+        _same_saved(_saved(bench, cache), points[at], f"the delta cache after truncate({length})")
+    _same_saved(_saved(bench, copy), points[8], "a loaded delta cache after the original went back")
     q, k, v = (bench.heads(bench.normal(6, n, HEAD_DIM)) for n in (HEADS, KV_HEADS, KV_HEADS))
     kv = bench.ops.new_kv(8, KV_HEADS, HEAD_DIM)
     bench.ops.attend(q, k, v, kv, scale=1.0)
@@ -937,11 +943,11 @@ def going_back(subject: OpsSubject, run: Run) -> None:
     kv.commit(1)
     expect(kv.length == 3, "length counts committed rows", got=kv.length, expected=3)
     other = bench.ops.new_kv(8, KV_HEADS, HEAD_DIM)
-    other.load(taken, 6)
+    other.load({name: bench.ops.from_host(bench.ops.to_host(array)) for name, array in taken.items()}, 6)
     expect(other.length == 6, "load sets the length", got=other.length, expected=6)
     for name, array in (("keys", k), ("values", v)):
         if name in taken:
-            bench.close(taken[name], to_host(array), 0.0, f"saved {name} after the cache went on")
+            bench.close(taken[name], bench.host(array), 0.0, f"saved {name} after the cache went on")
     expect(kv.nbytes() > 0 and cache.nbytes() > 0, "nbytes counts")
     with contextlib.suppress(NotApplicable):
         _latent_goes_back(_latent(bench, 7))
@@ -949,23 +955,23 @@ def going_back(subject: OpsSubject, run: Run) -> None:
 
 def _latent_goes_back(layer: _Latent) -> None:
     """The latent cache alone: cut anywhere, saved and loaded as a copy."""
-    cache = layer.cache(8)
+    bench, cache = layer.bench, layer.cache(8)
     layer.run(cache, 0, 6)
     cache.commit(6)
-    taken, held = cache.save(), _saved(cache)
+    taken, held = cache.save(), _saved(bench, cache)
     expect(cache.truncate(2), "a latent cache goes back anywhere")
     layer.run(cache, 6, 7)
     cache.commit(1)
     expect(cache.length == 3, "length counts committed rows", got=cache.length, expected=3)
     other = layer.cache(8)
-    other.load(taken, 6)
+    other.load({name: bench.ops.from_host(bench.ops.to_host(array)) for name, array in taken.items()}, 6)
     expect(other.length == 6, "load sets the length", got=other.length, expected=6)
-    _same_saved(_saved(other), held, "a loaded latent cache after the original went on")
+    _same_saved(_saved(bench, other), held, "a loaded latent cache after the original went on")
     plain = layer.cache(8)
     for first, last in ((0, 2), (6, 7)):
         layer.run(plain, first, last)
         plain.commit(last - first)
-    _same_saved(_saved(cache), _saved(plain), "a latent cache after truncate(2) and another row")
+    _same_saved(_saved(bench, cache), _saved(bench, plain), "a latent cache after truncate(2) and another row")
     expect(cache.nbytes() > 0, "nbytes counts")
 
 
@@ -1002,7 +1008,7 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
         layer.a_log,
         layer.dt_bias,
     ]
-    before = [to_host(array).copy() for array in watched]
+    before = [bench.host(array).copy() for array in watched]
     ops.project(x, (weight, up))
     ops.linear(x, weight, z)
     ops.swiglu(x, weight, up)
@@ -1015,10 +1021,10 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
     _optional_untouched(bench, rows)
     cache = ops.new_delta(SHAPE)
     u, _ = layer.run(cache, 0, rows)
-    convolved = to_host(u).copy()
+    convolved = bench.host(u).copy()
     cache.commit(2)  # a cut may compute the rows again
     for array, old in zip([*watched, u], [*before, convolved], strict=True):
-        expect(np.array_equal(to_host(array), old), "an input was changed", got=to_host(array), expected=old)
+        expect(np.array_equal(bench.host(array), old), "an input was changed", got=bench.host(array), expected=old)
 
 
 def _optional_untouched(bench: _Bench, rows: int) -> None:
@@ -1041,7 +1047,7 @@ def _optional_untouched(bench: _Bench, rows: int) -> None:
         gathered = ops.head_rows(weight, [5, 9])
         cases.append((lambda: ops.pruned_head(x, ops.head_rows(weight, [7], gathered)).argmax(), [x, weight]))
     for call, watched in cases:
-        before = [to_host(array).copy() for array in watched]
+        before = [bench.host(array).copy() for array in watched]
         call()
         for array, old in zip(watched, before, strict=True):
-            expect(np.array_equal(to_host(array), old), "an input was changed", got=to_host(array), expected=old)
+            expect(np.array_equal(bench.host(array), old), "an input was changed", got=bench.host(array), expected=old)

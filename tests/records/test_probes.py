@@ -393,7 +393,7 @@ def test_an_operation_that_nobody_knows_is_told(make_target):
 
     noted = note_calls(target, 4)
     assert noted.unknown == set()
-    noted._ops = More(target.ops.dtype)
+    noted.inner = More(target.ops.dtype)
     noted.warp(1)
     assert noted.unknown == {"warp"}
 
@@ -420,7 +420,7 @@ def test_weights_of_another_storage_are_operations_of_their_own(make_target):
 
     noted: Any = note_calls(make_target("qwen3"), 4)
     noted.calls.clear()
-    noted._ops = Takes(make_target("qwen3").ops.dtype)
+    noted.inner = Takes(make_target("qwen3").ops.dtype)
     x = make_target("qwen3").ops.embed(make_target("qwen3").model.embed_tokens, [1, 2])
     for bits in (4, 8, 4):
         noted.linear(x, Packed(bits))

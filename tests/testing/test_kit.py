@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from specdec.backends.cpu.reference import ReferenceOps
+from specdec.backends.ops import Ops
 from specdec.contract import DepthPolicySpec, ForwardPass
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
@@ -177,9 +178,9 @@ def test_known_failures_are_expected_by_the_decorator(check):
 
 
 class LacksOps(ReferenceOps):
-    """Without a method, with one that says so, and with one that refuses."""
+    """With an operation left as ``Ops`` has it, with one that is not written, and with one that refuses."""
 
-    project_heads = None
+    project_heads = Ops.project_heads
 
     def route(self, x, weight, routing, bias=None):
         raise NotImplementedError("no experts here")

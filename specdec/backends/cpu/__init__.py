@@ -16,4 +16,5 @@ def _build(config: NoConfig) -> Any:
 
 @hookimpl
 def specdec_backends() -> list[BackendSpec]:
-    return [BackendSpec(name="cpu", factory=_build, help="torch with native kernels; the reference and the default")]
+    help_ = "torch with native kernels; the reference and the default"
+    return [BackendSpec(name="cpu", factory=_build, preference=lambda: 0, help=help_)]

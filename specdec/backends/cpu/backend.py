@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import platform
 
 import structlog
 import torch
 
+from specdec.backends import Backend, eager_reason
 from specdec.backends.cpu.compiler import TARGET, KernelsUnavailable, load_kernels, target_processor
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
-EAGER = "SPECDEC_EAGER"  # set: passes run op by op, for debugging
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-
-class CpuBackend:
+class CpuBackend(Backend):
     """Native kernels where a C++ compiler is present, the torch reference with a recorded reason elsewhere."""
 
     name = "cpu"
+    dtypes = ("bfloat16", "float32")
 
     def __init__(self) -> None:
         self.device = f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
 
-    def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
-        if requested in DTYPES:
-            return requested, "asked for"
-        if requested != "auto":
-            raise ConfigError(f"target.dtype takes auto, {' or '.join(DTYPES)} on the cpu backend, got {requested!r}")
+    def auto_dtype(self, stored: str) -> tuple[str, str]:
         if stored == "float32":
-            return "float32", "auto: the checkpoint is stored in float32"
+            return super().auto_dtype(stored)
         if (processor := target_processor()) != "native":
             return "float32", f"auto: {TARGET} builds the kernels for {processor}"
         unit = _bfloat16_unit()
@@ -44,11 +37,10 @@ class CpuBackend:
         kernels = load_kernels()
         if isinstance(kernels, KernelsUnavailable):
             log.warning("native_kernels_unavailable", reason=kernels.reason)
-            return ReferenceOps(DTYPES[dtype], kernels=f"torch reference ({kernels.reason})")
+            return ReferenceOps(getattr(torch, dtype), kernels=f"torch reference ({kernels.reason})")
         from specdec.backends.cpu.native import NativeOps
 
-        eager = os.environ.get(EAGER, "").strip().lower() not in ("", "0", "false", "no", "off")
-        return NativeOps(DTYPES[dtype], kernels, eager_reason=f"{EAGER} is set" if eager else "")
+        return NativeOps(getattr(torch, dtype), kernels, eager_reason=eager_reason())
 
 
 def _bfloat16_unit() -> str | None:

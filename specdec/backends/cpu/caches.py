@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from specdec.backends.caches import Cache
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
 
 MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
 
 
-class CpuKVCache:
+class CpuKVCache(Cache):
     """Keys and values ``[capacity, nkv, D]`` in act dtype; rows at and behind ``length`` are stale or provisional.
 
     The memory is reserved, not touched: pages become resident as rows are written.
@@ -74,7 +75,7 @@ class CpuLatentCache(CpuKVCache):
         return self.keys.nbytes
 
 
-class CpuDeltaCache:
+class CpuDeltaCache(Cache):
     """Recurrent matrix ``S [Hv, Dk, Dv]`` float32 and the last kc-1 raw convolution rows.
 
     ``window`` and the memory of the two matrices stay where they are: recorded passes know their addresses.

@@ -22,8 +22,9 @@ from specdec.backends.cpu.compiler import Kernels
 from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels, not_finite
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cpu.tape import Kernel, RecordedTokens, Runner, current, record
-from specdec.backends.ops import Cache, DeltaShape, Rope
+from specdec.backends.ops import Cache, Capabilities, DeltaShape, Rope
 from specdec.backends.passes import Body, EagerPasses, Passes
+from specdec.contract import Parity
 from specdec.errors import ContractError, ShapeError, UnsupportedError
 from specdec.sampling import Purpose
 
@@ -101,8 +102,12 @@ class NativeOps(ReferenceOps):
 
     def __init__(self, dtype: torch.dtype, kernels: Kernels, *, eager_reason: str = "") -> None:
         """``eager_reason`` says why passes are not to be recorded; "" records them."""
-        super().__init__(dtype, kernels=kernels.description)
-        self.parity_reason = "every output has its own accumulators, filled in an order that only its length sets"
+        super().__init__(dtype)
+        self.capabilities = Capabilities(
+            kernels=kernels.description,
+            parity=Parity.BITWISE,
+            parity_reason="every output has its own accumulators, filled in an order that only its length sets",
+        )
         self.eager_reason = eager_reason
         self.timing = False  # count the time inside the kernels of recorded passes
         self.lock = threading.Lock()  # held by the pass that uses the work memory
@@ -138,7 +143,7 @@ class NativeOps(ReferenceOps):
 
     # --- recorded passes (specdec.backends.passes) -----------------------------------------------------------------
 
-    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
         if self.eager_reason:
             return EagerPasses(body, self.eager_reason)
         if type(self) is not NativeOps:  # its ops may do what no recording sees

@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
-from specdec.backends.ops import DeltaShape, Rope, Routing
+from specdec.backends.ops import Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.contract import Hidden, Parity
 from specdec.errors import ContractError
 
@@ -30,18 +30,18 @@ MAX_ROWS = 16
 _ATTEND_BLOCK = 128  # query rows whose scores are held at once: a long prompt never builds a T x T matrix
 
 
-class ReferenceOps:
+class ReferenceOps(Ops):
     """Ops in plain torch. See ``specdec.backends.ops.Ops`` for what each one computes."""
-
-    max_rows = MAX_ROWS
 
     def __init__(self, dtype: torch.dtype, kernels: str = "torch reference") -> None:
         self.dtype = dtype
-        self.kernels = kernels
-        self.parity = Parity.BITWISE
-        self.parity_reason = (
-            f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one; longer prompt chunks in bulk, so that "
-            "another chunking of a prompt may round differently"
+        self.capabilities = Capabilities(
+            kernels=kernels,
+            parity=Parity.BITWISE,
+            parity_reason=f"rows of passes of up to {MAX_ROWS} rows are multiplied one by one; longer prompt chunks in "
+            "bulk, so that another chunking of a prompt may round differently",
+            max_rows=MAX_ROWS,
+            slow=True,
         )
 
     # --- weights and storage ---------------------------------------------------------------------------------------
@@ -49,8 +49,11 @@ class ReferenceOps:
     def weight(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype)  # no copy when the dtype is already right: the memory map itself is used
 
-    def stack(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(self.weight(tensor) for tensor in tensors)
+    def to_host(self, array: Tensor) -> Tensor:
+        return array
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
         return tensor.to(torch.float32) + plus

@@ -515,7 +515,7 @@ class RecordedPass:
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         rows, passes, ops = len(tokens), self._passes, self._ops
         recording = passes.recordings.get(rows)
-        if recording is None and rows <= ops.max_rows and rows not in passes.recordings:
+        if recording is None and rows <= ops.capabilities.max_rows and rows not in passes.recordings:
             with ops.lock:
                 recording = passes.add(rows, self._caches)
         if recording is None:
@@ -552,7 +552,7 @@ class RecordedPass:
     def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:
         rows, passes, ops = len(tokens), self._passes, self._ops
         end = rows + depth - 1
-        if self._recurrent or rows > ops.max_rows or not passes.hidden_size:
+        if self._recurrent or rows > ops.capabilities.max_rows or not passes.hidden_size:
             return None
         slots = self._slots
         for slot, cache, _ in self._moving:

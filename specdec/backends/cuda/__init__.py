@@ -24,6 +24,13 @@ def _available() -> str | None:
     return unusable()
 
 
+def _preference() -> int | None:
+    """Where the machine shows an NVIDIA device."""
+    from specdec.backends.cuda.device import nvidia_here
+
+    return 20 if nvidia_here() else None
+
+
 @hookimpl
 def specdec_backends() -> list[BackendSpec]:
     return [
@@ -31,6 +38,7 @@ def specdec_backends() -> list[BackendSpec]:
             name="cuda",
             factory=_build,
             available=_available,
+            preference=_preference,
             help="Triton kernels and CUDA graphs: NVIDIA GPUs from Ampere on",
         )
     ]

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specdec.backends.caches import Cache
 from specdec.backends.cuda.arrays import Convolved
 from specdec.backends.cuda.device import Device
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
@@ -50,7 +51,7 @@ class Position(int):
         return int, (int(self),)
 
 
-class DeviceCache(abc.ABC):
+class DeviceCache(Cache):
     """What the caches share: the row, its mirror, and when memory is taken."""
 
     kind: ClassVar[Kind]
@@ -63,7 +64,7 @@ class DeviceCache(abc.ABC):
         self._pending: int | None = None  # rows of the pass that is not committed yet
 
     @property
-    def length(self) -> int:
+    def length(self) -> int:  # type: ignore[override]  # read-only here
         """Committed rows."""
         return Position(self._length, self.row)
 

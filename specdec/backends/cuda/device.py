@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -173,6 +174,8 @@ def nvidia_here() -> bool:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
         return False  # hidden on purpose
+    if platform.system() == "Darwin":
+        return False
     return _device_files() or (torch.version.cuda is not None and torch.cuda.device_count() > 0)
 
 

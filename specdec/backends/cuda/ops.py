@@ -39,7 +39,7 @@ from specdec.backends.cuda.kernels.packed import Layout
 from specdec.backends.cuda.kernels.route import choose, choose_reference
 from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
-from specdec.backends.ops import Cache, DeltaShape, Rope, Routing
+from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body, CycleSetup, PassCycles
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
 from specdec.contract import Hidden, Logits, Parity
@@ -51,11 +51,8 @@ _ALIGNED = 16  # bytes
 _LOADING = "a smaller or quantised checkpoint; on a machine with several devices CUDA_VISIBLE_DEVICES chooses one"
 
 
-class CudaOps:
+class CudaOps(Ops):
     """See ``specdec.backends.ops.Ops`` for what each op computes."""
-
-    max_rows = MAX_ROWS
-    keeps = frozenset({"fp8-block", "nvfp4"})
 
     def __init__(
         self, device: Device, dtype: torch.dtype, *, eager_reason: str = "", kernels: str = "Triton kernels"
@@ -63,18 +60,20 @@ class CudaOps:
         self.device = device
         self.dtype = dtype
         self.eager_reason = eager_reason
-        self.kernels = f"{kernels}, interpreted on the host" if interpreting() else kernels
-        self.parity = Parity.BITWISE
-        self.parity_reason = (
-            f"one compiled kernel serves 1 to {MAX_ROWS} rows and sums in one order, so that verification has the bits "
-            "of decoding; longer prompt chunks are computed in bulk, so that another chunking of a prompt may round "
-            "differently"
+        self.capabilities = Capabilities(
+            kernels=f"{kernels}, interpreted on the host" if interpreting() else kernels,
+            parity=Parity.BITWISE,
+            parity_reason=f"one compiled kernel serves 1 to {MAX_ROWS} rows and sums in one order, so that "
+            "verification has the bits of decoding; longer prompt chunks are computed in bulk, so that another "
+            "chunking of a prompt may round differently",
+            max_rows=MAX_ROWS,
+            packed_formats=frozenset({"fp8-block", "nvfp4"}),
         )
         self._decoded: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._stacks: weakref.WeakKeyDictionary[ExpertStack, Tensor] = weakref.WeakKeyDictionary()
         self._frequencies: dict[Rope, Tensor] = {}
 
-    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> CudaPasses:
+    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> CudaPasses:
         """Passes that are captured as graphs when they are first run, one for each number of rows."""
         return CudaPasses(self, body, len(caches), hidden_size, self.eager_reason)
 
@@ -94,7 +93,7 @@ class CudaOps:
 
     def _packed(self, stored: StoredMatrix) -> Weight:
         """A quantised matrix as its kernel reads it, or decoded where none does."""
-        if stored.format not in self.keeps:
+        if stored.format not in self.capabilities.packed_formats:
             raise UnsupportedError(f"the cuda backend does not keep {stored.format} weights packed")
         place, meta = self.device.place, stored.meta
         with self.device.guarded(f"a weight of shape {list(stored.shape)}", stored.nbytes, _LOADING):
@@ -131,6 +130,12 @@ class CudaOps:
         stack = ExpertStack(parts)
         self._stacks[stack] = whole
         return stack
+
+    def to_host(self, array: Any) -> Tensor:
+        return (array.decode() if isinstance(array, Weight | ExpertStack) else materialised(array)).cpu()
+
+    def from_host(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device.place)
 
     def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
         return (tensor.to(torch.float32) + plus).to(self.device.place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 from typing import Any, Literal
 
 import attrs
@@ -16,7 +17,7 @@ class MetalConfig:
     """Options of ``[target.backend_options]``.
 
     Attributes:
-        mode: ``exact`` runs specdec's kernels, which give a row the same bits in any company; ``fast`` MLX's own.
+        mode: ``exact`` runs specdec's kernels, which are row-invariant; ``fast`` MLX's own.
     """
 
     mode: Literal["exact", "fast"] = "exact"
@@ -37,6 +38,11 @@ def _available() -> str | None:
     return None if found is not None else "mlx is not installed (pip install 'specdec-framework[metal]')"
 
 
+def _preference() -> int | None:
+    """On Apple silicon."""
+    return 10 if (platform.system(), platform.machine()) == ("Darwin", "arm64") else None
+
+
 @hookimpl
 def specdec_backends() -> list[BackendSpec]:
     return [
@@ -45,6 +51,7 @@ def specdec_backends() -> list[BackendSpec]:
             factory=_build,
             config=MetalConfig,
             available=_available,
+            preference=_preference,
             help="MLX: Apple silicon, or its CPU device",
         )
     ]

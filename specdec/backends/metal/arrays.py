@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 _TORCH = {mx.bfloat16: torch.bfloat16, mx.float16: torch.float16, mx.float32: torch.float32}
 
 
-def from_host(tensor: Any, dtype: mx.Dtype) -> mx.array:
+def from_host(tensor: Any, dtype: mx.Dtype | None = None) -> mx.array:
     """A torch tensor on the host (or an MLX array) in ``dtype``: one copy, in memory that the device reads."""
     if isinstance(tensor, mx.array):
-        return tensor.astype(dtype)
-    host = tensor.detach().to(_TORCH[dtype]).contiguous()
-    if dtype == mx.bfloat16:  # numpy has no bfloat16; the bits travel as integers
+        return tensor if dtype is None else tensor.astype(dtype)
+    host = tensor.detach().to(None if dtype is None else _TORCH[dtype]).contiguous()
+    if host.dtype is torch.bfloat16:  # numpy has no bfloat16; the bits travel as integers
         made = mx.array(host.view(torch.uint16).numpy()).view(mx.bfloat16)
     else:
         made = mx.array(host.numpy())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.backends import Backend
+from specdec.errors import UnsupportedError
 
 try:
     import mlx.core as mx
@@ -13,22 +14,19 @@ except ImportError as error:  # the package without its library, as mlx alone is
 
 from specdec.backends.metal.ops import MetalOps, Mode
 
-DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
-
-class MetalBackend:
+class MetalBackend(Backend):
     """MLX on the default device: the GPU where there is Metal, else the CPU.
 
     Attributes:
         mode: see ``specdec.backends.metal.ops``.
-        notices: what a user should know about the choice of the device, one sentence each.
     """
 
     name = "metal"
+    dtypes = ("bfloat16", "float16", "float32")
 
     def __init__(self, mode: Mode = "exact") -> None:
         self.mode = mode
-        self.notices: tuple[str, ...] = ()
         if mx.default_device().type == mx.DeviceType.gpu:
             self.device = f"metal ({mx.device_info().get('device_name', 'GPU')})"
         else:
@@ -40,14 +38,5 @@ class MetalBackend:
                 "nearly equally likely",
             )
 
-    def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
-        if requested in DTYPES:
-            return requested, "asked for"
-        if requested != "auto":
-            raise ConfigError(f"target.dtype takes auto, {', '.join(DTYPES)} on the metal backend, got {requested!r}")
-        if stored in ("float32", "float16"):
-            return stored, f"auto: the checkpoint is stored in {stored}"
-        return "bfloat16", f"auto: the checkpoint is stored in {stored}"
-
     def ops(self, dtype: str) -> MetalOps:
-        return MetalOps(DTYPES[dtype], mode=self.mode)
+        return MetalOps(getattr(mx, dtype), mode=self.mode)

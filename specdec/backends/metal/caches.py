@@ -16,6 +16,7 @@ import attrs
 import mlx.core as mx
 import torch
 
+from specdec.backends.caches import Cache
 from specdec.backends.metal.arrays import from_host, to_host
 from specdec.backends.metal.device import DeviceLength, number, rows_from
 from specdec.backends.metal.kernel_sets import Past
@@ -26,7 +27,7 @@ BUCKET = 256  # keys and values grow by a quarter, in whole buckets of rows: a c
 MARKS = 4  # points that a recurrent state can return to; each holds one state
 
 
-class RowCache:
+class RowCache(Cache):
     """What caches of one row per token share. Rows at and behind ``length`` are stale or provisional.
 
     Attributes:
@@ -177,7 +178,7 @@ class DeltaState:
         return [self.base, self.raw, self.kept, *([] if self.past is None else self.past.arrays())]
 
 
-class MetalDeltaCache:
+class MetalDeltaCache(Cache):
     """Recurrent matrix and convolution window, committed lazily: the next launch folds the rows that stay.
 
     A pass leaves ``state`` alone and puts what it would become, all of its rows waiting, into ``following``.

@@ -96,8 +96,9 @@ class MetalCycles:
         self._known_waiting = count
 
     def submit(self, depth: int) -> None:
-        if not 1 <= depth < self._ops.max_rows:
-            raise StateError(f"a cycle on the device drafts 1 to {self._ops.max_rows - 1} tokens, got {depth}")
+        most = self._ops.capabilities.max_rows - 1
+        if not 1 <= depth <= most:
+            raise StateError(f"a cycle on the device drafts 1 to {most} tokens, got {depth}")
         if len(self._flights) >= IN_FLIGHT:
             raise StateError(f"{IN_FLIGHT} cycles are in flight already")
         if self._over:
@@ -236,6 +237,6 @@ def cycles_over(ops: MetalOps, target: Any, mtp: Any, setup: CycleSetup) -> Meta
     if not (isinstance(target, MetalPass) and isinstance(mtp, MetalPass)):
         return None
     recurrent = any(isinstance(cache, MetalDeltaCache) for cache in mtp.caches)
-    if recurrent or len(setup.tokens) > ops.max_rows:
+    if recurrent or len(setup.tokens) > ops.capabilities.max_rows:
         return None
     return MetalCycles(ops, target, mtp, setup)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
+import torch
 
-from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host
+from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
 from specdec.backends.metal.cycles import MetalCycles, cycles_over
 from specdec.backends.metal.device import DeviceLength, DeviceTokens, Length, rows_from
@@ -23,8 +24,8 @@ from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernel
 from specdec.backends.metal.kernels import lanes
 from specdec.backends.metal.kernels.kernel import Executor, OnMetal
 from specdec.backends.metal.passes import MetalPasses
-from specdec.backends.metal.quantised import KEEPS, Matrix, PackedMatrix, packed, take
-from specdec.backends.ops import Cache, DeltaShape, Rope, Routing
+from specdec.backends.metal.quantised import PACKED_FORMATS, Matrix, PackedMatrix, packed, take
+from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body, CycleSetup, Pass
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Hidden, Parity
@@ -46,7 +47,7 @@ _STOCK = (
 )
 
 
-class MetalOps:
+class MetalOps(Ops):
     """Ops in MLX operations. See ``specdec.backends.ops.Ops`` for what each one computes.
 
     Args:
@@ -55,8 +56,6 @@ class MetalOps:
         executor: who runs specdec's kernels; by default the GPU where MLX has one, else nobody: their references in
             MLX operations are used.
     """
-
-    keeps = KEEPS
 
     def __init__(self, dtype: mx.Dtype, *, mode: Mode = "exact", executor: Executor | None = None) -> None:
         self.dtype = dtype
@@ -70,26 +69,32 @@ class MetalOps:
         stock = StockKernels(self._wide)
         self._few: KernelSet = stock
         self._many: KernelSet = stock
-        self.max_rows = MAX_ROWS
-        self.exact_needs_probe = False
+        self._max_rows = MAX_ROWS
         if mode == "fast":
-            self.kernels = f"MLX {mx.__version__}, stock kernels of the {device}"
-            self.parity, self.parity_reason = Parity.NUMERIC, _STOCK
+            self.capabilities = Capabilities(
+                kernels=f"MLX {mx.__version__}, stock kernels of the {device}",
+                parity=Parity.NUMERIC,
+                parity_reason=_STOCK,
+                packed_formats=PACKED_FORMATS,
+            )
             return
         self._few = OwnKernels(executor)
-        self.parity = Parity.BITWISE
         if executor is None:
-            self._many = self._few  # references keep rows apart in a company of any size
-            self.kernels = f"MLX {mx.__version__}, operations of the {device} in place of specdec's kernels"
-            self.parity_reason = _ON_LINUX
-            self.exact_needs_probe = sys.platform != "linux"
+            self._many = self._few  # references keep rows apart in passes of any length
+            kernels = f"MLX {mx.__version__}, operations of the {device} in place of specdec's kernels"
         else:
-            self.max_rows = lanes.MAX_ROWS
-            self.kernels = f"specdec's Metal kernels on MLX {mx.__version__}; prompts with its stock kernels"
-            self.parity_reason = _OWN
-            self.exact_needs_probe = on_gpu
+            self._max_rows = lanes.MAX_ROWS
+            kernels = f"specdec's Metal kernels on MLX {mx.__version__}; prompts with its stock kernels"
+        self.capabilities = Capabilities(
+            kernels=kernels,
+            parity=Parity.BITWISE,
+            parity_reason=_ON_LINUX if executor is None else _OWN,
+            parity_needs_probe=sys.platform != "linux" if executor is None else on_gpu,
+            max_rows=self._max_rows,
+            packed_formats=PACKED_FORMATS,
+        )
 
-    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int) -> MetalPasses:
+    def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> MetalPasses:
         """Nothing is recorded: MLX builds the graph anew. See ``specdec.backends.metal.passes``."""
         return MetalPasses(body)
 
@@ -98,7 +103,7 @@ class MetalOps:
 
     def _set(self, rows: int) -> KernelSet:
         """Whose kernels compute a pass of so many rows."""
-        return self._few if rows <= self.max_rows else self._many
+        return self._few if rows <= self._max_rows else self._many
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
@@ -115,6 +120,14 @@ class MetalOps:
         stacked = mx.stack([self.weight(tensor) for tensor in tensors])
         mx.eval(stacked)
         return stacked
+
+    def to_host(self, array: Any) -> torch.Tensor:
+        if isinstance(array, torch.Tensor):  # what caches save is in host memory already
+            return array
+        return to_host(array.decoded(self.dtype) if isinstance(array, PackedMatrix) else array)
+
+    def from_host(self, tensor: torch.Tensor) -> mx.array:
+        return from_host(tensor)
 
     def vector(self, tensor: Any, *, plus: float = 0.0) -> mx.array:
         made = from_host(tensor, mx.float32) + plus
@@ -277,7 +290,7 @@ class MetalOps:
             beta=mx.sigmoid(b.astype(mx.float32)),
         )
         state = cache.state
-        if rows > self.max_rows:
+        if rows > self._max_rows:
             out, after = updated(state.matrix(), block)
             cache.follow_whole(after)
             return out.astype(self.dtype)

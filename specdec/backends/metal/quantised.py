@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from specdec.checkpoints.quantised import StoredMatrix
 
-KEEPS = frozenset({"mlx-affine"})
+PACKED_FORMATS = frozenset({"mlx-affine"})
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
 

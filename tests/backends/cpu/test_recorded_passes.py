@@ -17,8 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.backends import EAGER
 from specdec.backends.cpu import tape as tapes
-from specdec.backends.cpu.backend import EAGER, CpuBackend
+from specdec.backends.cpu.backend import CpuBackend
 from specdec.backends.cpu.caches import CpuKVCache
 from specdec.backends.cpu.compiler import load_kernels
 from specdec.backends.cpu.native import FEATURES, WORD, NativeOps

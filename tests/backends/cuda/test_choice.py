@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.backends import Backend
+from specdec.backends import choice as backend_choice
 from specdec.backends.cuda import device as devices
 from specdec.backends.cuda.backend import CudaBackend
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.models import loading
 from specdec.registry import registry
 from tests.backends.cuda.fake import FakeDevice
 from tests.processes import run_python, run_specdec
@@ -25,8 +26,13 @@ OLD_DRIVER = (
 )
 
 
-class Chosen(Exception):
-    """Raised in place of building a backend."""
+class NotBuilt(Backend):
+    """What stands for a backend that would be built."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def ops(self, dtype: str) -> Any: ...
 
 
 @pytest.fixture
@@ -80,14 +86,9 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str
     """``choice(name)``: the backend that would be built, and the notices."""
 
     def choose(name: str = "auto") -> tuple[str, list[str]]:
-        def construct(kind: str, chosen: str, make: Any) -> Any:
-            raise Chosen(chosen)
-
-        monkeypatch.setattr(loading, "constructed", construct)
-        notices: list[str] = []
-        with pytest.raises(Chosen) as chosen:
-            loading._backend(name, notices)
-        return str(chosen.value), notices
+        monkeypatch.setattr(backend_choice, "constructed", lambda kind, chosen, make: NotBuilt(chosen))
+        backend, notices = backend_choice.make_backend(name)
+        return backend.name, list(notices)
 
     return choose
 
@@ -117,7 +118,7 @@ def test_a_device_that_cannot_be_used_is_named_with_the_reason(
     assert notices[0].startswith('target.backend = "auto" runs on the cpu: the cuda backend cannot run here: ')
     assert reason in notices[0]
     with pytest.raises(UnsupportedError) as refused:
-        loading._backend("cuda", [])
+        backend_choice.make_backend("cuda")
     assert reason in str(refused.value)
     assert refused.value.facts["try"] == 'target.backend = "cpu"'
 
@@ -149,7 +150,7 @@ def test_without_a_device_nothing_is_said(
     machine(**seen)
     assert choice() == ("cpu", [])
     with pytest.raises(UnsupportedError, match="the cuda backend cannot run here"):
-        loading._backend("cuda", [])
+        backend_choice.make_backend("cuda")
 
 
 def test_a_device_that_is_hidden_is_named_when_cuda_is_asked_for(machine: Callable[..., None]) -> None:

@@ -166,7 +166,7 @@ def stored(form: str, n: int, k: int, seed: int, block: tuple[int, int] = (16, 3
 def test_weights_stay_packed(make: Callable[..., CudaOps], form: str) -> None:
     """In every op that takes a weight, for passes and for prompts; beside the reference over the decoded ones."""
     ops, reference = make(), ReferenceOps(torch.float32)
-    assert form in ops.keeps
+    assert form in ops.capabilities.packed_formats
     kind = Fp8BlockWeight if form == "fp8-block" else Nvfp4Weight
     matrices = [stored(form, 32, 64, seed) for seed in range(4)]
     held, plain = [ops.weight(one) for one in matrices], [reference.weight(one.decode()) for one in matrices]

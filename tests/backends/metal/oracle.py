@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
+import torch
 
+from specdec.backends.metal.arrays import to_host as _on_host
 from specdec.backends.ops import DeltaShape, Rope, Routing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Float64 = NDArray[np.float64]
+
+
+def to_host(array: Any) -> Float64:
+    """An array of MLX, torch or numpy as float64."""
+    if isinstance(array, mx.array):
+        array = _on_host(array)
+    return array.double().numpy() if isinstance(array, torch.Tensor) else np.asarray(array, np.float64)
 
 
 def sigmoid(x: Float64) -> Float64:

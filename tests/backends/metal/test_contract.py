@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
@@ -19,7 +20,7 @@ from tests import tiny  # noqa: E402
 def numeric(dtype: str) -> MetalOps:
     """What a GPU gets that was not probed: the same ops, promising less."""
     ops = MetalOps(getattr(mx, dtype))
-    ops.parity, ops.parity_reason = Parity.NUMERIC, "as on a GPU"
+    ops.capabilities = attrs.evolve(ops.capabilities, parity=Parity.NUMERIC, parity_reason="as on a GPU")
     return ops
 
 

@@ -133,12 +133,12 @@ def test_cycles_of_the_kernels_say_what_one_row_passes_say(made: Made) -> None:
 
 def test_what_each_mode_says_of_itself(made: Made) -> None:
     exact, fast = MetalOps(mx.bfloat16, executor=EMULATED), MetalOps(mx.bfloat16, mode="fast")
-    assert exact.parity is Parity.BITWISE
-    assert "longer chunks" in exact.parity_reason
-    assert exact.max_rows == 8
-    assert fast.parity is Parity.NUMERIC
-    assert 'mode = "fast"' in fast.parity_reason
-    assert exact.kernels != fast.kernels  # part of a probe's identity
+    assert exact.capabilities.parity is Parity.BITWISE
+    assert "longer chunks" in exact.capabilities.parity_reason
+    assert exact.capabilities.max_rows == 8
+    assert fast.capabilities.parity is Parity.NUMERIC
+    assert 'mode = "fast"' in fast.capabilities.parity_reason
+    assert exact.capabilities.kernels != fast.capabilities.kernels  # part of a probe's identity
 
 
 @pytest.mark.sample
@@ -150,10 +150,10 @@ def test_a_gpu_needs_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mx, "default_device", Gpu)
     ops = MetalOps(mx.bfloat16)
-    assert ops.exact_needs_probe
-    assert ops.parity is Parity.BITWISE
-    assert ops.max_rows == lanes.MAX_ROWS
-    assert not MetalOps(mx.bfloat16, mode="fast").exact_needs_probe
+    assert ops.capabilities.parity_needs_probe
+    assert ops.capabilities.parity is Parity.BITWISE
+    assert ops.capabilities.max_rows == lanes.MAX_ROWS
+    assert not MetalOps(mx.bfloat16, mode="fast").capabilities.parity_needs_probe
 
 
 @pytest.mark.sample
@@ -170,4 +170,4 @@ def test_the_cpu_device_needs_one_but_on_linux(system: str, needs: bool, monkeyp
     if mx.default_device().type == mx.DeviceType.gpu:
         pytest.skip("the device is a GPU")
     monkeypatch.setattr("sys.platform", system)
-    assert MetalOps(mx.float32).exact_needs_probe is needs
+    assert MetalOps(mx.float32).capabilities.parity_needs_probe is needs

@@ -10,9 +10,10 @@ import pytest
 
 import specdec
 from specdec import pipeline
+from specdec.backends import Backend
+from specdec.backends import choice as backend_choice
 from specdec.contract import Parity
 from specdec.errors import ConfigError, UnsupportedError
-from specdec.models import loading
 from specdec.registry import registry
 from tests.processes import run_python
 
@@ -20,8 +21,13 @@ PROMPT = "The river"
 TOKENS = 56
 
 
-class Chosen(Exception):
-    """Raised in place of building a backend."""
+class NotBuilt(Backend):
+    """What stands for a backend that would be built."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def ops(self, dtype: str) -> Any: ...
 
 
 @pytest.fixture
@@ -38,14 +44,9 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
-        def construct(kind: str, chosen: str, make: Any) -> Any:
-            raise Chosen(chosen)
-
-        monkeypatch.setattr(loading, "constructed", construct)
-        notices: list[str] = []
-        with pytest.raises(Chosen) as chosen:
-            loading._backend(name, notices)
-        return str(chosen.value), notices
+        monkeypatch.setattr(backend_choice, "constructed", lambda kind, chosen, make: NotBuilt(chosen))
+        backend, notices = backend_choice.make_backend(name)
+        return backend.name, list(notices)
 
     return choose
 
@@ -76,7 +77,7 @@ def test_a_name_is_taken_at_its_word(choice: Any) -> None:
 def test_metal_by_name_without_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     with pytest.raises(UnsupportedError, match=r"specdec-framework\[metal\]"):
-        loading._backend("metal", [])
+        backend_choice.make_backend("metal")
 
     def no_mlx(name: str, *rest: Any) -> Any:
         raise ModuleNotFoundError(name)

@@ -55,7 +55,8 @@ GENERATED = 10
 FEW = max(1, settings().max_examples // 6)
 
 exact = pytest.mark.skipif(
-    MetalOps(mx.float32).parity is not Parity.BITWISE, reason="rows are the same bits on MLX's CPU device on Linux only"
+    MetalOps(mx.float32).capabilities.parity is not Parity.BITWISE,
+    reason="rows are the same bits on MLX's CPU device on Linux only",
 )
 
 Targets = Callable[..., Any]

@@ -17,8 +17,8 @@ from specdec.backends.cpu.reference import ReferenceOps  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.ops import DeltaShape, Rope, Routing  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
-from specdec.testing.numerics import to_host  # noqa: E402
 from tests.backends.metal import oracle  # noqa: E402
+from tests.backends.metal.oracle import to_host  # noqa: E402
 
 EPS = 1e-6
 CLOSE = {"float32": 1e-5, "bfloat16": 0.04}  # of the largest value of a result, or of the terms it is a sum of

@@ -39,7 +39,8 @@ LONG = 70
 FEW = max(1, settings().max_examples // 2)
 
 exact = pytest.mark.skipif(
-    MetalOps(mx.float32).parity is not Parity.BITWISE or MetalOps(mx.float32).exact_needs_probe,
+    MetalOps(mx.float32).capabilities.parity is not Parity.BITWISE
+    or MetalOps(mx.float32).capabilities.parity_needs_probe,
     reason="nobody has shown yet that rows are the same bits on this device",
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -202,7 +203,7 @@ class Recording(ReferenceOps):
 
     def __init__(self, keeps: frozenset[str]) -> None:
         super().__init__(torch.float32)
-        self.keeps = keeps
+        self.capabilities = attrs.evolve(self.capabilities, packed_formats=keeps)
         self.packed: list[StoredMatrix] = []
 
     def weight(self, tensor: Any) -> Any:

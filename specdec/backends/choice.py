@@ -1,0 +1,70 @@
+"""Which backend ``target.backend`` means on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.backends import Backend
+from specdec.config import structure_options
+from specdec.contract import BackendSpec
+from specdec.errors import PluginError, UnsupportedError
+from specdec.registry import Kind, constructed, registry
+
+
+def auto_backend() -> tuple[str, list[str]]:
+    """The available backend of the highest preference, and why those above it cannot be used, one sentence each.
+
+    Raises: UnsupportedError where no backend can run.
+    """
+    wanted: list[tuple[int, BackendSpec]] = []
+    unusable: dict[str, str] = {}
+    for entry in registry().entries(Kind.BACKEND):
+        spec = entry.spec
+        assert isinstance(spec, BackendSpec)
+        try:
+            preference = spec.preference()
+            if preference is not None:
+                wanted.append((-int(preference), spec))
+        except Exception as error:  # noqa: BLE001 - one broken plugin must not keep the others from running
+            unusable[spec.name] = f"{type(error).__name__}: {error}"
+    for _, spec in sorted(wanted, key=lambda pair: pair[0]):  # of equals the one that was registered first
+        try:
+            reason = spec.available()
+        except Exception as error:  # noqa: BLE001
+            reason = f"{type(error).__name__}: {error}"
+        if reason is None:
+            return spec.name, [
+                f'target.backend = "auto" runs on the {spec.name}: the {other} backend cannot run here: {why}'
+                for other, why in unusable.items()
+            ]
+        unusable[spec.name] = reason
+    raise UnsupportedError("no backend can run here", **unusable)
+
+
+def make_backend(
+    name: str, options: Mapping[str, Any] | None = None, source: str = ""
+) -> tuple[Backend, tuple[str, ...]]:
+    """The backend of that name, or the one that "auto" means here, and what the user should know about it.
+
+    Args:
+        options: ``[target.backend_options]``.
+        source: the file that they stand in, for error messages.
+
+    Raises: UnsupportedError with the reason where it cannot run; ConfigError for options that it does not take;
+        PluginError where it is broken.
+    """
+    notices: list[str] = []
+    if name == "auto":
+        name, notices = auto_backend()
+    spec = registry().backend(name, asked_by="target.backend")
+    reason = spec.available()
+    if reason is not None:
+        raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
+    config: Any = structure_options(options or {}, spec.config, "target.backend_options", source)
+    backend = constructed("backend", spec.name, lambda: spec.factory(config))
+    if not isinstance(backend, Backend):
+        raise PluginError(
+            f"the backend {spec.name!r} is a {type(backend).__name__}", takes="a subclass of specdec.backends.Backend"
+        )
+    return backend, (*notices, *backend.notices)

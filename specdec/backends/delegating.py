@@ -1,0 +1,32 @@
+"""Ops over other ops: to watch them, or to change one of them."""
+
+from __future__ import annotations
+
+import abc
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from specdec.backends.ops import Ops
+
+
+class DelegatingOps(Ops):
+    """Passes every operation on to ``inner``; a subclass overrides some of them, or ``call`` for all."""
+
+    def __init__(self, inner: Ops) -> None:
+        self.inner = inner
+        self.capabilities = inner.capabilities
+
+    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """The operation ``name`` of ``inner``."""
+        return operator.methodcaller(name, *arguments, **named)(self.inner)
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **named: self.call(name, *arguments, **named)
+
+
+for _name, _value in vars(Ops).items():
+    if callable(_value) and not _name.startswith("_"):
+        setattr(DelegatingOps, _name, _delegated(_name))
+abc.update_abstractmethods(DelegatingOps)  # type: ignore[type-abstract]
