@@ -80,7 +80,7 @@ def compare(
         name: {
             "tokens_per_second": median(rates[name]),
             "of_the_first": median(relative[name]),
-            "depths": {str(depth): count for depth, count in sorted(results[name].stats.depth.items())},
+            "depths": {str(depth): count for depth, count in sorted(results[name].stats.draft_lengths.items())},
             "reason": results[name].stats.speculation()["reason"],
         }
         for name in arms

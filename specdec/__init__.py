@@ -24,24 +24,25 @@ if TYPE_CHECKING:
         CycleRecord,
         DepthPolicy,
         DepthPolicySpec,
+        DeviceDraft,
         Draft,
         Drafter,
         DrafterEnv,
         DrafterSnapshot,
         DrafterSpec,
         DraftHead,
+        Executor,
         FamilyConfig,
         ForwardOutput,
         ForwardPass,
-        GreedyCycle,
-        GreedyCycles,
-        GreedyStart,
         Guarantee,
         Logits,
         LogitsProcessor,
         ModelInfo,
         ModelSpec,
-        Need,
+        MtpPairs,
+        Needs,
+        Outcome,
         Parity,
         PrepareEnv,
         ProcessorEnv,
@@ -53,56 +54,23 @@ if TYPE_CHECKING:
         VerifierSpec,
     )
     from specdec.decoding.result import Result
-    from specdec.decoding.session import Session, Stream
+    from specdec.decoding.session import Session
+    from specdec.decoding.stream import Stream
     from specdec.errors import SpecdecError
     from specdec.hookspecs import hookimpl
     from specdec.pipeline import LanguageModel
 
-_HOME = {
-    "specdec.api": ("inspect_checkpoint", "load"),
-    "specdec.config": ("RunConfig", "between", "load_config", "one_of"),
-    "specdec.contract": (
-        "BackendSpec",
-        "Context",
-        "CycleRecord",
-        "DepthPolicy",
-        "DepthPolicySpec",
-        "Draft",
-        "DraftHead",
-        "Drafter",
-        "DrafterEnv",
-        "DrafterSnapshot",
-        "DrafterSpec",
-        "FamilyConfig",
-        "FamilyConfig",
-        "ForwardOutput",
-        "ForwardPass",
-        "GreedyCycle",
-        "GreedyCycles",
-        "GreedyStart",
-        "Guarantee",
-        "Logits",
-        "LogitsProcessor",
-        "ModelInfo",
-        "ModelSpec",
-        "Need",
-        "Parity",
-        "PrepareEnv",
-        "ProcessorEnv",
-        "ProcessorSpec",
-        "Sampling",
-        "Stats",
-        "Verdict",
-        "Verifier",
-        "VerifierSpec",
-    ),
-    "specdec.errors": ("SpecdecError",),
-    "specdec.hookspecs": ("hookimpl",),
-    "specdec.pipeline": ("LanguageModel",),
-    "specdec.decoding.session": ("Session", "Stream"),
-    "specdec.decoding.result": ("Result",),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULES = (  # where the names below stand; the first four import no tensor library
+    "specdec.contract",
+    "specdec.config",
+    "specdec.errors",
+    "specdec.hookspecs",
+    "specdec.api",
+    "specdec.pipeline",
+    "specdec.decoding.session",
+    "specdec.decoding.stream",
+    "specdec.decoding.result",
+)
 
 __all__ = [
     "BackendSpec",
@@ -110,25 +78,26 @@ __all__ = [
     "CycleRecord",
     "DepthPolicy",
     "DepthPolicySpec",
+    "DeviceDraft",
     "Draft",
     "DraftHead",
     "Drafter",
     "DrafterEnv",
     "DrafterSnapshot",
     "DrafterSpec",
+    "Executor",
     "FamilyConfig",
     "ForwardOutput",
     "ForwardPass",
-    "GreedyCycle",
-    "GreedyCycles",
-    "GreedyStart",
     "Guarantee",
     "LanguageModel",
     "Logits",
     "LogitsProcessor",
     "ModelInfo",
     "ModelSpec",
-    "Need",
+    "MtpPairs",
+    "Needs",
+    "Outcome",
     "Parity",
     "PrepareEnv",
     "ProcessorEnv",
@@ -154,12 +123,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+    if name in __all__:
+        for module in map(importlib.import_module, _MODULES):
+            if name in vars(module):
+                globals()[name] = value = vars(module)[name]
+                return value
+    raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 import attrs
 
-from specdec.errors import UnsupportedError
+from specdec.errors import SpecdecError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,15 +46,6 @@ class Guarantee(enum.Enum):
     """No bound; quality is argued by measurement."""
 
 
-class Need(enum.Enum):
-    """What a drafter needs from its target; checked when the pipeline is built."""
-
-    HIDDEN = "hidden"
-    """``ForwardOutput.hidden``: the hidden state after the final norm, per row."""
-    MTP = "mtp"
-    """``prefill_mtp`` and ``decode_mtp``: the checkpoint has a multi-token-prediction head."""
-
-
 @attrs.frozen(kw_only=True)
 class ModelInfo:
     """What a loaded target is; everything a drafter or the engine may ask before the first pass."""
@@ -64,6 +55,8 @@ class ModelInfo:
     hidden_size: int
     max_positions: int  # tokens a sequence may hold, prompt included
     mtp_layers: int  # 0: no MTP head
+    layers: int = 0  # decoder layers whose boundaries ``Needs`` can name; 0: the target gives none of them
+    gives_hidden: bool = True  # whether the state after the final norm can be had
     max_rows: int  # rows that one decode() takes, the pending token included
     parity: Parity
     parity_reason: str = ""  # how the parity was established, or why it was downgraded
@@ -73,6 +66,63 @@ class ModelInfo:
     dtype_reason: str = ""  # why this dtype, when it was chosen automatically
     kernels: str = ""  # which kernels run, and why when they are a fallback
     fingerprint: str = ""  # of config and weights; a saved session fits only the model it came from
+
+
+def _ascending(boundaries: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(boundaries)))
+
+
+@attrs.frozen(kw_only=True)
+class Needs:
+    """What a drafter needs from its target beside tokens. What is not asked for is neither computed nor kept.
+
+    Boundary k of a model with L layers is the residual stream between layers, before any norm: k = 0 is the output of
+    the embedding, k = L the output of the last layer.
+
+    Attributes:
+        mtp: the checkpoint's multi-token-prediction head, and in every state the pairs that feed it (``MtpPairs``).
+        final_hidden: ``ForwardOutput.hidden``, the hidden state after the final norm.
+        boundaries: ``ForwardOutput.boundaries`` at these layer boundaries, ascending, without duplicates.
+        prompt_rows: the rows of a prompt chunk that hidden states are wanted for; ``decode`` gives them for all rows.
+    """
+
+    mtp: bool = False
+    final_hidden: bool = False
+    boundaries: tuple[int, ...] = attrs.field(default=(), converter=_ascending)
+    prompt_rows: Literal["all", "last"] = "all"
+
+    @property
+    def hidden(self) -> bool:
+        """Whether any hidden state is asked for."""
+        return self.final_hidden or bool(self.boundaries)
+
+    def __or__(self, other: Needs) -> Needs:
+        """What serves both."""
+        rows = {needs.prompt_rows for needs in (self, other) if needs.hidden}
+        return Needs(
+            mtp=self.mtp or other.mtp,
+            final_hidden=self.final_hidden or other.final_hidden,
+            boundaries=self.boundaries + other.boundaries,
+            prompt_rows="last" if rows == {"last"} else "all",
+        )
+
+    def unmet(self, info: ModelInfo) -> str | None:
+        """What the target cannot give, for an error that begins "the drafter 'x' needs"; None where it gives all."""
+        if self.mtp and not info.mtp_layers:
+            return f"an MTP head, and this {info.family} checkpoint has none"
+        if self.boundaries and not info.layers:
+            return f"hidden states between layers, and this {info.family} target gives none"
+        outside = [k for k in self.boundaries if not 0 <= k <= info.layers]
+        if outside:
+            return (
+                f"the hidden states at layer boundary {outside[0]}, and this target has boundaries 0 to {info.layers}"
+            )
+        if self.final_hidden and not info.gives_hidden:
+            return f"hidden states after the final norm, and this {info.family} target gives none"
+        return None
+
+
+NO_NEEDS = Needs()
 
 
 class Logits(abc.ABC):
@@ -147,12 +197,24 @@ class DraftHead(abc.ABC):
         """
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class ForwardOutput:
-    """What one pass gives: logits of its rows (None where none were asked for) and their hidden states."""
+    """What one pass gives.
 
-    logits: Logits | None
-    hidden: Hidden | None
+    Attributes:
+        rows: T, the tokens that went through.
+        logits: of all rows after ``decode``, of the last row after ``decode_mtp``; None after ``prefill``.
+        hidden: states after the final norm where ``Needs.final_hidden`` asks for them, else None; after ``decode_mtp``
+            those that a chained step starts from.
+        boundaries: residual stream by layer boundary, as ``Needs.boundaries`` asks for.
+
+    Hidden states have T rows, or one (the last) after a ``prefill`` with ``Needs.prompt_rows == "last"``.
+    """
+
+    rows: int
+    logits: Logits | None = None
+    hidden: Hidden | None = None
+    boundaries: Mapping[int, Hidden] = attrs.field(factory=dict)
 
     def need_logits(self) -> Logits:
         """The logits of a pass that must have them."""
@@ -167,8 +229,96 @@ class ForwardOutput:
         return self.hidden
 
 
+WAITING_ROWS = 8  # pairs that the pass of a first draft token takes in; more of them are fed before it
+IDLE_ROWS = 256  # pairs that wait through a run of depth 0: in a long pass a row costs a tenth of a pass of its own
+
+
+class MtpPairs:
+    """The ledger of one sequence's MTP pairs: which are in the head's cache, and which wait to be fed.
+
+    Pair j is (h_j, x_{j+1}): the target's hidden state of position j after the final norm, and the token after it.
+    Pairs ``0 .. fed - 1`` are in the cache. The hidden states of positions ``fed .. length - 1`` wait; the token of the
+    last one is still pending. A target adds what it commits; the passes of the head move ``fed`` on.
+    """
+
+    def __init__(self) -> None:
+        self.fed = 0
+        self._hidden: list[Hidden] = []  # of positions fed .. length - 1
+        self._tokens: list[int] = []  # that follow them: all but the pending one
+        self._marks: dict[int, Hidden] = {}  # by length: the last hidden state at points that a rewind may return to
+
+    @property
+    def waiting(self) -> int:
+        """Positions whose pair is not in the cache."""
+        return sum(map(len, self._hidden))
+
+    @property
+    def length(self) -> int:
+        """Positions known: those of the state, unless a state was built without the ledger."""
+        return self.fed + self.waiting
+
+    @property
+    def last(self) -> Hidden | None:
+        """The hidden state of the last position, while it waits."""
+        return self._hidden[-1][-1:] if self._hidden else None
+
+    def add(self, tokens: Sequence[int], hidden: Hidden, length: int) -> None:
+        """Take in committed rows: their tokens and hidden states. ``length``: what the state held before them.
+
+        A state that was built without the ledger has lost hidden states for good; nothing can be added behind them.
+        """
+        if length != self.length:
+            return
+        self._tokens += tokens if self._hidden else tokens[1:]  # x_0 is in no pair; after a cut x_fed is in the cache
+        self._hidden.append(hidden)
+
+    def take(self, pending: int | None = None) -> tuple[list[int], Hidden]:
+        """Remove the pairs that wait, for a pass of the head; without ``pending`` the last hidden state stays."""
+        tokens, hidden = self._tokens, self._hidden[0].join(self._hidden[1:]) if self._hidden[1:] else self._hidden[0]
+        self._tokens = []
+        if pending is None:
+            self._hidden = [hidden[-1:]]
+            return tokens, hidden[:-1]
+        self._hidden = []
+        return [*tokens, pending], hidden
+
+    def resume(self, fed: int, tokens: Sequence[int], hidden: Hidden) -> None:
+        """Go on from ``fed`` pairs in the cache and these that wait; ``tokens`` without the pending one."""
+        self.fed, self._tokens, self._hidden = fed, list(tokens), [hidden]
+
+    def mark(self, points: Iterable[int]) -> None:
+        """Keep the last hidden state for a rewind to the present length, and of earlier marks those at ``points``."""
+        if self.last is not None:
+            self._marks[self.length] = self.last
+        kept = set(points)
+        self._marks = {length: hidden for length, hidden in self._marks.items() if length in kept}
+
+    def knows(self, length: int) -> bool:
+        """Whether ``cut(length)`` leaves the next pair complete: position ``length - 1`` waits, or was marked."""
+        return length == 0 or length > self.fed or length in self._marks
+
+    def cut(self, length: int) -> None:
+        """Forget all positions from ``length`` on. Where ``knows`` says no, the same token ``length`` must follow."""
+        if length > self.fed:
+            hidden = self._hidden[0].join(self._hidden[1:])
+            self._hidden, self._tokens = [hidden[: length - self.fed]], self._tokens[: length - self.fed - 1]
+        else:
+            marked = self._marks.get(length)
+            self.fed = length if marked is None else length - 1
+            self._hidden, self._tokens = [] if marked is None else [marked], []
+        self._marks = {at: hidden for at, hidden in self._marks.items() if at <= length}
+
+
 class State(abc.ABC):
-    """One sequence's caches. Everything in it is committed or provisional; ``commit`` moves the line."""
+    """One sequence's caches. Everything in it is committed or provisional; ``commit`` moves the line.
+
+    Attributes:
+        needs: what the state was made for.
+        pairs: the ledger of MTP pairs where ``needs.mtp``, else None.
+    """
+
+    needs: Needs = NO_NEEDS
+    pairs: MtpPairs | None = None
 
     @property
     @abc.abstractmethod
@@ -179,16 +329,6 @@ class State(abc.ABC):
     @abc.abstractmethod
     def capacity(self) -> int:
         """Tokens that fit, provisional ones included."""
-
-    @property
-    def mtp_length(self) -> int:
-        """True (hidden, token) pairs that the MTP cache holds; 0 without a head."""
-        return 0
-
-    @property
-    def last_hidden(self) -> Hidden | None:
-        """The hidden state of the last committed token: what the next true pair starts from."""
-        return None
 
     @abc.abstractmethod
     def nbytes(self) -> int:
@@ -202,24 +342,23 @@ class ForwardPass(abc.ABC):
     """
 
     info: ModelInfo
-    runs_greedy_cycles: bool = False
-    """Whether ``greedy_cycles`` may give something else than None."""
     notices: Sequence[str] = ()
     """What a user should know about the load of another engine's model, one sentence each; results carry them."""
 
     @abc.abstractmethod
-    def new_state(self, capacity: int) -> State:
-        """An empty state for up to ``capacity`` tokens.
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
+        """An empty state for up to ``capacity`` tokens, that gives and keeps what ``needs`` asks for.
 
         Raises: PromptError when ``capacity`` is above ``info.max_positions``.
         """
 
     @abc.abstractmethod
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        """Append a prompt chunk of any length, committed at once; gives hidden states and no logits.
+        """Append a prompt chunk of any length, committed at once; gives no logits.
 
         Any chunking leaves the same state: the same bits where parity is BITWISE, for chunks of up to ``info.max_rows``
         tokens at least. A backend that computes longer chunks with other bits says so in ``info.parity_reason``.
+        With ``state.pairs``, the pairs of the chunk pass through the MTP head (``prefill_mtp``), and one waits.
         """
 
     @abc.abstractmethod
@@ -239,7 +378,8 @@ class ForwardPass(abc.ABC):
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:  # noqa: B027
         """Append true pairs to the MTP cache: ``tokens[t]`` is the token after the one whose hidden is ``hidden[t]``.
 
-        Drops provisional entries first. The default does nothing: a model without a head has no such cache.
+        Drops provisional entries first and moves ``state.pairs.fed`` on. The default does nothing: a model without a
+        head has no such cache.
         """
 
     def decode_mtp(
@@ -253,30 +393,87 @@ class ForwardPass(abc.ABC):
     ) -> ForwardOutput:
         """One MTP pass over pairs; logits of the **last** row only, hidden states (after ``mtp.norm``) of all rows.
 
-        ``provisional=False``: the pairs are true ones; they replace provisional entries and stay.
-        ``provisional=True``: a chained step; the entries go with the next true pair.
+        ``provisional=False``: the pairs are true ones; they replace provisional entries, stay, and move
+        ``state.pairs.fed`` on. ``provisional=True``: a chained step; the entries go with the next true pair.
         ``head``: compute the logits of its ids only. They are still addressed by token id; every other id has -inf.
         A caller passes only heads that ``draft_head`` of this object made, so a pass without them may leave it out.
         """
         raise no_mtp_head(self.info)
 
-    def draft_greedy(self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int) -> tuple[int, ...] | None:
-        """Draft ``depth`` >= 1 tokens greedily in one call, where a pass can do that faster than step by step.
+    def feed_mtp(self, state: State) -> None:
+        """Run the pairs that wait through the head, all but the last one, whose token is pending."""
+        pairs = state.pairs
+        if pairs is not None and pairs.waiting > 1:
+            self.prefill_mtp(state, *pairs.take())
 
-        The same tokens, the same errors and the same state afterwards as ``decode_mtp`` with the true pairs and then
-        ``depth - 1`` chained steps, each fed with the argmax of the logits before it and the hidden state of its row.
-        None: not offered, for these arguments or at all, and nothing has changed; the caller goes step by step.
+    def draft_mtp(
+        self,
+        state: State,
+        pending: int,
+        depth: int,
+        *,
+        head: DraftHead | None = None,
+        choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
+    ) -> tuple[int, ...]:
+        """Draft up to ``depth`` tokens after ``pending`` with the MTP head.
+
+        The pairs that wait go through the head in one pass, whose last row gives the first token; every other token
+        comes from a chained step over the token before it and the head's own output.
+
+        Args:
+            pending: the last committed token.
+            head: a pruned head to draft with, as in ``decode_mtp``.
+            choose: the next token from a step's logits (one row) and the tokens drafted so far; None ends the draft.
+                The default is the argmax.
+
+        Returns nothing where no position is committed yet.
+        Raises: StateError where the state was made without ``Needs.mtp``, or has lost hidden states;
+        UnsupportedError for a model without a head.
         """
-        return None
+        pairs = self._pairs_to_draft_from(state)
+        if depth < 1 or not pairs.waiting:
+            return ()
+        if pairs.waiting > WAITING_ROWS:
+            self.feed_mtp(state)
+        options: dict[str, Any] = {} if head is None else {"head": head}  # a pass that makes no heads need not know it
+        output = self.decode_mtp(state, *pairs.take(pending), **options)
+        drafted: list[int] = []
+        while True:
+            logits = output.need_logits()
+            token = logits.argmax()[0] if choose is None else choose(logits, drafted)
+            if token is None:
+                break
+            drafted.append(token)
+            if len(drafted) == depth:
+                break
+            output = self.decode_mtp(state, [token], output.need_hidden()[-1:], provisional=True, **options)
+        return tuple(drafted)
 
-    def greedy_cycles(
-        self, state: State, start: GreedyStart, *, stop_tokens: Sequence[int], limit: int
-    ) -> GreedyCycles | None:
-        """Whole greedy cycles that the device runs without asking the host, where this pass can do that.
+    def _pairs_to_draft_from(self, state: State) -> MtpPairs:
+        if state.pairs is None:
+            raise no_mtp_pairs(self.info)
+        missing = state.length - state.pairs.length
+        if missing:
+            raise StateError(
+                f"the MTP cache lacks {missing} positions, so it cannot draft",
+                reason="the state was built without the drafter 'mtp', or after that had failed",
+                try_="a new session with the same tokens",
+            )
+        return state.pairs
 
-        From here on the state belongs to the cycles, until their ``close``. Generation ends on the device after the
+    def device_executor(
+        self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
+    ) -> Executor | None:
+        """Cycles that the device runs without asking the host, where this pass can do that: greedy, no filters.
+
+        From here on the state belongs to the executor, until its ``close``. Generation ends on the device after the
         first of ``stop_tokens`` and after ``limit`` >= 1 tokens; later cycles emit nothing and change nothing.
-        Tokens, state and drafts are those of ``decode_mtp``, ``decode`` and ``commit`` one after the other.
+        Tokens, state and drafts are those of the host's executor (``specdec.decoding.cycle``).
+
+        Args:
+            context: the committed tokens, a live view.
+            draft: how to draft.
+
         None: not offered, for these arguments or at all, and nothing has changed.
         """
         return None
@@ -306,8 +503,11 @@ class ForwardPass(abc.ABC):
         """A copy of everything committed; independent of what happens to ``state`` later."""
 
     @abc.abstractmethod
-    def restore(self, snapshot: Snapshot) -> State:
-        """A new state equal, bit for bit, to the one that ``snapshot`` was taken from."""
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
+        """A new state equal, bit for bit, to the one that ``snapshot`` was taken from, made for ``needs``.
+
+        Where ``needs.mtp`` asks for pairs that the snapshot does not have, ``state.pairs`` stays behind the state.
+        """
 
     def to_host(self, array: Any) -> Any:
         """An array of a ``Snapshot`` in host memory, of the same dtype, as a torch tensor or as ``torch.as_tensor``
@@ -320,65 +520,69 @@ class ForwardPass(abc.ABC):
 
 
 @attrs.frozen
-class GreedyStart:
-    """What greedy drafting with an MTP head takes to go on from here.
+class DeviceDraft:
+    """Drafting that a device can do by itself: greedily, with the target's MTP head.
 
     Attributes:
-        tokens: the tokens after those of ``hidden``; the last one is the pending token.
-        hidden: hidden states of the committed positions whose true pairs the MTP cache does not hold yet, at least one.
-        head: the head to draft with; None for the full one.
+        mtp: False where nothing is ever drafted: cycles of depth 0 only.
+        head: a pruned head to draft with; None for the full one.
     """
 
-    tokens: tuple[int, ...]
-    hidden: Hidden
+    mtp: bool = True
     head: DraftHead | None = None
 
 
 @attrs.frozen
-class GreedyCycle:
-    """What one cycle of ``GreedyCycles`` did.
+class Outcome:
+    """What one cycle came to, before it is kept.
 
     Attributes:
-        drafted: the K draft tokens; -1 from where the drafting head's logits were not finite.
-        accepted: how many of them the target would have chosen itself.
-        emitted: the tokens that it committed: accepted ones and the next token, cut where generation ended.
+        drafted: the K draft tokens; -1 from where the logits of a head on the device were not finite.
+        accepted: how many of them the verifier accepted.
+        emitted: the tokens that it gives: accepted ones and the next token, cut where a device ended generation.
+        deviations: of the emitted tokens, as in ``Verdict``.
+        draft_seconds, verify_seconds: wall-clock by phase; 0 from a device, which runs a cycle in one piece.
     """
 
     drafted: tuple[int, ...]
     accepted: int
     emitted: tuple[int, ...]
+    deviations: tuple[tuple[int, float], ...] = ()
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
 
-class GreedyCycles(abc.ABC):
-    """Cycles in flight: each one drafts greedily, verifies, decides and commits on the device.
+class Executor(abc.ABC):
+    """Who runs the cycles of one generation: draft, verify, decide, commit.
 
-    The host may submit a cycle before it has collected the one before, and so hides its own time.
+    ``submit`` and ``collect`` come in pairs, ``keep`` follows every ``collect``. On a device, a cycle may be submitted
+    before the one ahead of it is collected: the host then works while the device does.
     """
 
     @abc.abstractmethod
     def submit(self, depth: int) -> None:
-        """Start a cycle of ``depth`` >= 1 draft tokens behind those in flight.
+        """Start a cycle of at most ``depth`` >= 0 draft tokens behind those in flight.
 
         The caller sees to the room: every cycle in flight may append ``depth + 1`` rows.
         """
 
     @abc.abstractmethod
-    def collect(self) -> GreedyCycle:
+    def collect(self) -> Outcome:
         """The outcome of the oldest cycle in flight, when it is there.
 
-        Raises: ContractError when the target's logits are not finite.
+        Raises: ContractError when the verifier breaks its contract, or the target's logits are not finite.
         """
 
     @abc.abstractmethod
     def keep(self, tokens: int) -> None:
-        """Take back all but the first ``tokens`` >= 1 tokens that the last collected cycle emitted.
+        """Keep the first ``tokens`` tokens that the last collected cycle emitted; the last one becomes pending.
 
-        Only while no cycle is in flight. The last token that stays becomes the pending token.
+        The caller has appended them to the sequence. Fewer than all, and at least one, only with no cycle in flight.
         """
 
     @abc.abstractmethod
-    def close(self) -> Hidden:
-        """Give the state back; ``hidden`` of a ``GreedyStart`` that goes on from here. No cycle may be in flight."""
+    def close(self) -> None:
+        """Leave the target's state as single passes would. No cycle may be in flight."""
 
 
 @attrs.frozen
@@ -408,6 +612,13 @@ def no_mtp_head(info: ModelInfo) -> UnsupportedError:
         f"this {info.family} model has no MTP head",
         try_='drafter.name = "ngram", or a checkpoint that kept its mtp.* tensors',
     )
+
+
+def no_mtp_pairs(info: ModelInfo) -> SpecdecError:
+    """The error for drafting from a state without ``MtpPairs``."""
+    if not info.mtp_layers:
+        return no_mtp_head(info)
+    return StateError("the state was made without Needs.mtp", try_="new_state(capacity, Needs(mtp=True))")
 
 
 class LogitsProcessor(abc.ABC):
@@ -554,10 +765,8 @@ class Drafter(abc.ABC):
     The engine reports every token once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle.
     """
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
-
     def prefill(self, context: Context, output: ForwardOutput) -> None:  # noqa: B027
-        """See a prompt chunk that the target has just taken in: the last ``len(output.hidden)`` tokens of ``context``.
+        """See a prompt chunk that the target has just taken in: the last ``output.rows`` tokens of ``context``.
 
         Here, and only here, ``context`` has no pending token: it is what the target's state holds.
         """
@@ -573,30 +782,22 @@ class Drafter(abc.ABC):
         committed; ``context`` ends with the accepted tokens and ``verdict.next_token``.
         """
 
-    def hand_over(self, context: Context) -> GreedyStart | None:
-        """What the target needs to draft as this drafter would, all by itself (``ForwardPass.greedy_cycles``).
+    def device_draft(self, context: Context) -> DeviceDraft | None:
+        """How a device would draft exactly what ``propose`` would, under the settings in ``context``.
 
-        A drafter that says so drafts greedily with the target's MTP head, and does nothing but that, under the settings
-        in ``context``. It is not called again before ``take_back``. None, the default: ``propose`` goes on being asked.
+        A drafter that says so does nothing but that: while a device runs the cycles, it is asked for no draft and shown
+        no verdict. None, the default: ``propose`` is asked for every draft.
         """
         return None
-
-    def take_back(self, hidden: Hidden) -> None:  # noqa: B027
-        """Go on after cycles that the target ran: ``hidden`` is what ``GreedyCycles.close`` gave."""
 
     def rewind(self, length: int) -> None:  # noqa: B027
         """Forget everything after the first ``length`` tokens that the target's state holds."""
 
-    def settle(self, context: Context) -> None:  # noqa: B027
-        """Move what must survive a snapshot into the target's state; called before one is taken.
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        """A copy of the drafter's own state that is costly to build again; None where there is none.
 
-        A drafter built later over the restored state, after seeing the same tokens, must propose the same drafts.
-        """
-
-    def snapshot(self) -> DrafterSnapshot | None:
-        """A copy of the drafter's own state that is costly to build again, after ``settle``; None where there is none.
-
-        It comes back as ``DrafterEnv.saved`` when a session is forked or loaded. A drafter must also work without it.
+        It comes back as ``DrafterEnv.saved`` when a session is forked or loaded. A drafter must also work without it:
+        it has then seen none of the tokens, and reads them from ``context``.
         """
         return None
 
@@ -612,9 +813,6 @@ class Verifier(abc.ABC):
     bound: float | None = None
     """What a BOUNDED verifier promises per token: the largest gap, in nats, to the best logit."""
     draft_noise: ClassVar[DraftNoise] = DraftNoise.COUPLED
-    greedy_is_argmax: ClassVar[bool] = False
-    """Whether, at temperature 0 and without filters, it accepts what equals the target's argmax and goes on with that:
-    the one decision that a device may take by itself."""
 
     @abc.abstractmethod
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
@@ -627,6 +825,13 @@ class Verifier(abc.ABC):
         Raises: ShapeError when there are not K+1 rows, the usual off-by-one.
         """
 
+    def is_argmax(self, sampling: Sampling) -> bool:
+        """Whether under these settings it does nothing but accept what equals the target's argmax, and go on with that.
+
+        This is the one decision that a device may take by itself. The default is False.
+        """
+        return False
+
 
 @attrs.frozen
 class CycleRecord:
@@ -634,13 +839,13 @@ class CycleRecord:
 
     position: int  # committed tokens before the cycle
     depth: int  # tokens asked for
-    offered: int  # tokens drafted, after the engine cut what cannot be used
+    offered: int  # tokens drafted, after what cannot be used was cut
     accepted: int
     emitted: tuple[int, ...]  # committed by this cycle
     draft_seconds: float
     verify_seconds: float
     commit_seconds: float
-    whole: bool = False  # run by the device, which does not tell phases apart: verify_seconds has all of its time
+    on_device: bool = False  # the device ran it in one piece: verify_seconds has all of its time
     drafted: tuple[int, ...] = ()  # the draft as verified
 
 
@@ -732,15 +937,20 @@ class PrepareEnv:
 class DrafterSpec:
     """``factory(config, env)`` makes one drafter per sequence; ``prepare(config, env)`` runs once per pipeline.
 
-    ``prepare`` gets a ``PrepareEnv``; what it returns is every drafter's ``env.shared``.
+    ``prepare`` gets a ``PrepareEnv``; what it returns is every drafter's ``env.shared``. ``needs`` may depend on it:
+    ``needs(config, shared)`` of a head whose checkpoint names the layers that it reads.
     """
 
     name: str
     factory: Callable[[Any, DrafterEnv], Drafter]
     config: type = NoConfig
-    needs: frozenset[Need] = frozenset()
+    needs: Needs | Callable[[Any, Any], Needs] = NO_NEEDS
     prepare: Callable[[Any, PrepareEnv], Any] | None = None
     help: str = ""
+
+    def needs_of(self, config: Any, shared: Any) -> Needs:
+        """``needs`` for this configuration, and what ``prepare`` returned."""
+        return self.needs if isinstance(self.needs, Needs) else self.needs(config, shared)
 
 
 @attrs.frozen(kw_only=True)

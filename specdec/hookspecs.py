@@ -1,7 +1,7 @@
 """The hooks. A plugin is a module (or an object) with some of these functions, each marked ``@hookimpl``.
 
 Its distribution names it in the entry-point group ``specdec``: ``ngram = "specdec_ngram"``. Hooks return immutable
-specs and never change a registry, so ownership, duplicates and failures are settled in one place, ``plugins.py``.
+specs and never change a registry: ownership, duplicates and failures are settled in ``specdec.registry`` alone.
 """
 
 from __future__ import annotations

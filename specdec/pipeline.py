@@ -9,11 +9,12 @@ from typing import Any
 import attrs
 
 from specdec.config import Choice, RunConfig, TargetConfig
-from specdec.contract import ForwardPass, Guarantee, Need, Parity, PrepareEnv
+from specdec.contract import ForwardPass, Guarantee, Needs, Parity, PrepareEnv
 from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
 from specdec.decoding.parts import DepthPart, DrafterPart, Parts, make_verifier
 from specdec.decoding.result import Result
-from specdec.decoding.session import Session, Stream
+from specdec.decoding.session import Session
+from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, UnsupportedError
 from specdec.models.loading import load_target
 from specdec.records.cost_table import CostTable
@@ -67,7 +68,8 @@ def build(config: RunConfig) -> LanguageModel:
     loaded = load_target(config)
     target, notices = loaded.target, list(loaded.notices)
     drafter = named or DrafterPart.of(Choice("mtp" if target.info.mtp_layers else "ngram", source="drafter = auto"))
-    _check_needs(drafter, target)
+    if isinstance(drafter.spec.needs, Needs):  # else they are known after ``prepare``
+        _check_needs(drafter, drafter.spec.needs, target)
 
     def load_second(asked: TargetConfig) -> tuple[ForwardPass, Tokenizer]:
         second = load_target(attrs.evolve(config, target=asked))
@@ -75,13 +77,10 @@ def build(config: RunConfig) -> LanguageModel:
         return second.target, second.tokenizer
 
     env = PrepareEnv(target=target, tokenizer=loaded.tokenizer, load=load_second, notices=notices)
+    drafter = drafter.prepared(env)
+    _check_needs(drafter, drafter.needs, target)
     lm = LanguageModel(
-        config=config,
-        target=target,
-        tokenizer=loaded.tokenizer,
-        drafter=drafter.prepared(env),
-        verifier=verifier,
-        depth=depth,
+        config=config, target=target, tokenizer=loaded.tokenizer, drafter=drafter, verifier=verifier, depth=depth
     )
     lm.session()  # a drafter or policy that cannot start should say so now
     known = functools.cache(lambda file: costs_of(lm, notices, file))
@@ -120,9 +119,8 @@ def _may_adapt(lm: Parts, costs: Callable[[], CostTable], notices: list[str]) ->
     return False
 
 
-def _check_needs(drafter: DrafterPart, target: ForwardPass) -> None:
-    if Need.MTP in drafter.spec.needs and not target.info.mtp_layers:
-        raise UnsupportedError(
-            f"the drafter {drafter.spec.name!r} needs an MTP head, and this {target.info.family} checkpoint has none",
-            try_='drafter.name = "ngram", or a checkpoint that kept its mtp.* tensors',
-        )
+def _check_needs(drafter: DrafterPart, needs: Needs, target: ForwardPass) -> None:
+    unmet = needs.unmet(target.info)
+    if unmet is not None:
+        kept = ", or a checkpoint that kept its mtp.* tensors" if needs.mtp else ""
+        raise UnsupportedError(f"the drafter {drafter.spec.name!r} needs {unmet}", try_=f'drafter.name = "ngram"{kept}')

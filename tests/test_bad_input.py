@@ -366,6 +366,7 @@ def check_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_refuses_a_truncated_file(folder: pathlib.Path) -> None:
     truncated(folder)
     done = run("generate", "-m", str(folder), "-p", "the")
@@ -381,6 +382,7 @@ def test_the_command_line_refuses_a_setting_and_says_so_in_json(folder: pathlib.
     assert "max_new_tokens" in told["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_command_line_refuses_an_unknown_key_and_a_token_outside(folder: pathlib.Path) -> None:
     check_refused(run("generate", "-m", str(folder), "-p", "the", "-s", "drafter.nmae=ngram"), "nmae")
     check_refused(

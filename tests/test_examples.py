@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from specdec.config import load_config, structure_choice
 from specdec.contract import Context, DrafterEnv, Guarantee, NoConfig, Sampling
 from specdec.decoding.cycle import Sequence, run_cycle
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.drafters.none import NoDrafter
 from specdec.errors import ConfigError
 from specdec.registry import BUILT_INS, Registry, use_registry

@@ -483,7 +483,11 @@ def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any 
         config=config,
         target=target,
         tokenizer=_tokenizer(folder),
-        drafter=DrafterPart(spec=DrafterSpec(name="tested", factory=lambda config, env: make_drafter(env))),
+        drafter=DrafterPart(
+            spec=DrafterSpec(
+                name="tested", factory=lambda config, env: make_drafter(env), needs=needs_of(target, final_hidden=False)
+            )
+        ),
         verifier=StrictVerifier(None),
         depth=DepthPart(spec=DepthPolicySpec(name="tested", factory=lambda config: make_policy())),
     )
@@ -494,6 +498,13 @@ def _tokenizer(folder: pathlib.Path) -> Any:
     from specdec.text import Tokenizer
 
     return Tokenizer.from_folder(folder)
+
+
+def needs_of(target: Any, *, final_hidden: bool = True) -> Any:
+    """Everything that a target can give but the states between its layers."""
+    from specdec.contract import Needs
+
+    return Needs(mtp=bool(target.info.mtp_layers), final_hidden=final_hidden)
 
 
 def state_arrays(target: Any, state: Any) -> dict[str, torch.Tensor]:
@@ -522,7 +533,7 @@ def plain_run(target: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 def held(target: Any, prompt: Sequence[int], generated: Sequence[int] = ()) -> Any:
     """A fresh state that holds all tokens but the last: the prompt prefilled at once, the others row by row."""
-    state = target.new_state(target.info.max_positions)
+    state = target.new_state(target.info.max_positions, needs_of(target))
     if len(prompt) > 1:
         target.prefill(state, prompt[:-1])
     for token in [prompt[-1], *generated][: len(generated)]:

@@ -9,7 +9,7 @@ from specdec.backends import Backend
 from specdec.config import structure_options
 from specdec.contract import BackendSpec
 from specdec.errors import PluginError, UnsupportedError
-from specdec.registry import Kind, constructed, registry
+from specdec.registry import Kind, registry
 
 
 def auto_backend() -> tuple[str, list[str]]:
@@ -62,7 +62,7 @@ def make_backend(
     if reason is not None:
         raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
     config: Any = structure_options(options or {}, spec.config, "target.backend_options", source)
-    backend = constructed("backend", spec.name, lambda: spec.factory(config))
+    backend = registry().build(spec, lambda: spec.factory(config))
     if not isinstance(backend, Backend):
         raise PluginError(
             f"the backend {spec.name!r} is a {type(backend).__name__}", takes="a subclass of specdec.backends.Backend"

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
-from specdec.backends.passes import Body, EagerPasses, Passes
-from specdec.contract import Hidden, Logits, Parity
+from specdec.backends.passes import Body, EagerPasses, ExecutorSetup, Pass, Passes
+from specdec.contract import Executor, Hidden, Logits, Parity
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -389,6 +389,13 @@ class Ops(abc.ABC):
         """The array inside a handle that this backend made."""
 
     # --- how passes are launched -----------------------------------------------------------------------------------
+
+    def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> Executor | None:
+        """Cycles that run on the device without the host, over passes which these ops bound; None where not offered.
+
+        ``head`` is the MTP head's pass, None without ``setup.waiting``; its cache then holds true pairs alone.
+        """
+        return None
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
         """Passes of ``body``, recorded once per number of rows where the backend can, with the bits of the ops.

@@ -8,13 +8,13 @@ this file is the joint. Ops that offer nothing run eagerly.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import attrs
 
 from specdec.backends.caches import Array, Cache, HeadRows
-from specdec.contract import GreedyCycle
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens, and hidden states ``[T, H]`` where it takes some.
@@ -23,27 +23,25 @@ It gives an array ``[T, H]`` and appends provisional rows to the caches. What it
 """
 
 
-class Pass(Protocol):
+class Pass(abc.ABC):
     """One kind of pass over the caches of one sequence."""
 
+    @abc.abstractmethod
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         """What the body gives for these tokens; it stays valid whatever runs later."""
 
+    @abc.abstractmethod
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last run in all caches; 0 keeps nothing."""
 
-
-@runtime_checkable
-class ChainsGreedily(Pass, Protocol):
-    """A pass that can draft: run several times, each time over the token that its last output led to."""
-
     def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:
-        """``depth`` >= 1 tokens: each the best, by the head ``[V, H]``, for the last row of a pass.
+        """Draft greedily: ``depth`` >= 1 tokens, each the best, by the head ``[V, H]``, for the last row of a pass.
 
         The first pass runs over ``tokens`` and ``hidden``, every other over the token before it and that last row. All
         their rows are kept in the caches, those of a pass that is followed by no token too. Same bits as pass by pass.
         None: not offered for these arguments; nothing happened. Raises: ContractError for logits that are not finite.
         """
+        return None
 
 
 class Passes(Protocol):
@@ -56,55 +54,43 @@ class Passes(Protocol):
 
 
 @attrs.frozen(kw_only=True)
-class CycleSetup:
-    """What cycles over a target's pass and its head's pass start from; see ``specdec.contract.GreedyStart``.
+class WaitingPairs:
+    """The MTP pairs that wait when a device takes the cycles over, and the head to draft with.
 
     Attributes:
-        tokens: of the pairs that wait, the pending token last.
+        tokens: of the pairs, the pending token last.
         hidden: their hidden states ``[n, H]``.
-        lm_head: the target's output head ``[V, H]``, as ``weight()`` returned it.
-        draft_head: the one that drafts are made with: a weight, or rows that ``head_rows`` gathered where ``pruned``.
-        stop_tokens: generation ends after one of these.
-        limit: and after so many tokens.
+        head: a weight, or the rows of one that ``head_rows`` gathered.
     """
 
     tokens: tuple[int, ...]
     hidden: Array
+    head: Array | HeadRows
+
+
+@attrs.frozen(kw_only=True)
+class ExecutorSetup:
+    """What a device's executor starts from.
+
+    Attributes:
+        pending: the token that rides in the first verification pass.
+        waiting: None where nothing is drafted; then all cycles have depth 0.
+        lm_head: the target's output head ``[V, H]``, as ``weight()`` returned it.
+        stop_tokens: generation ends after one of these.
+        limit: and after so many tokens.
+        closed: called by ``close`` with the hidden states ``[n, H]`` of the pairs that wait then (None without
+            ``waiting``), once all caches are as single passes would have left them.
+    """
+
+    pending: int
+    waiting: WaitingPairs | None
     lm_head: Array
-    draft_head: Array | HeadRows
-    pruned: bool
     stop_tokens: tuple[int, ...]
     limit: int
+    closed: Callable[[Array | None], None]
 
 
-class PassCycles(Protocol):
-    """Greedy cycles over the caches of one sequence: ``specdec.contract.GreedyCycles`` over passes."""
-
-    def submit(self, depth: int) -> None:
-        """Start a cycle behind those in flight."""
-
-    def collect(self) -> GreedyCycle:
-        """The outcome of the oldest cycle in flight."""
-
-    def keep(self, tokens: int) -> None:
-        """Take back all but the first ``tokens`` tokens of the last collected cycle; none is in flight."""
-
-    def close(self) -> Array:
-        """Leave both passes' caches as single passes would; hidden states ``[n, H]`` of the pairs that wait then."""
-
-
-@runtime_checkable
-class RunsGreedyCycles(Protocol):
-    """Ops that can run whole greedy cycles without the host."""
-
-    def greedy_cycles(self, target: Pass, mtp: Pass, setup: CycleSetup) -> PassCycles | None:
-        """Cycles over these passes, which the same ops bound; None where they cannot run these. Nothing happened then.
-
-        The head's cache holds true pairs alone when this is called.
-        """
-
-
-class EagerPass:
+class EagerPass(Pass):
     """The ops of a body one by one."""
 
     def __init__(self, body: Body, caches: Sequence[Cache]) -> None:

@@ -148,8 +148,7 @@ def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
     computes them in the stored dtype, vectorised and without a copy, so this costs what reading the memory costs.
     """
     if found.coding is not None:
-        condition = check(found.coding)
-        return condition.finite, condition.zero
+        return check(found.coding)
     tensor = checkpoint.load(found.tensors[0])
     if tensor.numel() == 0:
         return True, False

@@ -9,7 +9,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.contract import BackendSpec, DrafterSpec, ModelSpec
+from specdec.contract import BackendSpec, DrafterSpec, ModelSpec, Needs
 from specdec.registry import KINDS, Entry, Failure, Kind, registry
 
 
@@ -64,11 +64,16 @@ def _entry(entry: Entry) -> dict[str, Any]:
         return {**data, "model_types": list(spec.model_types)}
     data["options"] = _options(spec.config)
     if isinstance(spec, DrafterSpec):
-        data["needs"] = sorted(need.value for need in spec.needs)
+        data["needs"] = _needs(spec.needs)
     if isinstance(spec, BackendSpec):
         data["reason"] = _unavailable(spec)
         data["available"] = data["reason"] is None
     return data
+
+
+def _needs(needs: object) -> list[str]:
+    """What a drafter needs from its target, where that does not depend on its configuration."""
+    return [field for field, value in attrs.asdict(needs).items() if value is True] if isinstance(needs, Needs) else []
 
 
 def _options(config: type) -> dict[str, str]:

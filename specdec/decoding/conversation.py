@@ -9,7 +9,8 @@ from typing import Any
 from specdec.contract import Stats
 from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result
-from specdec.decoding.session import Session, Stream
+from specdec.decoding.session import Session
+from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, SessionFileError, StateError
 
 _SAVED = "conversation"  # key of Session.extra

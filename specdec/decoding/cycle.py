@@ -13,125 +13,139 @@ from time import perf_counter
 import attrs
 import structlog
 
-from specdec.contract import EMPTY_DRAFT, Context, CycleRecord, Draft, Drafter, ForwardPass, State, Verdict, Verifier
-from specdec.decoding.result import RunStats, TokenLogprobs
+from specdec.contract import (
+    EMPTY_DRAFT,
+    Context,
+    Draft,
+    Drafter,
+    Executor,
+    ForwardOutput,
+    ForwardPass,
+    Outcome,
+    State,
+    Verdict,
+    Verifier,
+)
+from specdec.decoding.result import TokenLogprobs
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ContractError
 from specdec.sampling import Rows
 
 log = structlog.get_logger(__name__)
 
-Cut = Callable[[tuple[int, ...]], int]
-"""How many of the tokens that a cycle would emit may stay: at least 1, fewer than all where generation ends there."""
-
 
 @attrs.define(kw_only=True)
-class Sequence:
-    """One sequence in the engine's hands: tokens, the states that hold them, and who drafts and decides."""
+class LiveSequence:
+    """One sequence while it is decoded: its tokens, the state that holds them, and who drafts and decides.
+
+    Attributes:
+        tokens: all committed tokens, the pending one last. This list has no other owner.
+        context: a view of ``tokens``.
+        logprobs: of the generated tokens, where they were asked for.
+        intact: False from the first change of a step to its last; an interruption leaves it so, and the state must be
+            built again from the tokens.
+        failure: why the drafter was switched off; empty while it works.
+    """
 
     target: ForwardPass
     state: State
     drafter: Drafter
     verifier: Verifier
     tokens: list[int]
-    context: Context  # a view of ``tokens``
-    logprobs: list[TokenLogprobs] = attrs.field(factory=list)  # of the generated tokens, when asked for
-    intact: bool = True  # False during a cycle; an interruption leaves it so, and the states must be built again
-    speculating: bool = True  # False once the drafter failed
+    context: Context
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
+    intact: bool = True
+    failure: str = ""
+
+    @property
+    def speculating(self) -> bool:
+        """Whether the drafter is asked for drafts."""
+        return not self.failure
+
+    def guard(self, moment: str, call: Callable[[], None]) -> None:
+        """Call the drafter. If it fails, speculation ends for this sequence, with the reason; generation goes on."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  (any bug of a third party's drafter)
+            self.give_up(f"the drafter failed in {moment}: {type(error).__name__}: {error}")
+
+    def give_up(self, reason: str) -> None:
+        """End speculation for this sequence."""
+        self.failure = reason
+        log.warning("drafter_failed", reason=reason)
 
 
-def run_cycle(sequence: Sequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
-    """Run one cycle of at most ``depth`` draft tokens; appends what it emits to ``sequence.tokens``.
+class HostExecutor(Executor):
+    """Runs one cycle at a time: ``submit`` drafts, verifies and decides, ``keep`` commits.
 
-    Raises: ContractError when the verifier breaks its contract. A drafter that fails is switched off, with the reason
-    in ``stats``, and the cycle goes on without a draft.
+    A drafter that fails is switched off, and the cycle goes on without a draft.
     """
-    target, state, tokens = sequence.target, sequence.state, sequence.tokens
-    position = len(tokens)
-    sequence.context.cycle += 1
-    sequence.intact = False  # an interruption from here on leaves states that disagree
 
-    started = perf_counter()
-    draft = _draft(sequence, depth, stats) if depth > 0 and sequence.speculating else EMPTY_DRAFT
-    drafted = perf_counter()
+    def __init__(self, sequence: LiveSequence, stats: RunStats) -> None:
+        self._sequence = sequence
+        self._stats = stats
 
-    output = target.decode(state, [tokens[-1], *draft.tokens])
-    verdict = sequence.verifier.verify(draft, output.need_logits(), sequence.context)
-    _check(verdict, draft, target.info.vocab_size)
-    emitted = (*draft.tokens[: verdict.accepted], verdict.next_token)
-    kept = cut(emitted)
-    verified = perf_counter()
+    def submit(self, depth: int) -> None:
+        sequence = self._sequence
+        started = perf_counter()
+        draft = self._draft(depth) if depth > 0 and sequence.speculating else EMPTY_DRAFT
+        drafted = perf_counter()
+        output = sequence.target.decode(sequence.state, [sequence.tokens[-1], *draft.tokens])
+        verdict = sequence.verifier.verify(draft, output.need_logits(), sequence.context)
+        _check(verdict, draft, sequence.target.info.vocab_size)
+        self._cycle = draft, output, verdict
+        self._seconds = drafted - started, perf_counter() - drafted
 
-    if kept < len(emitted):
-        emitted = emitted[:kept]
-        # cut off accepted draft tokens were still decided by the target: the last kept one becomes the pending token
-        final = verdict.cut(kept, emitted[-1])
-    else:
-        final = verdict
-    if sequence.context.sampling.logprobs is not None:
-        rows = Rows(output.need_logits(), draft.tokens, sequence.context)
-        sequence.logprobs += [_logprobs(rows, row, token) for row, token in enumerate(emitted)]
-    target.commit(state, final.accepted + 1)
-    tokens.extend(emitted)
-    if sequence.speculating:
-        guarded(sequence, stats, "observe", lambda: sequence.drafter.observe(final, output, sequence.context))
-    sequence.intact = True
-    committed = perf_counter()
+    def collect(self) -> Outcome:
+        draft, _, verdict = self._cycle
+        emitted = (*draft.tokens[: verdict.accepted], verdict.next_token)
+        return Outcome(draft.tokens, verdict.accepted, emitted, verdict.deviations, *self._seconds)
 
-    record = CycleRecord(
-        position=position,
-        depth=depth,
-        offered=len(draft.tokens),
-        accepted=verdict.accepted,
-        emitted=emitted,
-        draft_seconds=drafted - started,
-        verify_seconds=verified - drafted,
-        commit_seconds=committed - verified,
-        drafted=draft.tokens,
-    )
-    stats.add(record, final.deviation)
-    return record
+    def keep(self, tokens: int) -> None:
+        sequence, (draft, output, verdict) = self._sequence, self._cycle
+        if tokens <= verdict.accepted:  # accepted tokens were decided by the target too: the last one becomes pending
+            verdict = verdict.cut(tokens, draft.tokens[tokens - 1])
+        if sequence.context.sampling.logprobs is not None:
+            self._add_logprobs(draft, output, sequence.tokens[-tokens:])
+        sequence.target.commit(sequence.state, tokens)
+        if sequence.speculating:
+            sequence.guard("observe", lambda: sequence.drafter.observe(verdict, output, sequence.context))
 
+    def close(self) -> None:
+        """Nothing is ever in flight."""
 
-def _logprobs(rows: Rows, row: int, token: int) -> TokenLogprobs:
-    logs, top = rows.logprobs(row)
-    return TokenLogprobs(token, float(logs[token]), tuple((best, float(logs[best])) for best in top))
+    def _draft(self, depth: int) -> Draft:
+        """Ask the drafter, and cut what cannot be verified: too many tokens, ids outside the vocabulary."""
+        sequence, stats, draft = self._sequence, self._stats, EMPTY_DRAFT
 
+        def propose() -> None:
+            nonlocal draft
+            proposed = sequence.drafter.propose(sequence.context, depth)
+            draft = Draft(tuple(map(operator.index, proposed.tokens)), proposed.probs)  # a float would become a token
 
-def _draft(sequence: Sequence, depth: int, stats: RunStats) -> Draft:
-    """Ask the drafter, and cut what cannot be verified: too many tokens, ids outside the vocabulary."""
-    draft = EMPTY_DRAFT
+        sequence.guard("propose", propose)
+        usable = len(draft.tokens)
+        if usable > depth:
+            stats.fault("draft longer than asked for")
+            usable = depth
+        vocab = sequence.target.info.vocab_size
+        for position, token in enumerate(draft.tokens[:usable]):
+            if not 0 <= token < vocab:
+                stats.fault("draft token outside the vocabulary")
+                usable = position
+                break
+        for processor in sequence.context.sampling.processors:
+            usable = processor.legal(draft.tokens[:usable], sequence.context)
+        if usable < len(draft.tokens):
+            draft = Draft(draft.tokens[:usable], None if draft.probs is None else draft.probs[:usable])
+        return draft
 
-    def propose() -> None:
-        nonlocal draft
-        proposed = sequence.drafter.propose(sequence.context, depth)
-        draft = Draft(tuple(map(operator.index, proposed.tokens)), proposed.probs)  # a float would become a token
-
-    guarded(sequence, stats, "propose", propose)
-    usable = len(draft.tokens)
-    if usable > depth:
-        stats.fault("draft longer than asked for")
-        usable = depth
-    vocab = sequence.target.info.vocab_size
-    for position, token in enumerate(draft.tokens[:usable]):
-        if not 0 <= token < vocab:
-            stats.fault("draft token outside the vocabulary")
-            usable = position
-            break
-    for processor in sequence.context.sampling.processors:
-        usable = processor.legal(draft.tokens[:usable], sequence.context)
-    if usable < len(draft.tokens):
-        draft = Draft(draft.tokens[:usable], None if draft.probs is None else draft.probs[:usable])
-    return draft
-
-
-def guarded(sequence: Sequence, stats: RunStats, moment: str, call: Callable[[], None]) -> None:
-    """Run a drafter's method; a failure ends speculation for this sequence, with its reason, not the generation."""
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  (any bug of a third party's drafter)
-        sequence.speculating = False
-        stats.inactive_reason = f"the drafter failed in {moment}: {type(error).__name__}: {error}"
-        log.warning("drafter_failed", moment=moment, error=repr(error))
+    def _add_logprobs(self, draft: Draft, output: ForwardOutput, emitted: list[int]) -> None:
+        rows = Rows(output.need_logits(), draft.tokens, self._sequence.context)
+        for row, token in enumerate(emitted):
+            logs, best = rows.logprobs(row)
+            top = tuple((one, float(logs[one])) for one in best)
+            self._sequence.logprobs.append(TokenLogprobs(token, float(logs[token]), top))
 
 
 def _check(verdict: Verdict, draft: Draft, vocab_size: int) -> None:

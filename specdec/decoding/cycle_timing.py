@@ -15,11 +15,12 @@ import attrs
 import structlog
 import torch
 
-from specdec.contract import Need
-from specdec.decoding import cycle as engine
+from specdec.contract import Needs
+from specdec.decoding.loop import run_cycle
 from specdec.decoding.parts import Parts
-from specdec.decoding.result import RunStats
+from specdec.decoding.prefill import prefill
 from specdec.decoding.session import Session
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.records import machine
 from specdec.records.cost_table import COSTS, CostIdentity, CostTable, parse_costs, read_costs, write_costs
@@ -137,8 +138,13 @@ def warm_up(lm: Parts, depths: Iterable[int]) -> None:
     measured = _Measured(lm, max(1, min(CONTEXT, lm.capacity - max(allowed) - 2)))
     for depth in allowed:
         measured.cycle(depth, keep=False)
-    if Need.MTP in lm.drafter.spec.needs:
-        measured.feed_head(max(allowed) + 1)
+    if lm.drafter.needs.mtp:
+        target, rows = lm.target, max(allowed) + 1
+        room = min(rows * (rows + 1) // 2, target.info.max_positions)  # chained entries stay
+        state = target.new_state(room, Needs(mtp=True, final_hidden=True))
+        hidden = target.decode(state, [0] * rows).need_hidden()
+        for count in range(1, rows + 1):
+            target.decode_mtp(state, [0] * count, hidden[:count], provisional=True)
 
 
 class _Measured:
@@ -148,7 +154,7 @@ class _Measured:
         self._session = Session(lm)
         self._session.feed([(7 * i + 3) % min(lm.info.vocab_size, 1000) for i in range(context)])
         self._stats = RunStats()
-        self._session.prefill(self._stats)
+        prefill(self._session.sequence, self._stats)
         self._context, self._capacity = context, lm.capacity
         self._verify: dict[int, list[float]] = {}
         self._draft: dict[int, list[float]] = {}
@@ -159,9 +165,9 @@ class _Measured:
         session, stats = self._session, self._stats
         if len(session.tokens) + depth + 1 > self._capacity:
             session.rewind(self._context)
-            session.prefill(stats)
+            prefill(session.sequence, stats)
         sequence = session.sequence
-        record = engine.run_cycle(sequence, depth, lambda emitted: 1, stats)
+        record = run_cycle(sequence, depth, lambda emitted: 1, stats)
         seconds = record.verify_seconds
         if record.offered < depth:
             started = perf_counter()
@@ -174,15 +180,6 @@ class _Measured:
             if record.offered:
                 self._draft.setdefault(record.offered, []).append(record.draft_seconds)
             self._commit.append(record.commit_seconds)
-
-    def feed_head(self, rows: int) -> None:
-        """MTP passes of 1 to ``rows`` pairs. The drafter has not seen them: no cycle may follow."""
-        target, state = self._session.sequence.target, self._session.sequence.state
-        tokens = list(self._session.tokens[-1:]) * rows
-        hidden = target.decode(state, tokens).need_hidden()
-        for count in range(1, rows + 1):
-            target.decode_mtp(state, tokens[:count], hidden[:count], provisional=True)
-        target.commit(state, 0)
 
     def table(self) -> CostTable:
         """What was measured so far."""

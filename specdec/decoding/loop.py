@@ -1,162 +1,158 @@
-"""The cycles of one generation: step by step through the engine, or whole ones on the device where that is possible.
+"""The decoding loop: submit a cycle, collect its outcome, keep what may stay.
 
-A device that drafts, verifies, decides and commits by itself (``ForwardPass.greedy_cycles``) needs the host for nothing
-but text and the end of generation. Its cycles give the same tokens as the engine's, so this is a matter of speed alone.
-The host then works one cycle behind: the next one runs while it looks at the last one.
+Who runs the cycles is the executor's affair: the host, step by step, or the device, whole cycles at a time. Both give
+the same tokens. Where nothing but the device's own rules can end generation, the loop submits one cycle ahead, so that
+the device works while the host looks at the outcome before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
-import structlog
+from specdec.contract import CycleRecord, Deviation, DeviceDraft, Executor, Outcome
+from specdec.decoding.cycle import HostExecutor, LiveSequence
+from specdec.decoding.statistics import RunStats
 
-from specdec.contract import NO_DEVIATION, CycleRecord, GreedyCycle, GreedyCycles
-from specdec.decoding import cycle as engine
-from specdec.decoding.result import RunStats
-
-log = structlog.get_logger(__name__)
+Cut = Callable[[tuple[int, ...]], int]
+"""How many of the tokens that a cycle emitted may stay: at least 1, fewer than all where generation ends there."""
 
 
-class Cycles:
-    """Runs cycles, one record after the other.
+class DecodingLoop:
+    """Runs the cycles of one generation.
 
     Args:
-        sequence: what the engine works on.
-        cut: how many of a cycle's tokens may stay, as in ``engine.run_cycle``.
+        sequence: what is decoded.
+        cut: called once with the tokens of every cycle.
         stats: counters of this generation.
         stop_tokens: ids after which generation ends.
-        host_cuts: whether ``cut`` may end generation at other places than ``stop_tokens`` and the room: then no cycle
-            runs ahead of it.
+        ahead: whether ``cut`` ends generation only at ``stop_tokens`` and where the room ends.
+        executor: who runs the cycles; chosen at the first one unless given.
     """
 
     def __init__(
         self,
-        sequence: engine.Sequence,
-        cut: engine.Cut,
+        sequence: LiveSequence,
+        cut: Cut,
         stats: RunStats,
         *,
         stop_tokens: Sequence[int] = (),
-        host_cuts: bool = True,
+        ahead: bool = False,
+        executor: Executor | None = None,
     ) -> None:
         self._sequence = sequence
         self._cut = cut
         self._stats = stats
-        self._stop_tokens = tuple(stop_tokens)
-        self._ahead = not host_cuts
-        self._device: GreedyCycles | None = None
-        self._flying: list[int] = []  # depths of the cycles in flight
-        self._since = 0.0  # when the device began with the oldest of them
-        self._possible = (
-            sequence.target.runs_greedy_cycles
-            and sequence.verifier.greedy_is_argmax
-            and sequence.context.sampling.logprobs is None
-        )
+        self._stop_tokens = stop_tokens
+        self._ahead = ahead
+        self._executor = executor
+        self._on_device = False
+        self._in_flight: list[int] = []  # depths
+        self._since = 0.0  # when the oldest cycle in flight began
 
     @property
-    def flying(self) -> bool:
-        """Whether a cycle is on the device that has not been told of yet."""
-        return bool(self._flying)
+    def in_flight(self) -> bool:
+        """Whether a cycle was submitted and not collected."""
+        return bool(self._in_flight)
 
-    def run(self, depth: int, room: int) -> CycleRecord:
-        """The next cycle. ``room``: tokens that may still be emitted, ``depth`` + 1 at least.
+    def step(self, depth: int | None, room: int) -> CycleRecord:
+        """The next cycle. A cycle in flight comes first, with the depth that it was submitted with.
 
-        Cycles in flight come first, with the depths that they were submitted with. Raises what ``run_cycle`` does.
+        Args:
+            depth: draft tokens to ask for; None to collect what is in flight, and submit nothing more.
+            room: tokens that may still be emitted, at least ``depth + 1``.
+
+        Raises: ContractError when the verifier breaks its contract, or the target's logits are not finite.
         """
-        if self._flying or (depth > 0 and self._open(room)):
-            return self._on_device(depth, room)
-        self.close()
-        return engine.run_cycle(self._sequence, depth, self._cut, self._stats)
+        sequence = self._sequence
+        sequence.intact = False
+        executor = self._executor or self._open(room)
+        if depth is not None:
+            if not self._in_flight:
+                self._since = perf_counter()
+                self._submit(executor, depth)
+            if self._ahead and self._on_device and len(self._in_flight) == 1 and self._in_flight[0] + depth + 2 <= room:
+                self._submit(executor, depth)
+        return self._collect(executor)
 
     def close(self) -> None:
-        """Take the state back from the device. Cycles in flight are waited for, and what they emitted is kept."""
-        while self._flying:
-            self._on_device(0, 0)
-        device, self._device = self._device, None
-        if device is not None:
-            hidden = device.close()
-            sequence = self._sequence
-            engine.guarded(sequence, self._stats, "take_back", lambda: sequence.drafter.take_back(hidden))
+        """Leave the target's state as single passes would; cycles in flight are waited for, and what they gave kept."""
+        if self._executor is None:
+            return
+        self._sequence.intact = False
+        while self._in_flight:
+            self._collect(self._executor)
+        self._executor.close()
+        self._executor = None
+        self._sequence.intact = True
 
-    def abandon(self) -> None:
-        """After an error: what the device holds is lost, and the states must be built again from the tokens."""
-        if self._device is not None:
-            self._sequence.intact = False
+    def _open(self, room: int) -> Executor:
+        """The device's executor where target, drafter, verifier and settings allow it, else the host's."""
+        sequence, device = self._sequence, None
+        sampling = sequence.context.sampling
+        if sampling.logprobs is None and sequence.verifier.is_argmax(sampling):
+            draft = self._device_draft()
+            if draft is not None:
+                device = sequence.target.device_executor(
+                    sequence.state, sequence.context, draft, stop_tokens=self._stop_tokens, limit=room
+                )
+        self._on_device = device is not None
+        self._executor = HostExecutor(sequence, self._stats) if device is None else device
+        return self._executor
 
-    def _open(self, room: int) -> bool:
-        """Whether the device runs the cycles from here on."""
+    def _device_draft(self) -> DeviceDraft | None:
+        """How the device would draft; not at all where the drafter has failed."""
+        sequence, found = self._sequence, list[DeviceDraft | None]()
+        if sequence.speculating:
+            sequence.guard("device_draft", lambda: found.append(sequence.drafter.device_draft(sequence.context)))
+        return found[0] if found else DeviceDraft(mtp=False)
+
+    def _submit(self, executor: Executor, depth: int) -> None:
+        self._sequence.context.cycle += 1
+        executor.submit(depth)
+        self._in_flight.append(depth)
+
+    def _collect(self, executor: Executor) -> CycleRecord:
         sequence = self._sequence
-        if self._device is not None:
-            return True
-        if not self._possible or not sequence.speculating:
-            return False
-        start = None
-
-        def hand_over() -> None:
-            nonlocal start
-            start = sequence.drafter.hand_over(sequence.context)
-
-        engine.guarded(sequence, self._stats, "hand_over", hand_over)
-        if start is None:
-            self._possible = False  # neither the settings nor the drafter change during a generation
-            return False
-        self._device = sequence.target.greedy_cycles(sequence.state, start, stop_tokens=self._stop_tokens, limit=room)
-        if self._device is None:
-            self._possible = False
-            sequence.drafter.take_back(start.hidden)
-        return self._device is not None
-
-    def _on_device(self, depth: int, room: int) -> CycleRecord:
-        """Submit what fits, and tell of the oldest cycle in flight."""
-        device, sequence = self._device, self._sequence
-        assert device is not None
         position = len(sequence.tokens)
-        sequence.context.cycle += 1
-        sequence.intact = False  # until the host has seen everything that the device did
-        if not self._flying:
-            self._since = perf_counter()
-            self._submit(device, depth)
-        used = sum(self._flying) + len(self._flying)
-        if self._ahead and depth > 0 and len(self._flying) == 1 and used + depth + 1 <= room:
-            self._submit(device, depth)
-        asked = self._flying[0]
-        cycle = device.collect()
+        outcome = executor.collect()
+        depth = self._in_flight.pop(0)
+        kept = self._cut(outcome.emitted) if outcome.emitted else 0
+        decided = perf_counter()
+        sequence.tokens.extend(outcome.emitted[:kept])
+        if outcome.emitted:  # else the cycle came behind the end
+            executor.keep(kept)
+        sequence.intact = not self._in_flight
         began, self._since = self._since, perf_counter()
-        del self._flying[0]
-        emitted = cycle.emitted
-        kept = self._cut(emitted) if emitted else 0
-        if kept < len(emitted):
-            device.keep(kept)
-            emitted = emitted[:kept]
-        sequence.tokens.extend(emitted)
-        sequence.intact = not self._flying
         record = CycleRecord(
             position=position,
-            depth=asked,
-            offered=len(cycle.drafted),
-            accepted=cycle.accepted,
-            emitted=emitted,
-            draft_seconds=0.0,
-            verify_seconds=self._since - began,
-            commit_seconds=0.0,
-            whole=True,
-            drafted=cycle.drafted,
+            depth=depth,
+            offered=len(outcome.drafted),
+            accepted=outcome.accepted,
+            emitted=outcome.emitted[:kept],
+            draft_seconds=outcome.draft_seconds,
+            verify_seconds=self._since - began if self._on_device else outcome.verify_seconds,
+            commit_seconds=0.0 if self._on_device else self._since - decided,
+            on_device=self._on_device,
+            drafted=outcome.drafted,
         )
-        if emitted:  # else it came behind the end
-            self._stats.add(record, NO_DEVIATION)
-        self._check(cycle)
+        if kept:
+            self._stats.add(record, _deviation(outcome, kept))
+        if -1 in outcome.drafted and sequence.speculating:
+            self._leave_device()
         return record
 
-    def _submit(self, device: GreedyCycles, depth: int) -> None:
-        device.submit(depth)
-        self._flying.append(depth)
-
-    def _check(self, cycle: GreedyCycle) -> None:
-        """Give up drafting where the head computes nonsense, as a drafter that fails is given up."""
-        if -1 not in cycle.drafted or not self._sequence.speculating:
-            return
+    def _leave_device(self) -> None:
+        """Give up drafting where the head on the device computes nonsense, as any drafter that fails."""
         self.close()
-        self._sequence.speculating = False
-        self._stats.inactive_reason = "the drafter failed on the device: the draft head's logits are not finite"
-        log.warning("drafter_failed", moment="greedy_cycles", error=self._stats.inactive_reason)
+        self._sequence.give_up("the drafter failed on the device: the draft head's logits are not finite")
+
+
+def _deviation(outcome: Outcome, kept: int) -> Deviation:
+    gaps = [gap for position, gap in outcome.deviations if position < kept]
+    return Deviation(len(gaps), max(gaps, default=0.0))
+
+
+def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
+    """One cycle on its own, run by the host."""
+    return DecodingLoop(sequence, cut, stats, executor=HostExecutor(sequence, stats)).step(depth, depth + 1)

@@ -17,12 +17,13 @@ from specdec.contract import (
     DrafterSpec,
     ForwardPass,
     ModelInfo,
+    Needs,
     PrepareEnv,
     State,
     Verifier,
 )
 from specdec.errors import PromptError
-from specdec.registry import constructed, registry
+from specdec.registry import registry
 from specdec.text import Tokenizer
 
 
@@ -45,12 +46,18 @@ class DrafterPart:
         prepare = self.spec.prepare
         if prepare is None:
             return self
-        return attrs.evolve(self, shared=constructed("drafter", self.spec.name, lambda: prepare(self.config, env)))
+        return attrs.evolve(self, shared=registry().build(self.spec, lambda: prepare(self.config, env)))
+
+    @property
+    def needs(self) -> Needs:
+        """What the drafter needs from its target; known once it is prepared."""
+        return self.spec.needs_of(self.config, self.shared)
 
     def make(self, target: ForwardPass, state: State, saved: DrafterSnapshot | None = None) -> Drafter:
         """A drafter for the sequence of ``state``. Raises: PluginError when its factory fails."""
         env = DrafterEnv(target=target, state=state, shared=self.shared, saved=saved)
-        return registry().make_drafter(self.spec, self.config, env)
+        made: Drafter = registry().build(self.spec, lambda: self.spec.factory(self.config, env), Drafter)
+        return made
 
 
 @attrs.frozen(kw_only=True)
@@ -72,17 +79,21 @@ class DepthPart:
         prepare = self.spec.prepare
         if prepare is None:
             return self
-        return attrs.evolve(self, shared=constructed("depth policy", self.spec.name, lambda: prepare(self.config, env)))
+        return attrs.evolve(self, shared=registry().build(self.spec, lambda: prepare(self.config, env)))
 
     def make(self) -> DepthPolicy:
         """A policy for one generation. Raises: PluginError when its factory fails."""
-        return registry().make_depth_policy(self.spec, self.config, self.shared)
+        arguments = (self.config,) if self.spec.prepare is None else (self.config, self.shared)
+        made: DepthPolicy = registry().build(self.spec, lambda: self.spec.factory(*arguments), DepthPolicy)
+        return made
 
 
 def make_verifier(choice: Choice) -> Verifier:
     """The verifier that ``choice`` names. Raises: ConfigError, UnknownNameError, PluginError."""
     spec = registry().verifier(choice.name, asked_by=_asked_by(choice, "verifier"))
-    return registry().make_verifier(spec, structure_choice(choice, spec.config, "verifier"))
+    config: object = structure_choice(choice, spec.config, "verifier")
+    made: Verifier = registry().build(spec, lambda: spec.factory(config), Verifier)
+    return made
 
 
 def _asked_by(choice: Choice, table: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from specdec.config import GenerationConfig, structure_choice
-from specdec.contract import ProcessorEnv, Sampling
+from specdec.config import Choice, GenerationConfig, structure_choice
+from specdec.contract import LogitsProcessor, ProcessorEnv, Sampling
 from specdec.decoding.parts import Parts
 from specdec.errors import PromptError, SpecdecError, did_you_mean
 from specdec.registry import registry
@@ -39,11 +39,7 @@ def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int)
     vocab, end_tokens = lm.info.vocab_size, tuple(sorted(lm.tokenizer.eos_ids))
     bias = {_token_id(token, vocab, "logit_bias"): float(value) for token, value in settings.logit_bias.items()}
     env = ProcessorEnv(tokenizer=lm.tokenizer, vocab_size=vocab, end_tokens=end_tokens, generated_from=generated_from)
-    processors = []
-    for choice in settings.processors:
-        spec = registry().processor(choice.name, asked_by="generation.processors")
-        config: Any = structure_choice(choice, spec.config, "generation.processors")
-        processors.append(registry().make_processor(spec, config, env))
+    processors = tuple(_processor(choice, env) for choice in settings.processors)
     return Sampling(
         temperature=settings.temperature,
         top_k=settings.top_k,
@@ -56,10 +52,17 @@ def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int)
         banned=tuple(_token_id(token, vocab, "banned") for token in settings.banned),
         min_new_tokens=settings.min_new_tokens,
         end_tokens=end_tokens,
-        processors=tuple(processors),
+        processors=processors,
         logprobs=settings.logprobs,
         seed=settings.seed,
     )
+
+
+def _processor(choice: Choice, env: ProcessorEnv) -> LogitsProcessor:
+    spec = registry().processor(choice.name, asked_by="generation.processors")
+    config: Any = structure_choice(choice, spec.config, "generation.processors")
+    made: LogitsProcessor = registry().build(spec, lambda: spec.factory(config, env), LogitsProcessor)
+    return made
 
 
 def _token_id(token: str | int, vocab: int, setting: str) -> int:

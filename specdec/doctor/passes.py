@@ -10,11 +10,26 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from specdec.contract import ForwardPass, GreedyCycles, GreedyStart, Hidden, Snapshot, State
-from specdec.decoding.stepwise import StepwiseCycles
+from specdec.contract import (
+    Context,
+    DeviceDraft,
+    DrafterEnv,
+    Executor,
+    ForwardPass,
+    Hidden,
+    Needs,
+    NoConfig,
+    Snapshot,
+    State,
+)
+from specdec.decoding.cycle import HostExecutor, LiveSequence
+from specdec.decoding.statistics import RunStats
 from specdec.doctor.comparing import Comparison, on_host, one_by_one
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.none import NoDrafter
 from specdec.models.causal_lm import CausalLM
 from specdec.records.probes import Finding
+from specdec.verifiers.strict import StrictVerifier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +37,7 @@ if TYPE_CHECKING:
     Rows = list[NDArray[Any]]
 
 CONTEXT = 40  # tokens before the compared passes
-CYCLE_DEPTHS = (1, 3, 2, 4) * 4  # many: the first drafts behind a meaningless prompt are seldom right
+CYCLE_DEPTHS = (1, 3, 0, 2, 4) * 4  # many: the first drafts behind a meaningless prompt are seldom right
 
 
 class PassProbe:
@@ -35,10 +50,10 @@ class PassProbe:
         self.context = max(min(context, room - self.rows), 1)
         tokens = [(37 * i + 11) % target.info.vocab_size for i in range(self.context + self.rows)]
         self._tokens = tokens[self.context :]
-        state = target.new_state(self.context + self.rows)
-        hidden = target.prefill(state, tokens[: self.context]).hidden
-        if target.info.mtp_layers and hidden is not None and self.context > 1:
-            target.prefill_mtp(state, tokens[1 : self.context], hidden[:-1])
+        head = bool(target.info.mtp_layers)
+        self._needs = Needs(mtp=head, final_hidden=head)
+        state = target.new_state(self.context + self.rows, self._needs)
+        target.prefill(state, tokens[: self.context])
         self._start = target.snapshot(state)
 
     def findings(self) -> list[Finding]:
@@ -62,7 +77,7 @@ class PassProbe:
         return [*findings, *self._draft_findings(after), *self._cycle_findings(after)]
 
     def _fresh(self) -> State:
-        return self._target.restore(self._start)
+        return self._target.restore(self._start, self._needs)
 
     def _chain(self) -> NDArray[Any]:
         """Logits ``[T, V]`` of one-row passes."""
@@ -89,18 +104,15 @@ class PassProbe:
         target, rows = self._target, self.rows
         if not target.info.mtp_layers:
             return []
-        state = self._fresh()
-        hidden = target.decode(state, self._tokens).need_hidden()
-        target.commit(state, rows)
-        start = target.snapshot(state)
+        hidden = target.decode(self._fresh(), self._tokens).need_hidden()
         drafts = Comparison("draft", f"the MTP head {after}", rows)
-        chain = target.restore(start)
+        chain = self._fresh()
         alone: list[Rows] = []
         for block in range(1, rows + 1):
             alone.append(self._mtp(chain, block - 1, block, hidden))
             if block < 2:
                 continue
-            state = target.restore(start)
+            state = self._fresh()
             logits, *states = self._mtp(state, 0, block, hidden)
             drafts.state(block, {"logits of the last row": logits}, {"logits of the last row": alone[-1][0]})
             drafts.rows(states, one_by_one(pair[1:] for pair in alone), ["hidden states"])
@@ -110,45 +122,44 @@ class PassProbe:
     # --- cycles on the device --------------------------------------------------------------------------------------
 
     def _cycle_findings(self, after: str) -> list[Finding]:
-        """Cycles of the device and cycles in single passes: what they draft and emit, and the state behind them."""
+        """Cycles of the device and cycles of the host: what they draft and emit, and the state that they leave."""
         depths = [depth for depth in CYCLE_DEPTHS if depth < self.rows]
         room = sum(depths) + len(depths) + 1
-        if not self._target.runs_greedy_cycles or self.context < 2 or not depths:
+        if self.context < 2 or len(depths) < 2 or self.context + room > self._target.info.max_positions:
             return []
-        if self.context + room > self._target.info.max_positions:
+        device, host = (self._cycles(depths, room, on_device=where) for where in (True, False))
+        if device is None or host is None:
             return []
-        found = []
-        for stepwise in (False, True):
-            cycles = self._cycles(depths, room, stepwise=stepwise)
-            if cycles is None:
-                return []
-            found.append(cycles)
         comparison = Comparison("cycle", f"cycles on the device {after}", max(depths) + 1)
-        comparison.state(max(depths) + 1, *found)
+        comparison.state(max(depths) + 1, device, host)
         return [comparison.finding()]
 
-    def _cycles(self, depths: list[int], room: int, *, stepwise: bool) -> dict[str, NDArray[Any]] | None:
-        target = self._target
-        state = target.restore(attrs.evolve(self._start, capacity=self.context + room))
-        hidden = state.last_hidden
-        if hidden is None:
-            return None
-        start = GreedyStart((self._tokens[0],), hidden)
-        options: dict[str, Any] = {"stop_tokens": (), "limit": room}
-        cycles: GreedyCycles | None
-        if stepwise:
-            cycles = StepwiseCycles(target, state, start, **options)
+    def _cycles(self, depths: list[int], room: int, *, on_device: bool) -> dict[str, NDArray[Any]] | None:
+        target, mtp = self._target, self._needs.mtp
+        needs = Needs(mtp=mtp)
+        state = target.restore(attrs.evolve(self._start, capacity=self.context + room), needs)
+        env, tokens = DrafterEnv(target=target, state=state), [*range(self.context), self._tokens[0]]
+        context = Context(tokens)
+        executor: Executor | None
+        if on_device:
+            executor = target.device_executor(state, context, DeviceDraft(mtp=mtp), stop_tokens=(), limit=room)
         else:
-            cycles = target.greedy_cycles(state, start, **options)
-        if cycles is None:
+            drafter = MtpDrafter(MtpConfig(), env) if mtp else NoDrafter(NoConfig(), env)
+            sequence = LiveSequence(
+                target=target, state=state, drafter=drafter, verifier=StrictVerifier(), tokens=tokens, context=context
+            )
+            executor = HostExecutor(sequence, RunStats())
+        if executor is None:
             return None
-        tokens: list[int] = []
+        numbers: list[int] = []
         for depth in depths:
-            cycles.submit(depth)
-            cycle = cycles.collect()
-            tokens += [*cycle.drafted, cycle.accepted, *cycle.emitted]
-        cycles.close()
-        return {"drafted and emitted tokens": np.array(tokens), **self._arrays(target.snapshot(state))}
+            executor.submit(depth)
+            outcome = executor.collect()
+            tokens += outcome.emitted
+            executor.keep(len(outcome.emitted))
+            numbers += [*outcome.drafted, outcome.accepted, *outcome.emitted]
+        executor.close()
+        return {"drafted and emitted tokens": np.array(numbers), **self._arrays(target.snapshot(state))}
 
     def _mtp(self, state: State, start: int, stop: int, hidden: Hidden) -> Rows:
         """Logits ``[1, V]`` of the last row, and hidden states where they can be looked at."""

@@ -207,7 +207,6 @@ class _SecondModelDrafter(Drafter):
         saved = self._restored(env.saved, capacity) if env.saved is not None else None
         self._follower = Follower(shared.model, shared.model.new_state(capacity) if saved is None else saved[0])
         self._saved_tokens = [] if saved is None else saved[1]
-        self._kept: list[int] = []  # the tokens that the state held when it was settled
         self._skipped: dict[str, int] = {}
 
     @abc.abstractmethod
@@ -243,18 +242,16 @@ class _SecondModelDrafter(Drafter):
         if self._follower.waits:
             self._follower.settle(*self._follow(context))
 
-    def settle(self, context: Context) -> None:
-        # not _follow: the context may end with tokens that were fed and can still be taken back unseen
-        self._kept = list(self._held_tokens(context)[: self._follower.held])
-
-    def snapshot(self) -> DrafterSnapshot | None:
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
         follower = self._follower
-        if not follower.held or len(self._kept) != follower.held:
+        # not _follow: the context may end with tokens that were fed and can still be taken back unseen
+        kept = list(self._held_tokens(context)[: follower.held])
+        if not kept or len(kept) != follower.held:
             return None
         snapshot = follower.model.snapshot(follower.state)
         arrays = {f"state.{name}": follower.model.to_host(array) for name, array in snapshot.arrays.items()}
         meta: dict[str, int | str] = {f"state.{name}": value for name, value in snapshot.meta.items()}
-        return DrafterSnapshot({**arrays, "tokens": np.array(self._kept, dtype=np.int64)}, {**meta, **self._identity()})
+        return DrafterSnapshot({**arrays, "tokens": np.array(kept, dtype=np.int64)}, {**meta, **self._identity()})
 
     def _identity(self) -> dict[str, str]:
         info = self._shared.model.info
@@ -335,7 +332,6 @@ class DraftModelDrafter(_SecondModelDrafter):
 
     def rewind(self, length: int) -> None:
         self._follower.cut(length)
-        self._kept = []
 
     def _follow(self, context: Context) -> tuple[Sequence[int], int]:
         if self._saved_tokens:
@@ -395,7 +391,6 @@ class TextDraftModelDrafter(_SecondModelDrafter):
 
     def rewind(self, length: int) -> None:
         self._transcript.restart()
-        self._kept = []
 
     def _follow(self, context: Context) -> tuple[Sequence[int], int]:
         transcript = self._transcript
@@ -404,7 +399,6 @@ class TextDraftModelDrafter(_SecondModelDrafter):
             if self._saved_tokens:
                 self._rebuilt = OTHER_TOKENS
             self._follower.cut(kept)
-            self._kept = []
         self._saved_tokens = []
         return transcript.ids, min(transcript.closed, len(transcript.ids) - 1)
 

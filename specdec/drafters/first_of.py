@@ -11,6 +11,7 @@ fit for this one, nor for any ratio test.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ import attrs
 from specdec.config import Choice, FieldError, structure_choice
 from specdec.contract import (
     EMPTY_DRAFT,
+    NO_NEEDS,
     Context,
     Draft,
     Drafter,
@@ -27,7 +29,7 @@ from specdec.contract import (
     DrafterSnapshot,
     DrafterSpec,
     ForwardOutput,
-    Need,
+    Needs,
     PrepareEnv,
     Verdict,
 )
@@ -78,7 +80,8 @@ class FirstOfDrafter(Drafter):
         self._children: list[tuple[str, Drafter]] = []
         for child in children:
             own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
-            self._children.append((child.label, registry().make_drafter(child.spec, child.config, own)))
+            drafter = registry().build(child.spec, functools.partial(child.spec.factory, child.config, own), Drafter)
+            self._children.append((child.label, drafter))
         self._counts = {label: _Count() for label, _ in self._children}
         self._drafting = ""  # who made the draft that is being verified
 
@@ -98,7 +101,7 @@ class FirstOfDrafter(Drafter):
         if self._drafting:
             count = self._counts[self._drafting]
             count.drafts += 1
-            count.offered += len(output.need_hidden()) - 1  # what the engine left of the draft
+            count.offered += output.rows - 1  # what the engine left of the draft
             count.accepted += verdict.accepted
             self._drafting = ""
         for _, child in self._children:
@@ -108,15 +111,11 @@ class FirstOfDrafter(Drafter):
         for _, child in self._children:
             child.rewind(length)
 
-    def settle(self, context: Context) -> None:
-        for _, child in self._children:
-            child.settle(context)
-
-    def snapshot(self) -> DrafterSnapshot | None:
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
         arrays: dict[str, Any] = {}
         meta: dict[str, int | str] = {}
         for label, child in self._children:
-            own = child.snapshot()
+            own = child.snapshot(context)
             if own is not None:
                 meta |= {f"{label}/{name}": value for name, value in own.meta.items()} | {label: "saved"}
                 arrays |= {f"{label}/{name}": array for name, array in own.arrays.items()}
@@ -151,20 +150,33 @@ def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
         path = _PATH.format(index)
         spec = registry().drafter(choice.name, asked_by=f"{path}.name")
         own: Any = structure_choice(choice, spec.config, path)
-        if Need.MTP in spec.needs and not env.target.info.mtp_layers:
-            raise UnsupportedError(
-                f"the drafter {spec.name!r} needs an MTP head, and this {env.target.info.family} checkpoint has none",
-                asked_for_by=path,
-                try_=f"the list without {spec.name!r}, or a checkpoint that kept its mtp.* tensors",
-            )
+        if isinstance(spec.needs, Needs):
+            _check_needs(spec, spec.needs, env, path)
         chosen.append((spec, own))
     made: list[Child] = []
     for index, (spec, own) in enumerate(chosen):
         number = sum(child.spec.name == spec.name for child in made) + 1
         with _placed(index):
             shared = None if spec.prepare is None else spec.prepare(own, env)
+        _check_needs(spec, spec.needs_of(own, shared), env, path)
         made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared))
     return tuple(made)
+
+
+def _check_needs(spec: DrafterSpec, needs: Needs, env: PrepareEnv, path: str) -> None:
+    unmet = needs.unmet(env.target.info)
+    if unmet is not None:
+        raise UnsupportedError(
+            f"the drafter {spec.name!r} needs {unmet}", asked_for_by=path, try_=f"the list without {spec.name!r}"
+        )
+
+
+def _needs(config: FirstOfConfig, children: tuple[Child, ...]) -> Needs:
+    """What serves all drafters."""
+    needs = NO_NEEDS
+    for child in children:
+        needs |= child.spec.needs_of(child.config, child.shared)
+    return needs
 
 
 @contextmanager
@@ -190,6 +202,7 @@ def specdec_drafters() -> list[DrafterSpec]:
             factory=FirstOfDrafter,
             config=FirstOfConfig,
             prepare=_prepare,
+            needs=_needs,
             help="several drafters in a row: the first one with an opinion drafts",
         )
     ]

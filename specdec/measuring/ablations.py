@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from specdec.contract import Need
 from specdec.errors import UnsupportedError
 from specdec.measuring.intervals import interval, left_out, ratio
 
@@ -40,7 +39,7 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
         return
     from specdec.models.ablation import inapplicable
 
-    if Need.MTP not in lm.drafter.spec.needs:
+    if not lm.drafter.needs.mtp:
         raise UnsupportedError(
             f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
@@ -53,11 +52,11 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
 
 def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
     """The same pipeline over a head with these mistakes; weights are shared, ``lm`` is as before."""
-    from specdec.models.ablation import AblatedPass
+    from specdec.models.ablation import AblatedLM
     from specdec.models.causal_lm import CausalLM
 
     assert isinstance(lm.target, CausalLM)  # check_ablations has said so
-    return attrs.evolve(lm, target=AblatedPass(lm.target, switches))
+    return attrs.evolve(lm, target=AblatedLM(lm.target, switches))
 
 
 def ablation_report(switch: str, right: Sequence[Run], wrong: Sequence[Run], depth: int) -> AblationReport:

@@ -24,7 +24,7 @@ import numpy as np
 
 from specdec.config import GenerationConfig, structure_options
 from specdec.contract import Context, Guarantee, Parity
-from specdec.decoding import session
+from specdec.decoding.prefill import PREFILL_CHUNK
 from specdec.decoding.settings import make_sampling, override_generation
 from specdec.errors import PromptError
 from specdec.sampling import Rows
@@ -211,8 +211,8 @@ def audit(
 def _prefilled(lm: LanguageModel, prompt: Sequence[int], room: int) -> State:
     """A state that holds the prompt without its last token, taken in as a session takes it in."""
     state = lm.target.new_state(len(prompt) + room)
-    for at in range(0, len(prompt) - 1, session.PREFILL_CHUNK):
-        lm.target.prefill(state, prompt[at : min(at + session.PREFILL_CHUNK, len(prompt) - 1)])
+    for at in range(0, len(prompt) - 1, PREFILL_CHUNK):
+        lm.target.prefill(state, prompt[at : min(at + PREFILL_CHUNK, len(prompt) - 1)])
     return state
 
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from specdec.contract import CycleRecord
 from specdec.decoding.cycle_timing import measure_costs
-from specdec.decoding.result import RunStats
+from specdec.decoding.prefill import prefill
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.runs import Measurement, Report, Run, cycle_seconds, plain
@@ -327,7 +328,7 @@ class BenchMeasurement(Measurement):
             "speculative": [run for one in done for run in one.speculative],
         }
         plain_cycles, cycles = ([cycle for run in arms[arm] for cycle in run.cycles] for arm in ARMS)
-        apart = bool(cycles) and not any(cycle.whole for cycle in cycles)
+        apart = bool(cycles) and not any(cycle.on_device for cycle in cycles)
         report = BenchReport(
             **self._facts(),
             depth_policy=self._lm.depth.spec.name,
@@ -371,7 +372,7 @@ def _grow(session: Session, tokens: Sequence[int]) -> float:
     added = tokens[len(session.tokens) :]
     session.feed(added)
     started = perf_counter()
-    session.prefill(RunStats())
+    prefill(session.sequence, RunStats())
     return len(added) / (perf_counter() - started)
 
 
@@ -444,14 +445,14 @@ def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord])
         lengths = sorted({cycle.offered for cycle in chosen})
         return [(n, [getattr(cycle, phase) for cycle in chosen if cycle.offered == n]) for n in lengths]
 
-    stepwise = [cycle for cycle in cycles if not cycle.whole]
+    stepwise = [cycle for cycle in cycles if not cycle.on_device]
     yield timing("plain step", steps)
     for n, seconds in by_length([*plain_cycles, *stepwise], "verify_seconds"):
         yield timing(f"verify {_count(n + 1, 'row')}", seconds)
     for n, seconds in by_length([cycle for cycle in stepwise if cycle.offered], "draft_seconds"):
         yield timing(f"draft {_count(n, 'token')}", seconds)
         yield timing(f"draft step, {n} in a row", [one / n for one in seconds])
-    for n, seconds in by_length([cycle for cycle in cycles if cycle.whole], "verify_seconds"):
+    for n, seconds in by_length([cycle for cycle in cycles if cycle.on_device], "verify_seconds"):
         yield timing(f"whole cycle, {_count(n, 'draft')}", seconds)
     if stepwise:
         yield timing("commit", [cycle.commit_seconds for cycle in stepwise])

@@ -19,7 +19,8 @@ from specdec.measuring.prompts import Prompt
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specdec.decoding.session import Session, Stream
+    from specdec.decoding.session import Session
+    from specdec.decoding.stream import Stream
     from specdec.pipeline import LanguageModel
 
 

@@ -1,23 +1,34 @@
 """Run an MTP head with one of the known mistakes switched on, to measure what each of them costs.
 
 Every engine that took up the head of Qwen3.5 made some of them, and nothing but the acceptance shows it: verification
-repairs wrong drafts, and the text stays right. An ``AblatedPass`` shares the weights of the pass that it is made from
-and leaves that one alone. It runs its passes op by op, never recorded, so its speed means nothing.
+repairs wrong drafts, and the text stays right. Its speed means nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from specdec.backends.delegating import DelegatingOps
-from specdec.backends.ops import Array, Cache
-from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Snapshot, State
-from specdec.errors import ConfigError, ContractError, PromptError, ShapeError, StateError, UnsupportedError
+from specdec.backends.ops import Array, HeadRows
+from specdec.contract import (
+    NO_NEEDS,
+    Context,
+    DeviceDraft,
+    ForwardOutput,
+    ForwardPass,
+    Hidden,
+    Logits,
+    Needs,
+    Snapshot,
+    State,
+)
+from specdec.errors import ConfigError, StateError, UnsupportedError
 from specdec.errors import did_you_mean as hint
-from specdec.models.causal_lm import PREFILL_ROWS, CausalLM, PrunedHead
+from specdec.models.causal_lm import CausalLM, SequenceState
 from specdec.models.decoder import Attention, MtpHead
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -68,48 +79,24 @@ class _SiluGate(DelegatingOps):
         return gated if gate is None else gated * gate.reshape(gated.shape)
 
 
-class AblatedState(State):
-    """The caches of one sequence, and how much of the prompt the head never saw."""
+class AblatedState(SequenceState):
+    """The state of a sequence, and how many pairs of the prompt the head never saw."""
 
-    def __init__(self, capacity: int, caches: list[Cache], mtp: Cache) -> None:
-        self.caches = caches
-        self.mtp = mtp
-        self.mtp_true = 0  # true pairs in the head's cache
-        self.skipped = 0  # pairs of the prompt that were left out
-        self.prompt = 0  # tokens that came through prefill so far
-        self.decoded: Hidden | None = None
-        self.last: Hidden | None = None
-        self._capacity = capacity
-
-    @property
-    def length(self) -> int:
-        return self.caches[0].length
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
-    def mtp_length(self) -> int:
-        return self.skipped + self.mtp_true
-
-    @property
-    def last_hidden(self) -> Hidden | None:
-        return self.last
-
-    def nbytes(self) -> int:
-        return sum(cache.nbytes() for cache in (*self.caches, self.mtp))
+    skipped = 0
+    in_prompt = False
 
 
-class AblatedPass(ForwardPass):
+class AblatedLM(CausalLM):
     """The target with a head that makes mistakes; what it decodes is the target's own.
 
     Args:
-        target: a pass with an MTP head of one of ``FAMILIES``.
+        target: a model with an MTP head of one of ``FAMILIES``; weights are shared, and it stays as it is.
         switches: names of ``SWITCHES``; none at all gives the right head.
 
     Raises: UnsupportedError for a switch that does not apply to the head.
     """
+
+    state_type = AblatedState
 
     def __init__(self, target: CausalLM, switches: Iterable[str]) -> None:
         self.switches = frozenset(switches)
@@ -117,166 +104,97 @@ class AblatedPass(ForwardPass):
             reason = inapplicable(target, switch)
             if reason is not None:
                 raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
+        assert target.model.mtp is not None
+        super().__init__(target.info, attrs.evolve(target.model, mtp=_ablated_head(target.model.mtp, self.switches)))
         self.info = target.info
-        self._target = target
-        self._model = model = target.model
-        self._ops = model.ops
-        assert model.mtp is not None
-        self._head = _ablated_head(model.mtp, self.switches)
 
-    # --- target passes ---------------------------------------------------------------------------------------------
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> SequenceState:
+        if needs.mtp and "hidden-pre-norm" in self.switches:
+            needs = needs | Needs(boundaries=(self.info.layers,))
+        return super().new_state(capacity, needs)
 
-    def new_state(self, capacity: int) -> AblatedState:
-        if not 1 <= capacity <= self.info.max_positions:
-            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        caches = [layer.mixer.new_cache(capacity) for layer in self._model.layers]
-        return AblatedState(capacity, caches, self._head.layer.mixer.new_cache(capacity + self.info.max_rows))
+    def _pair_hidden(self, state: SequenceState, x: Array) -> Array:
+        if "hidden-pre-norm" not in self.switches:
+            return super()._pair_hidden(state, x)
+        column = 1 + state.needs.boundaries.index(self.info.layers)
+        return x[:, column * self.info.hidden_size : (column + 1) * self.info.hidden_size]
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if len(tokens) == 0:
-            raise ShapeError("a pass takes at least one token, got none")
-        for token in tokens:
-            if not 0 <= token < self.info.vocab_size:
-                raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
+    def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
+        if "chain-pre-norm" not in self.switches:
+            return super()._run_mtp(caches, tokens, hidden)
+        assert self.model.mtp is not None
+        return self.model.mtp.before_norm(self._mtp_embedded(tokens), hidden, caches[0])
 
-    def _check(self, state: AblatedState, tokens: Sequence[int]) -> None:
-        self._check_tokens(tokens)
-        if state.length + len(tokens) > state.capacity:
-            raise StateError(f"the state holds {state.length} of {state.capacity} tokens; {len(tokens)} do not fit")
-
-    def _layers(self, state: AblatedState, tokens: Sequence[int]) -> tuple[Array, Hidden]:
-        """The rows after the final norm ``[T, H]``, and the hidden states that the head is given."""
-        x = self._ops.embed(self._model.embed_tokens, tokens)
-        for layer, cache in zip(self._model.layers, state.caches, strict=True):
-            x = layer(x, cache)
-        normed = self._ops.rms_norm(x, self._model.norm, self._model.eps)
-        return normed, self._ops.hidden(x if "hidden-pre-norm" in self.switches else normed)
+    def _mtp_logits(self, last: Array, rows: HeadRows | None) -> Logits:
+        if "chain-pre-norm" in self.switches:
+            assert self.model.mtp is not None
+            last = self.ops.rms_norm(last, self.model.mtp.norm, self.model.mtp.eps)
+        return super()._mtp_logits(last, rows)
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
-        self._check(state, tokens)
-        state.decoded = None
-        parts: list[Hidden] = []
-        for at in range(0, len(tokens), PREFILL_ROWS):
-            chunk = tokens[at : at + PREFILL_ROWS]
-            parts.append(self._layers(state, chunk)[1])
-            for cache in state.caches:
-                cache.commit(len(chunk))
-        state.last = parts[-1][-1:]
-        state.prompt = state.length
-        return ForwardOutput(None, parts[0].join(parts[1:]) if len(parts) > 1 else parts[0])
-
-    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        state = _own(state)
-        if len(tokens) > self.info.max_rows:
-            raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
-        self._check(state, tokens)
-        normed, state.decoded = self._layers(state, tokens)
-        return ForwardOutput(self._ops.head(normed, self._model.lm_head), state.decoded)
-
-    def commit(self, state: State, rows: int) -> None:
-        state = _own(state)
-        if state.decoded is None:
-            raise StateError("commit without a decode before it")
-        if not 0 <= rows <= len(state.decoded):
-            raise StateError(f"commit takes 0 to {len(state.decoded)} rows of the last decode, got {rows}")
-        for cache in state.caches:
-            cache.commit(rows)
-        if rows:
-            state.last = state.decoded[rows - 1 : rows]
-        state.decoded = None
-
-    # --- MTP passes ------------------------------------------------------------------------------------------------
-
-    def _mtp(
-        self, state: AblatedState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
-    ) -> tuple[Array, Hidden]:
-        """The head's rows after ``mtp.norm`` ``[T, H]``, and what a chained step is given."""
-        self._check_tokens(tokens)
-        if len(tokens) != len(hidden):
-            raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
-        ops, head = self._ops, self._head
-        if not provisional:
-            state.mtp.truncate(state.mtp_true)
-        table = self._model.embed_tokens if self._model.mtp_embed_tokens is None else self._model.mtp_embed_tokens
-        embedded = ops.rms_norm(ops.embed(table, tokens), head.embed_norm, head.eps)
-        given = ops.rms_norm(ops.array(hidden), head.hidden_norm, head.eps)
-        x = head.layer(ops.linear(ops.concat(embedded, given), head.fc), state.mtp)
-        state.mtp.commit(len(tokens))
-        if not provisional:
-            state.mtp_true = state.mtp.length
-        normed = ops.rms_norm(x, head.norm, head.eps)
-        return normed, ops.hidden(x if "chain-pre-norm" in self.switches else normed)
+        state.in_prompt = "no-prefill" in self.switches
+        try:
+            return super().prefill(state, tokens)
+        finally:
+            state.in_prompt = False
 
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
         state = _own(state)
-        left_out = 0
-        if "no-prefill" in self.switches:  # pair j is (h_j, x_(j+1)); the one at the prompt's end makes the first draft
-            left_out = min(max(state.prompt - 1 - state.mtp_length, 0), len(tokens))
-            state.skipped += left_out
-        for at in range(left_out, len(tokens), PREFILL_ROWS):
-            rows = slice(at, at + PREFILL_ROWS)
-            self._mtp(state, tokens[rows], hidden[rows], provisional=False)
+        if state.in_prompt and state.pairs is not None:
+            state.skipped += len(tokens)
+            state.pairs.fed += len(tokens)
+        else:
+            super().prefill_mtp(state, tokens, hidden)
 
-    def decode_mtp(
-        self,
-        state: State,
-        tokens: Sequence[int],
-        hidden: Hidden,
-        *,
-        provisional: bool = False,
-        head: DraftHead | None = None,
-    ) -> ForwardOutput:
-        normed, chained = self._mtp(_own(state), tokens, hidden, provisional=provisional)
-        if head is None:
-            own = self._model.mtp_lm_head
-            return ForwardOutput(self._ops.head(normed[-1:], self._model.lm_head if own is None else own), chained)
-        if not isinstance(head, PrunedHead):
-            raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
-        return ForwardOutput(self._ops.pruned_head(normed[-1:], head.rows), chained)
+    def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
+        with _shifted(_own(state)):
+            return super()._forward_mtp(state, tokens, hidden, provisional=provisional)
 
-    def draft_head(self, tokens: Sequence[int]) -> DraftHead:
-        return self._target.draft_head(tokens)
+    def draft_mtp(self, state: State, pending: int, depth: int, **options: Any) -> tuple[int, ...]:
+        return ForwardPass.draft_mtp(self, state, pending, depth, **options)  # step by step
 
-    # --- going back ------------------------------------------------------------------------------------------------
+    def device_executor(self, state: State, context: Context, draft: DeviceDraft, **options: Any) -> None:
+        return None
 
     def rewind(self, state: State, length: int) -> int:
         """Anything but the present length means from the beginning."""
         state = _own(state)
-        if not 0 <= length <= state.length:
-            raise StateError(f"rewind takes 0 to {state.length} tokens, got {length}")
-        state.decoded = None
-        if length == state.length:
-            return length
-        for cache in (*state.caches, state.mtp):
-            if not cache.truncate(0):
-                raise AssertionError("a cache that cannot be emptied")
-        state.mtp_true = state.skipped = state.prompt = 0
-        state.last = None
-        return 0
+        reached = super().rewind(state, length if length == state.length else 0)
+        if reached == 0:
+            state.skipped = 0
+        return reached
 
     def snapshot(self, state: State) -> Snapshot:
         state = _own(state)
-        state.mtp.truncate(state.mtp_true)
-        named = {f"layers.{i}": cache for i, cache in enumerate(state.caches)} | {"mtp": state.mtp}
-        arrays = {f"{under}.{name}": array for under, cache in named.items() for name, array in cache.save().items()}
-        if state.last is not None:
-            arrays["last_hidden"] = self._ops.array(state.last)
-        meta = {"mtp_length": state.mtp_true, "skipped": state.skipped, "prompt": state.prompt}
-        return Snapshot(state.length, state.capacity, arrays, meta)
+        with _shifted(state):
+            taken = super().snapshot(state)
+        return attrs.evolve(taken, meta={**taken.meta, "skipped": state.skipped})
 
-    def restore(self, snapshot: Snapshot) -> AblatedState:
-        state = self.new_state(snapshot.capacity)
-        state.mtp_true, state.skipped, state.prompt = (
-            snapshot.meta[name] for name in ("mtp_length", "skipped", "prompt")
-        )
-        named = [(f"layers.{i}.", cache, snapshot.length) for i, cache in enumerate(state.caches)]
-        for under, cache, length in [*named, ("mtp.", state.mtp, state.mtp_true)]:
-            found = {name.removeprefix(under): a for name, a in snapshot.arrays.items() if name.startswith(under)}
-            cache.load(found, length)
-        if "last_hidden" in snapshot.arrays:
-            state.last = self._ops.hidden(snapshot.arrays["last_hidden"])
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> SequenceState:
+        state = _own(super().restore(snapshot, needs))
+        state.skipped = snapshot.meta["skipped"]
+        if state.pairs is not None:
+            state.pairs.fed += state.skipped
         return state
+
+
+@contextlib.contextmanager
+def _shifted(state: AblatedState) -> Iterator[None]:
+    """The ledger counts what the head's cache holds, without the pairs that were skipped."""
+    if state.pairs is not None:
+        state.pairs.fed -= state.skipped
+    try:
+        yield
+    finally:
+        if state.pairs is not None:
+            state.pairs.fed += state.skipped
+
+
+def _own(state: State) -> AblatedState:
+    if not isinstance(state, AblatedState):
+        raise StateError(f"a state of another model: {type(state).__name__}")
+    return state
 
 
 def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
@@ -290,9 +208,3 @@ def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
             ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # its methods are made in a loop
             mixer = attrs.evolve(mixer, ops=ops)
     return attrs.evolve(head, layer=attrs.evolve(head.layer, mixer=mixer))
-
-
-def _own(state: State) -> AblatedState:
-    if not isinstance(state, AblatedState):
-        raise StateError(f"a state of another model: {type(state).__name__}")
-    return state

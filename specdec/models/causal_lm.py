@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
-from specdec.backends.passes import ChainsGreedily, CycleSetup, Pass, PassCycles, RunsGreedyCycles
+from specdec.backends.passes import ExecutorSetup, Pass, Passes, WaitingPairs
 from specdec.contract import (
+    IDLE_ROWS,
+    NO_NEEDS,
+    WAITING_ROWS,
+    Context,
+    DeviceDraft,
     DraftHead,
+    Executor,
     ForwardOutput,
     ForwardPass,
-    GreedyCycle,
-    GreedyCycles,
-    GreedyStart,
     Hidden,
+    Logits,
     ModelInfo,
+    MtpPairs,
+    Needs,
     Snapshot,
     State,
     no_mtp_head,
+    no_mtp_pairs,
 )
-from specdec.errors import ContractError, PromptError, ShapeError, StateError
+from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 from specdec.models.decoder import DecoderLayer, MtpHead
 
 PREFILL_ROWS = 512  # rows of a prompt that go through the layers together; bounds the memory of a long prompt
@@ -44,20 +51,18 @@ class DecoderModel:
 
 
 class SequenceState(State):
-    """The caches of one sequence: one per layer, and the MTP head's own."""
+    """The caches of one sequence: one per layer, and the MTP head's own where ``needs`` asks for its pairs."""
 
     def __init__(
-        self, capacity: int, caches: list[Cache], mtp: Cache | None, target_pass: Pass, mtp_pass: Pass | None
+        self, capacity: int, needs: Needs, caches: list[Cache], mtp: Cache | None, target: Pass, head: Pass | None
     ) -> None:
+        self.needs = needs
+        self.pairs = None if mtp is None else MtpPairs()
         self.caches = caches
-        self.mtp = mtp
-        self.target_pass = target_pass  # over these caches
-        self.mtp_pass = mtp_pass
-        self.mtp_chain = mtp_pass if isinstance(mtp_pass, ChainsGreedily) else None
-        self.mtp_true = 0  # true pairs; chained entries stand behind them until the next true pair
-        self.decoded: Hidden | None = None  # hidden states of the last decode, until it is committed
-        self.last: Hidden | None = None  # hidden state of the last committed token
-        self.marked: dict[int, Hidden] = {}  # the same at the points that recurrent caches can return to
+        self.mtp = mtp  # true pairs; chained entries stand behind them until the next true pair
+        self.target_pass = target
+        self.mtp_pass = head
+        self.decoded: tuple[Sequence[int], Array] | None = None  # tokens and result of a decode that is not committed
         self._capacity = capacity
 
     @property
@@ -68,14 +73,6 @@ class SequenceState(State):
     def capacity(self) -> int:
         return self._capacity
 
-    @property
-    def mtp_length(self) -> int:
-        return self.mtp_true
-
-    @property
-    def last_hidden(self) -> Hidden | None:
-        return self.last
-
     def nbytes(self) -> int:
         caches = self.caches if self.mtp is None else [*self.caches, self.mtp]
         return sum(cache.nbytes() for cache in caches)
@@ -84,39 +81,63 @@ class SequenceState(State):
 class CausalLM(ForwardPass):
     """A decoder-only model on a backend. Weights are shared by all states."""
 
+    state_type: type[SequenceState] = SequenceState
+
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
         # a config may leave open whether there is a head (Qwen3-Next); the weights decide
-        self.info = info if model.mtp is not None else attrs.evolve(info, mtp_layers=0)
+        mtp_layers = 0 if model.mtp is None else info.mtp_layers
+        self.info = attrs.evolve(info, mtp_layers=mtp_layers, layers=len(model.layers))
         self.model = model
         self.ops = model.ops
-        caches, mtp = self._new_caches(1)
-        self._target_passes = self.ops.record_passes(self._run_layers, caches)
-        eager_reason = self._target_passes.eager_reason
-        if mtp is not None:
-            self._mtp_passes = self.ops.record_passes(self._run_mtp, [mtp], info.hidden_size)
+        self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they give
+        eager_reason = self._passes_with(()).eager_reason
+        if model.mtp is not None:
+            self._mtp_passes = self.ops.record_passes(self._run_mtp, [self._new_mtp_cache(1)], info.hidden_size)
             eager_reason = eager_reason or self._mtp_passes.eager_reason
         if eager_reason:
             self.info = attrs.evolve(self.info, kernels=f"{self.info.kernels}; passes run eagerly: {eager_reason}")
 
     # --- states ----------------------------------------------------------------------------------------------------
 
-    def new_state(self, capacity: int) -> SequenceState:
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> SequenceState:
         if not 1 <= capacity <= self.info.max_positions:
             raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        caches, mtp = self._new_caches(capacity)
-        return SequenceState(
-            capacity,
-            caches,
-            mtp,
-            self._target_passes.bind(caches),
-            None if mtp is None else self._mtp_passes.bind([mtp]),
+        unmet = needs.unmet(self.info)
+        if unmet is not None:
+            raise UnsupportedError(f"a state is asked for {unmet}")
+        caches = self._new_caches(capacity)
+        mtp = self._new_mtp_cache(capacity) if needs.mtp else None
+        target = self._passes_with(needs.boundaries).bind(caches)
+        return self.state_type(
+            capacity, needs, caches, mtp, target, None if mtp is None else self._mtp_passes.bind([mtp])
         )
 
-    def _new_caches(self, capacity: int) -> tuple[list[Cache], Cache | None]:
-        caches = [layer.mixer.new_cache(capacity) for layer in self.model.layers]
+    def _new_caches(self, capacity: int) -> list[Cache]:
+        return [layer.mixer.new_cache(capacity) for layer in self.model.layers]
+
+    def _new_mtp_cache(self, capacity: int) -> Cache:
+        assert self.model.mtp is not None
         # chained draft steps stand behind the true pairs, so the head's cache is a little longer
-        mtp = self.model.mtp.layer.mixer.new_cache(capacity + self.info.max_rows) if self.model.mtp else None
-        return caches, mtp
+        return self.model.mtp.layer.mixer.new_cache(capacity + self.info.max_rows)
+
+    def _passes_with(self, boundaries: tuple[int, ...]) -> Passes:
+        """Passes whose rows are the state after the final norm and those at ``boundaries``, side by side."""
+        if boundaries not in self._target_passes:
+
+            def run_layers(caches: Sequence[Any], tokens: Sequence[int], _: Array | None) -> Array:
+                x = self.ops.embed(self.model.embed_tokens, tokens)
+                taken = [x] if 0 in boundaries else []
+                for k, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True), start=1):
+                    x = layer(x, cache)
+                    if k in boundaries:
+                        taken.append(x)
+                x = self.ops.rms_norm(x, self.model.norm, self.model.eps)
+                for hidden in taken:
+                    x = self.ops.concat(x, hidden)
+                return x
+
+            self._target_passes[boundaries] = self.ops.record_passes(run_layers, self._new_caches(1))
+        return self._target_passes[boundaries]
 
     def _check_room(self, state: SequenceState, rows: int) -> None:
         if state.length + rows > state.capacity:
@@ -131,35 +152,25 @@ class CausalLM(ForwardPass):
 
     # --- target passes ---------------------------------------------------------------------------------------------
 
-    def _run_layers(self, caches: Sequence[Any], tokens: Sequence[int], _: Array | None) -> Array:
-        x = self.ops.embed(self.model.embed_tokens, tokens)
-        for layer, cache in zip(self.model.layers, caches, strict=True):
-            x = layer(x, cache)
-        return self.ops.rms_norm(x, self.model.norm, self.model.eps)
-
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
         self._check_tokens(tokens)
         self._check_room(state, len(tokens))
         state.decoded = None
-        parts: list[Hidden] = []
+        parts: list[Array] = []
         for at in range(0, len(tokens), PREFILL_ROWS):
             chunk = tokens[at : at + PREFILL_ROWS]
-            parts.append(self.ops.hidden(state.target_pass.run(chunk)))
+            before = state.length
+            x = state.target_pass.run(chunk)
             state.target_pass.commit(len(chunk))
-        state.last = parts[-1][-1:]
+            self._add_pairs(state, chunk, x, before)
+            self.feed_mtp(state)
+            if state.needs.hidden:
+                parts.append(x if state.needs.prompt_rows == "all" else x[-1:])
+        if state.needs.prompt_rows == "last":
+            del parts[:-1]
         self._mark(state)
-        return ForwardOutput(None, parts[0].join(parts[1:]) if len(parts) > 1 else parts[0])
-
-    def _mark(self, state: SequenceState) -> None:
-        """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
-        kept: set[int] = set()
-        for cache in state.caches:
-            cache.mark()
-            kept.update(cache.marks() or ())
-        if kept and state.last is not None:
-            state.marked[state.length] = state.last
-            state.marked = {length: hidden for length, hidden in state.marked.items() if length in kept}
+        return self._output(state, len(tokens), parts)
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
@@ -168,39 +179,88 @@ class CausalLM(ForwardPass):
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         self._check_room(state, len(tokens))
         x = state.target_pass.run(tokens)
-        state.decoded = self.ops.hidden(x)
-        return ForwardOutput(self.ops.head(x, self.model.lm_head), state.decoded)
+        state.decoded = tokens, x
+        logits = self.ops.head(self._final(state, x), self.model.lm_head)
+        return self._output(state, len(tokens), [x] if state.needs.hidden else [], logits)
 
     def commit(self, state: State, rows: int) -> None:
         state = _own(state)
         if state.decoded is None:
             raise StateError("commit without a decode before it")
-        if not 0 <= rows <= len(state.decoded):
-            raise StateError(f"commit takes 0 to {len(state.decoded)} rows of the last decode, got {rows}")
+        tokens, x = state.decoded
+        if not 0 <= rows <= len(tokens):
+            raise StateError(f"commit takes 0 to {len(tokens)} rows of the last decode, got {rows}")
+        before = state.length
         state.target_pass.commit(rows)
         if rows:
-            state.last = state.decoded[rows - 1 : rows]
+            self._add_pairs(state, tokens[:rows], x[:rows], before)
+            if state.pairs is not None and state.pairs.waiting > IDLE_ROWS:
+                self.feed_mtp(state)
         state.decoded = None
+
+    def _final(self, state: SequenceState, x: Array) -> Array:
+        """The state after the final norm, of what a pass gave."""
+        return x[:, : self.info.hidden_size] if state.needs.boundaries else x
+
+    def _output(
+        self, state: SequenceState, rows: int, parts: Sequence[Array], logits: Logits | None = None
+    ) -> ForwardOutput:
+        """``parts``: what passes gave, row after row; empty where no hidden states are asked for."""
+        if not parts:
+            return ForwardOutput(rows=rows, logits=logits)
+        width, needs = self.info.hidden_size, state.needs
+
+        def column(number: int) -> Hidden:
+            first, *others = (self.ops.hidden(part[:, number * width : (number + 1) * width]) for part in parts)
+            return first.join(others) if others else first
+
+        return ForwardOutput(
+            rows=rows,
+            logits=logits,
+            hidden=column(0) if needs.final_hidden else None,
+            boundaries={k: column(number) for number, k in enumerate(needs.boundaries, start=1)},
+        )
+
+    # --- MTP pairs -------------------------------------------------------------------------------------------------
+
+    def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
+        if state.pairs is not None:
+            state.pairs.add(tokens, self.ops.hidden(self._pair_hidden(state, x)), before)
+
+    def _pair_hidden(self, state: SequenceState, x: Array) -> Array:
+        """What of a pass's rows the head is fed with."""
+        return self._final(state, x)
+
+    def _mark(self, state: SequenceState) -> None:
+        """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
+        points: set[int] = set()
+        for cache in state.caches:
+            cache.mark()
+            points.update(cache.marks() or ())
+        if state.pairs is not None and points:
+            state.pairs.mark(points)
 
     # --- MTP passes ------------------------------------------------------------------------------------------------
 
     def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
-        head = self.model.mtp
-        assert head is not None
+        assert self.model.mtp is not None
+        return self.model.mtp(self._mtp_embedded(tokens), hidden, caches[0])
+
+    def _mtp_embedded(self, tokens: Sequence[int]) -> Array:
         table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
-        return head(self.ops.embed(table, tokens), hidden, caches[0])
+        return self.ops.embed(table, tokens)
 
     def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
-        cache, mtp_pass = state.mtp, state.mtp_pass
-        if cache is None or mtp_pass is None:
-            raise no_mtp_head(self.info)
+        cache, mtp_pass, pairs = state.mtp, state.mtp_pass, state.pairs
+        if cache is None or mtp_pass is None or pairs is None:
+            raise no_mtp_pairs(self.info)
         self._check_pairs(tokens, hidden)
         if not provisional:
-            cache.truncate(state.mtp_true)
+            cache.truncate(pairs.fed)
         x = mtp_pass.run(tokens, self.ops.array(hidden))
         mtp_pass.commit(len(tokens))
         if not provisional:
-            state.mtp_true = cache.length
+            pairs.fed = cache.length
         return x
 
     def _check_pairs(self, tokens: Sequence[int], hidden: Hidden) -> None:
@@ -224,54 +284,94 @@ class CausalLM(ForwardPass):
         provisional: bool = False,
         head: DraftHead | None = None,
     ) -> ForwardOutput:
-        if head is not None and not (isinstance(head, PrunedHead) and head.target is self):
-            raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
+        rows = None if head is None else self._own_head(head).rows
         x = self._forward_mtp(_own(state), tokens, hidden, provisional=provisional)
-        if head is None:
-            return ForwardOutput(self.ops.head(x[-1:], self._mtp_lm_head), self.ops.hidden(x))
-        return ForwardOutput(self.ops.pruned_head(x[-1:], head.rows), self.ops.hidden(x))
+        return ForwardOutput(rows=len(tokens), logits=self._mtp_logits(x[-1:], rows), hidden=self.ops.hidden(x))
 
-    def draft_greedy(self, state: State, tokens: Sequence[int], hidden: Hidden, depth: int) -> tuple[int, ...] | None:
+    def _mtp_logits(self, last: Array, rows: HeadRows | None) -> Logits:
+        return self.ops.head(last, self._mtp_lm_head) if rows is None else self.ops.pruned_head(last, rows)
+
+    def draft_mtp(
+        self,
+        state: State,
+        pending: int,
+        depth: int,
+        *,
+        head: DraftHead | None = None,
+        choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
+    ) -> tuple[int, ...]:
+        """As in ``ForwardPass``; greedy drafts run in one call where the backend can chain passes."""
         state = _own(state)
-        cache, chain, true, rows = state.mtp, state.mtp_chain, state.mtp_true, len(tokens)
-        if cache is None or chain is None or depth < 1:
-            return None
+        if head is None and choose is None and depth > 0 and state.mtp_pass is not None:
+            drafted = self._chain(state, state.mtp_pass, pending, depth)
+            if drafted is not None:
+                return drafted
+        return super().draft_mtp(state, pending, depth, head=head, choose=choose)
+
+    def _chain(self, state: SequenceState, mtp_pass: Pass, pending: int, depth: int) -> tuple[int, ...] | None:
+        pairs, cache = self._pairs_to_draft_from(state), state.mtp
+        assert cache is not None
+        if not pairs.waiting:
+            return ()
+        if pairs.waiting > WAITING_ROWS:
+            self.feed_mtp(state)
+        tokens, hidden = pairs.take(pending)
         self._check_pairs(tokens, hidden)
-        cache.truncate(true)
+        fed = pairs.fed
+        cache.truncate(fed)
         try:
-            return chain.chain(tokens, self.ops.array(hidden), depth, self._mtp_lm_head)
+            drafted = mtp_pass.chain(tokens, self.ops.array(hidden), depth, self._mtp_lm_head)
         finally:
-            if cache.length > true:  # also where a later step failed
-                state.mtp_true = true + rows
+            if cache.length > fed:  # also where a later step failed
+                pairs.fed = fed + len(tokens)
+        if drafted is None:
+            pairs.resume(fed, tokens[:-1], hidden)
+        return drafted
 
-    @property
-    def runs_greedy_cycles(self) -> bool:  # type: ignore[override]  # it depends on the backend
-        """Whether the backend runs whole cycles, and there is a head to draft with."""
-        return self.model.mtp is not None and isinstance(self.ops, RunsGreedyCycles)
-
-    def greedy_cycles(
-        self, state: State, start: GreedyStart, *, stop_tokens: Sequence[int], limit: int
-    ) -> GreedyCycles | None:
+    def device_executor(
+        self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
+    ) -> Executor | None:
         state = _own(state)
-        if not isinstance(self.ops, RunsGreedyCycles) or state.mtp is None or state.mtp_pass is None:
+        head, pairs, mtp = draft.head, state.pairs if draft.mtp else None, state.mtp
+        if state.needs.hidden or (draft.mtp and (pairs is None or pairs.length != state.length or not pairs.waiting)):
             return None
-        head = start.head
-        if head is not None and not (isinstance(head, PrunedHead) and head.target is self):
-            raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
-        self._check_pairs(start.tokens, start.hidden)
-        state.mtp.truncate(state.mtp_true)
-        setup = CycleSetup(
-            tokens=start.tokens,
-            hidden=self.ops.array(start.hidden),
+        waiting = None
+        if pairs is not None:
+            if pairs.waiting > WAITING_ROWS:
+                self.feed_mtp(state)
+            assert mtp is not None
+            mtp.truncate(pairs.fed)
+            tokens, hidden = pairs.take(context[-1])
+            waiting = WaitingPairs(
+                tokens=tuple(tokens),
+                hidden=self.ops.array(hidden),
+                head=self._mtp_lm_head if head is None else self._own_head(head).rows,
+            )
+        state.decoded = None
+
+        def closed(left: Array | None) -> None:
+            """Take the ledger up again: what the head's cache holds, and the hidden states that wait."""
+            if pairs is not None and mtp is not None and left is not None:
+                first = mtp.length + 1
+                pairs.resume(mtp.length, context[first : first + len(left) - 1], self.ops.hidden(left))
+
+        setup = ExecutorSetup(
+            pending=context[-1],
+            waiting=waiting,
             lm_head=self.model.lm_head,
-            draft_head=self._mtp_lm_head if head is None else head.rows,
-            pruned=head is not None,
             stop_tokens=tuple(stop_tokens),
             limit=limit,
+            closed=closed,
         )
-        state.decoded = None
-        cycles = self.ops.greedy_cycles(state.target_pass, state.mtp_pass, setup)
-        return None if cycles is None else _StateCycles(self.ops, state, cycles)
+        executor = self.ops.device_executor(state.target_pass, None if pairs is None else state.mtp_pass, setup)
+        if executor is None and pairs is not None and waiting is not None:
+            pairs.resume(pairs.fed, waiting.tokens[:-1], self.ops.hidden(waiting.hidden))
+        return executor
+
+    def _own_head(self, head: DraftHead) -> PrunedHead:
+        if not (isinstance(head, PrunedHead) and head.target is self):
+            raise ContractError("a draft head that another object made", takes="what this target's draft_head returned")
+        return head
 
     @property
     def _mtp_lm_head(self) -> Array:
@@ -299,69 +399,50 @@ class CausalLM(ForwardPass):
         if length == state.length:
             return length
         points = next((marks for cache in state.caches if (marks := cache.marks()) is not None), None)
+        knows = state.pairs.knows if state.pairs is not None and state.pairs.length == state.length else _always
         if points is not None:
-            reached = max(point for point in points if point <= length)
-            state.last = state.marked.get(reached)
-        else:
-            # one token less, so that the last kept token runs again and its hidden state is known
-            reached = max(length - 1, 0)
-            state.last = None
+            reached = max(point for point in points if point <= length and (point == 0 or knows(point)))
+        else:  # one token less where that lets the last kept token run again, so that its hidden state is known
+            reached = length if knows(length) else length - 1
         for cache in state.caches:
             if not cache.truncate(reached):
                 raise AssertionError("caches disagree about the points they can return to")
-        if state.mtp is not None:
-            # the pair (h_j, x_{j+1}) stays valid only if token j+1 is kept: pairs 0..length-2
-            state.mtp_true = min(state.mtp_true, reached if state.last is None else reached - 1)
-            state.mtp.truncate(state.mtp_true)
+        if state.pairs is not None:
+            assert state.mtp is not None
+            state.pairs.cut(reached)
+            state.mtp.truncate(min(state.mtp.length, state.pairs.fed))
         return reached
 
     def snapshot(self, state: State) -> Snapshot:
         state = _own(state)
-        if state.mtp is not None:
-            state.mtp.truncate(state.mtp_true)
         arrays = {f"layers.{i}.{name}": a for i, c in enumerate(state.caches) for name, a in c.save().items()}
-        if state.mtp is not None:
+        meta: dict[str, int] = {}
+        if state.pairs is not None and state.mtp is not None:
+            self.feed_mtp(state)
+            state.mtp.truncate(state.pairs.fed)
             arrays |= {f"mtp.{name}": array for name, array in state.mtp.save().items()}
-        if state.last is not None:
-            arrays["last_hidden"] = self.ops.array(state.last)
-        return Snapshot(state.length, state.capacity, arrays, {"mtp_length": state.mtp_true})
+            if state.pairs.last is not None:
+                arrays["last_hidden"] = self.ops.array(state.pairs.last)
+            meta["mtp_length"] = state.pairs.fed
+        return Snapshot(state.length, state.capacity, arrays, meta)
 
-    def restore(self, snapshot: Snapshot) -> SequenceState:
-        state = self.new_state(snapshot.capacity)
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> SequenceState:
+        state = self.new_state(snapshot.capacity, needs)
         for i, cache in enumerate(state.caches):
             cache.load(_under(snapshot, f"layers.{i}."), snapshot.length)
-        if state.mtp is not None:
-            state.mtp_true = snapshot.meta["mtp_length"]
-            state.mtp.load(_under(snapshot, "mtp."), state.mtp_true)
-        if "last_hidden" in snapshot.arrays:
-            state.last = self.ops.hidden(snapshot.arrays["last_hidden"])
+        if state.pairs is not None and state.mtp is not None and "mtp_length" in snapshot.meta:
+            fed = snapshot.meta["mtp_length"]
+            state.mtp.load(_under(snapshot, "mtp."), fed)
+            if "last_hidden" in snapshot.arrays:
+                state.pairs.resume(fed, [], self.ops.hidden(snapshot.arrays["last_hidden"]))
+            else:
+                state.pairs.fed = fed
+        self._mark(state)
         return state
 
 
-class _StateCycles(GreedyCycles):
-    """Cycles over the passes of one state, which is brought up to date when they end."""
-
-    def __init__(self, ops: Ops, state: SequenceState, cycles: PassCycles) -> None:
-        self._ops = ops
-        self._state = state
-        self._cycles = cycles
-
-    def submit(self, depth: int) -> None:
-        self._cycles.submit(depth)
-
-    def collect(self) -> GreedyCycle:
-        return self._cycles.collect()
-
-    def keep(self, tokens: int) -> None:
-        self._cycles.keep(tokens)
-
-    def close(self) -> Hidden:
-        state = self._state
-        hidden = self._ops.hidden(self._cycles.close())
-        assert state.mtp is not None
-        state.mtp_true = state.mtp.length
-        state.last = hidden[-1:]
-        return hidden
+def _always(length: int) -> bool:
+    return True
 
 
 class PrunedHead(DraftHead):

@@ -2,8 +2,8 @@
 
 A backend whose kernels could not be tried on this kind of device declares ``parity_needs_probe`` (see
 ``specdec.backends.ops.Capabilities``): parity is then bitwise only where a record of exactly this checkpoint, device,
-library and kernels is stored and nothing in it differs. Whatever is missing, older, foreign or broken counts as no
-record (``unproved`` says which).
+library and kernels is stored and nothing in it differs. A record that is missing, outdated, foreign or broken does not
+count (``unproved`` says which).
 """
 
 from __future__ import annotations

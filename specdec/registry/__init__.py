@@ -1,19 +1,9 @@
 """Loading plugins, looking up what they registered, and guarding the calls to them."""
 
-from specdec.registry.plugins import (
-    BUILT_INS,
-    KINDS,
-    PUBLISHED,
-    Entry,
-    Failure,
-    Kind,
-    Registry,
-    constructed,
-    notify_cycle,
-    registry,
-    tracing,
-    use_registry,
-)
+from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind
+from specdec.registry.loading import tracing
+from specdec.registry.lookup import Registry, notify_cycle, registry, use_registry
+from specdec.registry.origin import Entry, Failure, Origin
 
 __all__ = [
     "BUILT_INS",
@@ -22,8 +12,8 @@ __all__ = [
     "Entry",
     "Failure",
     "Kind",
+    "Origin",
     "Registry",
-    "constructed",
     "notify_cycle",
     "registry",
     "tracing",

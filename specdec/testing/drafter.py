@@ -68,7 +68,7 @@ def context_unchanged(subject: DrafterSubject, run: Run) -> None:
     played.feed(PROMPT, chunk=3)
     for accepted in (0, 1, 4):
         played.cycle(3, accepted, 2)
-    played.drafter.settle(played.context())
+    played.drafter.snapshot(played.context())
     for context, before in played.contexts:
         expect(list(context) == before.tokens, "the tokens were changed", got=list(context), expected=before.tokens)
         for name, value in before.settings.items():
@@ -422,7 +422,7 @@ def _point(token: int) -> Any:
 
 @check("D11")
 def needs_declared(subject: DrafterSubject, run: Run) -> None:
-    """What a drafter uses of its target stands in ``needs``: hidden states under HIDDEN, the MTP head under MTP."""
+    """What a drafter uses of its target is named in ``needs``: hidden states, and the MTP head."""
     _sealed(subject, "needs does not declare")
 
 

@@ -8,9 +8,21 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import Context, Draft, Drafter, DrafterEnv, ForwardPass, Guarantee, Need, Sampling, Verifier
-from specdec.decoding import cycle as engine
-from specdec.decoding.result import RunStats
+from specdec.contract import (
+    NO_NEEDS,
+    Context,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    ForwardPass,
+    Guarantee,
+    Needs,
+    Sampling,
+    Verifier,
+)
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.loop import run_cycle
+from specdec.decoding.statistics import RunStats
 from specdec.errors import UnsupportedError
 from specdec.testing import strategies
 from specdec.testing.by_hand import law_by_hand
@@ -57,16 +69,17 @@ def run_engine(
     depths: Sequence[int],
     sampling: Sampling,
     *,
+    needs: Needs = NO_NEEDS,
     shared: Any = None,
     capacity: int = CAPACITY,
 ) -> tuple[list[int], RunStats]:
     """``count`` tokens after ``prompt``; depths are taken in turn. No drafter: plain decoding."""
-    state = target.new_state(capacity)
+    state = target.new_state(capacity, needs)
     env = DrafterEnv(target=target, state=state, shared=shared)
     drafter = ScriptedDrafter(lambda history, number: 0) if make is None else make(env)
     tokens = list(prompt)
     context = Context(tokens, sampling, generated_from=len(prompt), draft_noise=verifier.draft_noise)
-    sequence = engine.Sequence(
+    sequence = LiveSequence(
         target=target, state=state, drafter=drafter, verifier=verifier, tokens=tokens, context=context
     )
     stats = RunStats()
@@ -78,7 +91,7 @@ def run_engine(
     while len(tokens) < len(prompt) + count:
         room = len(prompt) + count - len(tokens)
         depth = 0 if make is None else min(depths[cycle % len(depths)], room - 1, target.info.max_rows - 1)
-        engine.run_cycle(sequence, depth, len, stats)
+        run_cycle(sequence, depth, len, stats)
         cycle += 1
     return tokens[len(prompt) :], stats
 
@@ -92,7 +105,7 @@ _depths = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
     """In the engine with the strict verifier, the output is that of plain decoding, for every depth and sampling."""
     models = {
-        memory: TableModel.random(VOCAB, memory=memory, seed=5, tilt=0.5, mtp=Need.MTP in subject.needs, peak=0.4)
+        memory: TableModel.random(VOCAB, memory=memory, seed=5, tilt=0.5, mtp=subject.needs.mtp, peak=0.4)
         for memory in Memory
     }
 
@@ -100,7 +113,15 @@ def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
         target = StrictForwardPass(models[memory])
         expected, _ = run_engine(models[memory], StrictVerifier(), None, prompt, 12, [0], sampling)
         got, stats = run_engine(
-            target, StrictVerifier(), subject.make, prompt, 12, depths, sampling, shared=subject.prepare(target)
+            target,
+            StrictVerifier(),
+            subject.make,
+            prompt,
+            12,
+            depths,
+            sampling,
+            needs=subject.needs,
+            shared=subject.prepare(target),
         )
         expect(not stats.inactive_reason, "the engine switched the drafter off", got=stats.inactive_reason)
         expect(not stats.faults, "the engine had to cut drafts", got=stats.faults)
@@ -114,7 +135,7 @@ def law_of_the_target(subject: DrafterSubject, run: Run) -> None:
     """In the engine with a ratio test, the output follows the target's joint law: draft noise decides nothing else."""
     table = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.45, 0.05]])
     head = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
-    model = TableModel(table, mtp_table=head if Need.MTP in subject.needs else None)
+    model = TableModel(table, mtp_table=head if subject.needs.mtp else None)
     prompt = [0, 1, 0, 1, 2, 0, 1]
     draws = run.count(1000)
     for block in (False, True):
@@ -124,7 +145,16 @@ def law_of_the_target(subject: DrafterSubject, run: Run) -> None:
         for number in range(draws):
             sampling = Sampling(temperature=1.0, seed=(run.seed << 32) + number)
             made, _ = run_engine(
-                model, verifier, subject.make, prompt, JOINT, [2], sampling, shared=shared, capacity=16
+                model,
+                verifier,
+                subject.make,
+                prompt,
+                JOINT,
+                [2],
+                sampling,
+                needs=subject.needs,
+                shared=shared,
+                capacity=16,
             )
             tally[(made[0] * LAW_VOCAB + made[1]) * LAW_VOCAB + made[2]] += 1
         wanted = joint_law(

@@ -8,19 +8,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import ForwardOutput, GreedyCycle, GreedyStart, Parity, State
-from specdec.decoding.stepwise import StepwiseCycles
+from specdec.contract import (
+    NO_NEEDS,
+    Context,
+    DeviceDraft,
+    DrafterEnv,
+    Executor,
+    Logits,
+    MtpPairs,
+    Needs,
+    NoConfig,
+    Outcome,
+    Parity,
+    State,
+)
+from specdec.decoding.cycle import HostExecutor, LiveSequence
+from specdec.decoding.statistics import RunStats
+from specdec.drafters.mtp import MtpConfig, MtpDrafter
+from specdec.drafters.none import NoDrafter
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.testing.registry import Broken, ForwardPassSubject, Run, check, expect, not_applicable
 from specdec.testing.strategies import Call, calls
 from specdec.testing.views import check_views
+from specdec.verifiers.strict import StrictVerifier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+MTP = Needs(mtp=True)
 ROOM = 96  # tokens per sequence
 SLACK = 0.02  # NUMERIC parity: share of the logits' spread by which rows may differ
 
@@ -36,8 +55,26 @@ class _Target:
         self.room = min(ROOM, info.max_positions)
         self._known: dict[tuple[int, ...], NDArray[np.float32]] = {}
 
-    def state(self, capacity: int | None = None) -> State:
-        return self.model.new_state(capacity or self.room)
+    def state(self, capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
+        return self.model.new_state(capacity or self.room, needs)
+
+    def pairs(self, state: State) -> MtpPairs:
+        """The ledger of a state made for MTP drafts, checked against the state."""
+        pairs = state.pairs
+        if pairs is None:
+            raise Broken("a state made with Needs.mtp has no ledger of pairs", expected="MtpPairs")
+        expect(pairs.length == state.length, "fed and waiting positions are those of the state", got=pairs.length)
+        return pairs
+
+    def draft(self, state: State, pending: int, depth: int) -> tuple[tuple[int, ...], list[NDArray[np.float32]]]:
+        """A greedy draft step by step, and the logits ``[V]`` of each step."""
+        seen: list[NDArray[np.float32]] = []
+
+        def choose(logits: Logits, drafted: Sequence[int]) -> int:
+            seen.append(logits.rows()[0].copy())
+            return logits.argmax()[0]
+
+        return self.model.draft_mtp(state, pending, depth, choose=choose), seen
 
     def token(self, number: int) -> int:
         """Any int as a token id, spread over the vocabulary."""
@@ -412,104 +449,77 @@ def states_apart(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F13")
 def mtp_head(subject: ForwardPassSubject, run: Run) -> None:
-    """Without a head MTP passes are refused; with one, true pairs stay, provisional ones go, chunks change nothing."""
+    """Without a head MTP drafts are refused; with one, true pairs stay, provisional ones go, chunks change nothing."""
     target = _Target(subject)
     model = target.model
     tokens = target.tokens(range(8))
-    state = target.state()
-    output = model.prefill(state, tokens[:-1])
     if target.info.mtp_layers == 0:
-        expect(state.mtp_length == 0, "a model without a head holds no pairs", got=state.mtp_length)
-        if output.hidden is None:
-            return
-        model.prefill_mtp(state, tokens[1:], output.hidden)
-        expect(state.mtp_length == 0, "prefill_mtp does nothing without a head", got=state.mtp_length)
+        state = target.state()
+        model.prefill(state, tokens[:-1])
         try:
-            model.decode_mtp(state, tokens[-1:], output.hidden[-1:])
+            model.draft_mtp(state, tokens[-1], 1)
         except UnsupportedError:
             return
-        raise Broken("an MTP pass without a head was not refused", expected="UnsupportedError")
-    hidden = output.need_hidden()
-    whole = _mtp_logits(target, model.decode_mtp(state, tokens[1:], hidden), len(tokens) - 1)
-    expect(
-        state.mtp_length == len(tokens) - 1, "true pairs are counted", got=state.mtp_length, expected=len(tokens) - 1
-    )
-    expect(state.length == len(tokens) - 1, "an MTP pass moves the target's state", got=state.length)
+        raise Broken("an MTP draft without a head was not refused", expected="UnsupportedError")
 
-    def chunked(first: int, provisional: int) -> NDArray[np.float32]:
-        fresh = target.state()
-        seen = model.prefill(fresh, tokens[:-1]).need_hidden()
-        model.prefill_mtp(fresh, tokens[1 : first + 1], seen[:first])
-        expect(fresh.mtp_length == first, "prefill_mtp counts true pairs", got=fresh.mtp_length, expected=first)
+    def drafted(first: int, provisional: int) -> NDArray[np.float32]:
+        """Logits of the first step after all tokens, taken in by two chunks, with a draft of another size between."""
+        state = target.state(needs=MTP)
+        model.prefill(state, tokens[:first])
+        target.pairs(state)
         if provisional:
-            step = model.decode_mtp(fresh, tokens[first + 1 : first + 2], seen[first : first + 1])
-            for i in range(provisional):
-                step = model.decode_mtp(fresh, [target.token(60 + i)], step.need_hidden()[-1:], provisional=True)
-                expect(fresh.mtp_length == first + 1, "provisional pairs are not counted", got=fresh.mtp_length)
-            first += 1
-        rest = model.decode_mtp(fresh, tokens[first + 1 :], seen[first:])
-        return _mtp_logits(target, rest, len(tokens) - 1 - first)
+            target.draft(state, tokens[first], provisional)
+            target.pairs(state)
+        if first < len(tokens) - 1:
+            model.prefill(state, tokens[first:-1])
+        target.pairs(state)
+        logits = target.draft(state, tokens[-1], 1)[1][0]
+        pairs = target.pairs(state)
+        expect(pairs.fed == len(tokens) - 1, "true pairs are counted", got=pairs.fed, expected=len(tokens) - 1)
+        expect(state.length == len(tokens) - 1, "an MTP pass moves the target's state", got=state.length)
+        return logits
 
+    whole = drafted(len(tokens) - 1, 0)
     for first, provisional in ((1, 0), (4, 0), (3, 1), (2, 3)):
         target.equal(
-            chunked(first, provisional),
+            drafted(first, provisional),
             whole,
             "MTP logits depend on chunks or on provisional pairs",
             pairs_before=first,
             provisional=provisional,
         )
-    try:
-        model.decode_mtp(state, tokens[:2], hidden[:1])
-    except ShapeError:
-        return
-    raise Broken("two tokens with one hidden state were not refused", expected="ShapeError")
 
 
 @check("F18")
 def greedy_drafts(subject: ForwardPassSubject, run: Run) -> None:
-    """What ``draft_greedy`` drafts, and the state that it leaves, are those of ``decode_mtp`` step by step."""
+    """A greedy draft in one call, and the state that it leaves, are those of the steps one by one."""
     target = _Target(subject)
     model = target.model
     if target.info.mtp_layers == 0:
         not_applicable("only an MTP head drafts, and this target has none")
     tokens = target.tokens(range(8))
-    for fed, depth in ((1, 1), (1, 4), (3, 2), (6, 3)):
+    for waiting, depth in ((1, 1), (1, 4), (3, 2), (6, 3)):
         outcomes = []
         for at_once in (True, False):
-            state = target.state()
-            hidden = model.prefill(state, tokens[:-1]).need_hidden()
-            drafted = model.draft_greedy(state, tokens[1 : fed + 1], hidden[:fed], depth) if at_once else ()
-            if drafted is None:
-                not_applicable("draft_greedy is not offered")
-            if not at_once:
-                step = model.decode_mtp(state, tokens[1 : fed + 1], hidden[:fed])
-                drafted = tuple(step.need_logits().argmax())
-                while len(drafted) < depth:
-                    step = model.decode_mtp(state, drafted[-1:], step.need_hidden()[-1:], provisional=True)
-                    drafted += tuple(step.need_logits().argmax())
-            expect(state.mtp_length == fed, "true pairs are counted", got=state.mtp_length, expected=fed)
-            rest = model.decode_mtp(state, tokens[fed + 1 :], hidden[fed:])
-            outcomes.append((drafted, _mtp_logits(target, rest, len(tokens) - 1 - fed)))
-        (drafted, after), (wanted, truth) = outcomes
+            state = target.state(needs=MTP)
+            model.prefill(state, tokens[:1])
+            target.push(state, tokens[1:waiting])
+            pending = tokens[waiting]
+            draft = model.draft_mtp(state, pending, depth) if at_once else target.draft(state, pending, depth)[0]
+            fed = target.pairs(state).fed
+            expect(fed == waiting, "true pairs are counted", got=fed, expected=waiting)
+            target.push(state, tokens[waiting:-1])
+            outcomes.append((draft, target.draft(state, tokens[-1], 1)[1][0]))
+        (draft, after), (wanted, truth) = outcomes
         expect(
-            drafted == wanted,
+            draft == wanted,
             "a draft in one call is that of the steps",
-            got=drafted,
+            got=draft,
             expected=wanted,
-            pairs=fed,
+            pairs=waiting,
             depth=depth,
         )
-        target.equal(after, truth, "a draft in one call leaves another state", pairs=fed, depth=depth)
-
-
-def _mtp_logits(target: _Target, output: ForwardOutput, rows: int) -> NDArray[np.float32]:
-    logits = output.need_logits().rows()
-    expect(logits.shape == (1, target.info.vocab_size), "an MTP pass gives logits of its last row", got=logits.shape)
-    expect(
-        len(output.need_hidden()) == rows, "an MTP pass gives hidden states of every row", got=len(output.need_hidden())
-    )
-    last: NDArray[np.float32] = logits[0].copy()
-    return last
+        target.equal(after, truth, "a draft in one call leaves another state", pairs=waiting, depth=depth)
 
 
 @check("F19")
@@ -645,77 +655,109 @@ def info_sane(subject: ForwardPassSubject, run: Run) -> None:
 
 
 @check("F20")
-def greedy_cycles(subject: ForwardPassSubject, run: Run) -> None:
-    """What ``greedy_cycles`` drafts and emits, and the state that it leaves, are those of single passes."""
+def device_cycles(subject: ForwardPassSubject, run: Run) -> None:
+    """Cycles that the device runs draft, emit and leave behind what cycles of the host do."""
     target = _Target(subject)
-    if target.info.mtp_layers == 0:
-        not_applicable("only an MTP head drafts, and this target has none")
     tokens = target.tokens(range(6))
-    free = _cycles(target, tokens, [2] * 4, stop=(), limit=40)
-    if free is None:
-        not_applicable("greedy_cycles is not offered")
-    expect(target.model.runs_greedy_cycles, "a target that runs greedy cycles says so", got=False, expected=True)
-    emitted = [token for cycle in free[0] for token in cycle.emitted]
-    ends = [emitted[len(emitted) // 2]]
-    for depths, stop, limit, keep in (
-        ([1], (), 40, 0),
-        ([2, 3, 1, 2], (), 40, 0),
-        ([3, 3], (), 40, 1),
-        ([2] * 4, ends, 40, 0),
-        ([2] * 4, (), 3, 0),
-        ([1, 2], (), 1, 0),
-    ):
-        case = {"depths": depths, "stop": stop, "limit": limit, "keep": keep}
-        got = _cycles(target, tokens, depths, stop, limit, keep)
-        wanted = _cycles(target, tokens, depths, stop, limit, keep, stepwise=True)
-        assert got is not None
-        assert wanted is not None
-        shown = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in got[0] if cycle.emitted]
-        truth = [(cycle.drafted, cycle.accepted, cycle.emitted) for cycle in wanted[0] if cycle.emitted]
-        expect(shown == truth, "cycles of the target are those of single passes", got=shown, expected=truth, **case)
-        expect(
-            got[1] == wanted[1], "the same number of tokens and pairs is held", got=got[1], expected=wanted[1], **case
-        )
-        for ours, theirs in zip(got[2], wanted[2], strict=True):
-            target.equal(ours, theirs, "cycles of the target leave another state", **case)
+    drafts = [DeviceDraft(mtp=False)] + ([DeviceDraft()] if target.info.mtp_layers else [])
+    offered = [draft for draft in drafts if _cycles(target, tokens, draft, [1], stop=(), limit=40) is not None]
+    if not offered:
+        not_applicable("device_executor is not offered")
+    for draft in offered:
+        free = _cycles(target, tokens, draft, [2] * 4, stop=(), limit=40)
+        assert free is not None
+        emitted = [token for outcome in free[0] for token in outcome.emitted]
+        ends = [emitted[len(emitted) // 2]]
+        for depths, stop, limit, keep in (
+            ([1], (), 40, 0),
+            ([2, 3, 1, 2], (), 40, 0),
+            ([0, 0, 3, 0, 1], (), 40, 0),
+            ([3, 3], (), 40, 1),
+            ([2] * 4, ends, 40, 0),
+            ([2] * 4, (), 3, 0),
+            ([1, 2], (), 1, 0),
+        ):
+            case = {"mtp": draft.mtp, "depths": depths, "stop": stop, "limit": limit, "keep": keep}
+            got = _cycles(target, tokens, draft, depths, stop, limit, keep)
+            wanted = _cycles(target, tokens, draft, depths, stop, limit, keep, host=True)
+            assert got is not None
+            assert wanted is not None
+            shown = [(outcome.drafted, outcome.accepted, outcome.emitted) for outcome in got[0] if outcome.emitted]
+            truth = [(outcome.drafted, outcome.accepted, outcome.emitted) for outcome in wanted[0] if outcome.emitted]
+            expect(shown == truth, "cycles of the device are those of the host", got=shown, expected=truth, **case)
+            expect(got[1] == wanted[1], "the same tokens and pairs are held", got=got[1], expected=wanted[1], **case)
+            for ours, theirs in zip(got[2], wanted[2], strict=True):
+                target.equal(ours, theirs, "cycles of the device leave another state", **case)
 
 
 def _cycles(
     target: _Target,
     tokens: list[int],
+    draft: DeviceDraft,
     depths: Sequence[int],
     stop: Sequence[int],
     limit: int,
     keep: int = 0,
     *,
-    stepwise: bool = False,
-) -> tuple[list[GreedyCycle], tuple[int, int], list[NDArray[np.float32]]] | None:
-    """Cycles of these depths, one in flight behind the other unless ``keep`` > 0 cuts the last one.
+    host: bool = False,
+) -> tuple[list[Outcome], tuple[int, int], list[NDArray[np.float32]]] | None:
+    """Cycles of these depths, on a device one in flight behind the other unless ``keep`` > 0 cuts the last one.
 
-    What they did; tokens and true pairs that the state holds; logits of the target and of the head after them.
+    Their outcomes; tokens that the state holds and pairs that are fed or wait; logits of the target and, where the
+    head drafts, of its first step after them.
     """
-    model, state = target.model, target.state()
-    hidden = model.prefill(state, tokens[:-1]).need_hidden()
-    model.prefill_mtp(state, tokens[1:-1], hidden[:-1])
-    start = GreedyStart((tokens[-1],), hidden[-1:])
-    options: dict[str, Any] = {"stop_tokens": tuple(stop), "limit": limit}
-    made = StepwiseCycles(model, state, start, **options) if stepwise else model.greedy_cycles(state, start, **options)
-    if made is None:
+    model, state = target.model, target.state(needs=MTP if draft.mtp else NO_NEEDS)
+    held = list(tokens)
+    model.prefill(state, tokens[:-1])
+    env = DrafterEnv(target=model, state=state)
+    sequence = LiveSequence(
+        target=model,
+        state=state,
+        drafter=MtpDrafter(MtpConfig(), env) if draft.mtp else NoDrafter(NoConfig(), env),
+        verifier=StrictVerifier(),
+        tokens=held,
+        context=Context(held),
+    )
+    executor: Executor | None
+    if host:
+        executor = HostExecutor(sequence, RunStats())
+    else:
+        executor = model.device_executor(state, sequence.context, draft, stop_tokens=tuple(stop), limit=limit)
+    if executor is None:
         return None
-    done: list[GreedyCycle] = []
+    done: list[Outcome] = []
+    left = limit
+
+    def collect(last: bool) -> None:
+        nonlocal left
+        outcome = executor.collect()
+        emitted = outcome.emitted
+        if host and (left == 0 or (done and done[-1].emitted and done[-1].emitted[-1] in stop)):
+            emitted = ()
+        ends = [i for i, token in enumerate(emitted, start=1) if token in stop]
+        kept = min([left, len(emitted), *ends])
+        done.append(attrs.evolve(outcome, emitted=emitted[:kept]))
+        if last and keep:
+            kept = min(kept, keep)
+        left -= kept
+        held.extend(emitted[:kept])
+        if kept:
+            executor.keep(kept)
+
+    ahead = not host and not keep
     for i, depth in enumerate(depths):
-        made.submit(depth)
-        if keep or i:
-            done.append(made.collect())
-    if not keep:
-        done.append(made.collect())
-    emitted = [token for cycle in done for token in cycle.emitted]
-    if keep:
-        made.keep(keep)
-        emitted = emitted[: len(emitted) - len(done[-1].emitted) + keep]
-    waiting = made.close()
-    held = [*tokens, *emitted]
-    size = (state.length, state.mtp_length)
-    pairs = held[len(held) - len(waiting) :]
-    after = model.decode_mtp(state, pairs, waiting).need_logits().rows()[0].copy()
-    return done, size, [target.next(state, held[-1]), after]
+        if host and i and not done[-1].emitted:
+            break
+        executor.submit(depth)
+        if not ahead:
+            collect(i == len(depths) - 1)
+        elif i:
+            collect(False)
+    if ahead:
+        collect(True)
+    executor.close()
+    pairs = target.pairs(state).length if draft.mtp else 0
+    logits = [target.next(state, held[-1])]
+    if draft.mtp:
+        logits.append(target.draft(state, held[-1], 1)[1][0])
+    return done, (state.length, pairs), logits

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
 from specdec.contract import (
+    NO_NEEDS,
     DraftHead,
     ForwardOutput,
     ForwardPass,
     Hidden,
     Logits,
     ModelInfo,
+    MtpPairs,
+    Needs,
     Parity,
     Snapshot,
     State,
     no_mtp_head,
+    no_mtp_pairs,
 )
-from specdec.errors import ContractError, PromptError, ShapeError, StateError
+from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -126,16 +130,18 @@ class TableHidden(Hidden):
 class TableState(State):
     """A sequence's past in one of three kinds of memory."""
 
-    def __init__(self, model: TableModel, capacity: int) -> None:
+    def __init__(self, model: TableModel, capacity: int, needs: Needs) -> None:
         self.model = model
+        self.needs = needs
+        self.pairs = MtpPairs() if needs.mtp else None
         self._capacity = capacity
         self.held = 0
         self.point = model.start  # after the committed tokens
         self.entries: list[_Point] = []  # attention only: one per committed token
         self.marks: list[tuple[int, _Point]] = []  # the other kinds
         self.provisional: list[_Point] | None = None
+        self.fed: tuple[int, ...] = ()  # tokens of the pass that is not committed
         self.mtp: list[int] = []  # accumulators after each pair; provisional ones behind the true ones
-        self.mtp_true = 0
 
     @property
     def length(self) -> int:
@@ -144,14 +150,6 @@ class TableState(State):
     @property
     def capacity(self) -> int:
         return self._capacity
-
-    @property
-    def mtp_length(self) -> int:
-        return self.mtp_true
-
-    @property
-    def last_hidden(self) -> TableHidden | None:
-        return TableHidden(self.model, [self.point]) if self.held else None
 
     def nbytes(self) -> int:
         return 8 * (len(self.point.tail) + 1) * (1 + len(self.entries) + len(self.marks)) + 8 * len(self.mtp)
@@ -198,6 +196,7 @@ class TableModel(ForwardPass):
             hidden_size=self.order + 1,
             max_positions=max_positions,
             mtp_layers=0 if mtp_table is None else 1,
+            layers=1,
             max_rows=max_rows,
             parity=Parity.BITWISE,
             parity_reason="a table is read, nothing is summed",
@@ -280,10 +279,13 @@ class TableModel(ForwardPass):
 
     # --- passes ----------------------------------------------------------------------------------------------------
 
-    def new_state(self, capacity: int) -> TableState:
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> TableState:
         if not 1 <= capacity <= self.info.max_positions:
             raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        return TableState(self, capacity)
+        unmet = needs.unmet(self.info)
+        if unmet is not None:
+            raise UnsupportedError(f"a state is asked for {unmet}")
+        return TableState(self, capacity, needs)
 
     def _run(self, state: State, tokens: Sequence[int]) -> tuple[TableState, list[_Point]]:
         state = self._own(state)
@@ -302,17 +304,31 @@ class TableModel(ForwardPass):
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state, points = self._run(state, tokens)
-        self._keep(state, points)
+        self._keep(state, tokens, points)
+        self.feed_mtp(state)
         if self.memory is not Memory.ATTENTION and (not state.marks or state.marks[-1][0] != state.held):
             state.marks = [*state.marks[-MARKS + 1 :], (state.held, state.point)]
-        return ForwardOutput(None, TableHidden(self, points))
+            if state.pairs is not None:
+                state.pairs.mark(length for length, _ in state.marks)
+        return self._output(state, points if state.needs.prompt_rows == "all" else points[-1:], len(tokens))
+
+    def _output(
+        self, state: TableState, points: Sequence[_Point], rows: int, logits: Logits | None = None
+    ) -> ForwardOutput:
+        hidden = TableHidden(self, points)
+        return ForwardOutput(
+            rows=rows,
+            logits=logits,
+            hidden=hidden if state.needs.final_hidden else None,
+            boundaries=dict.fromkeys(state.needs.boundaries, hidden),
+        )
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         if len(tokens) > self.info.max_rows:
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         state, points = self._run(state, tokens)
-        state.provisional = points
-        return ForwardOutput(TableLogits(np.stack([self._row(p) for p in points])), TableHidden(self, points))
+        state.provisional, state.fed = points, tuple(tokens)
+        return self._output(state, points, len(tokens), TableLogits(np.stack([self._row(p) for p in points])))
 
     def commit(self, state: State, rows: int) -> None:
         state = self._own(state)
@@ -320,11 +336,13 @@ class TableModel(ForwardPass):
             raise StateError("commit without a decode before it")
         if not 0 <= rows <= len(state.provisional):
             raise StateError(f"commit takes 0 to {len(state.provisional)} rows of the last decode, got {rows}")
-        self._keep(state, state.provisional[:rows])
+        self._keep(state, state.fed[:rows], state.provisional[:rows])
 
-    def _keep(self, state: TableState, points: Sequence[_Point]) -> None:
+    def _keep(self, state: TableState, tokens: Sequence[int], points: Sequence[_Point]) -> None:
         state.provisional = None
         if points:
+            if state.pairs is not None:
+                state.pairs.add(tokens, TableHidden(self, points), state.held)
             state.held += len(points)
             state.point = points[-1]
             if self.memory is Memory.ATTENTION:
@@ -353,7 +371,9 @@ class TableModel(ForwardPass):
             left_out = np.ones(self.vocab, dtype=bool)
             left_out[list(head.tokens)] = False
             logits = np.where(left_out, -np.inf, logits)
-        return ForwardOutput(TableLogits(np.asarray(logits[None], np.float32)), TableHidden(self, points))
+        return ForwardOutput(
+            rows=len(tokens), logits=TableLogits(np.asarray(logits[None], np.float32)), hidden=TableHidden(self, points)
+        )
 
     def draft_head(self, tokens: Sequence[int]) -> TableHead:
         if self._mtp_logits is None:
@@ -367,12 +387,14 @@ class TableModel(ForwardPass):
         self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
     ) -> tuple[TableState, list[_Point]]:
         state = self._own(state)
+        if state.pairs is None:
+            raise no_mtp_pairs(self.info)
         if not isinstance(hidden, TableHidden) or hidden.owner is not self:
             raise ContractError("hidden states of another model")
         if len(tokens) != len(hidden) or not len(tokens):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         if not provisional:
-            del state.mtp[state.mtp_true :]
+            del state.mtp[state.pairs.fed :]
         points = []
         for token, before in zip(tokens, hidden.points, strict=True):
             if not 0 <= token < self.vocab:
@@ -383,7 +405,7 @@ class TableModel(ForwardPass):
             state.mtp.append(accumulator)
             points.append(_Point((*before.tail[1:], int(token)), accumulator))
         if not provisional:
-            state.mtp_true = len(state.mtp)
+            state.pairs.fed = len(state.mtp)
         return state, points
 
     # --- going back ------------------------------------------------------------------------------------------------
@@ -396,36 +418,42 @@ class TableModel(ForwardPass):
         if length == state.held:
             return length
         if self.memory is Memory.ATTENTION:
+            if state.pairs is not None and not state.pairs.knows(length):
+                length -= 1  # the last kept token runs again, and brings its hidden state back
             del state.entries[length:]
             state.held, state.point = length, state.entries[-1] if length else self.start
         else:
             state.marks = [mark for mark in state.marks if mark[0] <= length]
             state.held, state.point = state.marks[-1] if state.marks else (0, self.start)
-        # the pair of position j brings token j + 1, so it goes with that token
-        state.mtp_true = min(state.mtp_true, max(state.held - 1, 0))
-        del state.mtp[state.mtp_true :]
+        if state.pairs is not None:
+            state.pairs.cut(state.held)
+            del state.mtp[state.pairs.fed :]
         return state.held
 
     def snapshot(self, state: State) -> Snapshot:
         state = self._own(state)
         points = state.entries if self.memory is Memory.ATTENTION else [state.point]
+        self.feed_mtp(state)
+        fed = 0 if state.pairs is None else state.pairs.fed
         arrays = {
             "tails": np.array([point.tail for point in points], dtype=np.int64).reshape(-1, self.order),
             "accumulators": np.array([point.accumulator for point in points], dtype=np.uint64),
-            "mtp": np.array(state.mtp[: state.mtp_true], dtype=np.uint64),
+            "mtp": np.array(state.mtp[:fed], dtype=np.uint64),
         }
-        return Snapshot(state.held, state.capacity, arrays, {})
+        return Snapshot(state.held, state.capacity, arrays, {} if state.pairs is None else {"mtp_length": fed})
 
-    def restore(self, snapshot: Snapshot) -> TableState:
-        state = self.new_state(snapshot.capacity)
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TableState:
+        state = self.new_state(snapshot.capacity, needs)
         accumulators = [int(value) for value in snapshot.arrays["accumulators"]]
         tails = [tuple(int(token) for token in tail) for tail in snapshot.arrays["tails"]]
         points = [_Point(tail, accumulator) for tail, accumulator in zip(tails, accumulators, strict=True)]
         state.held = snapshot.length
         state.point = points[-1] if points else self.start
         state.entries = points if self.memory is Memory.ATTENTION else []
-        state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
-        state.mtp_true = len(state.mtp)
+        if state.pairs is not None and "mtp_length" in snapshot.meta:
+            state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
+            if state.held:
+                state.pairs.resume(len(state.mtp), [], TableHidden(self, [state.point]))
         return state
 
     def _own(self, state: State) -> TableState:
@@ -543,12 +571,12 @@ class StrictState(State):
 
     def __init__(self, inner: State, owner: StrictForwardPass) -> None:
         self.inner = inner
+        self.needs, self.pairs = inner.needs, inner.pairs
         self.owner = weakref.ref(owner)
         self.passes = self.mtp_passes = 0  # logits of an earlier number are stale
         self.tokens: list[int] = []  # committed
         self.rows: list[_Row] = []  # of the committed tokens
         self.decoded: tuple[list[int], list[_Row]] | None = None
-        self.mtp_tokens: list[int] = []  # token of every true pair
         self.chaining = False  # provisional entries may follow
 
     @property
@@ -558,17 +586,6 @@ class StrictState(State):
     @property
     def capacity(self) -> int:
         return self.inner.capacity
-
-    @property
-    def mtp_length(self) -> int:
-        return self.inner.mtp_length
-
-    @property
-    def last_hidden(self) -> StrictHidden | None:
-        inner, owner = self.inner.last_hidden, self.owner()
-        if inner is None or owner is None or not self.rows:
-            return None
-        return StrictHidden(inner, owner, self.rows[-1:], chained=False)
 
     def nbytes(self) -> int:
         return self.inner.nbytes()
@@ -617,10 +634,10 @@ class StrictForwardPass(ForwardPass):
         if state.length + rows > state.capacity:
             raise ContractError(f"{what} of {rows} rows: {state.length} of {state.capacity} tokens are held")
 
-    def new_state(self, capacity: int) -> StrictState:
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> StrictState:
         if type(capacity) is not int or not 1 <= capacity <= self.info.max_positions:
             raise ContractError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity!r}")
-        return StrictState(self.inner.new_state(capacity), self)
+        return StrictState(self.inner.new_state(capacity, needs), self)
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state, tokens = self._settled(state, "prefill"), self._check_tokens(tokens, "prefill")
@@ -631,7 +648,7 @@ class StrictForwardPass(ForwardPass):
         state.tokens += tokens
         state.rows += rows
         self._same_length(state)
-        return ForwardOutput(None, self._hidden(output.hidden, rows, chained=False))
+        return self._output(state, output, rows if state.needs.prompt_rows == "all" else rows[-1:], len(tokens), None)
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state, tokens = self._own(state), self._check_tokens(tokens, "decode")
@@ -643,7 +660,23 @@ class StrictForwardPass(ForwardPass):
         state.passes += 1
         state.decoded = tokens, rows
         logits = StrictLogits(output.need_logits(), state, len(tokens))
-        return ForwardOutput(logits, self._hidden(output.hidden, rows, chained=False))
+        return self._output(state, output, rows, len(tokens), logits)
+
+    def _output(
+        self, state: StrictState, output: ForwardOutput, rows: Sequence[_Row], count: int, logits: Logits | None
+    ) -> ForwardOutput:
+        """What a pass gave, with nothing in it that ``needs`` did not ask for."""
+        needs = state.needs
+        if output.rows != count or tuple(output.boundaries) != needs.boundaries:
+            raise ContractError(f"a pass of {count} rows gave {output.rows}, with boundaries {list(output.boundaries)}")
+        if (output.hidden is None) == needs.final_hidden:
+            raise ContractError("a pass gives hidden states where they are asked for, and only there")
+        return ForwardOutput(
+            rows=count,
+            logits=logits,
+            hidden=self._hidden(output.hidden, rows, chained=False),
+            boundaries={k: StrictHidden(hidden, self, rows, chained=False) for k, hidden in output.boundaries.items()},
+        )
 
     def commit(self, state: State, rows: int) -> None:
         state = self._own(state)
@@ -686,21 +719,6 @@ class StrictForwardPass(ForwardPass):
             return state, tokens, hidden
         if hidden.chained:
             raise ContractError("a true pair has a hidden state of the target, not of the MTP head")
-        known = state.tokens[1 : state.mtp_length + 1]
-        if state.mtp_tokens[: len(known)] != known:
-            raise ContractError("the MTP cache holds a pair whose token was not the one committed")
-        for i, row in enumerate(hidden.rows_of):
-            position = state.mtp_length + i
-            if row[0] != position:
-                raise ContractError(
-                    f"MTP pairs skip no position: pair {position} was due, it came with the hidden state of {row[0]}"
-                )
-            if position >= state.length or state.rows[position] != row:
-                raise ContractError(f"the hidden state of position {position} is of a row that was not committed")
-            if position + 1 < state.length and tokens[i] != state.tokens[position + 1]:
-                raise ContractError(
-                    f"pair {position} takes the next token, {state.tokens[position + 1]}, and got {tokens[i]}"
-                )
         return state, tokens, hidden
 
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
@@ -737,15 +755,38 @@ class StrictForwardPass(ForwardPass):
         state.chaining = True
         rows = self._number(state.length, len(tokens))
         return ForwardOutput(
-            StrictLogits(output.need_logits(), state, 1, mtp=True), self._hidden(output.hidden, rows, chained=True)
+            rows=len(tokens),
+            logits=StrictLogits(output.need_logits(), state, 1, mtp=True),
+            hidden=self._hidden(output.hidden, rows, chained=True),
         )
+
+    def draft_mtp(
+        self,
+        state: State,
+        pending: int,
+        depth: int,
+        *,
+        head: DraftHead | None = None,
+        choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
+    ) -> tuple[int, ...]:
+        state = self._settled(state, "draft_mtp")
+        self._check_tokens([pending], "draft_mtp")
+        if type(depth) is not int or depth < 0:
+            raise ContractError(f"draft_mtp takes a depth of at least 0, got {depth!r}")
+        if head is not None and not (isinstance(head, StrictHead) and head.owner is self):
+            raise ContractError("draft_mtp was given a draft head that this object's draft_head did not make")
+        inner_head = head.inner if isinstance(head, StrictHead) else None
+        inner = state.inner
+
+        def watched(logits: Logits, drafted: Sequence[int]) -> int | None:
+            assert choose is not None
+            state.mtp_passes += 1
+            return choose(StrictLogits(logits, state, 1, mtp=True), drafted)
+
+        return self.inner.draft_mtp(inner, pending, depth, head=inner_head, choose=None if choose is None else watched)
 
     def _paired(self, state: StrictState, tokens: list[int]) -> None:
         state.mtp_passes += 1
-        if self.info.mtp_layers:
-            state.mtp_tokens += tokens
-            if state.inner.mtp_length != len(state.mtp_tokens):
-                raise ContractError(f"{len(state.mtp_tokens)} pairs were fed, the state says {state.inner.mtp_length}")
 
     # --- going back ------------------------------------------------------------------------------------------------
 
@@ -758,7 +799,7 @@ class StrictForwardPass(ForwardPass):
             raise ContractError(f"rewind to {length} says {reached}, and the state holds {state.inner.length}")
         state.passes += 1
         state.chaining = False
-        del state.tokens[reached:], state.rows[reached:], state.mtp_tokens[state.inner.mtp_length :]
+        del state.tokens[reached:], state.rows[reached:]
         return reached
 
     def snapshot(self, state: State) -> Snapshot:
@@ -767,17 +808,13 @@ class StrictForwardPass(ForwardPass):
         if taken.length != state.length:
             raise ContractError(f"a snapshot of {state.length} tokens says {taken.length}")
         state.chaining = False
-        remembered: dict[str, Any] = {
-            "strict.tokens": np.array(state.tokens, np.int64),
-            "strict.mtp_tokens": np.array(state.mtp_tokens[: state.mtp_length], np.int64),
-        }
+        remembered: dict[str, Any] = {"strict.tokens": np.array(state.tokens, np.int64)}
         return attrs.evolve(taken, arrays={**taken.arrays, **remembered})
 
-    def restore(self, snapshot: Snapshot) -> StrictState:
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> StrictState:
         arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith("strict.")}
-        state = StrictState(self.inner.restore(attrs.evolve(snapshot, arrays=arrays)), self)
+        state = StrictState(self.inner.restore(attrs.evolve(snapshot, arrays=arrays), needs), self)
         state.tokens = [int(token) for token in snapshot.arrays["strict.tokens"]]
-        state.mtp_tokens = [int(token) for token in snapshot.arrays["strict.mtp_tokens"]]
         state.rows = self._number(0, len(state.tokens))
         self._same_length(state)
         return state

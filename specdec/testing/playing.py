@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
 from specdec.contract import (
+    NO_NEEDS,
     Context,
     Draft,
     Drafter,
@@ -19,7 +20,8 @@ from specdec.contract import (
     ForwardOutput,
     ForwardPass,
     Hidden,
-    Need,
+    Logits,
+    Needs,
     Sampling,
     Snapshot,
     State,
@@ -34,26 +36,10 @@ if TYPE_CHECKING:
 CAPACITY = 256
 
 
-class SealedHidden(Hidden):
-    """Hidden states for a drafter that declared no need of them: it may count the rows."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, rows: slice) -> Hidden:
-        raise ContractError("hidden states are used, and needs does not declare Need.HIDDEN")
-
-    def join(self, others: Sequence[Hidden]) -> Hidden:
-        raise ContractError("hidden states are used, and needs does not declare Need.HIDDEN")
-
-
 class DrafterView(ForwardPass):
     """The target as a drafter may use it: MTP passes if declared, and nothing else on the sequence's own state."""
 
-    def __init__(self, inner: ForwardPass, needs: frozenset[Need], *, lenient: bool) -> None:
+    def __init__(self, inner: ForwardPass, needs: Needs, *, lenient: bool) -> None:
         self.inner, self.info, self._needs, self._lenient = inner, inner.info, needs, lenient
         self.state: State | None = None  # the sequence's own
 
@@ -63,11 +49,11 @@ class DrafterView(ForwardPass):
         return state
 
     def _declared(self) -> None:
-        if Need.MTP not in self._needs:
-            raise ContractError("the MTP head is used, and needs does not declare Need.MTP")
+        if not self._needs.mtp:
+            raise ContractError("the MTP head is used, and needs does not declare mtp")
 
-    def new_state(self, capacity: int) -> State:
-        return self.inner.new_state(capacity)
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
+        return self.inner.new_state(capacity, needs)
 
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         return self.inner.prefill(self._foreign(state, "prefill"), tokens)
@@ -96,6 +82,18 @@ class DrafterView(ForwardPass):
             return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional)
         return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
 
+    def draft_mtp(
+        self,
+        state: State,
+        pending: int,
+        depth: int,
+        *,
+        head: DraftHead | None = None,
+        choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
+    ) -> tuple[int, ...]:
+        self._declared()
+        return self.inner.draft_mtp(state, pending, depth, head=head, choose=choose)
+
     def draft_head(self, tokens: Sequence[int]) -> DraftHead:
         self._declared()
         return self.inner.draft_head(tokens)
@@ -106,8 +104,8 @@ class DrafterView(ForwardPass):
     def snapshot(self, state: State) -> Snapshot:
         return self.inner.snapshot(self._foreign(state, "snapshot"))
 
-    def restore(self, snapshot: Snapshot) -> State:
-        return self.inner.restore(snapshot)
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
+        return self.inner.restore(snapshot, needs)
 
 
 _SETTINGS = ("sampling", "generated_from", "cycle", "draft_noise")
@@ -170,8 +168,9 @@ class Played:
         """An empty sequence, or one over a restored snapshot."""
         if model is None:
             model = target_for(subject, memory)
-        state = model.new_state(CAPACITY) if snapshot is None else model.restore(snapshot)
-        view = DrafterView(model, subject.needs if sealed else frozenset(Need), lenient=not sealed)
+        needs = subject.needs if sealed else subject.needs | Needs(mtp=bool(model.info.mtp_layers), final_hidden=True)
+        state = model.new_state(CAPACITY, needs) if snapshot is None else model.restore(snapshot, needs)
+        view = DrafterView(model, needs, lenient=not sealed)
         view.state = state
         shared = subject.prepare(view) if shared is None else shared
         drafter = subject.make(DrafterEnv(target=view, state=state, shared=shared, saved=saved))
@@ -191,11 +190,6 @@ class Played:
             self.contexts.append((context, Seen(list(context), settings)))
         return context
 
-    def _shown(self, output: ForwardOutput, rows: int) -> ForwardOutput:
-        if not self.sealed or Need.HIDDEN in self.subject.needs:
-            return output
-        return ForwardOutput(output.logits, SealedHidden(rows))
-
     def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
         """Append tokens, and run all but the last through target and drafter, in chunks."""
         self.tokens += tokens
@@ -203,7 +197,7 @@ class Played:
             at = self.state.length
             part = self.tokens[at : min(at + chunk, len(self.tokens) - 1)]
             output = self.model.prefill(self.state, part)
-            self.drafter.prefill(self.context(at + len(part)), self._shown(output, len(part)))
+            self.drafter.prefill(self.context(at + len(part)), output)
 
     def propose(self, depth: int) -> Draft:
         """Begin a cycle: the drafter's answer as it is."""
@@ -219,8 +213,7 @@ class Played:
         output = self.model.decode(self.state, [self.tokens[-1], *drafted])
         self.model.commit(self.state, accepted + 1)
         self.tokens += [*drafted[:accepted], next_token]
-        shown = self._shown(output, len(drafted) + 1)
-        self.drafter.observe(Verdict(accepted, next_token), shown, self.context())
+        self.drafter.observe(Verdict(accepted, next_token), output, self.context())
 
     def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> Draft:
         """A whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""
@@ -242,15 +235,14 @@ class Played:
             self.drafter.rewind(self.model.rewind(self.state, max(length - 1, 0)))
 
     def rebuilt(self) -> Played:
-        """Settle, save and restore: a new drafter over the restored state."""
-        self.drafter.settle(self.context())
+        """Save and restore: a new drafter over the restored state."""
         return self._like(self.model.snapshot(self.state))
 
     def keep(self) -> Kept:
-        """Settle, and copy what a session copies, in its order."""
-        self.drafter.settle(self.context())
+        """Copy what a session copies, in its order."""
         state = self.model.snapshot(self.state)
-        return Kept(list(self.tokens), self.cycles, self.generated_from, state, self.drafter.snapshot())
+        saved = self.drafter.snapshot(self.context())
+        return Kept(list(self.tokens), self.cycles, self.generated_from, state, saved)
 
     def restored(self, kept: Kept, saved: DrafterSnapshot | None) -> Played:
         """A new drafter over the kept state, with or without what the old one saved."""
@@ -282,8 +274,9 @@ class Played:
 
 def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> StrictForwardPass:
     """A strict model that has what the drafter needs."""
-    mtp = Need.MTP in subject.needs
-    return StrictForwardPass(TableModel.random(vocab, memory=memory, tilt=0.7, mtp=mtp, max_positions=4 * CAPACITY))
+    return StrictForwardPass(
+        TableModel.random(vocab, memory=memory, tilt=0.7, mtp=subject.needs.mtp, max_positions=4 * CAPACITY)
+    )
 
 
 def usable(draft: Draft, depth: int, vocab: int) -> Draft:

@@ -22,13 +22,14 @@ import attrs
 import numpy as np
 
 from specdec.contract import (
+    NO_NEEDS,
     DepthPolicy,
     DepthPolicySpec,
     Drafter,
     DrafterEnv,
     DrafterSpec,
     ForwardPass,
-    Need,
+    Needs,
     NoConfig,
     PrepareEnv,
     Verifier,
@@ -103,7 +104,7 @@ class DrafterSubject:
     """How to build a drafter for a sequence."""
 
     make: Callable[[DrafterEnv], Drafter]
-    needs: frozenset[Need]
+    needs: Needs = NO_NEEDS
     prepare: Callable[[ForwardPass], Any] = lambda target: None
 
 
@@ -146,31 +147,18 @@ def _as_drafter(given: Any, config: Any) -> DrafterSubject:
         return given
     if isinstance(given, DrafterSpec):
         spec, options = given, _config(given.config, config)
-        prepare = spec.prepare
-        return DrafterSubject(
-            make=lambda env: spec.factory(options, env),
-            needs=spec.needs,
-            prepare=(
-                (lambda target: None)
-                if prepare is None
-                else (lambda target: prepare(options, PrepareEnv(target=target)))
-            ),
-        )
-    wants_env = bool(_parameters(given))
-    needs = getattr(given, "needs", None)
-    if needs is None:
-        made = _try_needs(given, wants_env)
-        needs = frozenset() if made is None else made
-    return DrafterSubject(make=given if wants_env else (lambda env: given()), needs=needs)
 
+        def prepare(target: ForwardPass) -> Any:
+            return None if spec.prepare is None else spec.prepare(options, PrepareEnv(target=target))
 
-def _try_needs(make: Callable[..., Drafter], wants_env: bool) -> frozenset[Need] | None:
-    """The ``needs`` of the class that a factory makes, from one made over a model that has everything."""
-    from specdec.testing.models import TableModel
+        from specdec.testing.models import TableModel
 
-    target = TableModel.random(mtp=True)
-    made = make(DrafterEnv(target=target, state=target.new_state(8))) if wants_env else make()
-    return getattr(made, "needs", None)
+        needs = spec.needs
+        if not isinstance(needs, Needs):
+            needs = needs(options, prepare(TableModel.random(mtp=True)))
+        return DrafterSubject(make=lambda env: spec.factory(options, env), needs=needs, prepare=prepare)
+    make = given if _parameters(given) else (lambda env: given())
+    return DrafterSubject(make=make, needs=getattr(given, "needs", NO_NEEDS))
 
 
 def _as_verifier(given: Any, config: Any) -> VerifierSubject:

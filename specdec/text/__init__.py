@@ -1,5 +1,8 @@
 """Tokens to text and back: tokenizers, chat templates, incremental decoding and stop strings."""
 
-from specdec.text.tokenizer import ChatTemplate, IncrementalDecoder, StopMatcher, Tokenizer
+from specdec.text.chat_template import ChatTemplate
+from specdec.text.incremental import IncrementalDecoder
+from specdec.text.stop import StopMatcher
+from specdec.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "IncrementalDecoder", "StopMatcher", "Tokenizer"]

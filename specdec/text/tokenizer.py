@@ -1,38 +1,20 @@
-"""Text: tokenizers, chat templates, and the two filters between tokens and what a user sees.
-
-``IncrementalDecoder`` turns tokens into text that never changes again; ``StopMatcher`` finds stop strings in it.
-"""
+"""Text to token ids and back, as the checkpoint's own tokenizer does it."""
 
 from __future__ import annotations
 
-import codecs
-import datetime
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.checkpoints import read_json, text_config
 from specdec.errors import CheckpointError, PromptError
+from specdec.text.chat_template import ChatTemplate, read_chat_templates
 
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-@attrs.frozen
-class ChatTemplate:
-    """A Jinja source and the file that it comes from."""
-
-    source: str
-    file: Path
 
 
 class Tokenizer:
@@ -83,7 +65,7 @@ class Tokenizer:
 
     @property
     def core(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library ``tokenizers`` underneath, to be read."""
+        """The underlying tokenizer of the library ``tokenizers``; do not change it."""
         return self._core
 
     @classmethod
@@ -107,12 +89,12 @@ class Tokenizer:
             tokenizer_config=tokenizer_config,
             generation_config=_optional_json(folder / "generation_config.json"),
             config=_optional_json(folder / "config.json"),
-            chat_templates=_read_chat_templates(folder, tokenizer_config),
+            chat_templates=read_chat_templates(folder, tokenizer_config),
             folder=folder,
         )
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a text; ``add_special`` adds what the tokenizer puts around one (often a bos token, or nothing).
+        """Token ids of a text; ``add_special`` adds its prefix and suffix (often a bos token, or none).
 
         Raises: PromptError for text that is no valid Unicode (lone surrogates).
         """
@@ -127,13 +109,13 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of token ids; ids that the tokenizer does not know have none."""
+        """The text of token ids; unknown ids have none."""
         text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` has something to apply."""
+        """Whether the checkpoint has a chat template."""
         return bool(self._chat_templates)
 
     def apply_chat_template(
@@ -156,14 +138,7 @@ class Tokenizer:
         template = self._chosen_template(bool(variables.get("tools")))
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        line: int | None
-        try:
-            return _compiled(template.source).render(values)
-        except jinja2.TemplateSyntaxError as error:
-            reason, line = error.message, error.lineno
-        except Exception as error:  # noqa: BLE001 - a template can raise anything that its expressions can
-            reason, line = _reason(error), _template_line(error)
-        raise PromptError(f"the chat template failed: {reason}", file=template.file, line=line)
+        return template.render(values)
 
     def _chosen_template(self, with_tools: bool) -> ChatTemplate:
         templates = self._chat_templates
@@ -230,242 +205,3 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     given = ((key, tokenizer_config.get(key)) for key in SPECIAL_TOKEN_KEYS)
     plain = ((key, value.get("content") if isinstance(value, Mapping) else value) for key, value in given)
     return {key: value for key, value in plain if isinstance(value, str)}
-
-
-# --- chat templates ------------------------------------------------------------------------------------------------
-
-
-def _read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """Every chat template of a folder by name; a file of its own wins over tokenizer_config.json."""
-    templates: dict[str, ChatTemplate] = {}
-
-    def take(value: Any, file: Path) -> None:
-        """A template, or a list of ``{"name": ..., "template": ...}``."""
-        entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
-        for entry in entries:
-            name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
-            if not isinstance(name, str) or not isinstance(source, str):
-                raise CheckpointError("a chat template is text, or a list of {name, template}", file=file, got=entry)
-            templates[name] = ChatTemplate(source, file)
-
-    if tokenizer_config.get("chat_template") is not None:
-        take(tokenizer_config["chat_template"], folder / "tokenizer_config.json")
-    file = folder / "chat_template.json"
-    if file.is_file():
-        take(read_json(file).get("chat_template"), file)
-    for file in [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
-        if file.is_file():
-            try:
-                source = file.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file.name} cannot be read: {error}", file=file) from error
-            templates["default" if file.name == "chat_template.jinja" else file.stem] = ChatTemplate(source, file)
-    return templates
-
-
-class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}``, which marks an assistant's words for training: here just its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The body, as if the two tags were not there."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    """A template in the environment that Hugging Face templates are written for, sandboxed."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON, arguments in the order of Hugging Face's filter: Jinja's own escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
-
-
-def _template_line(error: BaseException) -> int | None:
-    """The last line of a template in a traceback; Jinja compiles templates with their own line numbers."""
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "<template>":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-# --- tokens to text ------------------------------------------------------------------------------------------------
-
-
-class IncrementalDecoder:
-    """Text of a growing sequence of tokens, each character once, as soon as it is final.
-
-    Whatever the chunks, all that ``push`` and then ``flush`` return, joined, is ``tokenizer.decode`` of all the ids.
-    A character whose bytes are not complete is held back, so ``push`` never returns half of one.
-    The cost of a push depends on its tokens, not on those before.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        make = _ByteDecoder if tokenizer.decodes_bytes else _WindowDecoder
-        self._decoder: _ByteDecoder | _WindowDecoder = make(tokenizer)
-        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
-
-    def push(self, ids: Iterable[int]) -> str:
-        """Take more tokens and return the text that became final."""
-        return self._decoder.push([token for token in ids if token not in self._skipped])
-
-    def flush(self) -> str:
-        """Return what was held back, incomplete characters as U+FFFD, and start anew."""
-        return self._decoder.flush()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable bytes are themselves, the others are shifted behind U+0100.
-
-    Source: GPT-2, openai/gpt-2 ``src/encoder.py``, ``bytes_to_unicode``.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
-
-
-class _ByteDecoder:
-    """For byte-level BPE: joins bytes and decodes UTF-8 as it comes, which is exactly what the tokenizer does at once.
-
-    Both put one U+FFFD for each maximal invalid part (Unicode 16.0, section 3.9, "substitution of maximal subparts").
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._piece = tokenizer.piece
-        self._bytes: dict[int, bytes] = {}
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join(self._bytes_of(token) for token in ids))
-
-    def flush(self) -> str:
-        text = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return text
-
-    def _bytes_of(self, token: int) -> bytes:
-        known = self._bytes.get(token)
-        if known is None:
-            piece = self._piece(token) or ""
-            try:
-                known = bytes(_BYTE_OF[character] for character in piece)
-            except KeyError:  # an added token with a space, say: it is not spelt in the byte alphabet
-                known = piece.encode("utf-8")
-            self._bytes[token] = known
-        return known
-
-
-class _WindowDecoder:
-    """For every other tokenizer: decodes the last final tokens together with the new ones and returns the difference.
-
-    The tokens before give the new ones their context (a leading space that is stripped only at the very beginning).
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special=False)
-        self._piece = tokenizer.piece
-        self._byte_runs = tokenizer.falls_back_to_bytes
-        self._context: list[int] = []  # the tokens of the last text returned
-        self._new: list[int] = []  # tokens held back
-
-    def push(self, ids: Sequence[int]) -> str:
-        self._new += [token for token in ids if self._piece(token) is not None]
-        return self._take() if self._new and not self._may_change() else ""
-
-    def flush(self) -> str:
-        text = self._take() if self._new else ""
-        self._context = []
-        return text
-
-    def _may_change(self) -> bool:
-        """Whether later tokens could change the text of the last one."""
-        last = self._piece(self._new[-1]) or ""
-        # a run of byte pieces is decoded as a whole: one invalid byte at its end makes all of it U+FFFD
-        if self._byte_runs and len(last) == 6 and last.startswith("<0x") and last.endswith(">"):
-            return True
-        return self._decode(self._new[-4:]).endswith("�")  # a character has four bytes, a piece at least one
-
-    def _take(self) -> str:
-        text = self._decode(self._context + self._new)[len(self._decode(self._context)) :]
-        self._context, self._new = self._new[-8:], []
-        return text
-
-
-# --- stop strings --------------------------------------------------------------------------------------------------
-
-
-class StopMatcher:
-    """Finds stop strings in text that comes in pieces, whatever the pieces.
-
-    The match is the one that is complete first, so that generation can stop as early as possible; of several that end
-    at the same character it is the longest. Text before the match is emitted, the match and what follows it never.
-    Raises: PromptError for an empty stop string.
-    """
-
-    def __init__(self, stop_strings: Iterable[str]) -> None:
-        # longest first: of two that end at the same character, the one that starts earlier is found first
-        self._stops = sorted(dict.fromkeys(stop_strings), key=len, reverse=True)
-        if any(not stop for stop in self._stops):
-            raise PromptError("a stop string is empty", try_="at least one character")
-        self._held = ""
-        self._matched: str | None = None
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Take text; return what is certainly before any match, and the stop string when one was found.
-
-        Text that could be the beginning of a stop string is held back. After a match, nothing is emitted any more.
-        """
-        if self._matched is not None or not self._stops:
-            return ("" if self._matched is not None else text), self._matched
-        text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self._matched = min(found)
-            self._held = ""
-            return text[:at], self._matched
-        keep = self._open_length(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
-
-    def flush(self) -> str:
-        """The text held back, when no more will come."""
-        held, self._held = self._held, ""
-        return held
-
-    def _open_length(self, text: str) -> int:
-        """Length of the longest end of ``text`` that a stop string begins with."""
-        for length in range(min(len(self._stops[0]) - 1, len(text)), 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0

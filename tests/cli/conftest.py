@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import specdec
 from specdec.cli import main
-from specdec.registry import Registry, plugins
+from specdec.registry import Registry, use_registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 
@@ -36,7 +36,7 @@ def invoke():
     """``invoke("generate", "-n", "3")`` -> exit_code, stdout, stderr; only built-in plugins, unless it is told."""
 
     def invoke(*args, registry=None, stdin=None):
-        former = plugins.use_registry(registry or Registry(LIGHT, entry_points=()))
+        former = use_registry(registry or Registry(LIGHT, entry_points=()))
         before = dict(main.commands)
         main.extended = False
         try:
@@ -45,7 +45,7 @@ def invoke():
             main.commands.clear()
             main.commands.update(before)
             main.extended = False
-            plugins.use_registry(former)
+            use_registry(former)
             structlog.reset_defaults()
 
     return invoke

@@ -265,6 +265,7 @@ def test_the_thresholds_in_the_help_are_those_in_force():
     assert f"below {NOT_WORTH_IT}," in text
 
 
+@pytest.mark.slow
 def test_a_fresh_process():
     done = run_specdec("accept", "--classes", "code", *SHORT, "--json")
     assert json.loads(done.stdout)["environment"]["command"].startswith("specdec accept --classes code")

@@ -26,7 +26,7 @@ import specdec
 from specdec.config import Choice
 from specdec.contract import Drafter, DrafterSpec, PrepareEnv
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
-from specdec.decoding.session import PREFILL_TAIL
+from specdec.decoding.prefill import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
 from tests.decoding.test_lossless import SHAPES
 
@@ -178,7 +178,9 @@ def test_a_prompt_that_goes_on_runs_only_its_rest_and_drafts_as_a_cold_session(
     assert ours.stats.prefilled == rest
     assert cold.stats.prefilled == len(prompt) - 1
     assert ours.tokens == cold.tokens
-    counters = [(run.stats.offered, run.stats.reached, run.stats.accepted, run.stats.depth) for run in (ours, cold)]
+    counters = [
+        (run.stats.offered, run.stats.reached, run.stats.accepted, run.stats.draft_lengths) for run in (ours, cold)
+    ]
     assert counters[0] == counters[1]
 
 
@@ -469,7 +471,7 @@ class Failing(Drafter):
         return Draft((41,))
 
 
-@pytest.mark.parametrize("moment", ["prefill", "propose", "observe", "rewind", "settle"])
+@pytest.mark.parametrize("moment", ["prefill", "propose", "observe", "rewind", "snapshot"])
 def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     moment: str, lm: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -486,7 +488,7 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     assert result.tokens == variant(lm).generate(session.tokens[:-6], max_new_tokens=6, ignore_eos=True).tokens
     session.load(tmp_path / "s")  # a new drafter, and a new chance
     assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
-        moment in ("rewind", "settle", "observe")
+        moment in ("rewind", "snapshot", "observe")
     )
 
 
@@ -513,8 +515,8 @@ def test_counters_are_consistent(
     stats = session.generate(prompt, max_new_tokens=count, ignore_eos=True).stats
     assert stats.tokens == count == stats.cycles + sum(stats.accepted)
     assert stats.rows == sum(stats.offered) + stats.cycles
-    assert sum(stats.depth.values()) == stats.cycles
-    assert sum(length * cycles for length, cycles in stats.depth.items()) == sum(stats.offered)
+    assert sum(stats.draft_lengths.values()) == stats.cycles
+    assert sum(length * cycles for length, cycles in stats.draft_lengths.items()) == sum(stats.offered)
     assert stats.prefilled == len(prompt) - 1
     assert stats.reached[:1] == stats.offered[:1]
     for position in range(len(stats.offered)):

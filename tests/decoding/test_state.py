@@ -72,7 +72,7 @@ def poison(state: Any) -> None:
     """NaN into everything that is not committed: stale and provisional rows, and the buffer that a pass fills."""
     for cache in [*state.caches, *([state.mtp] if state.mtp is not None else [])]:
         if hasattr(cache, "keys"):
-            end = state.mtp_true if cache is state.mtp else cache.length
+            end = state.pairs.fed if cache is state.mtp else cache.length
             cache.keys[end:] = torch.nan
             cache.values[end:] = torch.nan
         else:
@@ -81,7 +81,7 @@ def poison(state: Any) -> None:
 
 def fresh_run(target: Any, tokens: Sequence[int]) -> Any:
     """A state that was given the tokens one by one."""
-    state = target.new_state(CAPACITY)
+    state = target.new_state(CAPACITY, tiny.needs_of(target))
     for token in tokens:
         target.decode(state, [token])
         target.commit(state, 1)
@@ -99,7 +99,7 @@ class Story(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.state = self.target.new_state(CAPACITY)
+        self.state = self.target.new_state(CAPACITY, tiny.needs_of(self.target))
         self.tokens: list[int] = []
         self.decoded: list[int] | None = None
         self.saved: list[tuple[list[int], Any]] = []
@@ -115,7 +115,7 @@ class Story(RuleBasedStateMachine):
                 self.target.prefill(self.state, chunk)
             return
         output = self.target.prefill(self.state, chunk)
-        assert len(output.need_hidden()) == len(chunk)
+        assert output.rows == len(output.need_hidden()) == len(chunk)
         self.tokens += chunk
         self.decoded = None
 
@@ -171,17 +171,13 @@ class Story(RuleBasedStateMachine):
             with pytest.raises(StateError, match="rewind takes"):
                 self.target.rewind(self.state, wrong)
 
-    @precondition(lambda self: self.target.info.mtp_layers and self.state.length > self.state.mtp_length)
-    @rule(provisional=st.integers(0, 3))
-    def feed_the_head(self, provisional: int) -> None:
+    @precondition(lambda self: self.target.info.mtp_layers and self.decoded is None)
+    @rule(depth=st.integers(0, 4))
+    def draft(self, depth: int) -> None:
         """MTP passes between target passes must not touch the target's state."""
-        last = self.state.last_hidden
-        if last is None:
-            return
-        output = self.target.decode_mtp(self.state, [5], last)
-        for token in range(provisional):
-            output = self.target.decode_mtp(self.state, [token], output.need_hidden()[-1:], provisional=True)
-        assert np.isfinite(output.need_logits().rows()).all()
+        waiting = self.state.pairs.waiting
+        drafted = self.target.draft_mtp(self.state, 5, depth)
+        assert len(drafted) == (depth if waiting else 0)
 
     @rule()
     def save(self) -> None:
@@ -191,7 +187,7 @@ class Story(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def restore(self, which: int) -> None:
         tokens, snapshot = self.saved[which % len(self.saved)]
-        self.state = self.target.restore(snapshot)
+        self.state = self.target.restore(snapshot, tiny.needs_of(self.target))
         self.tokens = list(tokens)
         self.decoded = None
 
@@ -204,14 +200,15 @@ class Story(RuleBasedStateMachine):
     def length_is_what_was_committed(self) -> None:
         if hasattr(self, "tokens"):
             assert self.state.length == len(self.tokens)
-            assert self.state.mtp_length <= len(self.tokens)
+            if self.state.pairs is not None:
+                assert self.state.pairs.length == len(self.tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "tokens"):
             return
         wanted = fresh_run(self.target, self.tokens)
         ours, theirs = (tiny.state_arrays(self.target, state) for state in (self.state, wanted))
-        if self.state.last_hidden is None:  # after a rewind of attention alone; the next pass brings it back
+        if self.state.pairs is not None and self.state.pairs.last is None:  # drafted from, or cut
             theirs.pop("last_hidden", None)
         tiny.assert_same_bits(ours, theirs)
         if self.room(3):
@@ -239,7 +236,7 @@ def test_stale_slots_never_reach_a_logit(shape: str, dtype: str, kernels: str, m
     """NaN behind the committed rows, before each pass: a mask that is one too wide gives NaN logits."""
     family, settings = SHAPES[shape]
     target = make_target(family, kernels=kernels, dtype=dtype, stored=dtype, **settings)
-    poisoned, clean = target.new_state(CAPACITY), target.new_state(CAPACITY)
+    poisoned, clean = (target.new_state(CAPACITY, tiny.needs_of(target)) for _ in range(2))
     for feed, kept in (([1, 2, 3], 3), ([4, 5, 6, 7], 2), ([8], 1), (list(range(16)), 0), ([9, 10], 2)):
         poison(poisoned)
         rows = [target.decode(state, feed).need_logits().rows() for state in (poisoned, clean)]
@@ -250,7 +247,8 @@ def test_stale_slots_never_reach_a_logit(shape: str, dtype: str, kernels: str, m
     if target.info.mtp_layers:
         outputs = []
         for state in (poisoned, clean):
-            output = target.decode_mtp(state, [3, 4], target.prefill(state, [11, 12]).need_hidden())
+            hidden = target.prefill(state, [11, 12]).need_hidden()[-1:]
+            output = target.decode_mtp(state, [3], hidden)
             for step in range(3):
                 if state is poisoned:
                     state.mtp.keys[state.mtp.length :] = torch.nan
@@ -286,11 +284,12 @@ def test_refusals(target: Any) -> None:
 
 def test_a_snapshot_is_independent(target: Any) -> None:
     """A copy, not a view: what happens to the state later must not reach it, nor what happens to a restored state."""
-    state = target.new_state(CAPACITY)
+    state = target.new_state(CAPACITY, tiny.needs_of(target))
     target.prefill(state, [1, 2, 3, 4, 5])
     snapshot = target.snapshot(state)
     before = {name: array.clone() for name, array in snapshot.arrays.items()}
-    for used in (state, target.restore(snapshot), target.restore(snapshot)):
+    restored = [target.restore(snapshot, tiny.needs_of(target)) for _ in range(2)]
+    for used in (state, *restored):
         target.decode(used, [6, 7, 8])
         target.commit(used, 2)
         target.rewind(used, 0)

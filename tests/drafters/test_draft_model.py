@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -19,11 +18,13 @@ from hypothesis import strategies as st
 import specdec
 from specdec.cli import main
 from specdec.contract import (
+    NO_NEEDS,
     Context,
     DrafterEnv,
     DraftNoise,
     ForwardOutput,
     ForwardPass,
+    Needs,
     PrepareEnv,
     Sampling,
     Snapshot,
@@ -46,15 +47,6 @@ from tests.drafters.two_tokenizers import byte_level, sentence_piece
 from tests.verifiers.enumeration import array, distance, emitted, joint_of
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny arrays: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tables(folders: Any) -> dict[str, dict[str, Any]]:
@@ -187,19 +179,19 @@ class Recitation(ForwardPass):
             return self.tokenizer.encode(rest[1:], add_special=False)[0]
         return self.tokenizer.core.token_to_id(rest[0]) or 0  # whatever is encoded gets a space before it
 
-    def new_state(self, capacity: int) -> State:
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
         return _Said(capacity)
 
     def prefill(self, state: Any, tokens: Any) -> ForwardOutput:
         state.tokens += tokens
-        return ForwardOutput(None, _NoHidden(len(tokens)))
+        return ForwardOutput(rows=len(tokens))
 
     def decode(self, state: Any, tokens: Any) -> ForwardOutput:
         state.rows = list(tokens)
         rows = np.zeros((len(tokens), self.info.vocab_size), np.float32)
         for row in range(len(tokens)):
             rows[row, self.next_token([*state.tokens, *tokens[: row + 1]])] = 9.0
-        return ForwardOutput(TableLogits(rows), _NoHidden(len(tokens)))
+        return ForwardOutput(rows=len(tokens), logits=TableLogits(rows))
 
     def commit(self, state: Any, rows: int) -> None:
         state.tokens += state.rows[:rows]
@@ -231,11 +223,6 @@ class _Said(State):
 
     def nbytes(self) -> int:
         return 0
-
-
-class _NoHidden(list[None]):
-    def __init__(self, rows: int) -> None:
-        super().__init__([None] * rows)
 
 
 @pytest.mark.parametrize("draft_tokenizer", ["bytes", "pieces"])
@@ -309,8 +296,7 @@ def test_a_damaged_saved_state_is_built_again_and_said_so(made, kind, damage):
     session = lm.session()
     session.generate(PROMPT, max_new_tokens=20, ignore_eos=True)
     sequence = session.sequence
-    sequence.drafter.settle(sequence.context)
-    saved = sequence.drafter.snapshot()
+    saved = sequence.drafter.snapshot(sequence.context)
     arrays = dict(saved.arrays)
     largest = max((name for name in arrays if name != "tokens"), key=lambda name: arrays[name].numel())
     if damage == "tokens":
@@ -540,7 +526,7 @@ BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base, folders, written, case, monkeypatch):
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    monkeypatch.setattr("specdec.registry.plugins._current", Registry(entry_points=()))
+    monkeypatch.setattr("specdec.registry.lookup._current", Registry(entry_points=()))
     make, words = BAD[case]
     options = {"name": "draft_model", **make(folders=folders, written=written)}
     with pytest.raises(SpecdecError) as caught:

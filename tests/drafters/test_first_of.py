@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -24,7 +23,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DrafterSpec,
-    Need,
+    Needs,
     PrepareEnv,
     Sampling,
 )
@@ -64,10 +63,8 @@ class Noted(Drafter):
     def rewind(self, length: int) -> None:
         self.calls.append(("rewind", length))
 
-    def settle(self, context: Context) -> None:
-        self.calls.append(("settle", list(context)))
-
-    def snapshot(self) -> DrafterSnapshot | None:
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        self.calls.append(("snapshot", list(context)))
         if self.config.every == 3:
             return None
         return DrafterSnapshot({"a/b": np.array([self.config.number])}, {"number": self.config.number, "name": "x"})
@@ -100,10 +97,7 @@ def _registry() -> Iterator[None]:
     registry.register(Plugin(), "noting")
     former = use_registry(registry)
     made.clear()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     use_registry(former)
 
 
@@ -113,7 +107,7 @@ def subject(*choices: Choice) -> DrafterSubject:
     prepare = SPEC.prepare
     return DrafterSubject(
         make=lambda env: SPEC.factory(config, env),
-        needs=frozenset(Need),
+        needs=Needs(mtp=True, final_hidden=True),
         prepare=lambda target: prepare(config, PrepareEnv(target=target)),
     )
 
@@ -143,7 +137,7 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
             expected[first][2] += min(accepted, len(draft.tokens))
         else:
             assert draft.tokens == ()
-    played.drafter.settle(played.context())
+    played.drafter.snapshot(played.context())
     played.rewind(2)
     told = played.drafter.report()["drafters"]
     labels = ["noted", *(f"noted#{number}" for number in range(2, len(everys) + 1))]
@@ -153,7 +147,7 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
         assert told[label] == {**dict(zip(names, expected[number], strict=True)), "number": number}
     shared = [[call for call in child.calls if call[0] != "propose"] for child in made]
     assert all(calls == shared[0] for calls in shared)
-    assert [call[0] for call in shared[0]] == ["prefill"] + ["observe"] * len(cycles) + ["settle", "rewind"]
+    assert [call[0] for call in shared[0]] == ["prefill"] + ["observe"] * len(cycles) + ["snapshot", "rewind"]
     event(f"{sum(any(counts) for counts in expected.values())} of the drafters drafted")
 
 
@@ -182,7 +176,7 @@ def test_counts_of_the_drafters_add_up_to_those_of_the_run(base):
     told = stats.draft["drafters"].values()
     assert sum(one["offered"] for one in told) == sum(stats.offered)
     assert sum(one["accepted"] for one in told) == sum(stats.accepted)
-    assert sum(one["drafts"] for one in told) == sum(count for depth, count in stats.depth.items() if depth)
+    assert sum(one["drafts"] for one in told) == sum(count for depth, count in stats.draft_lengths.items() if depth)
     assert all(one["drafts"] for one in told)
 
 

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.contract import Context, DrafterEnv, Verdict
+from specdec.contract import Context, DrafterEnv, Needs, Verdict
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.errors import StateError
 from tests import tiny
 from tests.comparisons import record
 from tests.models.mtp_oracle import MUTANTS, MtpOracle
 
+MTP = Needs(mtp=True)
 LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
 SHAPES = ["r1-gqa4-tied", "r3-gqa3-untied", "mixed-layers", "attention-only"]
 VOCAB = 277
@@ -40,13 +41,14 @@ class Spied:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def draft_greedy(self, *args: Any) -> None:
-        """Not offered, so that every step has its logits seen."""
+    def draft_mtp(self, state: Any, pending: int, depth: int, *, head: Any = None, choose: Any = None) -> Any:
+        """Step by step, so that the logits of every step are seen."""
 
-    def decode_mtp(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._target.decode_mtp(*args, **kwargs)
-        self.seen.append(output.need_logits().rows()[0])
-        return output
+        def seen(logits: Any, drafted: Sequence[int]) -> Any:
+            self.seen.append(logits.rows()[0].copy())
+            return logits.argmax()[0] if choose is None else choose(logits, drafted)
+
+        return self._target.draft_mtp(state, pending, depth, head=head, choose=seen)
 
 
 class Run:
@@ -54,7 +56,7 @@ class Run:
 
     def __init__(self, target: Any, capacity: int = 256) -> None:
         self.target = Spied(target)
-        self.state = target.new_state(capacity)
+        self.state = target.new_state(capacity, MTP)
         self.drafter = self._new_drafter()
         self.tokens: list[int] = []
 
@@ -68,8 +70,7 @@ class Run:
             at = self.state.length
             chunk = self.tokens[at : min(at + size, len(self.tokens) - 1)]
             if chunk:
-                output = self.target.prefill(self.state, chunk)
-                self.drafter.prefill(Context(self.tokens[: at + len(chunk)]), output)
+                self.target.prefill(self.state, chunk)
 
     def draft(self, depth: int) -> tuple[int, ...]:
         self.target.seen.clear()
@@ -91,8 +92,7 @@ class Run:
         self.prefill([])
 
     def save_and_load(self) -> None:
-        self.drafter.settle(Context(self.tokens))
-        self.state = self.target.restore(self.target.snapshot(self.state))
+        self.state = self.target.restore(self.target.snapshot(self.state), MTP)
         self.drafter = self._new_drafter()
 
 
@@ -239,13 +239,15 @@ def test_a_state_without_mtp_entries_is_refused(make_target: Callable[..., Any])
     tokens = prompt_of(10)
     state = target.new_state(64)
     target.prefill(state, tokens[:-1])
+    state = target.restore(target.snapshot(state), MTP)
     drafter = MtpDrafter(MtpConfig(), DrafterEnv(target=target, state=state))
-    with pytest.raises(StateError, match="lacks 8 positions"):
+    with pytest.raises(StateError, match="lacks 9 positions"):
         drafter.propose(Context(tokens), 2)
-    drafter.settle(Context(tokens))  # and nothing wrong gets into the cache on other ways
-    assert state.mtp_length == 0
+    target.prefill(state, [tokens[-1]])  # and nothing wrong gets into the cache in other ways
+    target.feed_mtp(state)
+    assert (state.pairs.fed, state.pairs.waiting) == (0, 0)
     drafter.rewind(target.rewind(state, 0))  # from nothing, all is known again
-    drafter.prefill(Context(tokens[:-1]), target.prefill(state, tokens[:-1]))
+    target.prefill(state, tokens[:-1])
     assert len(drafter.propose(Context(tokens), 2).tokens) == 2
 
 

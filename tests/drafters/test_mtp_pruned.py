@@ -12,7 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from specdec.contract import DraftNoise, ForwardPass, PrepareEnv, Sampling
+from specdec.contract import DraftNoise, ForwardPass, Needs, PrepareEnv, Sampling
 from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
@@ -211,11 +211,11 @@ def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
     assert list(head.tokens) == [1, 5, 9]
     assert list(head.extended([7, 1]).tokens) == [1, 5, 7, 9]
     assert head.extended([]) is head
-    state = other.new_state(8)
-    hidden = other.prefill(state, [1, 2]).need_hidden()
+    state = other.new_state(8, Needs(mtp=True))
+    other.prefill(state, [1])
     with pytest.raises(ContractError, match="another object"):
-        other.decode_mtp(state, [2], hidden[:1], head=head)
-    assert state.mtp_length == 0  # refused before anything ran
+        other.draft_mtp(state, 2, 1, head=head)
+    assert state.pairs.fed == 0  # refused before anything ran
     for wrong in ([VOCAB], [-1, 3]):
         with pytest.raises(PromptError, match="outside the vocabulary"):
             target.draft_head(wrong)
@@ -231,8 +231,8 @@ def test_pruned_logits_are_those_of_the_full_head(kernels: str, make_target: Cal
     head = target.draft_head(range(10, 50)).extended([200, 3])
     rows = []
     for given_head in (None, head):
-        state = target.new_state(16)
-        hidden = target.prefill(state, [5, 6, 7]).need_hidden()
+        state = target.new_state(16, Needs(mtp=True, final_hidden=True))
+        hidden = target.decode(state, [5, 6, 7]).need_hidden()
         first = target.decode_mtp(state, [6, 7, 8], hidden, head=given_head)
         rows.append(first.need_logits().rows())
         assert rows[-1].shape == (1, VOCAB)

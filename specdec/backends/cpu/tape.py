@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
-from specdec.backends.passes import Body, EagerPass, EagerPasses, Passes
+from specdec.backends.passes import Body, EagerPass, EagerPasses, Pass, Passes
 from specdec.backends.unknown import UnknownInteger, UnknownTokens
 from specdec.errors import ContractError, ShapeError
 
@@ -492,7 +492,7 @@ class RecordedPasses:
         return self._chains[rows]
 
 
-class RecordedPass:
+class RecordedPass(Pass):
     """Recorded passes over the caches of one sequence: the slots that they fill."""
 
     def __init__(self, passes: RecordedPasses, caches: Sequence[Cache]) -> None:

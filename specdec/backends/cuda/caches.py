@@ -90,10 +90,7 @@ class DeviceCache(Cache):
 
         Raises: StateError above the capacity, OutOfMemory.
         """
-        end = self._length + rows
-        if end > self.capacity:
-            raise StateError(f"the cache holds {self.capacity} tokens, {end} are needed")
-        self.make_room(end, rows)
+        self.make_room(self._length + rows, rows)
         self._pending = rows
 
     @abc.abstractmethod
@@ -146,6 +143,8 @@ class CudaKVCache(DeviceCache):
         return [self._length, self.keys.data_ptr(), self.values.data_ptr(), self.bound, 0, 0, 0, 0]
 
     def make_room(self, end: int, rows: int) -> bool:
+        if end > self.capacity:
+            raise StateError(f"the cache holds {self.capacity} tokens, {end} are needed")
         wanted = rows_for(end, self.bound, self.capacity)
         if wanted == self.bound:
             return False

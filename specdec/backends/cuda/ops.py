@@ -29,8 +29,8 @@ from specdec.backends.cuda.arrays import (
     materialised,
 )
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, UnknownLength
-from specdec.backends.cuda.cycles import cycles_over
 from specdec.backends.cuda.device import Device
+from specdec.backends.cuda.executor import CudaExecutor, device_executor
 from specdec.backends.cuda.kernels import attention, delta, delta_chunked, gemm, head, heads, latent, moe, norm, rope
 from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
@@ -40,7 +40,7 @@ from specdec.backends.cuda.kernels.route import choose, choose_reference
 from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
-from specdec.backends.passes import Body, CycleSetup, PassCycles
+from specdec.backends.passes import Body, ExecutorSetup, Pass
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
 from specdec.contract import Hidden, Logits, Parity
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
@@ -77,9 +77,8 @@ class CudaOps(Ops):
         """Passes that are captured as graphs when they are first run, one for each number of rows."""
         return CudaPasses(self, body, len(caches), hidden_size, self.eager_reason)
 
-    def greedy_cycles(self, target: Any, mtp: Any, setup: CycleSetup) -> PassCycles | None:
-        """Whole cycles as one graph each. See ``specdec.backends.cuda.cycles``."""
-        return cycles_over(self, target, mtp, setup)
+    def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
+        return device_executor(target, head, setup)
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 

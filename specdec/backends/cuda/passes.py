@@ -26,7 +26,7 @@ from specdec.backends.cuda.device import Graph
 from specdec.backends.cuda.kernels import accept, head
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
-from specdec.backends.passes import Body
+from specdec.backends.passes import Body, Pass
 from specdec.backends.unknown import UnknownTokens
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 
@@ -73,7 +73,7 @@ class CudaPasses:
         self._rests: dict[tuple[int, int], _Captured] = {}  # by further tokens and bound
         self._head: Weight | None = None  # that drafts read
         self._captures = 0
-        self.cycles: Any = None  # the graphs of whole cycles that begin with this kind of pass (``cycles``)
+        self.cycle_graphs: dict[CudaPasses | None, Any] = {}  # of whole cycles, by the head's passes (``executor``)
 
     def bind(self, caches: Sequence[Cache]) -> CudaPass:
         return CudaPass(self, caches)
@@ -214,7 +214,7 @@ class CudaPasses:
         return _Captured(graph, out, run)
 
 
-class CudaPass:
+class CudaPass(Pass):
     """Passes over the caches of one sequence, whose rows of the address table stand behind one another here.
 
     Attributes:

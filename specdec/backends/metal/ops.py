@@ -18,15 +18,15 @@ import torch
 
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
-from specdec.backends.metal.cycles import MetalCycles, cycles_over
 from specdec.backends.metal.device import DeviceLength, DeviceTokens, Length, rows_from
+from specdec.backends.metal.executor import MetalExecutor, device_executor
 from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernels, StockKernels, updated
 from specdec.backends.metal.kernels import lanes
 from specdec.backends.metal.kernels.kernel import Executor, OnMetal
 from specdec.backends.metal.passes import MetalPasses
 from specdec.backends.metal.quantised import PACKED_FORMATS, Matrix, PackedMatrix, packed, take
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
-from specdec.backends.passes import Body, CycleSetup, Pass
+from specdec.backends.passes import Body, ExecutorSetup, Pass
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Hidden, Parity
 from specdec.errors import ContractError
@@ -98,8 +98,8 @@ class MetalOps(Ops):
         """Nothing is recorded: MLX builds the graph anew. See ``specdec.backends.metal.passes``."""
         return MetalPasses(body)
 
-    def greedy_cycles(self, target: Pass, mtp: Pass, setup: CycleSetup) -> MetalCycles | None:
-        return cycles_over(self, target, mtp, setup)
+    def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> MetalExecutor | None:
+        return device_executor(self.best, self.capabilities.max_rows, target, head, setup)
 
     def _set(self, rows: int) -> KernelSet:
         """Whose kernels compute a pass of so many rows."""

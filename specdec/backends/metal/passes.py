@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 
 from specdec.backends.ops import Array, Cache
-from specdec.backends.passes import Body
+from specdec.backends.passes import Body, Pass
 from specdec.errors import UnsupportedError
 
 
-class MetalPass:
+class MetalPass(Pass):
     """A body over the caches of one sequence.
 
     Everything that a pass leaves behind is started with it: a prompt whose logits nobody reads would otherwise grow

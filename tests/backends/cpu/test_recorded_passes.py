@@ -43,6 +43,10 @@ DENSE = {
 tokens_ = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=MAX_ROWS)
 
 
+def new_state(target: Any) -> Any:
+    return target.new_state(CAPACITY, tiny.needs_of(target))
+
+
 @attrs.frozen
 class Pair:
     """One checkpoint, run from recordings and op by op."""
@@ -51,7 +55,7 @@ class Pair:
     eager: Any
 
     def state(self) -> Both:
-        return Both(self, self.recorded.new_state(CAPACITY), self.eager.new_state(CAPACITY))
+        return Both(self, new_state(self.recorded), new_state(self.eager))
 
 
 @attrs.define
@@ -80,6 +84,11 @@ class Both:
         for ours, theirs in ((mine.hidden.array, truth.hidden.array), (mine.logits.array, truth.logits.array)):
             same_bits(ours, theirs)
             self.held.append((ours, theirs.clone()))
+
+    def restore(self) -> None:
+        """Go on over copies."""
+        self.mine = self.pair.recorded.restore(self.pair.recorded.snapshot(self.mine), self.mine.needs)
+        self.truth = self.pair.eager.restore(self.pair.eager.snapshot(self.truth), self.truth.needs)
 
     def each(self, method: str, *arguments: Any) -> Any:
         """Call a method of the targets on both states; gives what both agree on."""
@@ -178,12 +187,11 @@ def test_any_story_has_the_bits_of_the_ops(pair: Pair, data: st.DataObject) -> N
         elif step == "rewind":
             del tokens[both.each("rewind", data.draw(st.integers(0, len(tokens)))) :]
         elif step == "restore":
-            both.mine = pair.recorded.restore(pair.recorded.snapshot(both.mine))
-            both.truth = pair.eager.restore(pair.eager.snapshot(both.truth))
+            both.restore()
         elif len(tokens) < CAPACITY:
             mine, truth = both.decode(data.draw(tokens_)[: CAPACITY - len(tokens)])
             pairs = data.draw(st.integers(1, len(mine.hidden)))
-            if both.mine.mtp_true + pairs <= CAPACITY:
+            if both.mine.pairs.fed + pairs <= CAPACITY:
                 out = both.decode_mtp(list(range(pairs)), (mine.hidden[:pairs], truth.hidden[:pairs]), False)
                 for _ in range(data.draw(st.integers(0, 3))):
                     out = both.decode_mtp([7], (out[0].hidden[-1:], out[1].hidden[-1:]), True)
@@ -270,7 +278,7 @@ def test_a_recording_keeps_little_memory(pair: Pair) -> None:
 
 
 def step_by_step(target: Any, state: Any, tokens: Sequence[int], hidden: Any, depth: int) -> tuple[int, ...]:
-    """What ``draft_greedy`` says it does."""
+    """What ``Pass.chain`` says it does."""
     output = target.decode_mtp(state, tokens, hidden)
     drafted = output.logits.argmax()
     while len(drafted) < depth:
@@ -279,9 +287,21 @@ def step_by_step(target: Any, state: Any, tokens: Sequence[int], hidden: Any, de
     return tuple(drafted)
 
 
+def chained(target: Any, state: Any, tokens: Sequence[int], hidden: Any, depth: int) -> tuple[int, ...] | None:
+    """The same in one call, over true pairs that come in place of provisional ones."""
+    fed = state.pairs.fed
+    state.mtp.truncate(fed)
+    try:
+        drafted: tuple[int, ...] | None = state.mtp_pass.chain(tokens, hidden.array, depth, target._mtp_lm_head)
+    finally:
+        if state.mtp.length > fed:
+            state.pairs.fed = fed + len(tokens)
+    return drafted
+
+
 def same_heads(mine: Any, truth: Any) -> None:
     """The head's caches, provisional rows included."""
-    assert mine.mtp_true == truth.mtp_true
+    assert mine.pairs.fed == truth.pairs.fed
     assert mine.mtp.length == truth.mtp.length
     tiny.assert_same_bits(mine.mtp.save(), truth.mtp.save())
 
@@ -295,8 +315,8 @@ def test_a_chain_drafts_what_the_steps_draft(pair: Pair, data: st.DataObject) ->
         pairs, depth = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
         tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=pairs, max_size=pairs))
         poison(pair.recorded)
-        drafted = pair.recorded.draft_greedy(both.mine, tokens, mine.hidden[:pairs], depth)
-        assert pair.eager.draft_greedy(both.truth, tokens, truth.hidden[:pairs], depth) is None
+        drafted = chained(pair.recorded, both.mine, tokens, mine.hidden[:pairs], depth)
+        assert chained(pair.eager, both.truth, tokens, truth.hidden[:pairs], depth) is None
         assert drafted == step_by_step(pair.eager, both.truth, tokens, truth.hidden[:pairs], depth)
         same_heads(both.mine, both.truth)
         if data.draw(st.booleans()):  # a step behind the chain sees the rows that it left
@@ -306,22 +326,21 @@ def test_a_chain_drafts_what_the_steps_draft(pair: Pair, data: st.DataObject) ->
         if then == "rewind":
             both.each("rewind", data.draw(st.integers(0, both.mine.length)))
         elif then == "restore":
-            both.mine = pair.recorded.restore(pair.recorded.snapshot(both.mine))
-            both.truth = pair.eager.restore(pair.eager.snapshot(both.truth))
+            both.restore()
     both.finish()
 
 
 def test_chains_of_several_threads_take_turns(pair: Pair) -> None:
     plans = [[(17 * i + step) % VOCAB for step in range(30)] for i in range(4)]
-    hidden = pair.eager.prefill(pair.eager.new_state(CAPACITY), [1, 2, 3]).hidden
+    hidden = pair.eager.decode(new_state(pair.eager), [1, 2, 3]).hidden
     results: list[Any] = [None] * len(plans)
 
     def play(target: Any, draft: Callable[..., Any], plan: list[int]) -> Any:
-        state = target.new_state(CAPACITY)
+        state = new_state(target)
         return [draft(target, state, [token, token + 1], hidden[:2], 5) for token in plan]
 
     def run(i: int) -> None:
-        results[i] = play(pair.recorded, type(pair.recorded).draft_greedy, plans[i])
+        results[i] = play(pair.recorded, chained, plans[i])
 
     workers = [threading.Thread(target=run, args=(i,)) for i in range(len(plans))]
     for worker in workers:
@@ -350,33 +369,32 @@ def no_numbers_for(target: Any, token: int) -> Iterator[None]:
 def test_a_chain_fails_as_the_steps_do(make_pair: Callable[..., Pair], dtype: str, step: int) -> None:
     """Logits that are not finite from some step on: the same error, and the same rows counted."""
     pair = make_pair("qwen3_5", dtype, tied=False)  # a token that the embedding spoils, and the head can choose
-    hidden = pair.eager.prefill(pair.eager.new_state(CAPACITY), [1, 2]).hidden
+    hidden = pair.eager.decode(new_state(pair.eager), [1, 2]).hidden
     for first in range(VOCAB):  # a draft that tells its steps apart
-        fed = [first, *step_by_step(pair.eager, pair.eager.new_state(CAPACITY), [3, first], hidden, 4)]
+        fed = [first, *step_by_step(pair.eager, new_state(pair.eager), [3, first], hidden, 4)]
         if first != 3 and len(set(fed[: step + 1])) == step + 1:
             break
     states, messages = [], []
-    for target, draft in ((pair.recorded, type(pair.recorded).draft_greedy), (pair.eager, step_by_step)):
-        states.append(target.new_state(CAPACITY))
+    for target, draft in ((pair.recorded, chained), (pair.eager, step_by_step)):
+        states.append(new_state(target))
         with no_numbers_for(target, fed[step]), pytest.raises(ContractError, match="row 0 are not finite") as caught:
             draft(target, states[-1], [3, first], hidden, 6)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     assert states[0].mtp.length == states[1].mtp.length == 2 + step
-    assert states[0].mtp_true == states[1].mtp_true == 2
+    assert states[0].pairs.fed == states[1].pairs.fed == 2
 
 
 def test_a_chain_that_does_not_fit_is_left_to_the_steps(pair: Pair) -> None:
     target = pair.recorded
-    state = target.new_state(4)  # and max_rows more for provisional rows
-    hidden = target.prefill(state, [1, 2, 3]).hidden
+    state = target.new_state(4, tiny.needs_of(target))  # and max_rows more for provisional rows
+    hidden = target.decode(state, [1, 2, 3]).hidden
     room = 4 + target.info.max_rows
-    assert target.draft_greedy(state, [2, 3, 4], hidden, room - 1) is None
-    assert (state.mtp.length, state.mtp_true) == (0, 0)
-    assert len(target.draft_greedy(state, [2, 3, 4], hidden, room - 2)) == room - 2
-    assert target.draft_greedy(state, [2, 3, 4], hidden, 0) is None
-    with pytest.raises(ShapeError, match="pairs each token with a hidden state"):
-        target.draft_greedy(state, [2, 3], hidden, 2)
+    assert chained(target, state, [2, 3, 4], hidden, room - 1) is None
+    assert (state.mtp.length, state.pairs.fed) == (0, 0)
+    drafted = chained(target, state, [2, 3, 4], hidden, room - 2)
+    assert drafted is not None
+    assert len(drafted) == room - 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

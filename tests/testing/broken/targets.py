@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 import numpy as np
+from specdec.decoding.stepwise import StepwiseCycles
 
 from specdec.contract import DraftHead, ForwardOutput
-from specdec.decoding.stepwise import StepwiseCycles
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
 from specdec.testing.models import Memory, TableHead, TableLogits, TableModel

@@ -11,7 +11,7 @@ The control block is an int32 device tensor of ``FIELDS + depth + 1`` values, on
 | KEPT | rows of the last pass to commit, which is also the number of tokens that its cycle emitted |
 | ACCEPTED | draft tokens that the last pass confirmed, before any cut |
 | CYCLES | cycles decided while running, so that a host that reads late knows what is new |
-| (spare) | 0 |
+| WAITING | MTP pairs that wait for the head, those of the KEPT rows apart: they join when these are committed |
 | FIELDS.. | the tokens that the last cycle emitted, -1 behind them |
 
 A halted sequence goes through further cycles unharmed: they keep 0 rows, emit nothing and change nothing else.
@@ -38,6 +38,7 @@ POSITION = tl.constexpr(3)
 KEPT = tl.constexpr(4)
 ACCEPTED = tl.constexpr(5)
 CYCLES = tl.constexpr(6)
+WAITING = tl.constexpr(7)
 FIELDS = tl.constexpr(8)
 
 RUNNING = tl.constexpr(0)
@@ -59,6 +60,7 @@ class Decision:
     kept: int
     accepted: int
     cycles: int
+    waiting: int
     emitted: tuple[int, ...]
 
     @classmethod
@@ -73,6 +75,7 @@ class Decision:
             kept=kept,
             accepted=values[ACCEPTED.value],
             cycles=values[CYCLES.value],
+            waiting=values[WAITING.value],
             emitted=tuple(values[first : first + kept]),
         )
 
@@ -86,7 +89,9 @@ def new_control(*, remaining: int, pending: int, position: int, depth: int, devi
 
 
 @triton.jit(do_not_specialize=["K", "stops"])
-def _accept(drafted, best, stop_ids, control, K, stops, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr):
+def _accept(
+    drafted, best, stop_ids, control, K, stops, FED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr
+):
     i = tl.arange(0, BLOCK_K)
     draft = tl.load(drafted + i, mask=i < K, other=-1)
     target = tl.load(best + i, mask=i <= K, other=-1)
@@ -94,6 +99,9 @@ def _accept(drafted, best, stop_ids, control, K, stops, BLOCK_K: tl.constexpr, B
     accepted = tl.min(tl.where(confirmed, BLOCK_K, i), 0)  # at most K: row K has no draft
     decided = i <= accepted  # target[:accepted] are the accepted drafts themselves, target[accepted] follows them
     running = tl.load(control + HALTED) == 0
+    waiting = tl.load(control + WAITING) + tl.load(control + KEPT)
+    if FED:
+        waiting = tl.where(running, 0, waiting)
     fault = tl.min(tl.where(decided, target, 0), 0) < 0
 
     s = tl.arange(0, BLOCK_S)
@@ -107,6 +115,7 @@ def _accept(drafted, best, stop_ids, control, K, stops, BLOCK_K: tl.constexpr, B
     last = tl.max(tl.where(i == kept - 1, target, -1), 0)
     halted = tl.where(fault, 3, tl.where(stopped_at < kept, 1, tl.where(remaining == kept, 2, 0)))
     tl.store(control + FIELDS + i, tl.where(i < kept, target, -1), mask=i <= K)
+    tl.store(control + WAITING, waiting)
     tl.store(control + KEPT, kept)
     tl.store(control + ACCEPTED, tl.where(running, accepted, 0))
     if running:
@@ -117,7 +126,7 @@ def _accept(drafted, best, stop_ids, control, K, stops, BLOCK_K: tl.constexpr, B
         tl.store(control + CYCLES, tl.load(control + CYCLES) + 1)
 
 
-def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor) -> None:
+def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor, *, fed: bool = True) -> None:
     """Decide a greedy cycle and write the decision into ``control`` (its fields: the module's docstring).
 
     The longest prefix of the draft that equals the target's choices is accepted, and the target's choice behind it
@@ -130,6 +139,7 @@ def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor) -> 
             that decide is a FAULT: nothing is kept, as where a host refuses such logits.
         stop_ids: int32 ``[n]``, n >= 0.
         control: the sequence's control block.
+        fed: whether the cycle began with a pass of the MTP head over all pairs that waited.
 
     Source: greedy case of Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     Raises: ShapeError.
@@ -148,13 +158,14 @@ def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor) -> 
         control,
         K,
         stop_ids.shape[0],
+        FED=fed,
         BLOCK_K=max(32, triton.next_power_of_2(K + 1)),
         BLOCK_S=max(16, triton.next_power_of_2(stop_ids.shape[0])),
         num_warps=1,
     )
 
 
-def accept_reference(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor) -> None:
+def accept_reference(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor, *, fed: bool = True) -> None:
     """``accept``, token by token on the host."""
     drafts, choices, stops = drafted.tolist(), best.tolist(), set(stop_ids.tolist())
     values = control.tolist()
@@ -163,6 +174,7 @@ def accept_reference(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: T
         accepted += 1
     kept: list[int] = []
     running = values[HALTED.value] == RUNNING.value
+    values[WAITING.value] = 0 if running and fed else values[WAITING.value] + values[KEPT.value]
     if running:
         if min(choices[: accepted + 1]) < 0:
             values[HALTED.value] = FAULT.value

@@ -1,4 +1,4 @@
-"""The small kernels between the passes of a greedy cycle: what the last cycle left, one row, one token."""
+"""Small kernels between the passes of a greedy cycle."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.accept import FIELDS, HALTED, KEPT, PENDING
+from specdec.backends.cuda.kernels.accept import FIELDS, HALTED, KEPT, PENDING, WAITING
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, launch
 from specdec.errors import ShapeError
 
-COUNT = tl.constexpr(0)  # pairs that wait for the head
-FED = tl.constexpr(1)  # those of them that the next pass of the head keeps
+COUNT = tl.constexpr(0)  # MTP pairs that wait
+FED = tl.constexpr(1)  # those that a pass of the head over all of them keeps: none behind the end
 COUNTERS = 2
 _BLOCK = 1024  # values of a row that one program moves
 
@@ -22,16 +22,17 @@ _BLOCK = 1024  # values of a row that one program moves
 def _settle(
     control, fresh, waiting, waiting_ids, counters, verified_ids, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    kept = tl.load(control + KEPT)
+    kept, before = tl.load(control + KEPT), tl.load(control + WAITING)
     row = tl.arange(0, ROWS)[:, None]
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = (row < kept) & (at < hidden)
-    place = row * hidden + at
-    tl.store(waiting + place, tl.load(fresh + place, mask=inside), mask=inside)
+    inside = (row < kept) & (before + row < ROWS) & (at < hidden)
+    rows = tl.load(fresh + row * hidden + at, mask=inside)
+    tl.store(waiting + (before + row) * hidden + at, rows, mask=inside)
     if tl.program_id(0) == 0:
         i = tl.arange(0, ROWS)
-        tl.store(waiting_ids + i, tl.load(control + FIELDS + i, mask=i < kept, other=0), mask=i < kept)
-        count = tl.where(kept > 0, kept, tl.load(counters + COUNT))
+        inside = (i < kept) & (before + i < ROWS)
+        tl.store(waiting_ids + before + i, tl.load(control + FIELDS + i, mask=inside, other=0), mask=inside)
+        count = before + kept
         tl.store(counters + COUNT, count)
         tl.store(counters + FED, tl.where(tl.load(control + HALTED) == 0, count, 0))
         tl.store(verified_ids, tl.load(control + PENDING))
@@ -40,16 +41,13 @@ def _settle(
 def settle(
     control: Tensor, fresh: Tensor, waiting: Tensor, waiting_ids: Tensor, counters: Tensor, verified_ids: Tensor
 ) -> None:
-    """Begin a cycle with what the one before decided: the rows that it kept become the pairs that wait.
-
-    A cycle that kept nothing (the first one, and all behind the end) leaves the pairs as they are; behind the end none
-    of them is fed.
+    """Begin a cycle with what the one before decided: the rows that it kept join the MTP pairs that wait.
 
     Args:
-        control: a control block (``kernels.accept``) with room for 16 emitted tokens, whose KEPT nobody settled yet.
+        control: a control block (``kernels.accept``) with room for 16 emitted tokens; WAITING + KEPT is at most 16.
         fresh, waiting: ``[16, H]`` act: hidden states of the last verification, and of the pairs.
-        waiting_ids: int32 ``[16]``, the tokens behind them.
-        counters: int32 ``[2]``: COUNT and FED.
+        waiting_ids: int32 ``[16]``, the tokens of the pairs.
+        counters: int32 ``[2]``, written: COUNT and FED.
         verified_ids: int32 ``[17]``: its first becomes the pending token.
 
     Raises: ShapeError.
@@ -77,24 +75,24 @@ def settle_reference(
     control: Tensor, fresh: Tensor, waiting: Tensor, waiting_ids: Tensor, counters: Tensor, verified_ids: Tensor
 ) -> None:
     """``settle`` on the host."""
-    kept = int(control[KEPT.value])
-    if kept:
-        waiting[:kept] = fresh[:kept]
-        waiting_ids[:kept] = control[FIELDS.value : FIELDS.value + kept]
-        counters[COUNT.value] = kept
-    counters[FED.value] = 0 if int(control[HALTED.value]) else counters[COUNT.value]
+    before, kept = int(control[WAITING.value]), int(control[KEPT.value])
+    count = before + kept
+    waiting[before:count] = fresh[:kept]
+    waiting_ids[before:count] = control[FIELDS.value : FIELDS.value + kept]
+    counters[COUNT.value] = count
+    counters[FED.value] = 0 if int(control[HALTED.value]) else count
     verified_ids[0] = control[PENDING.value]
 
 
 @triton.jit
 def _last_row(x, counters, out, hidden, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(counters + COUNT) - 1
+    row = tl.maximum(tl.load(counters + COUNT) - 1, 0)
     tl.store(out + at, tl.load(x + row * hidden + at, mask=at < hidden), mask=at < hidden)
 
 
 def last_row(x: Tensor, counters: Tensor) -> Tensor:
-    """Row COUNT - 1 of ``x [T, H]``, the last one that belongs to a pair: ``[1, H]``."""
+    """Row COUNT - 1 of ``x [T, H]``, the last one that belongs to a pair: ``[1, H]``; row 0 where none waits."""
     hidden = x.shape[1]
     out = torch.empty(1, hidden, dtype=x.dtype, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
@@ -104,7 +102,7 @@ def last_row(x: Tensor, counters: Tensor) -> Tensor:
 
 def last_row_reference(x: Tensor, counters: Tensor) -> Tensor:
     """``last_row`` in torch."""
-    row = int(counters[COUNT.value]) - 1
+    row = max(int(counters[COUNT.value]) - 1, 0)
     return x[row : row + 1].clone()
 
 

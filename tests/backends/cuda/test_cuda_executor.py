@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from specdec.backends.cuda.cycles import CudaCycles
+from specdec.decoding.stepwise import StepwiseCycles
 
 from specdec.backends.cuda import cycles as cycles_module
 from specdec.backends.cuda import memory
-from specdec.backends.cuda.cycles import CudaCycles
 from specdec.backends.cuda.kernels import accept, cycle
 from specdec.contract import GreedyStart
-from specdec.decoding.stepwise import StepwiseCycles
 from specdec.errors import PromptError
 from specdec.testing import iter_checks
 from specdec.testing.registry import as_subject, run_check

@@ -22,7 +22,7 @@ from specdec.contract import (
 )
 from specdec.errors import ConfigError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Kind, Registry, plugins
+from specdec.registry import BUILT_INS, Kind, Registry, notify_cycle, use_registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -284,12 +284,13 @@ def test_what_a_factory_does_wrong_names_its_plugin(ship):
     )
     registry = Registry(())
     env = DrafterEnv(target=None, state=None)
+    bad, wrong = registry.drafter("bad"), registry.drafter("wrong")
     with pytest.raises(PluginError, match="could not be built") as raised:
-        registry.make_drafter(registry.drafter("bad"), "key", env)
+        registry.build(bad, lambda: bad.factory("key", env), Drafter)
     assert raised.value.facts["plugin"] == "bad (specdec-bad 3.0)"
     assert isinstance(raised.value.__cause__, KeyError)
     with pytest.raises(PluginError, match="is no specdec.Drafter: its factory returned int"):
-        registry.make_drafter(registry.drafter("wrong"), None, env)
+        registry.build(wrong, lambda: wrong.factory(None, env), Drafter)
 
 
 def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():
@@ -309,15 +310,15 @@ def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():
             raise OSError("disk full")
 
     registry = Registry((Good(), Bad()), entry_points=())
-    former = plugins.use_registry(registry)
+    former = use_registry(registry)
     try:
-        plugins.notify_cycle(RECORD)  # nothing is loaded before somebody asks for a plugin
+        notify_cycle(RECORD)  # nothing is loaded before somebody asks for a plugin
         assert (seen, Bad.calls) == ([], 0)
         registry.load()
         for _ in range(3):
-            plugins.notify_cycle(RECORD)
+            notify_cycle(RECORD)
     finally:
-        plugins.use_registry(former)
+        use_registry(former)
     assert seen == [RECORD] * 3
     assert Bad.calls == 1
     assert [failure.reason for failure in registry.failures] == ["OSError: disk full"]
@@ -368,11 +369,11 @@ def test_strict_and_trace_come_from_the_environment(ship, monkeypatch):
 def test_a_plugin_that_asks_for_the_registry_while_it_loads_is_told_so(ship):
     ship("specdec-loop", "import specdec.registry as p\np.registry().drafter('none')", name="loop")
     registry = Registry(LIGHT)
-    former = plugins.use_registry(registry)
+    former = use_registry(registry)
     try:
         assert registry.drafter("none").name == "none"
     finally:
-        plugins.use_registry(former)
+        use_registry(former)
     assert "while it was being imported" in registry.failures[0].reason
 
 

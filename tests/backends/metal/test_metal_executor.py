@@ -19,14 +19,15 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
+from specdec.backends.metal.cycles import MetalCycles  # noqa: E402
+from specdec.decoding.stepwise import StepwiseCycles  # noqa: E402
+
 import specdec  # noqa: E402
 from specdec.backends.metal import caches  # noqa: E402
-from specdec.backends.metal.cycles import MetalCycles  # noqa: E402
 from specdec.backends.metal.device import number, rows_from  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.backends.passes import RunsGreedyCycles  # noqa: E402
 from specdec.contract import GreedyCycle, GreedyStart, Parity  # noqa: E402
-from specdec.decoding.stepwise import StepwiseCycles  # noqa: E402
 from specdec.errors import ContractError, StateError  # noqa: E402
 from specdec.models.causal_lm import CausalLM  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -288,6 +289,7 @@ def test_sampled_generation_is_that_of_plain_sampling(checkpoint: Any, made: Any
         assert sum(spec.stats.offered) > 0
 
 
+@pytest.mark.slow
 @exact
 def test_the_embedded_model_says_in_cycles_what_it_says_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its head is a good one: drafts are accepted, and cycles run ahead of the host."""

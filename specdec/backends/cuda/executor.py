@@ -1,0 +1,403 @@
+"""Whole greedy cycles as one CUDA graph each: settle, draft, verify, decide.
+
+    settle   the rows that the last cycle kept are committed, and their MTP pairs join those that wait
+    draft    the head's pass over all pairs that wait, its first token, and K - 1 chained steps
+    verify   the target's pass over the pending token and the draft, and the best token of every row
+    decide   ``kernels.accept``: what is emitted, kept and pending, and whether generation ends
+
+A cycle of depth 0 drafts nothing, and its pairs go on waiting until there is no room for more. Without an MTP head
+there are no pairs, and all cycles are of depth 0.
+
+Everything that a cycle starts from lies on the device, so the next one is launched before the host has read what the
+last one decided. The host reads a copy of the decision, through pinned memory.
+
+The buffers that the graphs know serve one sequence at a time (``_Buffers``); they move in and out when another sequence
+takes its turn. Only the device knows how many pairs wait: the head's pass has room for as many as there can be, and the
+rows behind them are garbage that nothing reads and the chained steps overwrite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from specdec.backends.cuda.arrays import CudaHeadRows, checked
+from specdec.backends.cuda.caches import CapturedCache, CudaDeltaCache, DeviceCache, Kind, write_rows
+from specdec.backends.cuda.device import Graph, Marker
+from specdec.backends.cuda.kernels import accept, cycle, head
+from specdec.backends.cuda.kernels.accept import FAULT, FIELDS, KEPT, PENDING, Decision
+from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
+from specdec.backends.cuda.memory import stage
+from specdec.backends.cuda.passes import CudaPass
+from specdec.backends.cuda.weights import DenseWeight, Weight
+from specdec.backends.passes import ExecutorSetup, Pass
+from specdec.contract import Executor, Outcome
+from specdec.errors import StateError
+
+STOPS = 64  # stop tokens that the device can look for
+_CONTROL = FIELDS.value + MAX_ROWS
+_FED_ROWS = (2, 4, 8, MAX_ROWS)  # rows that the head's pass may have: few graphs, and no pass much too wide
+_ADDED_ROWS = (256, 1024, 4096)  # rows that a sequence may have added to a pruned head, likewise
+_IN_FLIGHT = 2  # one cycle runs while the host looks at another
+
+
+@attrs.frozen(kw_only=True)
+class _Buffers:
+    """What a cycle leaves for the next one of its sequence."""
+
+    table: Tensor  # [caches, 8] int64, the target's and then the head's
+    control: Tensor  # [24] int32, kernels.accept
+    waiting: Tensor  # [16, H]
+    waiting_ids: Tensor  # [16] int32
+    fresh: Tensor  # [16, H]: hidden states of the last verification
+    stops: Tensor  # [64] int32, -1 behind them
+
+    def fill(self, other: _Buffers) -> None:
+        """Become a copy of ``other``."""
+        for ours, theirs in zip(self._all(), other._all(), strict=True):
+            ours.copy_(theirs)
+
+    def copy(self) -> _Buffers:
+        return _Buffers(**{name: held.clone() for name, held in attrs.asdict(self, recurse=False).items()})
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return attrs.astuple(self, recurse=False)
+
+
+class CycleGraphs:
+    """The graphs of one model's cycles, with or without its MTP head, and the buffers that they know."""
+
+    def __init__(self, target: CudaPass, mtp: CudaPass | None) -> None:
+        self.device, dtype = target.passes.ops.device, target.passes.ops.dtype
+        place = self.device.place
+        self._target, self._kinds = target.passes, target.kinds
+        self._mtp = mtp.passes if mtp else None
+        self._mtp_kinds = mtp.kinds if mtp else self._kinds[:0]
+        self._caches = len(target.caches)
+        caches = self._caches + len(mtp.caches if mtp else ())
+        hidden_size = mtp.passes.hidden_size if mtp else 0
+        # the control block, the pending token and the draft, so that the host reads them in one copy
+        self.report = torch.zeros(_CONTROL + 1 + MAX_ROWS, dtype=torch.int32, device=place)
+        self._verified = self.report[_CONTROL:]
+        self._drafted = self._verified[1:]
+        self._counters = torch.zeros(cycle.COUNTERS, dtype=torch.int32, device=place)
+        self.buffers = _Buffers(
+            table=torch.zeros(caches, COLUMNS, dtype=torch.int64, device=place),
+            control=self.report[:_CONTROL],
+            waiting=torch.zeros(MAX_ROWS, hidden_size, dtype=dtype, device=place),
+            waiting_ids=torch.zeros(MAX_ROWS, dtype=torch.int32, device=place),
+            fresh=torch.zeros(MAX_ROWS, hidden_size, dtype=dtype, device=place),
+            stops=torch.full((STOPS,), -1, dtype=torch.int32, device=place),
+        )
+        self._graphs: dict[tuple[int, ...], Graph] = {}
+        self._heads: tuple[Any, ...] = ()
+        self._added: DenseWeight | None = None  # rows that the present sequence added to a pruned head
+        self._added_ids: Tensor | None = None
+        self._owner: CudaExecutor | None = None
+
+    @contextlib.contextmanager
+    def turn_of(self, executor: CudaExecutor) -> Iterator[_Buffers]:
+        """The buffers with what this sequence left in them; the one that had them keeps a copy."""
+        with self._target.lock, contextlib.nullcontext() if self._mtp is None else self._mtp.lock:
+            if self._owner is not executor:
+                if self._owner is not None:
+                    self._owner.kept.fill(self.buffers)
+                self.buffers.fill(executor.kept)
+                self._take_added(executor.added)
+                self._owner = executor
+            yield self.buffers
+
+    def release(self) -> None:
+        """The sequence whose turn it is needs the buffers no more."""
+        self._owner = None
+
+    def tables(self, buffers: _Buffers) -> tuple[Tensor, Tensor]:
+        """The target's rows of the address table, and the head's."""
+        return buffers.table[: self._caches], buffers.table[self._caches :]
+
+    def _take_added(self, added: tuple[Tensor, Tensor] | None) -> None:
+        """Copy the rows that a sequence added where graphs know them, the first one again in the places left."""
+        if added is None:
+            return
+        rows, ids = added
+        size = next(size for size in _ADDED_ROWS if size >= len(ids))
+        if self._added is None or self._added_ids is None or len(self._added_ids) != size:
+            self._added = DenseWeight(torch.empty(size, rows.shape[1], dtype=rows.dtype, device=rows.device))
+            self._added_ids = torch.empty(size, dtype=torch.int32, device=rows.device)
+        self._added.tensor[: len(ids)] = rows
+        self._added.tensor[len(ids) :] = rows[:1]
+        self._added_ids[: len(ids)] = ids
+        self._added_ids[len(ids) :] = ids[:1]
+
+    def settle(self) -> None:
+        """Launch the beginning of a cycle by itself."""
+        b = self.buffers
+        accept.commit_rows(self.tables(b)[0], self._kinds, b.control[KEPT.value : KEPT.value + 1])
+        if self._mtp is None:
+            self._verified[:1].copy_(b.control[PENDING.value : PENDING.value + 1])
+        else:
+            cycle.settle(b.control, b.fresh, b.waiting, b.waiting_ids, self._counters, self._verified)
+
+    def graph(self, executor: CudaExecutor, fed: int, depth: int) -> Graph:
+        """The graph of a cycle of ``depth`` draft tokens; its head takes in up to ``fed`` pairs, or none of them."""
+        added = None if executor.added is None else self._added
+        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)  # kept: graphs know addresses alone
+        if len(heads) != len(self._heads) or any(a is not b for a, b in zip(heads, self._heads, strict=True)):
+            self._graphs.clear()
+            self._heads = heads
+        key = (fed, depth, *executor.bounds)
+        if key not in self._graphs:
+            caches = [executor.target.caches, executor.mtp.caches if executor.mtp else []]
+            of_target, of_mtp = (
+                [CapturedCache(held, row, bound) for held, row in zip(of, table, strict=True)]
+                for of, table, bound in zip(caches, self.tables(self.buffers), executor.bounds, strict=True)
+            )
+            before = self.buffers.copy()  # it runs for real before it is captured
+            with self.device.guarded(f"the CUDA graph of a cycle of {depth} draft tokens", None, "SPECDEC_EAGER=1"):
+                self._graphs[key] = self.device.capture(lambda: self._cycle(executor, of_target, of_mtp, fed, depth))
+            self.buffers.fill(before)
+        return self._graphs[key]
+
+    def _cycle(
+        self, executor: CudaExecutor, target: list[CapturedCache], mtp: list[CapturedCache], fed: int, depth: int
+    ) -> None:
+        b, rows = self.buffers, depth + 1
+        self.settle()
+        if fed:
+            self._draft(executor, mtp, fed, depth)
+        x = self._target.launched(target, self._verified[:rows], None)
+        if self._mtp is not None:
+            b.fresh[:rows].copy_(x)
+        best = head.best(x, executor.lm_head)
+        accept.accept(self._drafted[:depth], best.ids, b.stops, b.control, fed=fed > 0 or self._mtp is None)
+
+    def _draft(self, executor: CudaExecutor, mtp: list[CapturedCache], fed: int, depth: int) -> None:
+        """Feed the pairs that wait, and draft behind them."""
+        assert self._mtp is not None
+        b, table = self.buffers, self.tables(self.buffers)[1]
+        x = self._mtp.launched(mtp, b.waiting_ids[:fed], b.waiting[:fed])
+        accept.commit_rows(table, self._mtp_kinds, self._counters[cycle.FED.value : cycle.FED.value + 1])
+        if depth:
+            x = cycle.last_row(x, self._counters)
+        for step in range(depth):
+            if step:
+                x = self._mtp.launched(mtp, self._drafted[step - 1 : step], x)
+                accept.commit_rows(table, self._mtp_kinds, 1)
+            self._choose(executor, x, self._drafted[step : step + 1])
+        if depth > 1:
+            accept.commit_rows(table, self._mtp_kinds, 1 - depth)  # chained rows are provisional
+
+    def _choose(self, executor: CudaExecutor, x: Tensor, out: Tensor) -> None:
+        assert executor.draft_head is not None
+        first = second = head.best(x, executor.draft_head, ids=executor.draft_ids)
+        if executor.added is not None:
+            assert self._added is not None
+            second = head.best(x, self._added, ids=self._added_ids)
+        cycle.winner(first.ids, first.values, second.ids, second.values, out)
+
+
+@attrs.frozen
+class _Flight:
+    """A cycle whose outcome the host has not collected; without a report where it knew that generation had ended."""
+
+    depth: int
+    fed: bool
+    report: Tensor | None = None  # pinned
+    done: Marker | None = None
+
+
+class CudaExecutor(Executor):
+    """Cycles of one sequence. See ``specdec.backends.passes.ExecutorSetup``.
+
+    At most two are in flight, so that a cycle is launched only where the last decision but one is known, and was not
+    the end. A cycle begins by settling what the one before decided; so with ``_last``, the decision collected last, the
+    host knows what the caches hold behind the last cycle launched.
+
+    Attributes:
+        target, mtp: the passes over the sequence's caches; without ``mtp`` nothing is drafted.
+        kept: what belongs into the graphs' buffers when it is this sequence's turn.
+        lm_head, draft_head, draft_ids, added: heads; ``added`` are the sequence's own rows of a pruned one, with ids.
+        bounds: the stages of growth that graphs over these caches are captured for.
+    """
+
+    def __init__(self, graphs: CycleGraphs, target: CudaPass, mtp: CudaPass | None, setup: ExecutorSetup) -> None:
+        self._graphs, self._setup = graphs, setup
+        self.target, self.mtp = target, mtp
+        self.lm_head: Weight = setup.lm_head
+        drafting: Any = None if setup.waiting is None else setup.waiting.head
+        self.draft_ids: Tensor | None = None
+        self.added: tuple[Tensor, Tensor] | None = None
+        if isinstance(drafting, CudaHeadRows):
+            self.draft_ids = drafting.part_ids[0]
+            if len(drafting.parts) > 1:
+                self.added = (drafting.parts[1].tensor, drafting.part_ids[1])
+            drafting = drafting.parts[0]
+        self.draft_head: Weight | None = drafting
+        self.bounds: tuple[int, int] = (0, 0)
+        self._rows = self._slots = 0  # positions and states that surely fit; the first cycle makes room
+        self._flights: list[_Flight] = []
+        device = graphs.device
+        self._reports = itertools.cycle(
+            [device.pinned(len(graphs.report), dtype=torch.int32) for _ in range(_IN_FLIGHT)]
+        )
+        self._last = Decision(
+            halted=0,
+            remaining=setup.limit,
+            pending=setup.pending,
+            position=int(target.caches[0].length),
+            kept=0,
+            accepted=0,
+            cycles=0,
+            waiting=0 if setup.waiting is None else len(setup.waiting.tokens),
+            emitted=(),
+        )
+        self.kept = graphs.buffers.copy()
+        target_table, mtp_table = graphs.tables(self.kept)
+        target_table.copy_(target.table)
+        self._write(self.kept.control)
+        device.upload([*setup.stop_tokens, *[-1] * (STOPS - len(setup.stop_tokens))], torch.int32, self.kept.stops)
+        if mtp is not None and setup.waiting is not None:
+            mtp_table.copy_(mtp.table)
+            rows = len(setup.waiting.tokens)
+            self.kept.waiting[:rows].copy_(setup.waiting.hidden)
+            device.upload(setup.waiting.tokens, torch.int32, self.kept.waiting_ids[:rows])
+
+    def _write(self, control: Tensor) -> None:
+        d = self._last
+        values = [d.halted, d.remaining, d.pending, d.position, d.kept, d.accepted, d.cycles, d.waiting, *d.emitted]
+        self._graphs.device.upload(values, torch.int32, control[: len(values)])
+
+    def submit(self, depth: int) -> None:
+        if self.mtp is None:
+            depth = 0
+        if not 0 <= depth < MAX_ROWS:
+            raise StateError(f"a cycle on the device drafts 0 to {MAX_ROWS - 1} tokens, got {depth}")
+        if len(self._flights) == _IN_FLIGHT:
+            raise StateError(f"{_IN_FLIGHT} cycles are in flight already")
+        if self._last.halted:
+            self._flights.append(_Flight(0, fed=False))
+            return
+        waiting = self._last.waiting + self._last.kept  # and no more than this where a cycle is in flight
+        for flight in self._flights:
+            waiting = (0 if flight.fed else waiting) + flight.depth + 1
+        fed = 0
+        if self.mtp is not None and (depth or waiting == MAX_ROWS):
+            fed = next(rows for rows in _FED_ROWS if rows >= waiting)
+        graphs, report = self._graphs, next(self._reports)
+        with graphs.turn_of(self) as buffers:
+            self._make_room(depth, buffers)
+            graphs.graph(self, fed, depth).replay()
+            report.copy_(graphs.report, non_blocking=True)
+            self._flights.append(_Flight(depth, fed > 0, report, graphs.device.marker()))
+
+    def collect(self) -> Outcome:
+        if not self._flights:
+            raise StateError("no cycle is in flight")
+        flight = self._flights.pop(0)
+        if flight.report is None or flight.done is None:
+            return Outcome((), 0, ())
+        flight.done.wait()
+        values = flight.report.tolist()
+        self._last = last = Decision.of(values)
+        if last.halted == FAULT.value:
+            checked([-1])
+        if not last.kept:
+            return Outcome((), 0, ())
+        drafted = values[_CONTROL + 1 :][: flight.depth]
+        return Outcome(tuple(drafted), last.accepted, last.emitted)
+
+    def keep(self, tokens: int) -> None:
+        last = self._last
+        if not 1 <= tokens <= last.kept or (self._flights and tokens < last.kept):
+            raise StateError(f"of {last.kept} tokens {tokens} are kept; fewer than all only with no cycle in flight")
+        back = last.kept - tokens
+        if not back:
+            return
+        self._last = attrs.evolve(
+            last,
+            halted=0,
+            remaining=last.remaining + back,
+            pending=last.emitted[tokens - 1],
+            position=last.position - back,
+            kept=tokens,
+            emitted=last.emitted[:tokens],
+        )
+        with self._graphs.turn_of(self) as buffers:
+            self._write(buffers.control)
+
+    def close(self) -> None:
+        if self._flights:
+            raise StateError("an executor is closed while a cycle is in flight")
+        graphs, last, left = self._graphs, self._last, None
+        with graphs.turn_of(self) as buffers:
+            self._count()
+            graphs.settle()
+            for held in self.target.caches:
+                held.advance(last.kept)
+            target_table, mtp_table = graphs.tables(buffers)
+            self.target.table.copy_(target_table)
+            if self.mtp is not None:
+                self.mtp.table.copy_(mtp_table)
+                left = buffers.waiting[: last.waiting + last.kept].clone()
+            graphs.release()
+        self._setup.closed(left)
+
+    # --- what the host knows ---------------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        """Bring the mirrors of all caches to where the device is behind the last cycle launched."""
+        last, launched = self._last, self._flights[-1:]
+        for held in self.target.caches:
+            held.advance(last.position - (0 if launched else last.kept) - held.length)
+        if self.mtp is not None:
+            fed = last.position if launched and launched[0].fed else last.position - last.kept - last.waiting
+            for held in self.mtp.caches:
+                held.advance(fed - held.length)
+
+    def _make_room(self, depth: int, buffers: _Buffers) -> None:
+        """See that every cache has the memory for one more cycle, whatever those in flight decide."""
+        end = self._last.position + sum(flight.depth + 1 for flight in self._flights) + depth + 1
+        if end <= self._rows and depth + 2 <= self._slots:
+            return
+        self._count()
+        target, mtp = self.target.caches, self.mtp.caches if self.mtp else []
+        moved = [held.make_room(end, depth + 1) for held in target]
+        moved += [held.make_room(min(end + MAX_ROWS, held.capacity), MAX_ROWS) for held in mtp]
+        if any(moved):
+            write_rows([*target, *mtp], buffers.table)
+        rows = [held.bound for held in target if held.kind is Kind.ROWS] + [held.bound - MAX_ROWS for held in mtp]
+        self._rows = min(rows, default=2**62)
+        self._slots = min((held.slots for held in target if isinstance(held, CudaDeltaCache)), default=2**62)
+        self.bounds = _bound(target), _bound(mtp)
+
+
+def device_executor(target: Pass, mtp: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
+    """An executor over CUDA passes; None where they run eagerly or the cycles do not fit."""
+    if not isinstance(target, CudaPass) or not isinstance(mtp, CudaPass | None):
+        return None
+    if target.passes.eager_reason or len(setup.stop_tokens) > STOPS:
+        return None
+    if mtp is not None:
+        if mtp.passes.eager_reason or any(held.kind is Kind.STATES for held in mtp.caches) or setup.waiting is None:
+            return None
+        rows = setup.waiting.head
+        if isinstance(rows, CudaHeadRows) and any(len(ids) > _ADDED_ROWS[-1] for ids in rows.part_ids[1:]):
+            return None
+        if len(setup.waiting.tokens) > MAX_ROWS:
+            return None
+    graphs = target.passes.cycle_graphs
+    key = None if mtp is None else mtp.passes
+    if key not in graphs:
+        graphs[key] = CycleGraphs(target, mtp)
+    return CudaExecutor(graphs[key], target, mtp, setup)
+
+
+def _bound(caches: Sequence[DeviceCache]) -> int:
+    """What a graph is captured for, as in ``passes``."""
+    return stage(max((held.bound for held in caches), default=0))

@@ -1,0 +1,34 @@
+"""Prompt tokens through target and drafter, before the first cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from specdec.contract import Context
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.statistics import RunStats
+
+PREFILL_CHUNK = 512  # prompt tokens between two looks at the stop flag
+PREFILL_TAIL = 8  # the last tokens of a prompt run on their own
+"""A recurrent state can return to the ends of prefill chunks only. The next prompt of a conversation often differs from
+this one in its last few tokens (the beginning of the answer is written anew), so there is such an end before them."""
+
+
+def prefill(sequence: LiveSequence, stats: RunStats, stopping: Callable[[], bool] = lambda: False) -> None:
+    """Run every token but the last through the target and the drafter, unless ``stopping()`` says to end early."""
+    started = perf_counter()
+    tokens, end = sequence.tokens, len(sequence.tokens) - 1
+    while sequence.state.length < end and not stopping():
+        at = sequence.state.length
+        chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
+        if at + len(chunk) == end and len(chunk) > 2 * PREFILL_TAIL:
+            del chunk[-PREFILL_TAIL:]
+        sequence.intact = False
+        output = sequence.target.prefill(sequence.state, chunk)
+        seen = Context(tokens[: at + len(chunk)], sequence.context.sampling)
+        if sequence.speculating:
+            sequence.guard("prefill", lambda: sequence.drafter.prefill(seen, output))  # noqa: B023
+        sequence.intact = True
+        stats.prefilled += len(chunk)
+    stats.seconds["prefill"] += perf_counter() - started

@@ -1,0 +1,119 @@
+"""What plugins can register: the kinds of specs, their hooks, and the checks that a spec must pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import attrs
+
+from specdec.contract import BackendSpec, DepthPolicySpec, DrafterSpec, ModelSpec, ProcessorSpec, VerifierSpec
+from specdec.errors import PluginError
+
+Spec = DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec | BackendSpec | ModelSpec
+S = TypeVar("S", DrafterSpec, VerifierSpec, DepthPolicySpec, ProcessorSpec, BackendSpec, ModelSpec)
+
+BUILT_INS = (
+    "specdec.drafters.none",
+    "specdec.drafters.ngram",
+    "specdec.drafters.mtp",
+    "specdec.drafters.draft_model",
+    "specdec.drafters.first_of",
+    "specdec.verifiers.strict",
+    "specdec.verifiers.rejection",
+    "specdec.verifiers.margin",
+    "specdec.verifiers.typical",
+    "specdec.policies.fixed",
+    "specdec.policies.adaptive",
+    "specdec.processors.grammar",
+    "specdec.backends.cpu",
+    "specdec.backends.cuda",
+    "specdec.backends.metal",
+    "specdec.models.qwen3_5",
+    "specdec.models.qwen3_next",
+    "specdec.models.llama",
+    "specdec.models.glm4_moe",
+    "specdec.models.deepseek_v3",
+)
+"""Modules that register through the same hooks as other people's plugins."""
+
+
+class Kind(enum.Enum):
+    """What a spec describes; the value is the word used in messages."""
+
+    DRAFTER = "drafter"
+    VERIFIER = "verifier"
+    DEPTH_POLICY = "depth policy"
+    PROCESSOR = "logits processor"
+    BACKEND = "backend"
+    MODEL = "model family"
+
+
+@attrs.frozen
+class KindInfo:
+    """How a kind is registered and chosen."""
+
+    hook: str
+    spec: type[Any]
+    key: str | None  # the configuration key that names one
+    plural: str
+
+
+KINDS: Mapping[Kind, KindInfo] = {
+    Kind.DRAFTER: KindInfo("specdec_drafters", DrafterSpec, "drafter.name", "drafters"),
+    Kind.VERIFIER: KindInfo("specdec_verifiers", VerifierSpec, "verifier.name", "verifiers"),
+    Kind.DEPTH_POLICY: KindInfo("specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies"),
+    Kind.PROCESSOR: KindInfo("specdec_logits_processors", ProcessorSpec, None, "logits_processors"),
+    Kind.BACKEND: KindInfo("specdec_backends", BackendSpec, "target.backend", "backends"),
+    Kind.MODEL: KindInfo("specdec_models", ModelSpec, None, "models"),
+}
+
+PUBLISHED: Mapping[tuple[Kind, str | None], tuple[str, str]] = {
+    (Kind.BACKEND, "transformers"): ("specdec-transformers", "the plugin that brings 'transformers'"),
+    (Kind.MODEL, None): ("specdec-transformers", "which runs every causal language model of transformers"),
+}
+"""Our plugin to install for a name that is not registered, and why; None stands for every name of the kind."""
+
+
+def kind_of(spec: Spec) -> Kind:
+    """The kind that a spec describes."""
+    return next(kind for kind, info in KINDS.items() if isinstance(spec, info.spec))
+
+
+def names_of(spec: Spec) -> tuple[str, ...]:
+    """The names that a spec is looked up by: a family by the model types that it reads."""
+    return tuple(spec.model_types) if isinstance(spec, ModelSpec) else (spec.name,)
+
+
+def check_specs(info: KindInfo, result: object) -> list[Spec]:
+    """What a hook returned, as a list of specs. Raises: PluginError when it is something else."""
+    expected = f"{info.hook} returns a list of {info.spec.__name__}"
+    if not isinstance(result, list | tuple):
+        raise PluginError(f"{expected}, got {_described(result)}")
+    for spec in result:
+        if not isinstance(spec, info.spec):
+            raise PluginError(f"{expected}, got {_described(spec)}")
+    return list(result)
+
+
+def check_fields(spec: Any) -> None:
+    """What attrs does not check: the types of a spec's fields, so that a wrong one fails when it is registered."""
+    who = f"{type(spec).__name__} {spec.name!r}"
+    if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
+        raise PluginError(f"{who}: a name is a word other than 'auto'")
+    for field in ("factory", "available", "preference", "parse", "tensors", "build"):
+        if hasattr(spec, field) and not callable(getattr(spec, field)):
+            raise PluginError(f"{who}: {field} is called, got {_described(getattr(spec, field))}")
+    if isinstance(spec, ModelSpec):
+        words: object = spec.model_types
+        if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
+            raise PluginError(f"{who}: model_types is a tuple of strings, got {_described(words)}")
+    elif not inspect.isclass(spec.config) or not (attrs.has(spec.config) or dataclasses.is_dataclass(spec.config)):
+        raise PluginError(f"{who}: config is an attrs class or a dataclass, got {_described(spec.config)}")
+
+
+def _described(value: object) -> str:
+    return f"the class {value.__name__}" if inspect.isclass(value) else f"{value!r:.60} ({type(value).__name__})"

@@ -1,0 +1,336 @@
+"""Finding what plugins registered, building it, and calling their hooks. Nothing is imported before the first look-up.
+
+A plugin that fails is recorded with its error, which is raised when the plugin is asked for.
+``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin authors and CI); ``SPECDEC_TRACE_PLUGINS=1`` logs every hook
+call.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from specdec.contract import (
+    BackendSpec,
+    CycleRecord,
+    DepthPolicySpec,
+    DrafterSpec,
+    ForwardPass,
+    ModelSpec,
+    ProcessorSpec,
+    VerifierSpec,
+)
+from specdec.errors import PluginError, SpecdecError, UnknownNameError, did_you_mean, nearest
+from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, S, Spec, kind_of, names_of
+from specdec.registry.loading import Candidate, Loader, flag, tracing
+from specdec.registry.origin import Entry, Failure, Origin, Plugin, conflict_error
+
+if TYPE_CHECKING:
+    import click
+
+    from specdec.config import TargetConfig
+
+
+class Registry:
+    """All plugins of a process, by what they provide.
+
+    Installed plugins and built-ins are loaded on the first look-up; commands need the installed ones only, so that
+    ``specdec --help`` imports no tensor library.
+    """
+
+    def __init__(
+        self,
+        built_ins: Iterable[str | ModuleType | object] = BUILT_INS,
+        entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
+        *,
+        strict: bool | None = None,
+        trace: bool | None = None,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            built_ins: module names or plugin objects.
+            entry_points: None takes those of the installed distributions.
+            strict: None reads SPECDEC_STRICT_PLUGINS.
+            trace: None reads SPECDEC_TRACE_PLUGINS.
+        """
+        self.strict = flag("SPECDEC_STRICT_PLUGINS") if strict is None else strict
+        self._loader = Loader(built_ins, entry_points, trace=tracing() if trace is None else trace)
+        self._observers: tuple[tuple[Plugin, Callable[..., Any]], ...] = ()
+        self._ready = False
+
+    def load(self) -> None:
+        """Load what is not loaded yet; every look-up does.
+
+        Raises: PluginError for the first failure or conflict, when strict.
+        """
+        if not self._ready:
+            self._loader.advance(sources_left=0)
+            self._find_observers()
+            self._ready = True
+        if self.strict:
+            self._raise_failures()
+            for kind, name, claims in self._conflicts():
+                raise conflict_error(kind, name, claims, "SPECDEC_STRICT_PLUGINS=1")
+
+    def register(self, plugin: object, name: str | None = None) -> None:
+        """Add a plugin of this program: a module, or an object with ``@hookimpl`` methods. Fails at once.
+
+        Raises: PluginError when it cannot be registered, or a name that it brings is taken.
+        """
+        self.load()
+        module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+        with self._loader.lock:
+            outcome = self._loader.admit(Candidate(name or module, Origin(module=module), lambda: plugin))
+            if isinstance(outcome, Failure):
+                raise outcome.as_error() from outcome.error
+            for kind, taken, claims in self._conflicts():
+                if any(claim.owner is outcome for claim in claims):
+                    self._loader.remove(outcome)
+                    raise conflict_error(kind, taken, claims, None)
+            self._find_observers()
+
+    # --- look-up -----------------------------------------------------------------------------------------------------
+
+    def drafter(self, name: str, asked_by: str | None = None) -> DrafterSpec:
+        """The drafter called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
+
+        Raises: UnknownNameError when it is not registered, PluginError when its plugin failed or two claim the name.
+        """
+        return self._find(Kind.DRAFTER, DrafterSpec, name, asked_by)
+
+    def verifier(self, name: str, asked_by: str | None = None) -> VerifierSpec:
+        """The verifier called ``name``; errors as for ``drafter``."""
+        return self._find(Kind.VERIFIER, VerifierSpec, name, asked_by)
+
+    def depth_policy(self, name: str, asked_by: str | None = None) -> DepthPolicySpec:
+        """The depth policy called ``name``; errors as for ``drafter``."""
+        return self._find(Kind.DEPTH_POLICY, DepthPolicySpec, name, asked_by)
+
+    def processor(self, name: str, asked_by: str | None = None) -> ProcessorSpec:
+        """The logits processor called ``name``; errors as for ``drafter``."""
+        return self._find(Kind.PROCESSOR, ProcessorSpec, name, asked_by)
+
+    def backend(self, name: str, asked_by: str | None = None) -> BackendSpec:
+        """The backend called ``name``; errors as for ``drafter``."""
+        return self._find(Kind.BACKEND, BackendSpec, name, asked_by)
+
+    def model(self, model_type: str, asked_by: str | None = None) -> ModelSpec:
+        """The family that reads checkpoints of ``model_type``; errors as for ``drafter``."""
+        return self._find(Kind.MODEL, ModelSpec, model_type, asked_by)
+
+    def origin_of(self, spec: Spec) -> Origin:
+        """Where ``spec`` comes from; one that is not registered is this program's."""
+        self.load()
+        return next((entry.origin for entry in self._loader.entries if entry.spec is spec), Origin())
+
+    def entries(self, kind: Kind | None = None) -> list[Entry]:
+        """Everything registered, conflicting specs included: by kind, built-ins first, then by name."""
+        self.load()
+        kinds = list(Kind)
+        found = [entry for entry in self._loader.entries if kind is None or entry.kind is kind]
+        return sorted(found, key=lambda entry: (kinds.index(entry.kind), not entry.origin.built_in, entry.spec.name))
+
+    def conflicts(self) -> list[tuple[Kind, str, list[Entry]]]:
+        """Names that more than one spec claims."""
+        self.load()
+        return self._conflicts()
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What failed so far: plugins that are missing, and single hooks that are switched off."""
+        self.load()
+        return list(self._loader.failures)
+
+    def has_distribution(self, distribution: str) -> bool:
+        """Whether a plugin of this distribution is loaded."""
+        self.load()
+        return any(plugin.origin.distribution == distribution for plugin in self._loader.plugins)
+
+    def _conflicts(self) -> list[tuple[Kind, str, list[Entry]]]:
+        return [
+            (kind, name, claims) for kind in Kind for name, claims in self._by_name(kind).items() if len(claims) > 1
+        ]
+
+    def _by_name(self, kind: Kind) -> dict[str, list[Entry]]:
+        found: dict[str, list[Entry]] = {}
+        for entry in self._loader.entries:
+            if entry.kind is kind:
+                for name in names_of(entry.spec):
+                    found.setdefault(name, []).append(entry)
+        return found
+
+    def _raise_failures(self) -> None:
+        for failure in self._loader.failures:
+            raise failure.as_error() from failure.error
+
+    def _find(self, kind: Kind, spec_type: type[S], name: str, asked_by: str | None) -> S:
+        self.load()
+        known = self._by_name(kind)
+        claims = known.get(name, [])
+        if len(claims) == 1:
+            return cast(S, claims[0].spec)
+        if claims:
+            raise conflict_error(kind, name, claims, asked_by)
+        key = KINDS[kind].key
+        for failure in self._loader.failures:
+            if failure.fatal and failure.stands_for(name):
+                other = _suggested(known)
+                raise PluginError(
+                    f"the plugin that should bring the {kind.value} {name!r} could not be loaded",
+                    asked_for_by=asked_by,
+                    plugin=f"{failure.name} ({failure.origin})",
+                    error=failure.reason,
+                    available=_listed(known),
+                    try_=failure.remedy(f'set {key} = "{other}"' if key and other else None),
+                ) from failure.error
+        raise self._unknown(kind, name, known, asked_by)
+
+    def _unknown(
+        self, kind: Kind, name: str, known: Mapping[str, list[Entry]], asked_by: str | None
+    ) -> UnknownNameError:
+        broken = [failure for failure in self._loader.failures if failure.fatal]
+        failed = {word for failure in broken for word in (failure.name, *failure.provides)}
+        key, match = KINDS[kind].key, nearest(name, known) or _suggested(known)
+        what = "reads model_type" if kind is Kind.MODEL else "is called"
+        remedy = f'set {key} = "{match}", or install the plugin that brings {name!r}' if key and match else None
+        plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
+        if plugin and not self.has_distribution(plugin):
+            remedy = f"pip install {plugin}, {why}"
+        return UnknownNameError(
+            f"no {kind.value} {what} {name!r}.{did_you_mean(name, [*known, *sorted(failed)])}",
+            asked_for_by=asked_by,
+            available=_listed(known),
+            not_loaded="; ".join(map(str, broken)) or None,
+            try_=remedy,
+        )
+
+    # --- calls into plugins ------------------------------------------------------------------------------------------
+
+    def build(self, spec: Spec, make: Callable[[], Any], wanted: type = object) -> Any:
+        """What ``make()`` returns, a call into the plugin of ``spec``.
+
+        Raises: PluginError that names the plugin when the call fails or does not return a ``wanted``; the plugin's own
+        SpecdecError passes through.
+        """
+        kind, plugin = kind_of(spec).value, f"{spec.name} ({self.origin_of(spec)})"
+        try:
+            made = make()
+        except SpecdecError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"the {kind} {spec.name!r} could not be built",
+                plugin=plugin,
+                error=f"{type(error).__name__}: {error}",
+                try_="its author's documentation; specdec -v shows the traceback",
+            ) from error
+        if not isinstance(made, wanted):
+            got = type(made).__name__
+            raise PluginError(
+                f"the {kind} {spec.name!r} is no specdec.{wanted.__name__}: its factory returned {got}",
+                plugin=plugin,
+                try_=f"derive {got} from specdec.{wanted.__name__}",
+            )
+        return made
+
+    def forward_pass(self, target_config: TargetConfig) -> ForwardPass | None:
+        """The first plugin's own model for this target, or None.
+
+        Raises: PluginError when a plugin fails on it; continuing would run another engine than intended.
+        """
+        self.load()
+        for plugin in reversed(self._loader.implementing("specdec_forward_pass")):  # pluggy's order: the last one first
+            try:
+                made = self._loader.caller(plugin, "specdec_forward_pass")(target_config=target_config)
+            except SpecdecError:
+                raise
+            except Exception as error:
+                raise PluginError(
+                    f"{plugin} failed in specdec_forward_pass on model {target_config.model!r}",
+                    error=f"{type(error).__name__}: {error}",
+                    try_=f"remove {plugin.origin.distribution or plugin.name}, or report this to its author",
+                ) from error
+            if made is not None and not isinstance(made, ForwardPass):
+                raise PluginError(
+                    f"{plugin} returned {type(made).__name__} from specdec_forward_pass",
+                    takes="a specdec.ForwardPass, or None to leave the target to others",
+                )
+            if made is not None:
+                return made
+        return None
+
+    def notify_cycle(self, record: CycleRecord) -> None:
+        """Show a cycle to every observer; one that raises is recorded and switched off."""
+        for plugin, call in self._observers:
+            try:
+                call(record=record)
+            except Exception as error:  # an observer must not end a generation
+                self._observers = tuple(pair for pair in self._observers if pair[0] is not plugin)
+                self._loader.fail(failure := Failure(plugin.name, plugin.origin, error, "specdec_cycle"))
+                if self.strict:
+                    raise failure.as_error() from error
+
+    def _find_observers(self) -> None:
+        found = self._loader.implementing("specdec_cycle")
+        self._observers = tuple((plugin, self._loader.caller(plugin, "specdec_cycle")) for plugin in found)
+
+    def add_commands(self, cli: click.Group) -> None:
+        """Let installed plugins add commands; one that raises, or takes a name in use, adds none."""
+        self._loader.advance(sources_left=1)
+        for plugin in self._loader.implementing("specdec_commands"):
+            before = dict(cli.commands)
+            try:
+                self._loader.caller(plugin, "specdec_commands")(cli=cli)
+                taken = sorted(name for name, command in before.items() if cli.commands.get(name) is not command)
+                if taken:
+                    raise PluginError(f"the command {taken[0]!r} exists already")
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break every command
+                cli.commands.clear()
+                cli.commands.update(before)
+                self._loader.fail(Failure(plugin.name, plugin.origin, error, "specdec_commands"))
+        if self.strict:
+            self._raise_failures()
+
+
+def _listed(known: Mapping[str, list[Entry]]) -> str:
+    names = (f"{name} ({' and '.join(str(c.origin) for c in claims)})" for name, claims in sorted(known.items()))
+    return ", ".join(names) or "nothing"
+
+
+def _suggested(known: Mapping[str, list[Entry]]) -> str | None:
+    """A name that works: a built-in one where there is one."""
+    usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
+    return min(usable, key=lambda name: (not usable[name].origin.built_in, name == "none", name), default=None)
+
+
+# --- one registry per process ----------------------------------------------------------------------------------------
+
+_current: Registry | None = None
+_current_lock = threading.Lock()
+
+
+def registry() -> Registry:
+    """The registry of this process, built on the first call."""
+    global _current
+    with _current_lock:
+        if _current is None:
+            _current = Registry()
+        return _current
+
+
+def use_registry(new: Registry | None) -> Registry | None:
+    """Replace the registry of this process (None: build a new one on the next call); returns the former. For tests."""
+    global _current
+    with _current_lock:
+        former, _current = _current, new
+        return former
+
+
+def notify_cycle(record: CycleRecord) -> None:
+    """Show a finished cycle to the plugins that observe cycles."""
+    if _current is not None:
+        _current.notify_cycle(record)

@@ -1,0 +1,109 @@
+"""Tokens to text as they come: text that never changes again."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+
+from specdec.text.tokenizer import Tokenizer
+
+
+class IncrementalDecoder:
+    """Text of a growing sequence of tokens, each character once, as soon as it is final.
+
+    What ``push`` and finally ``flush`` return, joined, is ``tokenizer.decode`` of all ids, however they were chunked.
+    An incomplete character is held back. The cost of a push depends on its own tokens only.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        make = _ByteDecoder if tokenizer.decodes_bytes else _WindowDecoder
+        self._decoder: _ByteDecoder | _WindowDecoder = make(tokenizer)
+        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take more tokens and return the text that became final."""
+        return self._decoder.push([token for token in ids if token not in self._skipped])
+
+    def flush(self) -> str:
+        """Return what was held back, with incomplete characters as U+FFFD, and reset."""
+        return self._decoder.flush()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable bytes are themselves, the others are shifted behind U+0100.
+
+    Source: GPT-2, openai/gpt-2 ``src/encoder.py``, ``bytes_to_unicode``.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class _ByteDecoder:
+    """For byte-level BPE: joins bytes and decodes UTF-8 incrementally, with the result of the tokenizer's own decoder.
+
+    Both put one U+FFFD for each maximal invalid part (Unicode 16.0, section 3.9, "substitution of maximal subparts").
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._piece = tokenizer.piece
+        self._bytes: dict[int, bytes] = {}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(self._bytes_of(token) for token in ids))
+
+    def flush(self) -> str:
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+    def _bytes_of(self, token: int) -> bytes:
+        known = self._bytes.get(token)
+        if known is None:
+            piece = self._piece(token) or ""
+            try:
+                known = bytes(_BYTE_OF[character] for character in piece)
+            except KeyError:  # an added token with a space, say, is not spelt in the byte alphabet
+                known = piece.encode("utf-8")
+            self._bytes[token] = known
+        return known
+
+
+class _WindowDecoder:
+    """For every other tokenizer: decodes the last final tokens together with the new ones and returns the difference.
+
+    The tokens before give the new ones their context (a leading space that is stripped only at the very beginning).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special=False)
+        self._piece = tokenizer.piece
+        self._byte_runs = tokenizer.falls_back_to_bytes
+        self._context: list[int] = []  # the tokens of the last text returned
+        self._new: list[int] = []  # tokens held back
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._new += [token for token in ids if self._piece(token) is not None]
+        return self._take() if self._new and not self._may_change() else ""
+
+    def flush(self) -> str:
+        text = self._take() if self._new else ""
+        self._context = []
+        return text
+
+    def _may_change(self) -> bool:
+        """Whether later tokens could change the text of the last one."""
+        last = self._piece(self._new[-1]) or ""
+        # a run of byte pieces is decoded as a whole: one invalid byte at its end makes all of it U+FFFD
+        if self._byte_runs and len(last) == 6 and last.startswith("<0x") and last.endswith(">"):
+            return True
+        return self._decode(self._new[-4:]).endswith("�")  # a character has four bytes, a piece at least one
+
+    def _take(self) -> str:
+        text = self._decode(self._context + self._new)[len(self._decode(self._context)) :]
+        self._context, self._new = self._new[-8:], []
+        return text
