@@ -43,9 +43,10 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|np|click|attr|attrs|pluggy|rich)\..*"),  # other projects: their pages are not linked
+    # other projects: their pages are not linked
+    ("py:.*", r"(torch|numpy|np|click|attr|attrs|pluggy|rich|tokenizers)\..*"),
     ("py:.*", r"(collections\.abc|pathlib|typing|types)\..*"),
-    ("py:.*", r"(Path|Any|NDArray|Float32|Array|Validator)"),
+    ("py:.*", r"(Path|Any|NDArray|Float32|Array|Validator|ChatTemplate)"),
 ]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.contract import Needs
 from tests import tiny
 from tests.comparisons import record
 
@@ -41,7 +42,7 @@ def tokens_for(vocab: int, count: int = TOKENS) -> list[int]:
 
 def all_logits(target: Any, tokens: Sequence[int], feed: Sequence[tuple[str, int]]) -> np.ndarray:
     """``[n, V]`` logits of every position; prefill gives hidden states only, so the head runs on them here."""
-    state, parts, at = target.new_state(len(tokens)), [], 0
+    state, parts, at = target.new_state(len(tokens), Needs(final_hidden=True)), [], 0
     for how, rows in feed:
         chunk = tokens[at : at + rows]
         at += len(chunk)
