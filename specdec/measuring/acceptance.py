@@ -146,7 +146,7 @@ class AcceptanceMeasurement(Measurement):
         lm: its drafter, verifier and generation settings are measured; its depth policy is not used.
         prompts: by class.
         depth: drafted per cycle.
-        ablations: switches of ``specdec.models.ablation`` to measure the MTP head with as well.
+        ablations: switches of ``specdec.measuring.ablations`` to measure the MTP head with as well.
         costs: what a cycle costs; measured first where None.
         on_run: called with every finished run of the unablated drafter.
         **options: as for ``Measurement``.

@@ -12,8 +12,8 @@ import pytest
 
 import specdec
 from specdec.cli.accept import accept as command
+from specdec.measuring.ablations import SWITCHES
 from specdec.measuring.runs import Measurement
-from specdec.models.ablation import SWITCHES
 from specdec.registry import BUILT_INS, Registry
 from tests.processes import run_specdec
 
@@ -132,7 +132,7 @@ def test_ablations(accept):
 
 
 def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):
-    from specdec.models.ablation import AblatedLM
+    from specdec.measuring.ablations import AblatedLM
 
     right = AblatedLM.decode
 
