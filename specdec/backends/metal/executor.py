@@ -120,8 +120,6 @@ class MetalExecutor(Executor):
         for cache in self._target.caches:
             if not isinstance(cache, MetalDeltaCache):
                 cache.reserve(bound + depth + 1)
-        for cache in self._mtp.caches if self._mtp else ():
-            cache.reserve(bound + self._max_rows)
         with explained():
             self._run(depth, bound)
 
@@ -163,6 +161,8 @@ class MetalExecutor(Executor):
         waiting, mtp = self._waiting, self._mtp
         assert waiting is not None
         assert mtp is not None
+        for cache in mtp.caches:
+            cache.reserve(bound + max(len(waiting.ids), depth))
         first = self._placed(mtp, self._length - waiting.count, bound)  # behind the pairs in the cache
         x = mtp.body(first, DeviceTokens(waiting.ids), waiting.hidden)
         x = rows_from(x, waiting.count - 1, 1)
