@@ -51,14 +51,12 @@ class _Rows:
 
     def joined(self, more: _Rows) -> _Rows:
         """These, and ``more`` behind them."""
-        space = len(more.ids)
-        ids = mx.concatenate([self.ids, mx.zeros(space, mx.int32)])
-        hidden = mx.concatenate([self.hidden, mx.zeros_like(more.hidden)])
-        return _Rows(
-            ids=mx.slice_update(ids, more.ids, self.count, axes=[0]),
-            hidden=mx.slice_update(hidden, more.hidden, self.count, axes=[0]),
-            count=self.count + more.count,
-        )
+
+        def both(ours: mx.array, theirs: mx.array) -> mx.array:
+            return mx.slice_update(mx.concatenate([ours, theirs]), theirs, self.count, axes=[0])
+
+        ids, hidden = both(self.ids, more.ids), both(self.hidden, more.hidden)
+        return _Rows(ids=ids, hidden=hidden, count=self.count + more.count)
 
 
 @attrs.frozen(kw_only=True, eq=False)
