@@ -241,7 +241,8 @@ def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., 
             target.commit(state, rows)
         at, length = at + rows, length + rows
         ours, theirs = (
-            target.draft_mtp(state, at, depth, choose=choose) for state, choose in zip(states, (None, best))
+            target.draft_mtp(state, at, depth, choose=choose)
+            for state, choose in zip(states, (None, best), strict=True)
         )
         assert ours == theirs
         assert len(ours) == depth
