@@ -37,6 +37,7 @@ from specdec.cli import main
 from specdec.config import PLUGIN_TABLES, Choice, GenerationConfig, RunConfig, TargetConfig, load_config
 from specdec.registry import BUILT_INS, KINDS, Kind, Registry, use_registry
 from tests.processes import HUNG
+from tests.selection import cases
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -71,6 +72,10 @@ def specdec_lines(block: Block) -> list[str]:
     return [line for line in joined if line.startswith("specdec ")] if block.language == "bash" else []
 
 
+def _name(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def runs(page: pathlib.Path) -> bool:
     return any(block.language in ("python", "toml") or specdec_lines(block) for block in blocks(page))
 
@@ -86,13 +91,9 @@ def own_process() -> Iterator[None]:
         structlog.reset_defaults()
 
 
-def _case(page: pathlib.Path) -> Any:
-    marks = [pytest.mark.docs] + [pytest.mark.sample] * (page.name in ("README.md", "configuration.md"))
-    return pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
-
-
+@pytest.mark.docs
 @pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("page", [_case(page) for page in PAGES if runs(page)])
+@pytest.mark.parametrize("page", cases(filter(runs, PAGES), name=_name, sample=["README.md"]))
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "snippet"}
@@ -159,7 +160,7 @@ def test_the_gate_runs_the_commands_of_the_readme():
 LINK = re.compile(r"\[[^\]]*\]\((?!\w+:)(?P<target>[^)#\s]+)[^)]*\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_to_files_lead_somewhere(page):
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     targets = [found["target"] for found in LINK.finditer(text)]

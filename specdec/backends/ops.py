@@ -19,14 +19,15 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import attrs
 
+from specdec.backends.arrays import ArrayHidden
 from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
 from specdec.backends.passes import Body, EagerPasses, ExecutorSetup, Pass, Passes
 from specdec.contract import Executor, Hidden, Logits, Parity
-from specdec.errors import UnsupportedError
+from specdec.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,6 +185,7 @@ class Ops(abc.ABC):
     """
 
     capabilities: Capabilities
+    hidden_type: ClassVar[type[ArrayHidden]]
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
@@ -380,13 +382,15 @@ class Ops(abc.ABC):
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def hidden(self, x: Array) -> Hidden:
         """Wrap ``[T, H]`` as an opaque handle."""
+        return self.hidden_type(x)
 
-    @abc.abstractmethod
     def array(self, hidden: Hidden) -> Array:
-        """The array inside a handle that this backend made."""
+        """The array inside a handle that this backend made. Raises: ContractError for another backend's."""
+        if not isinstance(hidden, self.hidden_type):
+            raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
+        return hidden.array
 
     # --- how passes are launched -----------------------------------------------------------------------------------
 

@@ -5,10 +5,8 @@ The canonical form has ``embed_tokens.weight``, ``layers.{i}.…``, ``norm.weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import attrs
 
 from specdec.errors import CheckpointError
 
@@ -22,21 +20,10 @@ _OTHER_TOWERS = frozenset(
 )
 
 
-@attrs.frozen(eq=False)  # equal as mappings are
-class Names(Mapping[str, str]):
+class Names(dict[str, str]):
     """Canonical name -> name in the files, of everything that may belong to the text model."""
 
-    _originals: dict[str, str]
     ignored: tuple[str, ...]  # names in the files of vision and audio towers
-
-    def __getitem__(self, name: str) -> str:
-        return self._originals[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._originals)
-
-    def __len__(self) -> int:
-        return len(self._originals)
 
 
 def canonical_name(name: str) -> str:
@@ -53,20 +40,20 @@ def is_ignored(name: str) -> bool:
 
 def canonical_names(names: Iterable[str]) -> Names:
     """Map canonical names to the given ones. Raises: CheckpointError when two given names have one canonical name."""
-    originals: dict[str, str] = {}
-    ignored: list[str] = []
+    found, ignored = Names(), []
     for name in names:
+        canonical = canonical_name(name)
         if is_ignored(name):
             ignored.append(name)
-            continue
-        canonical = canonical_name(name)
-        if canonical in originals:
+        elif canonical in found:
             raise CheckpointError(
-                f"the tensors {originals[canonical]!r} and {name!r} mean the same weight ({canonical})",
+                f"the tensors {found[canonical]!r} and {name!r} mean the same weight ({canonical})",
                 try_="a checkpoint that stores it once",
             )
-        originals[canonical] = name
-    return Names(originals, tuple(ignored))
+        else:
+            found[canonical] = name
+    found.ignored = tuple(ignored)
+    return found
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:

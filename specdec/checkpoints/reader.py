@@ -1,7 +1,6 @@
 """Reading a checkpoint folder: ``config.json`` and safetensors files, memory-mapped.
 
 Headers are read here, so that an error can name the file, the tensor and the sizes; the mapping is safetensors' own.
-Nothing is unpickled.
 
 Source of the format: https://huggingface.co/docs/safetensors, section "Format".
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -57,6 +56,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int  # of its bytes, after the header
     stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
 
 
 class Checkpoint:
@@ -133,13 +137,12 @@ class Checkpoint:
 
     def size_of(self, name: str) -> int:
         """Bytes of a tensor in its file."""
-        tensor = self._tensors[name]
-        return tensor.stop - tensor.start
+        return self._tensors[name].size
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.stop - tensor.start for tensor in self._tensors.values())
+        return sum(tensor.size for tensor in self._tensors.values())
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor on the host, in its stored dtype: memory-mapped, private, never copied.
@@ -148,10 +151,7 @@ class Checkpoint:
         Raises: CheckpointError for a dtype that torch lacks.
         """
         self.dtype(name)
-        file = self._tensors[name].file
-        if file not in self._files:
-            raise CheckpointError("this checkpoint was closed", file=file, try_="Checkpoint.open again")
-        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        tensor: torch.Tensor = self._file(name).get_tensor(name)
         return tensor
 
     def rows(self, name: str, start: int, stop: int, *, axes: int = 1) -> torch.Tensor:
@@ -162,10 +162,9 @@ class Checkpoint:
         Raises: CheckpointError for a dtype that torch lacks, or a file that ends early.
         """
         dtype, tensor = self.dtype(name), self._tensors[name]
-        if tensor.file not in self._files:
-            raise CheckpointError("this checkpoint was closed", file=tensor.file, try_="Checkpoint.open again")
+        self._file(name)
         entries = math.prod(tensor.shape[:axes])
-        width = (tensor.stop - tensor.start) // entries if entries else 0
+        width = tensor.size // entries if entries else 0
         buffer = torch.empty((stop - start) * width, dtype=torch.uint8)
         try:
             with open(tensor.file, "rb", buffering=0) as stream:
@@ -178,10 +177,15 @@ class Checkpoint:
                         raise CheckpointError(f"{tensor.file.name} ends inside the tensor {name}", file=tensor.file)
                     got += count
         except OSError as error:
-            raise CheckpointError(
-                f"{tensor.file.name} cannot be read: {error.strerror or error}", file=tensor.file
-            ) from error
+            raise _unreadable(tensor.file, error) from error
         return buffer.view(dtype).view(stop - start, *tensor.shape[axes:])
+
+    def _file(self, name: str) -> Any:
+        """The open file of a tensor."""
+        file = self._tensors[name].file
+        if file not in self._files:
+            raise CheckpointError("this checkpoint was closed", file=file, try_="Checkpoint.open again")
+        return self._files[file]
 
     def close(self) -> None:
         """Let go of the files; tensors that were loaded stay valid."""
@@ -196,33 +200,45 @@ class Checkpoint:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises: CheckpointError with the line when it is none."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file.name} is not valid JSON: {error.msg}", file=file, line=error.lineno) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name} cannot be read: {error}", file=file) from error
+    value = _json(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file.name} holds a {type(value).__name__}, not an object", file=file)
     return value
+
+
+def _json(file: Path, hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    """A file's content; ``hook`` makes an object of its keys and values."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=hook)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file.name} is not valid JSON: {error.msg}", file=file, line=error.lineno) from error
+    except _DuplicateKeyError as error:
+        raise CheckpointError(f"{file.name} names {error.key!r} twice", file=file) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.name} cannot be read: {error}", file=file) from error
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{file.name} cannot be read: {error.strerror or error}", file=file)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """Every tensor of a folder, by the name in the files."""
+    """Every tensor of a folder by the name in the files, and what a user should know."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    notices: tuple[str, ...] = ()
-    if index.is_file():
-        weight_map = _read_index(index)
-        # An index that does not know the single file was left behind by a conversion; transformers takes the file too
-        if not single.is_file() or SINGLE_FILE in weight_map.values():
-            return _read_shards(index, weight_map), notices
-        notices = (f"{INDEX_FILE} was ignored: {SINGLE_FILE} is there and the index does not name it",)
-    if not single.is_file():
-        raise _no_weights(folder)
-    return read_header(single), notices
+    if not index.is_file():
+        if not single.is_file():
+            raise _no_weights(folder)
+        return read_header(single), ()
+    weight_map = _read_index(index)
+    # An index that does not know the single file was left behind by a conversion; transformers takes the file too
+    if single.is_file() and SINGLE_FILE not in weight_map.values():
+        return read_header(single), (
+            f"{INDEX_FILE} was ignored: {SINGLE_FILE} is there and the index does not name it",
+        )
+    return _read_shards(index, weight_map), ()
 
 
 def holds_weights(folder: Path) -> bool:
@@ -249,14 +265,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 def _read_index(index: Path) -> dict[str, str]:
     """``weight_map`` of an index: tensor name -> shard file name."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{index.name} is not valid JSON: {error.msg}", file=index, line=error.lineno) from error
-    except _DuplicateKeyError as error:
-        raise CheckpointError(f"{index.name} names {error.key!r} twice", file=index) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index.name} cannot be read: {error}", file=index) from error
+    content = _json(index, _unique)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index.name} has no 'weight_map' (tensor name -> file)", file=index)
@@ -313,11 +322,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, refused where it has a key twice (``json`` would silently keep the last)."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKeyError(key)
-            seen.add(key)
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKeyError(next(key for key in result if keys.count(key) > 1))
     return result
 
 
@@ -347,13 +353,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             stream.seek(8)
             header = json.loads(stream.read(length), object_pairs_hook=_unique)
     except OSError as error:
-        raise CheckpointError(f"{file.name} cannot be read: {error.strerror or error}", file=file) from error
+        raise _unreadable(file, error) from error
     except _DuplicateKeyError as error:
         raise CheckpointError(f"the header of {file.name} has the tensor {error.key} twice", file=file) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the header of {file.name} is not valid JSON: {error}", file=file) from error
-    if not isinstance(header, dict):  # cannot happen: it starts with a brace
-        raise _foreign(file, size, head)
+    assert isinstance(header, dict)  # it starts with a brace
     header.pop("__metadata__", None)
     room = size - 8 - length
     tensors = {name: _entry(file, name, entry) for name, entry in header.items()}

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from specdec.contract import CycleRecord, Deviation, DeviceDraft, Executor, Outcome
 from specdec.decoding.cycle import HostExecutor, LiveSequence
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 
 Cut = Callable[[tuple[int, ...]], int]
 """How many of the tokens that a cycle emitted may stay: at least 1, fewer than all where generation ends there."""

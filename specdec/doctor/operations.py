@@ -90,7 +90,7 @@ class Call:
 
 
 def _signature(operation: str) -> inspect.Signature:
-    return inspect.signature(getattr(Ops, operation))
+    return inspect.signature(vars(Ops)[operation])
 
 
 def _rows_of(value: Any, start: int, stop: int) -> Any:

@@ -22,7 +22,7 @@ from specdec.contract import (
 )
 from specdec.decoding.cycle import LiveSequence
 from specdec.decoding.loop import run_cycle
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.errors import UnsupportedError
 from specdec.testing import strategies
 from specdec.testing.by_hand import law_by_hand

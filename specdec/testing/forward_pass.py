@@ -27,7 +27,7 @@ from specdec.contract import (
     State,
 )
 from specdec.decoding.cycle import HostExecutor, LiveSequence
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError

@@ -13,7 +13,7 @@ import attrs
 
 from specdec.contract import Context, DeviceDraft, Draft, Drafter, DrafterEnv, Executor, Needs, Outcome
 from specdec.decoding.cycle import HostExecutor, LiveSequence
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.errors import StateError
 from specdec.verifiers.strict import StrictVerifier
 

@@ -10,15 +10,17 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 import specdec
 from specdec.contract import DepthPolicy, DepthPolicySpec, Outcome, Stats
 from specdec.decoding.parts import DepthPart
 from specdec.doctor.passes import PassProbe
+from specdec.drafters.mtp import MtpDrafter
 from tests import tiny
 from tests.decoding.fake_device import FakeExecutor, OnDevice
+from tests.selection import examples
 
 TEXTS = ["def add(a, b):\n    return", "The sea ", "for i in range(", "1, 2, 3, 4, "]
 
@@ -63,7 +65,7 @@ def run(lm: Any, parts: list[str], **options: Any) -> tuple[list[Any], Any]:
     depths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     stop=st.lists(st.sampled_from(["\n", "e", " th", "zzz"]), max_size=2),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_cycles_of_the_target_give_what_the_engine_gives(
     demo: Any, parts: list[str], count: int, depths: list[int], stop: list[str]
 ) -> None:
@@ -92,7 +94,7 @@ def test_plain_decoding_runs_on_the_device(headless: Any) -> None:
 
 
 def test_a_drafter_that_fails_leaves_plain_decoding_on_the_device(demo: Any) -> None:
-    class Fails(demo.drafter.make(demo.target, demo.target.new_state(8, demo.drafter.needs)).__class__):
+    class Fails(MtpDrafter):
         def device_draft(self, context: Any) -> Any:
             raise RuntimeError("no idea")
 
@@ -105,7 +107,7 @@ def test_a_drafter_that_fails_leaves_plain_decoding_on_the_device(demo: Any) -> 
 
 
 @given(text=st.sampled_from(TEXTS), stops=st.sets(st.integers(0, 276), max_size=40), depth=st.integers(0, 5))
-@settings(max_examples=40)
+@examples(40)
 def test_a_stop_token_ends_them_on_the_device(demo: Any, text: str, stops: set[int], depth: int) -> None:
     tokenizer = copy.copy(demo.tokenizer)
     tokenizer.eos_ids = frozenset(stops)

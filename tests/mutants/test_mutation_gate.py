@@ -31,6 +31,7 @@ from specdec.testing.models import Memory
 from specdec.testing.registry import as_subject, run_check
 from specdec.verifiers import margin, rejection, strict
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
+from tests.selection import cases
 from tests.verifiers import test_exact_law as exact
 from tests.verifiers import test_sampler_law as sampled
 from tests.verifiers import test_strict_sampling as path
@@ -575,14 +576,10 @@ def rejected_rows_leave_a_trace(patch):
 _passed: set[Callable[[], None]] = set()
 
 
-SAMPLE = {"residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did"}
+SAMPLE = ("residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did")
 
 
-def _case(mutant: Mutant) -> Any:
-    return pytest.param(mutant, id=mutant.name, marks=[pytest.mark.sample] * (mutant.name in SAMPLE))
-
-
-@pytest.mark.parametrize("mutant", [_case(mutant) for mutant in MUTANTS])
+@pytest.mark.parametrize("mutant", cases(MUTANTS, name=lambda mutant: mutant.name, sample=SAMPLE))
 def test_the_mutant_is_killed_by_its_named_test(mutant, monkeypatch):
     if mutant.killer not in _passed:
         mutant.killer()  # without the mutant it passes

@@ -32,7 +32,7 @@ from specdec.testing import (
 )
 from specdec.testing.numerics import binomial_interval, chi_square_tail
 from specdec.testing.registry import Broken, Check, Run, as_subject, expect, run_check
-from tests.processes import run_python, run_specdec
+from tests.processes import run_specdec
 from tests.testing.broken import drafters, policies
 from tests.testing.broken.targets import RunsCycles
 
@@ -259,13 +259,9 @@ def test_the_command_fails_a_broken_plugin(monkeypatch):
     assert "specdec check broken --seed 0 --only P4" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_name_ends_with_status_two():
     assert "Did you mean 'strict'" in run_specdec("check", "strikt", status=2).stderr
-
-
-def test_the_kit_needs_no_pytest():
-    code = "import sys, specdec.testing as t; list(t.iter_checks()); assert 'pytest' not in sys.modules"
-    run_python("-c", code)
 
 
 # --- the models ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import attrs
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from specdec import sampling as production
 from specdec.contract import Context, Draft, LogitsProcessor, Sampling
@@ -17,6 +17,7 @@ from specdec.testing.models import Memory, StrictForwardPass, TableLogits, Table
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.verifier import Case, cases
 from specdec.verifiers.strict import StrictVerifier
+from tests.selection import examples
 
 VOCAB = 7
 MODELS = {memory: TableModel.random(VOCAB, memory=memory, seed=8, tilt=0.6, peak=0.4) for memory in Memory}
@@ -56,7 +57,7 @@ def check_independence(prompt, depths, sampling, memory, wrong, count=14):
     assert not stats.inactive_reason
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     prompt=strategies.tokens(VOCAB, min_size=1),
     depths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
@@ -78,7 +79,7 @@ def check_rows_have_their_own_history(case: Case):
         np.testing.assert_allclose(rows.law(row), case.law(row), atol=1e-9)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases())
 def test_every_row_follows_the_law_written_out_by_hand(case):
     check_rows_have_their_own_history(case)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specdec.backends.arrays import not_finite
 from specdec.backends.cpu.arrays import CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
 from specdec.backends.cpu.compiler import Kernels
-from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels, not_finite
+from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cpu.tape import Kernel, RecordedTokens, Runner, current, record
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Rope

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.backends.arrays import not_finite
 from specdec.contract import Logits
-from specdec.errors import ContractError
 from specdec.sampling import Purpose
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 
 _I64x2 = ctypes.c_int64 * 2
 _F32x2 = ctypes.c_float * 2
-
-
-def not_finite(row: int, detail: str = "") -> ContractError:
-    """The error for a row without a best token."""
-    return ContractError(
-        f"the target's logits of row {row} are not finite{detail}",
-        try_="specdec info MODEL (the weight audit), or dtype = float32",
-    )
 
 
 class SearchKernels:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.backends.arrays import ArrayHidden, not_finite
 from specdec.backends.cpu.pruned import PrunedLogits
-from specdec.contract import Hidden, Logits
-from specdec.errors import ContractError
+from specdec.contract import Logits
 from specdec.sampling import Purpose, gumbel
 
 if TYPE_CHECKING:
@@ -41,27 +41,14 @@ class Stats(Protocol):
         """Log-sum-exp of the logits ``[T]`` float32."""
 
 
-class CudaHidden(Hidden):
+class CudaHidden(ArrayHidden):
     """``[T, H]`` in act dtype."""
 
-    __slots__ = ("array",)
+    __slots__ = ()
 
-    def __init__(self, array: Tensor) -> None:
-        self.array = array
-
-    def __len__(self) -> int:
-        return self.array.shape[0]
-
-    def __getitem__(self, rows: slice) -> CudaHidden:
-        return CudaHidden(self.array[rows])
-
-    def join(self, others: Sequence[Hidden]) -> CudaHidden:
-        parts = [self.array]
-        for other in others:
-            if not isinstance(other, CudaHidden):
-                raise ContractError(f"hidden states of another backend ({type(other).__name__}) cannot be joined")
-            parts.append(other.array)
-        return CudaHidden(torch.cat(parts))
+    @staticmethod
+    def concatenate(arrays: list[Any]) -> Any:
+        return torch.cat(arrays)
 
 
 class HeadProducts(Protocol):
@@ -138,10 +125,7 @@ def checked(tokens: Sequence[int]) -> list[int]:
     """``tokens``, the best of their rows. Raises: ContractError where a row has none."""
     for row, token in enumerate(tokens):
         if token < 0:
-            raise ContractError(
-                f"the target's logits of row {row} are not finite",
-                try_="specdec info MODEL (the weight audit), or dtype = float32",
-            )
+            raise not_finite(row)
     return list(tokens)
 
 

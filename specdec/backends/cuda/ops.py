@@ -42,7 +42,7 @@ from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeig
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body, ExecutorSetup, Pass
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
-from specdec.contract import Hidden, Logits, Parity
+from specdec.contract import Logits, Parity
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
 
 log = structlog.get_logger(__name__)
@@ -53,6 +53,8 @@ _LOADING = "a smaller or quantised checkpoint; on a machine with several devices
 
 class CudaOps(Ops):
     """See ``specdec.backends.ops.Ops`` for what each op computes."""
+
+    hidden_type = CudaHidden
 
     def __init__(
         self, device: Device, dtype: torch.dtype, *, eager_reason: str = "", kernels: str = "Triton kernels"
@@ -344,12 +346,7 @@ class CudaOps(Ops):
     # --- rows ------------------------------------------------------------------------------------------------------
 
     def hidden(self, x: Any) -> CudaHidden:
-        return CudaHidden(materialised(x).to(self.device.place).to(self.dtype))
-
-    def array(self, hidden: Hidden) -> Tensor:
-        if not isinstance(hidden, CudaHidden):
-            raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
-        return hidden.array
+        return CudaHidden(materialised(x))
 
 
 def _aligned(part: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from specdec.backends.metal.quantised import PACKED_FORMATS, Matrix, PackedMatri
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body, ExecutorSetup, Pass
 from specdec.checkpoints.quantised import StoredMatrix
-from specdec.contract import Hidden, Parity
+from specdec.contract import Parity
 from specdec.errors import ContractError
 
 Mode = Literal["exact", "fast"]
@@ -56,6 +56,8 @@ class MetalOps(Ops):
         executor: who runs specdec's kernels; by default the GPU where MLX has one, else nobody: their references in
             MLX operations are used.
     """
+
+    hidden_type = MetalHidden
 
     def __init__(self, dtype: mx.Dtype, *, mode: Mode = "exact", executor: Executor | None = None) -> None:
         self.dtype = dtype
@@ -322,14 +324,6 @@ class MetalOps(Ops):
         gathered rows and the token ids of each.
         """
         return self._set(x.shape[0]).best(x, parts, ids)
-
-    def hidden(self, x: Any) -> MetalHidden:
-        return MetalHidden(from_host(x, self.dtype))
-
-    def array(self, hidden: Hidden) -> mx.array:
-        if not isinstance(hidden, MetalHidden):
-            raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
-        return hidden.array
 
 
 def _own(rows: Any) -> MetalHeadRows:

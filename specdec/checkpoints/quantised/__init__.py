@@ -1,7 +1,7 @@
 """Quantised checkpoints: each weight's format is told from the files, and the weight is decoded when it is loaded."""
 
 from specdec.checkpoints.quantised.cache import DecodedCache
-from specdec.checkpoints.quantised.coding import Coding, Condition, Format, check, decode
+from specdec.checkpoints.quantised.coding import Coding, Format, check, decode
 from specdec.checkpoints.quantised.formats import FORMATS, Formats, TensorFormat, formats_of
 from specdec.checkpoints.quantised.hints import Hints, quantisation
 from specdec.checkpoints.quantised.parts import FLOATS
@@ -11,7 +11,6 @@ __all__ = [
     "FLOATS",
     "FORMATS",
     "Coding",
-    "Condition",
     "DecodedCache",
     "Format",
     "Formats",

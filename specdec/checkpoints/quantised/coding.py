@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,7 @@ class Coding(ABC):
         label: the format with its sizes, for people.
         shape: of the decoded weight, ``[..., N, K]``.
         grid: how the scales lie over it.
+        bits: of a code.
         largest: bound of ``|code - offset|``.
     """
 
@@ -47,11 +49,13 @@ class Coding(ABC):
     label: str
     shape: tuple[int, ...]
     grid: Grid
+    bits: int
     largest: ClassVar[float]
 
+    @property
     @abstractmethod
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        """The codes of rows ``start`` to ``stop`` of ``[M * N, K]`` as numbers: a new float32 tensor."""
+    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Rows of codes ``[R, W]``, as the files have them, to float32 ``[R, K]``."""
 
     @abstractmethod
     def scales(self) -> torch.Tensor:
@@ -72,7 +76,30 @@ class Coding(ABC):
 
         Raises: CheckpointError when its scales are not sound.
         """
+        _, rows, columns = matrices(self.shape)
+        parts = self.packed(index)
+        divisor = parts.pop("divisor", None)
+        group = self.grid.columns
+        meta = {"block_rows": self.grid.rows, "block_columns": group, "group": group, "bits": self.bits}
+        return StoredMatrix(
+            format=self.kept_as,
+            shape=(rows, columns),
+            parts=parts,
+            meta=meta,
+            dtype=dtype,
+            numbers=self.numbers,
+            divisor=divisor,
+        )
+
+    def packed(self, index: int) -> dict[str, torch.Tensor]:
+        """The parts of matrix ``index``, as ``StoredMatrix`` lists them, and its "divisor" where it has one."""
         raise AssertionError(f"{self.label} is not kept packed")
+
+    def matrix(self, name: str, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Matrix ``index`` ``[N, ...]`` of a tensor in the files, its bytes read as ``dtype``."""
+        tensor = self.parts.checkpoint.load(name)
+        count, rows, _ = matrices(self.shape)
+        return (tensor if dtype is None else tensor.view(dtype)).view(count, rows, -1)[index]
 
     def biases(self) -> torch.Tensor | None:
         """What is added behind the scales, float32 in their shape, or None. Raises: CheckpointError for bad values."""
@@ -101,13 +128,18 @@ class Coding(ABC):
         """``(start, stop, values)`` for the given ranges of rows, or all slabs: float32 ``[stop - start, K]``."""
         scales, offsets, biases, order = self.scales(), self.offsets(), self.biases(), self.order()
         for start, stop in self.slabs() if slabs is None else slabs:
-            values = self.codes(start, stop)
+            values = self.numbers(self.raw(start, stop))
             if offsets is not None:
                 self._combine(values, self._rows(offsets, start, stop), order, torch.Tensor.sub_)
             self._combine(values, self._rows(scales, start, stop), order, torch.Tensor.mul_)
             if biases is not None:
                 self._combine(values, self._rows(biases, start, stop), order, torch.Tensor.add_)
             yield start, stop, values
+
+    def raw(self, start: int, stop: int) -> torch.Tensor:
+        """The codes of rows ``start`` to ``stop`` of ``[M * N, K]``, ``[stop - start, W]`` as the files have them."""
+        raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
+        return raw.view(stop - start, -1)
 
     def _rows(self, grid: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """The entries ``[R, B]`` of a ``[M or 1, A, B]`` grid that rows start to stop use; ``[1, 1]`` for one alone."""
@@ -153,6 +185,26 @@ def look_up(table: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, index).view(-1)
 
 
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """32-bit words ``[..., W]``, a little-endian stream, as unsigned codes: float32 ``[..., W * 32 / bits]``."""
+    octets = words.reshape(-1).view(torch.uint8)  # little-endian, as safetensors is
+    shape = (*words.shape[:-1], words.shape[-1] * 32 // bits)
+    if 8 % bits == 0:
+        return look_up(_codes_of_bytes(bits), octets).view(shape)
+    # eight codes fill as many bytes as they have bits
+    parts = octets.view(-1, bits).to(torch.int64)
+    stream = (parts << 8 * torch.arange(bits)).sum(-1, keepdim=True)
+    codes: torch.Tensor = stream >> bits * torch.arange(8) & (2**bits - 1)
+    return codes.to(torch.float32).view(shape)
+
+
+@functools.cache
+def _codes_of_bytes(bits: int) -> torch.Tensor:
+    """By byte: the codes in it, float32 ``[256, 8 / bits]``, lowest bits first."""
+    codes: torch.Tensor = torch.arange(256).unsqueeze(1) >> torch.arange(0, 8, bits) & (2**bits - 1)
+    return codes.to(torch.float32)
+
+
 def decode(coding: Coding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The weight in ``dtype``, in memory of its own. Beside the result a few megabytes are used, whatever its size.
 
@@ -166,24 +218,17 @@ def decode(coding: Coding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return out
 
 
-@attrs.frozen
-class Condition:
-    """What ``check`` saw: whether every value is finite, and whether every value is zero."""
+def check(coding: Coding) -> tuple[bool, bool]:
+    """Whether every value is finite, and whether every value is zero.
 
-    finite: bool
-    zero: bool
-
-
-def check(coding: Coding) -> Condition:
-    """Look at every scale and, where a code can be NaN, at every code, without keeping the decoded weight.
-
+    Reads every scale and, where a code can be NaN, every code, without keeping the decoded weight.
     Raises: CheckpointError naming the tensor for a scale that is NaN, infinite or negative (MLX's affine ones may be).
     """
     scales, biases = coding.scales(), coding.biases()
     coding.offsets()
     coding.order()
     if coding.has_nan():
-        return Condition(finite=False, zero=False)
+        return False, False
     # exact, yet cheap: only a weight whose largest scale and code would overflow together is decoded for it
     highest = float(scales.abs().max()) * coding.largest if scales.numel() else 0.0
     if biases is not None and biases.numel():
@@ -191,8 +236,8 @@ def check(coding: Coding) -> Condition:
     if highest > torch.finfo(torch.bfloat16).max:
         for _, _, values in coding.values():
             if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
-                return Condition(finite=False, zero=False)
-    return Condition(finite=True, zero=_all_zero(coding))
+                return False, False
+    return True, _all_zero(coding)
 
 
 def _all_zero(coding: Coding) -> bool:

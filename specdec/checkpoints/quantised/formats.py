@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-
 import attrs
 
 from specdec.checkpoints.names import canonical_names
@@ -46,22 +44,11 @@ class TensorFormat:
         return self.coding is not None
 
 
-@attrs.frozen(eq=False)  # equal as mappings are
-class Formats(Mapping[str, TensorFormat]):
+class Formats(dict[str, TensorFormat]):
     """Canonical name -> format, and what belongs to no weight."""
 
-    _formats: dict[str, TensorFormat]
     activation_scales: tuple[str, ...]  # canonical names of scales of activations and of the KV cache
     ignored: tuple[str, ...]  # names in the files of vision and audio towers
-
-    def __getitem__(self, name: str) -> TensorFormat:
-        return self._formats[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._formats)
-
-    def __len__(self) -> int:
-        return len(self._formats)
 
 
 def formats_of(checkpoint: Checkpoint) -> Formats:
@@ -84,53 +71,42 @@ def formats_of(checkpoint: Checkpoint) -> Formats:
 
 def _formats_of(checkpoint: Checkpoint) -> Formats:
     names = canonical_names(checkpoint.names)
-    foreign, left = refusals(checkpoint, names)
-    found = parts_of(checkpoint, left)
-    hints = Hints.of(checkpoint.config)
-    formats: dict[str, TensorFormat] = {}
-    for name, original in found.plain.items():
-        formats[name] = TensorFormat(
-            format=checkpoint.stored_dtype(original).lower(),
-            shape=checkpoint.shape(original),
-            stored_bytes=_bytes(checkpoint, (original,)),
-            tensors=(original,),
-        )
-    for name, refusal in foreign.items():
-        formats[name] = TensorFormat(
-            format=refusal.method,
-            shape=checkpoint.shape(refusal.tensors[0]),
-            stored_bytes=_bytes(checkpoint, refusal.tensors),
-            tensors=refusal.tensors,
-            error=refusal.error,
-        )
+    refused, left = refusals(checkpoint, names)
+    found, hints = parts_of(checkpoint, left), Hints.of(checkpoint.config)
+    formats = {
+        name: _stored(checkpoint, (original,), checkpoint.stored_dtype(original).lower())
+        for name, original in found.plain.items()
+    }
+    for name, refusal in refused.items():
+        formats[name] = _stored(checkpoint, refusal.tensors, refusal.method, refusal.error)
     for name, parts in found.weights.items():
         formats[name] = _format(parts, hints, found.errors.get(name))
-    ordered = {name: formats.pop(name) for name in names if name in formats}
-    return Formats(ordered | formats, tuple(found.activation_scales), names.ignored)
+    ordered = Formats({name: formats.pop(name) for name in names if name in formats} | formats)
+    ordered.activation_scales, ordered.ignored = tuple(found.activation_scales), names.ignored
+    return ordered
+
+
+def _stored(
+    checkpoint: Checkpoint, tensors: tuple[str, ...], format: str, error: CheckpointError | None = None
+) -> TensorFormat:
+    """A weight that is not decoded: as its first tensor is."""
+    return TensorFormat(
+        format=format,
+        shape=checkpoint.shape(tensors[0]),
+        stored_bytes=sum(checkpoint.size_of(name) for name in tensors),
+        tensors=tensors,
+        error=error,
+    )
 
 
 def _format(parts: Parts, hints: Hints, error: CheckpointError | None) -> TensorFormat:
     """The format of one weight of several tensors (or of a lone one that is no floating-point tensor)."""
-    tensors = (parts.codes, *parts.roles.values())
-    size = _bytes(parts.checkpoint, tensors)
-    name = f"unknown ({parts.dtype})"
-    if error is None:
-        for format in FORMATS:
-            if not format.looks_like(parts):
-                continue
-            name = format.name
-            try:
-                coding = format.coding(parts, hints)
-            except CheckpointError as refused:
-                error = refused
-                break
-            return TensorFormat(
-                format=coding.label, shape=coding.shape, stored_bytes=size, tensors=tensors, coding=coding
-            )
-    return TensorFormat(
-        format=name, shape=parts.shape, stored_bytes=size, tensors=tensors, error=error or unknown(parts, hints)
-    )
-
-
-def _bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
-    return sum(checkpoint.size_of(name) for name in names)
+    raw = _stored(parts.checkpoint, (parts.codes, *parts.roles.values()), f"unknown ({parts.dtype})", error)
+    format = next((one for one in FORMATS if one.looks_like(parts)), None)
+    if error is not None or format is None:
+        return attrs.evolve(raw, error=error or unknown(parts, hints))
+    try:
+        coding = format.coding(parts, hints)
+    except CheckpointError as refused:
+        return attrs.evolve(raw, format=format.name, error=refused)
+    return attrs.evolve(raw, format=coding.label, shape=coding.shape, coding=coding)

@@ -12,6 +12,7 @@ Source of e2m1 and of MXFP4: OCP Microscaling Formats v1.0, sections 5.3.3 and 5
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import attrs
@@ -20,17 +21,7 @@ import torch
 from specdec.checkpoints.quantised.coding import Coding, look_up
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, only
-from specdec.checkpoints.quantised.scales import (
-    EXPONENTS,
-    blocks,
-    check_dtype,
-    load_scales,
-    matrices,
-    misfit,
-    tiled,
-    whole,
-)
-from specdec.checkpoints.quantised.stored import StoredMatrix
+from specdec.checkpoints.quantised.scales import EXPONENTS, blocks, check_dtype, load_scales, misfit, tiled, whole
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float32)  # by nibble; -0 is kept
@@ -42,13 +33,12 @@ _PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1)
 class Fp4Coding(Coding):
     """Pairs of e2m1 codes times one combined scale."""
 
+    bits: int = 4
     largest: ClassVar[float] = 6.0
-    stacked: bool  # codes are [..., N, K/32, 16]
 
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        axes = len(self.shape) - 1
-        raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=axes)
-        return numbers(raw.view(torch.uint8).view(stop - start, -1))
+    @property
+    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return numbers
 
     def scales(self) -> torch.Tensor:
         scales = load_scales(self.parts, "scale").reshape(self.grid.shape)  # the other is one, or one per matrix
@@ -62,43 +52,20 @@ class Fp4Coding(Coding):
     def kept_as(self) -> str:
         return "nvfp4" if self.label == "nvfp4" else ""
 
-    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
-        count, rows, columns = matrices(self.shape)
-        checkpoint, groups = self.parts.checkpoint, self.grid.shape[2]
-        codes = checkpoint.load(self.parts.codes).view(torch.uint8).view(count, rows, columns // 2)[index]
-        scale = checkpoint.load(self.parts.original("scale")).view(count, rows, groups)[index]
-        divisor = None
+    def packed(self, index: int) -> dict[str, torch.Tensor]:
+        parts = {
+            "codes": self.matrix(self.parts.codes, index, torch.uint8),
+            "scale": self.matrix(self.parts.original("scale"), index),
+        }
         if "scale_2" in self.parts.roles:
-            whole_scale = _of_matrix(load_scales(self.parts, "scale_2"), index)
-        else:
-            divisor = _of_matrix(load_scales(self.parts, "global_scale", zero=False), index)
-            whole_scale = 1.0 / divisor
-        return stored_nvfp4(codes, scale, whole_scale, columns, dtype, divisor)
+            return parts | {"global_scale": _of_matrix(load_scales(self.parts, "scale_2"), index)}
+        divisor = _of_matrix(load_scales(self.parts, "global_scale", zero=False), index)
+        return parts | {"global_scale": 1.0 / divisor, "divisor": divisor}
 
 
-def numbers(octets: torch.Tensor) -> torch.Tensor:
-    """uint8 ``[R, K/2]`` as float32 ``[R, K]``."""
-    return look_up(_PAIRS, octets.flatten()).view(octets.shape[0], -1)
-
-
-def stored_nvfp4(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor,
-    columns: int,
-    dtype: torch.dtype,
-    divisor: torch.Tensor | None = None,
-) -> StoredMatrix:
-    """A matrix of NVFP4 from its parts, as ``StoredMatrix`` lists them."""
-    return StoredMatrix(
-        format="nvfp4",
-        shape=(len(codes), columns),
-        parts={"codes": codes, "scale": scale, "global_scale": global_scale},
-        meta={"block_rows": 1, "block_columns": 16, "group": 16, "bits": 4},
-        dtype=dtype,
-        numbers=numbers,
-        divisor=divisor,
-    )
+def numbers(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[R, K/2]``, in words of any size, as float32 ``[R, K]``."""
+    return look_up(_PAIRS, codes.view(torch.uint8).flatten()).view(codes.shape[0], -1)
 
 
 def _of_matrix(scales: torch.Tensor, index: int) -> torch.Tensor:
@@ -135,7 +102,7 @@ class Fp4:
         if grid is None:
             wanted = [*shape[:-2], *blocks(shape, 1, group)]
             raise misfit(parts, "scale", f"{wanted} for {group} columns of {list(shape)} per scale")
-        return Fp4Coding(parts=parts, label="mxfp4" if exponents else "nvfp4", shape=shape, grid=grid, stacked=stacked)
+        return Fp4Coding(parts=parts, label="mxfp4" if exponents else "nvfp4", shape=shape, grid=grid)
 
 
 def _one_global(parts: Parts) -> None:

@@ -10,6 +10,7 @@ Source of e4m3fn: Micikevicius et al. 2022, arXiv:2209.05433, table 1 (bias 7, l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import attrs
@@ -25,12 +26,10 @@ from specdec.checkpoints.quantised.scales import (
     check_dtype,
     label,
     load_scales,
-    matrices,
     misfit,
     tiled,
     whole,
 )
-from specdec.checkpoints.quantised.stored import StoredMatrix
 
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).view(256, 1)  # by byte
 _USUAL = (128, 128)
@@ -41,10 +40,12 @@ _GROUPS = (128, 64, 32, 16)
 class Fp8Coding(Coding):
     """e4m3 codes times one scale."""
 
+    bits: int = 8
     largest: ClassVar[float] = 448.0
 
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        return numbers(self._raw(start, stop).view(stop - start, -1).view(torch.uint8))
+    @property
+    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return numbers
 
     def scales(self) -> torch.Tensor:
         return load_scales(self.parts, "scale").reshape(self.grid.shape)
@@ -53,33 +54,21 @@ class Fp8Coding(Coding):
     def kept_as(self) -> str:
         return "fp8-block" if self.label.startswith("fp8-block") else ""
 
-    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
-        count, rows, columns = matrices(self.shape)
-        codes = self.parts.checkpoint.load(self.parts.codes).view(torch.uint8).view(count, rows, columns)[index]
-        meta = {"block_rows": self.grid.rows, "block_columns": self.grid.columns, "group": self.grid.columns, "bits": 8}
-        return StoredMatrix(
-            format="fp8-block",
-            shape=(rows, columns),
-            parts={"codes": codes, "scale": self.scales()[index]},
-            meta=meta,
-            dtype=dtype,
-            numbers=numbers,
-        )
+    def packed(self, index: int) -> dict[str, torch.Tensor]:
+        return {"codes": self.matrix(self.parts.codes, index, torch.uint8), "scale": self.scales()[index]}
 
     def has_nan(self) -> bool:
         # 0x7F is the largest int8, 0xFF the largest uint8: two reductions without a copy
         for start, stop in self.slabs():
-            raw = self._raw(start, stop)
+            raw = self.raw(start, stop)
             if raw.numel() and (raw.view(torch.int8).max() == 0x7F or raw.view(torch.uint8).max() == 0xFF):
                 return True
         return False
 
-    def _raw(self, start: int, stop: int) -> torch.Tensor:
-        return self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
 
-
-def numbers(octets: torch.Tensor) -> torch.Tensor:
-    """uint8 ``[R, K]`` as float32 ``[R, K]``."""
+def numbers(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[R, K]``, in words of any size, as float32 ``[R, K]``."""
+    octets = codes.view(torch.uint8)
     return look_up(_E4M3, octets.flatten()).view(octets.shape)
 
 

@@ -9,7 +9,8 @@ import attrs
 
 from specdec.checkpoints.names import canonical_name, text_config
 
-_KEYS = ("quantization_config", "quantization")
+QUANTISATION_KEYS = ("quantization_config", "quantization")
+_BLOCKS = ("weight_block_size", "block_structure")
 _MLX_KEYS = ("group_size", "bits", "mode")
 
 
@@ -41,29 +42,19 @@ class Hints:
     def of(cls, config: Mapping[str, Any]) -> Hints:
         """Read a ``config.json``. Values of other types than expected are passed over: they are hints."""
         given = text_config(config)
-        blocks: dict[tuple[int, int], None] = {}
-        groups: dict[int, None] = {}
-        bits: dict[int, None] = {}
-        channels = False
-        for found in (block for key in _KEYS for block in _blocks(given.get(key))):
-            blocks[found] = None
-        for scheme in (scheme for key in _KEYS for scheme in _schemes(given.get(key))):
-            if scheme.get("type", "int") != "int":
-                continue
-            number, group = scheme.get("num_bits"), scheme.get("group_size")
-            if type(number) is int:
-                bits[number] = None
-            if type(group) is int and group > 0:
-                groups[group] = None
-            else:
-                channels = True
-        mlx = next((given[key] for key in reversed(_KEYS) if _is_mlx(given.get(key))), None)
+        entries = [entry for key in QUANTISATION_KEYS for entry in _entries(given.get(key))]
+        schemes = [value for key, value in entries if key == "weights" and isinstance(value, Mapping)]
+        schemes = [scheme for scheme in schemes if scheme.get("type", "int") == "int"]
+        sizes = [scheme.get("group_size") for scheme in schemes]
+        groups = [size for size in sizes if type(size) is int and size > 0]
+        bits = [scheme["num_bits"] for scheme in schemes if type(scheme.get("num_bits")) is int]
+        mlx = next((given[key] for key in reversed(QUANTISATION_KEYS) if _is_mlx(given.get(key))), None)
         return cls(
             method=quantisation(config),
-            blocks=tuple(blocks),
-            groups=tuple(groups),
-            bits=tuple(bits),
-            channels=channels,
+            blocks=tuple(dict.fromkeys(tuple(value) for key, value in entries if key in _BLOCKS and _is_block(value))),
+            groups=tuple(dict.fromkeys(groups)),
+            bits=tuple(dict.fromkeys(bits)),
+            channels=len(groups) < len(schemes),
             mlx=mlx,
             mlx_modules={canonical_name(path): value for path, value in (mlx or {}).items() if path not in _MLX_KEYS},
         )
@@ -72,7 +63,7 @@ class Hints:
 def quantisation(config: Mapping[str, Any]) -> str | None:
     """What config.json says about quantisation, in a few words: ``fp8 (config.json, quantization_config.…)``."""
     given = text_config(config)
-    for key in _KEYS:
+    for key in QUANTISATION_KEYS:
         section = given.get(key)
         if isinstance(section, Mapping):
             for method in ("quant_method", "quant_algo", "format", "mode", "bits"):
@@ -87,23 +78,14 @@ def _is_mlx(section: Any) -> bool:
     return isinstance(section, Mapping) and {"group_size", "bits"} <= set(section) and "quant_method" not in section
 
 
-def _schemes(section: Any) -> Iterator[Mapping[str, Any]]:
-    """The ``weights`` tables of compressed-tensors' and ModelOpt's ``config_groups``, wherever they stand."""
-    if not isinstance(section, Mapping):
-        return
-    for key, value in section.items():
-        if key == "weights" and isinstance(value, Mapping):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _schemes(value)
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
 
 
-def _blocks(section: Any) -> Iterator[tuple[int, int]]:
-    if not isinstance(section, Mapping):
-        return
-    for key, value in section.items():
-        if key in ("weight_block_size", "block_structure"):
-            if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
-                yield (value[0], value[1])
-        elif isinstance(value, Mapping) and key != "input_activations":
-            yield from _blocks(value)
+def _entries(section: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and values at every depth, those about activations left out."""
+    if isinstance(section, Mapping):
+        for key, value in section.items():
+            if key != "input_activations":
+                yield key, value
+                yield from _entries(value)

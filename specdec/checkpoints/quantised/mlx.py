@@ -15,18 +15,18 @@ Source: the documentation of ``mlx.core.quantize`` and ``mlx.core.dequantize`` i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, look_up
-from specdec.checkpoints.quantised.fp4 import Fp4Coding, stored_nvfp4
+from specdec.checkpoints.quantised.coding import Coding, unpack
+from specdec.checkpoints.quantised.fp4 import Fp4Coding
 from specdec.checkpoints.quantised.fp8 import Fp8Coding
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
-from specdec.checkpoints.quantised.scales import AGAIN, check_dtype, load_scales, matrices, misfit, read, tiled
-from specdec.checkpoints.quantised.stored import StoredMatrix
+from specdec.checkpoints.quantised.scales import AGAIN, check_dtype, load_scales, misfit, read, tiled
 
 BITS = (2, 3, 4, 5, 6, 8)
 _SIZES = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}  # mode -> columns per scale, bits
@@ -38,11 +38,10 @@ class AffineCoding(Coding):
     """Unsigned codes, scales and biases."""
 
     largest: ClassVar[float] = 255.0
-    bits: int
 
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
-        return unpack(raw.view(stop - start, -1), self.bits)
+    @property
+    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return functools.partial(unpack, bits=self.bits)
 
     def scales(self) -> torch.Tensor:
         return load_scales(self.parts, "mlx_scale", signed=True).reshape(self.grid.shape)
@@ -58,25 +57,10 @@ class AffineCoding(Coding):
     def kept_as(self) -> str:
         return "mlx-affine"
 
-    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
-        count, rows, columns = matrices(self.shape)
-
-        def part(name: str) -> torch.Tensor:
-            return self.parts.checkpoint.load(name).view(count, rows, -1)[index]
-
-        group = self.grid.columns
-        return StoredMatrix(
-            format="mlx-affine",
-            shape=(rows, columns),
-            parts={
-                "codes": part(self.parts.codes),
-                "scale": part(self.parts.original("mlx_scale")),
-                "bias": part(self.parts.original("mlx_bias")),
-            },
-            meta={"block_rows": 1, "block_columns": group, "group": group, "bits": self.bits},
-            dtype=dtype,
-            numbers=functools.partial(unpack, bits=self.bits),
-        )
+    def packed(self, index: int) -> dict[str, torch.Tensor]:
+        roles = {"scale": "mlx_scale", "bias": "mlx_bias"}
+        parts = {part: self.matrix(self.parts.original(role), index) for part, role in roles.items()}
+        return {"codes": self.matrix(self.parts.codes, index), **parts}
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -92,12 +76,12 @@ class MlxFp4Coding(Fp4Coding):
             raise self.parts.error(f"the scale {name} holds NaN or a negative value", try_=AGAIN)
         return scales.reshape(self.grid.shape)
 
-    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
-        count, rows, columns = matrices(self.shape)
-        checkpoint, name = self.parts.checkpoint, self.parts.original("mlx_scale")
-        codes = checkpoint.load(self.parts.codes).view(torch.uint8).view(count, rows, columns // 2)[index]
-        scale = checkpoint.load(name).view(torch.float8_e4m3fn).view(count, rows, -1)[index]
-        return stored_nvfp4(codes, scale, torch.ones(1), columns, dtype)
+    def packed(self, index: int) -> dict[str, torch.Tensor]:
+        return {
+            "codes": self.matrix(self.parts.codes, index, torch.uint8),
+            "scale": self.matrix(self.parts.original("mlx_scale"), index, torch.float8_e4m3fn),
+            "global_scale": torch.ones(1),
+        }
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -106,25 +90,6 @@ class MlxFp8Coding(Fp8Coding):
 
     def scales(self) -> torch.Tensor:
         return load_scales(self.parts, "mlx_scale").reshape(self.grid.shape)
-
-
-def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint32 ``[R, W]`` as float32 ``[R, W * 32 / bits]``: the unsigned codes."""
-    octets = words.contiguous().view(torch.uint8)  # little-endian, as safetensors is
-    if 8 % bits == 0:
-        return look_up(_tables(bits), octets.flatten()).view(len(words), -1)
-    # eight codes fill as many bytes as they have bits
-    parts = octets.view(len(words), -1, bits).to(torch.int64)
-    stream = (parts << 8 * torch.arange(bits)).sum(-1, keepdim=True)
-    codes: torch.Tensor = stream >> bits * torch.arange(8) & (2**bits - 1)
-    return codes.to(torch.float32).view(len(words), -1)
-
-
-@functools.cache
-def _tables(bits: int) -> torch.Tensor:
-    """By byte: the codes in it, float32 ``[256, 8 / bits]``, lowest bits first."""
-    codes: torch.Tensor = torch.arange(256).unsqueeze(1) >> torch.arange(0, 8, bits) & (2**bits - 1)
-    return codes.to(torch.float32)
 
 
 class Mlx:
@@ -159,7 +124,7 @@ class Mlx:
         check_dtype(parts, "mlx_scale", ("U8",))
         if mode == "mxfp8":
             return MlxFp8Coding(parts=parts, label=mode, shape=shape, grid=grid)
-        return MlxFp4Coding(parts=parts, label=mode, shape=shape, grid=grid, stacked=False)
+        return MlxFp4Coding(parts=parts, label=mode, shape=shape, grid=grid)
 
 
 def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:

@@ -10,12 +10,13 @@ every column, where they are not consecutive.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, look_up
+from specdec.checkpoints.quantised.coding import Coding, unpack
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
 from specdec.checkpoints.quantised.scales import (
@@ -41,14 +42,14 @@ class IntCoding(Coding):
     """Signed integers, offsets and scales."""
 
     largest: ClassVar[float] = 383.0  # |q - zero point|: -128 and 255, two 8-bit numbers, one of them unsigned
-    bits: int  # 0: one int8 a value
+    packed_codes: bool  # in words; one int8 each otherwise
     packed_offsets: bool
 
-    def codes(self, start: int, stop: int) -> torch.Tensor:
-        raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
-        if not self.bits:
-            return raw.to(torch.float32).view(stop - start, -1)
-        return unpack(raw.view(stop - start, -1), self.bits)[:, : self.shape[-1]]
+    @property
+    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        if not self.packed_codes:
+            return lambda raw: raw.to(torch.float32)
+        return lambda raw: unpack_signed(raw, self.bits)[:, : self.shape[-1]]
 
     def scales(self) -> torch.Tensor:
         return load_scales(self.parts, "scale").reshape(self.grid.shape)
@@ -60,10 +61,9 @@ class IntCoding(Coding):
         if self.packed_offsets:
             rows = self.shape[-2]
             turned = stored.transpose(-1, -2).contiguous()
-            stored = unpack(turned, self.bits)[..., :rows].transpose(-1, -2)
+            stored = unpack_signed(turned, self.bits)[..., :rows].transpose(-1, -2)
         offsets: torch.Tensor = stored.to(torch.float32).reshape(self.grid.shape)
-        bits = self.bits or 8
-        low, high = -(2 ** (bits - 1)), 2**bits - 1  # of a signed or an unsigned number
+        low, high = -(2 ** (self.bits - 1)), 2**self.bits - 1  # of a signed or an unsigned number
         if not bool(((offsets >= low) & (offsets <= high)).all()):  # a NaN is in no range
             raise self.parts.error(
                 f"the tensor {self.parts.roles['zero_point']} holds values outside {low} to {high}, or NaN", try_=AGAIN
@@ -82,20 +82,9 @@ class IntCoding(Coding):
         return index
 
 
-def _table(bits: int) -> torch.Tensor:
-    """By byte: the values in it, float32 ``[256, 8 / bits]``, lowest bits first, ``2^(bits-1)`` subtracted."""
-    octets, shifts = torch.arange(256).unsqueeze(1), torch.arange(0, 8, bits)
-    values: torch.Tensor = (octets >> shifts & (2**bits - 1)) - 2 ** (bits - 1)
-    return values.to(torch.float32)
-
-
-_TABLES = {bits: _table(bits) for bits in _BITS}
-
-
-def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 ``[..., W]`` as float32 ``[..., W * 32 / bits]``."""
-    octets = words.reshape(-1).view(torch.uint8)  # little-endian, as safetensors is
-    return look_up(_TABLES[bits], octets).view(*words.shape[:-1], words.shape[-1] * 32 // bits)
+def unpack_signed(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 ``[..., W]`` of values stored plus ``2^(bits-1)`` as float32 ``[..., W * 32 / bits]``."""
+    return unpack(words, bits).sub_(2 ** (bits - 1))
 
 
 class Packed:
@@ -109,8 +98,7 @@ class Packed:
     def coding(self, parts: Parts, hints: Hints) -> Coding:
         only(parts, "scale", "shape", "zero_point", "g_idx")
         shape = _stated_shape(parts)
-        bits = _bits(parts, shape[-1], hints)
-        return _coding(parts, hints, shape, bits)
+        return _coding(parts, hints, shape, _bits(parts, shape[-1], hints), packed=True)
 
 
 class PlainInt:
@@ -123,10 +111,10 @@ class PlainInt:
 
     def coding(self, parts: Parts, hints: Hints) -> Coding:
         only(parts, "scale", "zero_point", "g_idx")
-        return _coding(parts, hints, parts.shape, 0)
+        return _coding(parts, hints, parts.shape, 8, packed=False)
 
 
-def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int) -> Coding:
+def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int, *, packed: bool) -> Coding:
     check_dtype(parts, "scale", FLOATS)
     grid = _grid(parts, hints, shape)
     size = label(grid, shape)
@@ -134,11 +122,12 @@ def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int) -> Co
         raise misfit(parts, "g_idx", f"int32 [{shape[-1]}], a group for every column")
     return IntCoding(
         parts=parts,
-        label=f"int{bits or 8}{'-block' if 'x' in size else ''} {size}",
+        label=f"int{bits}{'-block' if 'x' in size else ''} {size}",
         shape=shape,
         grid=grid,
         bits=bits,
-        packed_offsets=_packed_offsets(parts, shape, grid, bits),
+        packed_codes=packed,
+        packed_offsets=_packed_offsets(parts, shape, grid, bits if packed else 0),
     )
 
 

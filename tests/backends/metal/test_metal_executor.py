@@ -280,6 +280,7 @@ def test_sampled_generation_is_that_of_plain_sampling(checkpoint: Any, made: Any
         assert sum(spec.stats.offered) > 0
 
 
+@pytest.mark.slow
 @exact
 @pytest.mark.parametrize("drafter", ["mtp", "none"])
 def test_the_embedded_model_says_on_the_device_what_it_says_on_the_host(
