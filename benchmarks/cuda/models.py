@@ -383,7 +383,7 @@ def generations(
             break
         made = model.pipeline("mtp", depth, capacity=capacity)
         coin = attrs.evolve(made, verifier=SyntheticVerifier(made.verifier, PROFILE))
-        offered = _offers_cycles(made, prompts[0], settings, depth)
+        offered = any(cycle.on_device for cycle in generate(made, prompts[0], **settings).cycles)
         runs: dict[str, list[Any]] = {"plain": [], "made": [], "coin": []}
         arms = {"plain": plain, "made": made, "coin": coin}
         for _ in range(repeats):
@@ -398,25 +398,6 @@ def generations(
         found[str(depth)] = _generation(runs, costs, depth) | {"cycles_on_the_device": offered}
         write()
     return failures
-
-
-def _offers_cycles(lm: Any, prompt: list[int], settings: dict[str, Any], depth: int) -> bool:
-    """Whether the target runs whole cycles by itself; watched during a warm-up."""
-    target: Any = lm.target
-    asked: list[bool] = []
-    original = target.greedy_cycles
-
-    def watched(*arguments: Any, **named: Any) -> Any:
-        given = original(*arguments, **named)
-        asked.append(given is not None)
-        return given
-
-    target.greedy_cycles = watched
-    try:
-        generate(lm, prompt, **settings)
-    finally:
-        del target.greedy_cycles
-    return any(asked)
 
 
 def _generation(runs: dict[str, list[Any]], costs: Costs, depth: int) -> dict[str, Any]:
