@@ -116,8 +116,8 @@ def _storage(value: Any) -> tuple[str, ...]:
     """How a weight of a backend's own form is stored, as far as it says: ``("group=64", "bits=4")``."""
     if not attrs.has(type(value)):
         return ()
-    told = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
-    return tuple(f"{name}={setting}" for name, setting in told if isinstance(setting, int | str))
+    settings = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
+    return tuple(f"{name}={setting}" for name, setting in settings if isinstance(setting, int | str))
 
 
 class RecordingOps(DelegatingOps):
