@@ -45,7 +45,7 @@ class Timed:
 def kernel_seconds(target: Any, timed: list[Timed]) -> dict[str, float]:
     """Seconds by kernel since the counters were last read."""
     spent: dict[str, float] = {}
-    for passes in (target._target_passes, target._mtp_passes):
+    for passes in (*target._target_passes.values(), target._mtp_passes):
         programs = [p for r in passes.recordings.values() if r is not None for p in (r.run, r.replay, r.windows)]
         for program in programs if passes.best is None else [*programs, passes.best]:
             for step, name in enumerate(program.names):
@@ -63,7 +63,7 @@ def measure(lm: Any, begin: Callable[[], Callable[[], Any]], repeats: int) -> di
     ``begin()`` runs the prompt and gives the function that generates.
     """
     target = lm.target
-    if isinstance(target._target_passes, EagerPasses):
+    if isinstance(target._target_passes[()], EagerPasses):
         raise SystemExit(f"passes are not recorded: {lm.info.kernels}")
     ops = target.ops
     timed = [Timed(ops._head), Timed(ops._argmax_rows)]

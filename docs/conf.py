@@ -29,7 +29,7 @@ smartquotes = False  # `--json` in a docstring must not become a dash
 html_theme = "furo"
 html_title = f"specdec {release}"
 html_static_path = ["_static"]
-html_css_files = ["drawings.css"]
+html_css_files = ["site.css"]
 copybutton_prompt_text = "$ "
 
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -1,6 +1,6 @@
 """Bad checkpoints, prompts and plugins: one clear sentence that names the thing and what would work; never a traceback.
 
-The parts have their own tests (``tests/checkpoints``, ``test_config.py``); here the whole way is walked, through
+The parts have their own tests (``tests/checkpoints``, ``tests/config``); here the whole way is walked, through
 ``specdec.load`` and, for some, through the command line in a process of its own.
 """
 

@@ -160,13 +160,14 @@ class AblatedLM(CausalLM):
     def rewind(self, state: State, length: int) -> int:
         """Anything but the present length means from the beginning."""
         state = _own(state)
-        reached = super().rewind(state, length if length == state.length else 0)
+        reached = super().rewind(state, 0 if 0 < length < state.length else length)
         if reached == 0:
             state.skipped = 0
         return reached
 
     def snapshot(self, state: State) -> Snapshot:
         state = _own(state)
+        self.feed_mtp(state)
         with _shifted(state):
             taken = super().snapshot(state)
         return attrs.evolve(taken, meta={**taken.meta, "skipped": state.skipped})

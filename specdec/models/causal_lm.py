@@ -193,7 +193,7 @@ class CausalLM(ForwardPass):
         before = state.length
         state.target_pass.commit(rows)
         if rows:
-            self._add_pairs(state, tokens[:rows], x[:rows], before)
+            self._add_pairs(state, tokens[:rows], x, before)
             if state.pairs is not None and state.pairs.waiting > IDLE_ROWS:
                 self.feed_mtp(state)
         state.decoded = None
@@ -225,7 +225,7 @@ class CausalLM(ForwardPass):
 
     def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            state.pairs.add(tokens, self.ops.hidden(self._pair_hidden(state, x)), before)
+            state.pairs.add(tokens, self.ops.hidden(self._pair_hidden(state, x))[: len(tokens)], before)
 
     def _pair_hidden(self, state: SequenceState, x: Array) -> Array:
         """What of a pass's rows the head is fed with."""

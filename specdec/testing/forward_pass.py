@@ -732,8 +732,6 @@ def _cycles(
         nonlocal left
         outcome = executor.collect()
         emitted = outcome.emitted
-        if host and (left == 0 or (done and done[-1].emitted and done[-1].emitted[-1] in stop)):
-            emitted = ()
         ends = [i for i, token in enumerate(emitted, start=1) if token in stop]
         kept = min([left, len(emitted), *ends])
         done.append(attrs.evolve(outcome, emitted=emitted[:kept]))
@@ -746,7 +744,7 @@ def _cycles(
 
     ahead = not host and not keep
     for i, depth in enumerate(depths):
-        if host and i and not done[-1].emitted:
+        if host and (left == 0 or (done and done[-1].emitted[-1] in stop)):  # the host does not go on behind the end
             break
         executor.submit(depth)
         if not ahead:

@@ -132,10 +132,10 @@ def test_ablations(accept):
 
 
 def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):
-    from specdec.models.ablation import AblatedPass
+    from specdec.models.ablation import AblatedLM
 
-    right = AblatedPass.decode
-    monkeypatch.setattr(AblatedPass, "decode", lambda self, state, tokens: right(self, state, [t ^ 1 for t in tokens]))
+    right = AblatedLM.decode
+    monkeypatch.setattr(AblatedLM, "decode", lambda self, state, tokens: right(self, state, [t ^ 1 for t in tokens]))
     done = accept("--classes", "code", *SHORT, "--ablate", "no-rotary")
     assert done.exit_code == 1
     assert "this is a bug" in done.stderr

@@ -164,7 +164,7 @@ def test_a_look_up_with_a_long_match_goes_before_a_head():
     shared = choices.prepare(target)
     fresh, repeated = [0, 1, 2, 3, 4, 0, 2, 4], [0, 1, 2, 3, 4] * 4
     for prompt, first in ((fresh, "mtp"), (repeated, "ngram")):
-        run_engine(target, StrictVerifier(), make, prompt, 3, [2, 0, 0], Sampling(), shared=shared)
+        run_engine(target, StrictVerifier(), make, prompt, 3, [2, 0, 0], Sampling(), needs=choices.needs, shared=shared)
         told = drafters[-1].report()["drafters"]
         assert told[first]["drafts"] == 1
         assert sum(one["drafts"] for one in told.values()) == 1
@@ -193,7 +193,7 @@ def test_what_was_saved_comes_back_to_the_drafter_that_saved_it():
         return one.make(env)
 
     three = [Choice("noted", {"number": 1}), Choice("noted", {"every": 3}), Choice("prepared", {"number": 7})]
-    saved = build(*three).snapshot()
+    saved = build(*three).snapshot(Context([]))
     build(*three, saved=saved)
     assert [child.env.saved and child.env.saved.meta for child in made] == [
         {"number": 1, "name": "x"},
@@ -204,7 +204,7 @@ def test_what_was_saved_comes_back_to_the_drafter_that_saved_it():
     assert [child.env.shared for child in made] == [None, None, 7]
     build(three[2], three[0], saved=saved)  # another order
     assert [child.env.saved.meta["number"] for child in made] == [7, 1]
-    assert build(Choice("none"), Choice("ngram")).snapshot() is None
+    assert build(Choice("none"), Choice("ngram")).snapshot(Context([])) is None
 
 
 # --- what cannot be used ---------------------------------------------------------------------------------------------

@@ -44,14 +44,15 @@ def to_host(array: mx.array) -> torch.Tensor:
 class MetalHidden(ArrayHidden):
     """Some rows of an array ``[T, H]`` in act dtype, cut out when they are used.
 
-    A cut that waits for its use belongs to the thread that made it, and a session may go on in another one.
+    Whatever is kept is computed or on its way: MLX leaves what it has only promised to the thread that asked for it,
+    and a session may go on in another one.
     """
 
     __slots__ = ("_array", "_rows")
 
     @staticmethod
     def concatenate(arrays: list[Any]) -> Any:
-        return mx.concatenate(arrays)
+        return _started(mx.concatenate(arrays))
 
     def __init__(self, array: mx.array, rows: range | None = None) -> None:
         self._array = array
@@ -62,13 +63,18 @@ class MetalHidden(ArrayHidden):
         """The rows ``[T, H]``."""
         if len(self._rows) == self._array.shape[0]:
             return self._array
-        return self._array[self._rows.start : self._rows.stop]
+        return _started(self._array[self._rows.start : self._rows.stop])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, rows: slice) -> MetalHidden:
         return MetalHidden(self._array, self._rows[rows])
+
+
+def _started(array: mx.array) -> mx.array:
+    mx.async_eval(array)
+    return array
 
 
 class MetalLogits(HostLogits):

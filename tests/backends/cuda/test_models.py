@@ -87,18 +87,24 @@ def build(checkpoint: Callable[..., pathlib.Path], new_device: Callable[[], Any]
 
 
 @attrs.define
-class Recorded:
-    """A target that remembers the logits of every row that was committed. The host runs its cycles."""
-
-    runs_greedy_cycles = False
+class OnHost:
+    """A target whose cycles are run by the host."""
 
     inner: Any
-    rows: list[Any] = attrs.field(factory=list)
-    _last: Any = None
-    runs_greedy_cycles = False  # those decode by themselves
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def device_executor(self, *arguments: Any, **options: Any) -> None:
+        return None
+
+
+@attrs.define
+class Recorded(OnHost):
+    """A target that remembers the logits of every row that was committed."""
+
+    rows: list[Any] = attrs.field(factory=list)
+    _last: Any = None
 
     def decode(self, state: Any, tokens: Sequence[int]) -> Any:
         output = self.inner.decode(state, tokens)

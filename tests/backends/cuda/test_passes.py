@@ -112,7 +112,7 @@ def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     for at, (tokens, keep) in enumerate(steps):
         for which, state in enumerate(states):
             assert torch.equal(decoded(target, state, tokens, keep), wanted[which][at]), (which, at)
-    graphs = target._target_passes.graphs
+    graphs = target._target_passes[()].graphs
     assert {rows for rows, _ in graphs} == {1, 2, 3}
     assert graphs[2, 64].graph.replays == len(steps) * len(states)
 
@@ -174,7 +174,7 @@ def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: p
     first = state.nbytes()
     found = [decoded(target, state, tokens[at : at + 3]) for at in range(0, 18, 3)]
     assert state.nbytes() > first
-    stages = {bound for _, bound in target._target_passes.graphs}
+    stages = {bound for _, bound in target._target_passes[()].graphs}
     assert stages == {4, 8, 16, 32}
     monkeypatch.setattr(memory, "FIRST_ROWS", 64)
     roomy = build(eager=True)
