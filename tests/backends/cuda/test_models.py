@@ -145,18 +145,16 @@ def test_logits_are_those_of_the_torch_reference(
     tokens = [(7 * i + 3) % VOCAB for i in range(24)]
     found = []
     for target in (tiny.make_target(checkpoint(family, **TINY[family])), build(family)):
-        state = target.new_state(CAPACITY)
-        hidden = target.prefill(state, tokens[:18]).need_hidden()
+        state = target.new_state(CAPACITY, tiny.needs_of(target))
+        target.prefill(state, tokens[:18])
         logits = [target.decode(state, tokens[18:21]).need_logits().rows().copy()]
         target.commit(state, 2)
         logits.append(target.decode(state, tokens[20:21]).need_logits().rows().copy())
         target.commit(state, 1)
         if target.info.mtp_layers:
-            target.prefill_mtp(state, tokens[1:18], hidden[:17])
-            output = target.decode_mtp(state, tokens[18:19], hidden[17:])
-            logits.append(output.need_logits().rows().copy())
-            chained = target.decode_mtp(state, [5], output.need_hidden()[-1:], provisional=True)
-            logits.append(chained.need_logits().rows().copy())
+            steps: list[Any] = []
+            target.draft_mtp(state, tokens[21], 2, choose=lambda step, _, steps=steps: steps.append(step.rows()) or 5)
+            logits += [step.copy() for step in steps]
         found.append(np.concatenate(logits))
     assert np.ptp(found[0]) > 5
     assert np.abs(found[0] - found[1]).max() <= 2e-4

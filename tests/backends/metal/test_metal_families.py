@@ -158,7 +158,7 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
 
 
 @exact
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("family", TRIED)
 def test_every_accept_count_leaves_the_state_of_a_plain_run(metal: Targets, family: str, dtype: str) -> None:
     """None to all of 5, the bits right after the commit and the logits of the pass after it; stale rows are NaN."""
@@ -205,7 +205,7 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, 
 
 @exact
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("deepseek_v3", marks=pytest.mark.slow), "glm4_moe"])
 def test_sessions_fork_save_and_load(
     metal: Targets, checkpoint: Callable[..., pathlib.Path], tmp_path: pathlib.Path, family: str, dtype: str
 ) -> None:
@@ -267,6 +267,7 @@ def test_hidden_states_may_be_cut_in_one_thread_and_used_in_another(metal: Targe
     assert len(found) == 1
 
 
+@pytest.mark.slow
 @exact
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_larger_buckets_change_nothing(metal: Targets, family: str) -> None:
