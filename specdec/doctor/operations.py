@@ -47,7 +47,7 @@ ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 }  # arguments with an axis of T rows
 NO_ROWS = (
     *("weight", "stack", "vector", "to_host", "from_host", "hidden", "array", "head_rows"),
-    *("new_kv", "new_latent", "new_delta", "record_passes"),
+    *("new_kv", "new_latent", "new_delta", "record_passes", "device_executor"),
 )
 """Operations without rows, or that only wrap them."""
 
