@@ -15,7 +15,6 @@ timings, not results of a model.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
+from benchmarks.common import byte_tokenizer
 from benchmarks.cuda.shapes import Shape
 from specdec.backends.ops import Ops
 from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig
@@ -212,13 +212,7 @@ def language_model(
 
 def _tokenizer(folder: Path) -> Tokenizer:
     """One token per byte; ids above stand for nothing."""
-    from tokenizers import Tokenizer as Core
-    from tokenizers import decoders, models, pre_tokenizers
-
     folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Core(models.BPE(vocab={c: i for i, c in enumerate(alphabet[:64])}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({}))
+    byte_tokenizer(folder, 64)
+    (folder / "config.json").write_text("{}")
     return Tokenizer.from_folder(folder)

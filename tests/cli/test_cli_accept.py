@@ -135,7 +135,11 @@ def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):
     from specdec.measuring.ablations import AblatedLM
 
     right = AblatedLM.decode
-    monkeypatch.setattr(AblatedLM, "decode", lambda self, state, tokens: right(self, state, [t ^ 1 for t in tokens]))
+
+    def wrong(self, state, tokens, *args, **named):
+        return right(self, state, [token ^ 1 for token in tokens], *args, **named)
+
+    monkeypatch.setattr(AblatedLM, "decode", wrong, raising=False)
     done = accept("--classes", "code", *SHORT, "--ablate", "no-rotary")
     assert done.exit_code == 1
     assert "this is a bug" in done.stderr
@@ -187,7 +191,7 @@ def test_a_wrong_command_line_is_refused_before_anything_is_loaded(args, message
     ("args", "message"),
     [
         (["-s", "drafter.name=ngram", "--ablate", "all"], "the drafter 'ngram' uses none"),
-        (["-s", "drafter.name=none"], "so there is no acceptance to measure"),
+        (["-s", "drafter.name=none"], "so there is nothing to measure"),
         (["--depth", "99"], "the depth is 1 to 15 on this backend, got 99"),
     ],
 )

@@ -96,7 +96,7 @@ class TransformersPass(ForwardPass):
         unmet = needs.unmet(self.info)
         if unmet is not None:
             raise UnsupportedError(f"a state is asked for {unmet}")
-        return TransformersState(Text(self.model), capacity, needs)
+        return TransformersState(Text(self.model, needs.boundaries), capacity, needs)
 
     def _check(self, state: TransformersState, tokens: Sequence[int]) -> None:
         self._check_tokens(tokens)
@@ -126,7 +126,7 @@ class TransformersPass(ForwardPass):
             hidden = state.text.run(chunk, logits=False, keep=True).hidden
             self._add_pairs(state, chunk, hidden, before)
             self.feed_mtp(state)
-            if hidden is not None and state.needs.final_hidden:
+            if hidden is not None and state.needs.hidden:
                 parts.append(hidden if state.needs.prompt_rows == "all" else hidden[-1:])
         if state.needs.prompt_rows == "last":
             del parts[:-1]
@@ -135,7 +135,7 @@ class TransformersPass(ForwardPass):
 
     def _add_pairs(self, state: TransformersState, tokens: Sequence[int], hidden: Tensor | None, before: int) -> None:
         if state.pairs is not None and hidden is not None:
-            state.pairs.add(tokens, TorchHidden(hidden), before)
+            state.pairs.add(tokens, TorchHidden(hidden[:, : self.info.hidden_size]), before)
 
     def _mark(self, state: TransformersState) -> None:
         cache = state.text.cache
@@ -289,8 +289,15 @@ class TransformersPass(ForwardPass):
 
 def _output(state: TransformersState, rows: int, hidden: Tensor | None, logits: Logits | None = None) -> ForwardOutput:
     """What a pass gives; hidden states only where they are asked for."""
-    wanted = hidden is not None and state.needs.final_hidden
-    return ForwardOutput(rows=rows, logits=logits, hidden=TorchHidden(hidden) if wanted else None)
+    if hidden is None or not state.needs.hidden:
+        return ForwardOutput(rows=rows, logits=logits)
+    final, *others = (TorchHidden(part) for part in hidden.chunk(1 + len(state.needs.boundaries), dim=-1))
+    return ForwardOutput(
+        rows=rows,
+        logits=logits,
+        hidden=final if state.needs.final_hidden else None,
+        boundaries=dict(zip(state.needs.boundaries, others, strict=True)),
+    )
 
 
 def _own(state: State) -> TransformersState:

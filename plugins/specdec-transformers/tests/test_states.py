@@ -7,7 +7,7 @@ import pytest
 import specdec
 import torch
 from specdec.contract import Needs
-from specdec.errors import SessionFileError
+from specdec.errors import SessionFileError, UnsupportedError
 
 from specdec_transformers import caches
 
@@ -135,6 +135,29 @@ def test_the_hidden_states_are_what_the_head_reads(target, name):
     with torch.no_grad():
         logits = model.model.network.get_output_embeddings()(output.need_hidden().array)
     close(logits.numpy(), output.need_logits().rows(), "head over hidden states")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_boundaries_are_those_of_transformers(target, name):
+    """Blocks after a prompt in two chunks; the last boundary is the one before the final norm."""
+    model = target(name)
+    layers, tokens = model.info.layers, text(12)
+    if not layers:
+        with pytest.raises(UnsupportedError, match="hidden states between layers"):
+            model.new_state(64, Needs(boundaries=(0,)))
+        return
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        wanted = model.model.network(ids, output_hidden_states=True).hidden_states
+    state = model.new_state(64, Needs(final_hidden=True, boundaries=(0, layers - 1, layers)))
+    outputs = [model.prefill(state, tokens[:4]), model.prefill(state, tokens[4:9]), model.decode(state, tokens[9:])]
+    missing = name == "mamba"  # its list begins behind the first layer
+    for k in (0, layers - 1)[missing:]:
+        rows = torch.cat([output.boundaries[k].array for output in outputs])
+        close(rows.numpy(), wanted[k - missing][0].numpy(), f"boundary {k}")
+    final = torch.cat([output.hidden.array for output in outputs])
+    close(final.numpy(), wanted[-1][0].numpy(), "after the final norm")
+    assert all(len(output.boundaries[layers]) == output.rows for output in outputs)
 
 
 def loaded(checkpoint, name, **choices):
