@@ -144,8 +144,8 @@ class DecodingLoop:
 
     def _leave_device(self) -> None:
         """Give up drafting where the head on the device computes nonsense, as any drafter that fails."""
-        self.close()
         self._sequence.give_up("the drafter failed on the device: the draft head's logits are not finite")
+        self.close()
 
 
 def _deviation(outcome: Outcome, kept: int) -> Deviation:

@@ -13,7 +13,7 @@ import attrs
 
 from specdec.contract import Context, DeviceDraft, Draft, Drafter, DrafterEnv, Executor, Needs, Outcome
 from specdec.decoding.cycle import HostExecutor, LiveSequence
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.errors import StateError
 from specdec.verifiers.strict import StrictVerifier
 
@@ -31,12 +31,14 @@ class FakeExecutor(Executor):
         self.over = False
         self.emitted: tuple[int, ...] = ()  # by the newest cycle, which is not committed
         self.in_flight: list[Outcome] = []
+        self.most = 0  # that were in flight at once
 
     def submit(self, depth: int) -> None:
         self.settle()
-        if self.over:
-            self.in_flight.append(Outcome((), 0, ()))
-            return
+        self.in_flight.append(Outcome((), 0, ()) if self.over else self._cycle(depth))
+        self.most = max(self.most, len(self.in_flight))
+
+    def _cycle(self, depth: int) -> Outcome:
         target, state, head = self.target, self.state, self.draft.head
         drafted = target.draft_mtp(state, self.pending, depth, head=head) if self.draft.mtp else ()
         best = target.decode(state, [self.pending, *drafted]).need_logits().argmax()
@@ -48,7 +50,7 @@ class FakeExecutor(Executor):
         self.left -= kept
         self.over = self.left == 0 or kept in ends
         self.emitted = tuple(best[:kept])
-        self.in_flight.append(Outcome(tuple(drafted), accepted, self.emitted))
+        return Outcome(tuple(drafted), accepted, self.emitted)
 
     def settle(self) -> None:
         """Commit the newest cycle."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import attrs
 import numpy as np
-from specdec.decoding.stepwise import StepwiseCycles
 
 from specdec.contract import DraftHead, ForwardOutput
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
 from specdec.testing.models import Memory, TableHead, TableLogits, TableModel
+from tests.decoding.fake_device import FakeExecutor
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
@@ -264,54 +264,52 @@ class _NoSum(TableLogits):
         return self._rows.max(axis=1).tolist()
 
 
-class _GoesOnBehindTheEnd(StepwiseCycles):
+class _GoesOnBehindTheEnd(FakeExecutor):
     def submit(self, depth):
-        self._over, self._left = False, max(self._left, 1)
+        self.over, self.left = False, max(self.left, 1)
         super().submit(depth)
 
 
-class _LosesWhatIsTakenBack(StepwiseCycles):
+class _LosesWhatIsTakenBack(FakeExecutor):
     def keep(self, tokens):
-        super().keep(tokens)
-        self._rows = self._rows[1:] if len(self._rows) > 1 else self._rows
+        pass
 
 
-class _IgnoresStopTokens(StepwiseCycles):
-    def __init__(self, target, state, start, *, stop_tokens, limit):
-        super().__init__(target, state, start, stop_tokens=(), limit=limit)
+class _IgnoresStopTokens(FakeExecutor):
+    def __init__(self, target, state, context, draft, *, stop_tokens, limit):
+        super().__init__(target, state, context, draft, stop_tokens=(), limit=limit)
 
 
-class _KeepsARowTooFew(StepwiseCycles):
-    def _settle(self):
-        if len(self._emitted) > 1:
-            self._emitted = self._emitted[:-1]
-        super()._settle()
+class _KeepsARowTooFew(FakeExecutor):
+    def settle(self):
+        if len(self.emitted) > 1:
+            self.emitted = self.emitted[:-1]
+        super().settle()
 
 
 class RunsCycles(TableModel):
     """As it should be."""
 
-    cycles = StepwiseCycles
-    runs_greedy_cycles = True
+    executor = FakeExecutor
 
-    def greedy_cycles(self, state, start, **options):
-        return self.cycles(self, state, start, **options)
+    def device_executor(self, state, context, draft, **options):
+        return self.executor(self, state, context, draft, **options)
 
 
 class GoesOnBehindTheEnd(RunsCycles):
-    cycles = _GoesOnBehindTheEnd
+    executor = _GoesOnBehindTheEnd
 
 
 class LosesWhatIsTakenBack(RunsCycles):
-    cycles = _LosesWhatIsTakenBack
+    executor = _LosesWhatIsTakenBack
 
 
 class IgnoresStopTokens(RunsCycles):
-    cycles = _IgnoresStopTokens
+    executor = _IgnoresStopTokens
 
 
 class KeepsARowTooFew(RunsCycles):
-    cycles = _KeepsARowTooFew
+    executor = _KeepsARowTooFew
 
 
 BROKEN = {
