@@ -1,23 +1,23 @@
-"""The demo model: acceptance by prompt class and lookahead position on held-out prompts, as the engine counts it.
+"""The embedded model: acceptance by prompt class and lookahead position on held-out prompts.
 
     python -m benchmarks.acceptance [--tokens 64] [--depth 4] [--json FILE]
 
-The prompts are those that training set aside (``tools/train_demo/held_out_prompts.json``), decoded greedily.
-``specdec accept`` measures the same with its own prompts, or a user's.
+Prints counters, rates and intervals by class. The prompts are those that training set aside
+(``tools/train_demo/held_out_prompts.json``), decoded greedily. ``specdec accept`` measures the same with other prompts.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import specdec
-from benchmarks.common import machine, save
+from benchmarks.common import arguments, save
 from specdec.measuring import Prompt, measure_acceptance
 
 PROMPTS = Path(__file__).parents[1] / "tools" / "train_demo" / "held_out_prompts.json"
+SHOWN = ("offered", "reached", "accepted", "cumulative", "cumulative_interval", "conditional")
 
 
 def measure(tokens: int, depth: int) -> dict[str, Any]:
@@ -29,10 +29,7 @@ def measure(tokens: int, depth: int) -> dict[str, Any]:
         group.name: {
             "prompts": group.prompts,
             "tokens_per_cycle": group.tokens_per_cycle,
-            **{
-                name: [getattr(place, name) for place in group.positions]
-                for name in ("offered", "reached", "accepted", "cumulative", "cumulative_interval", "conditional")
-            },
+            **{name: [getattr(place, name) for place in group.positions] for name in SHOWN},
         }
         for group in report.classes
     }
@@ -41,12 +38,8 @@ def measure(tokens: int, depth: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    save({"machine": machine(), **measure(options.tokens, options.depth)}, options.json)
+    options = arguments(__doc__, tokens=64, depth=4)
+    save(measure(options.tokens, options.depth), options)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Adaptive depth: what a useless head costs under it, and how near it comes to the best fixed depth.
 
-    python -m benchmarks.adaptive [--tokens 400] [--warm 200] [--repeats 5] [--deepest 4] [--json FILE]
+    python -m benchmarks.adaptive [--part random_head demo bookkeeping] [--tokens 400] [--warm 200] [--repeats 5]
+                                  [--deepest 4] [--model FOLDER] [--json FILE]
 
+Prints costs, tokens per second and their ratio to the first arm; ``bookkeeping`` is the policy's own time per cycle.
 ``random_head``: the embedded model with its MTP tensors replaced by noise, plain against adaptive. ``demo``: the
 embedded model as it is, adaptive against fixed depths, by prompt class. Arms take turns (A B B A) in one process, every
 generation in a session of its own, and all outputs must be equal. "From the start": a language model that has just been
-loaded with its cost table, so that nothing is known of acceptance. "Warm": after ``--warm`` tokens of generations of
-the same model.
+loaded with its cost table, so that nothing is known of acceptance. "Warm": after ``--warm`` tokens of generations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 import specdec
-from benchmarks.common import encoded_prompts, machine, median, save
+from benchmarks.common import arguments, encoded_prompts, median, save
 from specdec.checkpoints import Checkpoint, locate
 from specdec.checkpoints.writer import write_checkpoint
 from specdec.contract import CycleRecord, Stats
@@ -54,7 +55,7 @@ def fresh(lm: specdec.LanguageModel) -> None:
 
 
 def compare(
-    arms: dict[str, specdec.LanguageModel], prompt: list[int], tokens: int, repeats: int, *, keep: bool
+    arms: dict[str, specdec.LanguageModel], prompt: list[int], options: argparse.Namespace, *, keep: bool
 ) -> dict[str, Any]:
     """Tokens per second of each arm, the median of its generations, and relative to the first arm: the median over
     turns (A B B A) of the quotient of their seconds, which a slow minute of the machine does not move.
@@ -64,11 +65,11 @@ def compare(
     rates: dict[str, list[float]] = {name: [] for name in arms}
     relative: dict[str, list[float]] = {name: [] for name in arms}
     results: dict[str, specdec.Result] = {}
-    for turn in range(repeats):
+    for turn in range(options.repeats):
         for name in (*arms, *reversed(arms)):
             if not keep:
                 fresh(arms[name])
-            results[name] = arms[name].generate(prompt, max_new_tokens=tokens, ignore_eos=True)
+            results[name] = arms[name].generate(prompt, max_new_tokens=options.tokens, ignore_eos=True)
             rates[name].append(results[name].stats.tokens_per_second)
         seconds = {name: sum(1.0 / rate for rate in rates[name][2 * turn :]) for name in arms}
         for name in arms:
@@ -79,51 +80,47 @@ def compare(
         name: {
             "tokens_per_second": median(rates[name]),
             "of_the_first": median(relative[name]),
-            "depths": {str(depth): count for depth, count in sorted(results[name].stats.depth.items())},
+            "depths": {str(depth): count for depth, count in sorted(results[name].stats.draft_lengths.items())},
             "reason": results[name].stats.speculation()["reason"],
         }
         for name in arms
     }
 
 
-def random_head(
-    prompts: dict[str, list[int]], tokens: int, warm: int, repeats: int, model: str | None
-) -> dict[str, Any]:
+def random_head(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
     """Plain decoding against the adaptive depth with a head that is never right: the embedded model's replaced by
-    noise, or that of ``model`` as it is (the checkpoint of ``benchmarks.shape_0_8b``)."""
+    noise, or that of ``--model`` as it is (the checkpoint of ``benchmarks.shape_0_8b``)."""
     with tempfile.TemporaryDirectory() as folder:
-        path = model or str(with_random_head(Path(folder)))
-        arms = {
-            "plain": specdec.load(path, drafter="none"),
-            "adaptive": specdec.load(path, drafter="mtp", depth="adaptive"),
-        }
-    prompt = prompts["code"]
-    told: dict[str, Any] = {"costs": priced(arms["adaptive"])}
-    for label, keep in (("from_the_start", False), ("warm", True)):
-        if keep:
-            fresh(arms["adaptive"])
-            arms["adaptive"].generate(prompt, max_new_tokens=warm, ignore_eos=True)
-        told[label] = compare(arms, prompt, tokens, repeats, keep=keep)
-    return told
+        path = options.model or str(with_random_head(Path(folder)))
+        adaptive = specdec.load(path, drafter="mtp", depth="adaptive")
+        arms = {"plain": specdec.load(path, drafter="none"), "adaptive": adaptive}
+    result: dict[str, Any] = {"costs": cost_figures(adaptive)}
+    result["from_the_start"] = compare(arms, prompts["code"], options, keep=False)
+    warm_up(adaptive, prompts["code"], options)
+    return result | {"warm": compare(arms, prompts["code"], options, keep=True)}
 
 
-def demo(prompts: dict[str, list[int]], tokens: int, warm: int, repeats: int, deepest: int) -> dict[str, Any]:
+def demo(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
     """The adaptive depth against fixed ones, by prompt class."""
-    fixed = {f"fixed {depth}": specdec.load(drafter="mtp", depth=depth) for depth in range(deepest + 1)}
-    lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "max_depth": max(deepest, 1)})
-    told: dict[str, Any] = {"costs": priced(lm), "classes": {}}
+    fixed = {f"fixed {depth}": specdec.load(drafter="mtp", depth=depth) for depth in range(options.deepest + 1)}
+    lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "max_depth": max(options.deepest, 1)})
+    classes: dict[str, Any] = {}
     for name, prompt in prompts.items():
-        fresh(lm)
-        lm.generate(prompt, max_new_tokens=warm, ignore_eos=True)
-        entry = compare({**fixed, "adaptive": lm}, prompt, tokens, repeats, keep=True)
+        warm_up(lm, prompt, options)
+        entry = compare({**fixed, "adaptive": lm}, prompt, options, keep=True)
         rates = {arm: float(entry[arm]["of_the_first"]) for arm in entry}
         best = max(fixed, key=lambda arm: rates[arm])
-        entry |= {"best": best, "adaptive_of_best": rates["adaptive"] / rates[best]}
-        told["classes"][name] = entry
-    return told
+        classes[name] = entry | {"best": best, "adaptive_of_best": rates["adaptive"] / rates[best]}
+    return {"costs": cost_figures(lm), "classes": classes}
 
 
-def priced(lm: specdec.LanguageModel) -> dict[str, Any]:
+def warm_up(lm: specdec.LanguageModel, prompt: list[int], options: argparse.Namespace) -> None:
+    """Learn anew, from ``--warm`` tokens."""
+    fresh(lm)
+    lm.generate(prompt, max_new_tokens=options.warm, ignore_eos=True)
+
+
+def cost_figures(lm: specdec.LanguageModel) -> dict[str, Any]:
     """The cost table as break-even points: the acceptance at position 0 above which depth 1 pays."""
     table: CostTable = lm.depth.shared.table
     plain = table.cycle(0)
@@ -134,48 +131,27 @@ def priced(lm: specdec.LanguageModel) -> dict[str, Any]:
     }
 
 
-def bookkeeping(cycles: int = 20000) -> dict[str, float]:
+def bookkeeping(prompts: dict[str, list[int]], options: argparse.Namespace, cycles: int = 20000) -> dict[str, float]:
     """Microseconds that the policy itself takes per cycle, at depth 0 and at its deepest."""
-    told = {}
+    found = {}
     for depth in (0, 6):
         policy, stats = AdaptivePolicy(AdaptiveConfig()), Stats()
-        record = CycleRecord(
-            position=9,
-            depth=depth,
-            offered=depth,
-            accepted=depth,
-            emitted=(0,) * (depth + 1),
-            draft_seconds=0.0,
-            verify_seconds=0.001,
-            commit_seconds=0.0,
-        )
+        record = CycleRecord(9, depth, depth, depth, (0,) * (depth + 1), 0.0, 0.001, 0.0)
         started = perf_counter()
         for _ in range(cycles):
             policy.next_depth(stats)
             policy.record(record)
-        told[f"depth {depth}"] = 1e6 * (perf_counter() - started) / cycles
-    return told
+        found[f"depth {depth}"] = 1e6 * (perf_counter() - started) / cycles
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--warm", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--deepest", type=int, default=4)
-    parser.add_argument("--part", choices=("random_head", "demo", "bookkeeping"), action="append")
-    parser.add_argument("--model", help="a checkpoint whose MTP head is noise already, for random_head")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__, tokens=400, warm=200, repeats=5, deepest=4, part=list(PARTS), model="")
     prompts = encoded_prompts(specdec.load(drafter="none").tokenizer)
-    parts = {
-        "random_head": lambda: random_head(prompts, options.tokens, options.warm, options.repeats, options.model),
-        "demo": lambda: demo(prompts, options.tokens, options.warm, options.repeats, options.deepest),
-        "bookkeeping": bookkeeping,
-    }
-    wanted = options.part or list(parts)
-    save({"machine": machine(), **{name: parts[name]() for name in wanted}}, options.json)
+    save({name: PARTS[name](prompts, options) for name in options.part}, options)
 
+
+PARTS = {"random_head": random_head, "demo": demo, "bookkeeping": bookkeeping}
 
 if __name__ == "__main__":
     main()

@@ -1,19 +1,25 @@
-"""What the benchmarks share: prompts, the machine's description, medians, memory."""
+"""What the benchmarks share: options, turns, random checkpoints, the embedded model in two arms, and the record."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+
+from specdec.checkpoints import write_checkpoint
+from specdec.measuring.environment import commit
+from specdec.measuring.prompts import Prompt
+from specdec.records import machine as here
 
 PROMPTS = {
     "factual": "The first railway in the region was opened in 1868 and",
@@ -22,37 +28,48 @@ PROMPTS = {
     "instruction": "Write a Python function `area(width, height)` that: returns the area of a rectangle.",
 }
 CHAT = ("verbose thinking", "instruction")
+BYTE_TOKENS = 200  # of a vocabulary; random weights do not care which tokens they see
 
 
-def encoded_prompts(tokenizer: Any) -> dict[str, list[int]]:
-    """Token ids of ``PROMPTS`` by class, messages in the chat template."""
-    prompts = {}
-    for name, text in PROMPTS.items():
-        if name in CHAT:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
-        prompts[name] = tokenizer.encode(text, add_special=False)
-    return prompts
+# --- a script --------------------------------------------------------------------------------------------------------
+
+
+def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """Options from their defaults (a list takes several values, ``None`` is a folder or file), and ``--json FILE``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {**defaults, "json": None}.items():
+        first = default[0] if isinstance(default, list) else default
+        kind: Any = Path if first is None else type(first)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=default, nargs="+" if isinstance(default, list) else None
+        )
+    options = parser.parse_args()
+    options.machine = machine()  # before the measurement makes its own load
+    return options
 
 
 def machine() -> dict[str, Any]:
     """Where and with what a figure was measured."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip() or "unknown",
-        "python": platform.python_version(),
+        "commit": commit(Path(__file__).resolve().parents[1]) or "unknown",
+        "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "processor": platform.processor() or platform.machine(),
+        "processor": here.processor(),
         "threads": torch.get_num_threads(),
         "load_1min": os.getloadavg()[0],
     }
 
 
-def stream_bandwidth(gigabytes: float = 2.0, repeats: int = 8) -> float:
-    """Bytes per second of a read-only reduction over an array larger than any cache: the best of ``repeats``."""
-    words = torch.ones(int(gigabytes * 2**30) // 8, dtype=torch.int64)
-    best = min(seconds(words.sum) for _ in range(repeats))
-    return words.nbytes / best
+def save(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print the machine and the result as JSON, and write them where asked."""
+    text = json.dumps({"machine": options.machine, **result}, indent=2)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+
+
+# --- time and memory -------------------------------------------------------------------------------------------------
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -62,22 +79,159 @@ def seconds(call: Callable[[], Any]) -> float:
     return perf_counter() - started
 
 
+def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, *, warm_up: int = 0) -> dict[str, list[float]]:
+    """Seconds of every call, ``repeats`` times, there and back in turns, after ``warm_up`` rounds that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(warm_up + repeats):
+        for name in calls if repeat % 2 == 0 else reversed(calls):
+            times[name].append(seconds(calls[name]))
+    return {name: values[warm_up:] for name, values in times.items()}
+
+
 def median(values: Sequence[float]) -> float:
     """The median; robust against a neighbour's load, unlike the mean."""
     return statistics.median(values)
 
 
-def resident_bytes() -> int:
-    """Resident set of this process (Linux)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmRSS line")
+def resident_bytes(label: str = "VmRSS") -> int:
+    """Resident set of this process, or with ``VmHWM`` its largest one so far (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{label}:"))
 
 
-def save(result: dict[str, Any], path: Path | None) -> None:
-    """Print the record as JSON, and write it where asked."""
-    text = json.dumps(result, indent=2)
-    print(text)
-    if path is not None:
-        path.write_text(text + "\n")
+# --- checkpoints of a published shape, with random weights -----------------------------------------------------------
+
+
+def qwen3_5_config(
+    *,
+    hidden: int = 1024,
+    layers: int = 24,
+    intermediate: int = 3584,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 256,
+    key_heads: int = 16,
+    value_heads: int = 16,
+    linear_dim: int = 128,
+    vocab: int = 248320,
+    tied: bool = True,
+    max_positions: int = 262144,
+) -> dict[str, Any]:
+    """``config.json`` of a dense Qwen3.5; the defaults are the 0.8B model."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": linear_dim,
+        "linear_value_head_dim": linear_dim,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "mtp_num_hidden_layers": 1,
+    }
+
+
+def random_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    stored: Callable[[str, tuple[int, ...], torch.Generator], dict[str, torch.Tensor]] | None = None,
+    *,
+    quantisation: dict[str, Any] | None = None,
+    shards: int = 1,
+) -> None:
+    """Write random weights in the published layout, with a tokenizer of one token per byte.
+
+    ``stored(name, shape, generator)`` gives what a tensor is stored as; bfloat16 values by default.
+    """
+    from specdec.checkpoints import text_config
+    from specdec.models.weights import dry_run
+    from specdec.registry import registry
+
+    generator = torch.Generator().manual_seed(0)
+    family = registry().model(config["model_type"])
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in dry_run(family, family.parse(text_config(config))).tensors.items():
+        original = name if name.startswith(("mtp.", "lm_head.")) else f"model.{name}"
+        tensors |= (stored or bfloat16)(original, spec.shape, generator)
+    quantised = {} if quantisation is None else {"quantization_config": quantisation}
+    write_checkpoint(folder, config | quantised, tensors, shards=shards)
+    byte_tokenizer(folder)
+
+
+def bfloat16(name: str, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A tensor of small random values."""
+    scale = 0.02 if len(shape) > 1 else 0.1
+    return {name: torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, scale, generator=generator)}
+
+
+def byte_tokenizer(folder: Path, size: int = 256) -> None:
+    """Write a tokenizer of one token for each of the first ``size`` bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@contextlib.contextmanager
+def shape_0_8b(folder: Path | None) -> Iterator[Path]:
+    """The 0.8B shape with random weights: in ``folder``, written where it is not there yet, or a temporary one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        there = folder or Path(temporary)
+        if not (there / "model.safetensors").exists():
+            random_checkpoint(there, qwen3_5_config())
+        yield there
+
+
+# --- the embedded model ----------------------------------------------------------------------------------------------
+
+
+def encoded_prompts(tokenizer: Any) -> dict[str, list[int]]:
+    """Token ids of ``PROMPTS`` by class, messages in the chat template."""
+    return {name: prompt.encode(tokenizer) for name, (prompt,) in measured_prompts().items()}
+
+
+def measured_prompts() -> dict[str, list[Prompt]]:
+    """``PROMPTS`` by class, as measurements take them."""
+    return {name: [Prompt(kind=name, text=text, chat=name in CHAT)] for name, text in PROMPTS.items()}
+
+
+def embedded(depth: int, *, tokens: int, repeats: int, backend: str = "cpu") -> dict[str, Any]:
+    """Plain and speculative decoding of the embedded model by class of prompt, A B B A; outputs are compared."""
+    import specdec
+    from specdec.measuring.bench import compare
+
+    lm = specdec.load(depth=depth, backend=backend)
+    report = compare(lm, measured_prompts(), repeats=repeats, max_new_tokens=tokens)
+    classes = {
+        group.name: {
+            "plain_tokens_per_second": group.plain,
+            "speculative_tokens_per_second": group.speculative,
+            "ratio": group.speedup,
+            "tokens_per_cycle": group.tokens_per_cycle,
+            "offered": group.offered,
+            "reached": group.reached,
+            "accepted": group.accepted,
+        }
+        for group in report.classes
+    }
+    return {
+        "depth": depth,
+        "classes": classes,
+        "mean_ratio": statistics.fmean(group.speedup for group in report.classes),
+        "differing": [one.kind for one in report.prompts if one.differs_at is not None],
+        "outputs": {one.kind: list(one.plain[0].tokens) for one in report.prompts},
+    }

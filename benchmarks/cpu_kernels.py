@@ -1,28 +1,27 @@
 """Time the CPU kernels on the shapes of Qwen3.5-0.8B against this machine's own read bandwidth.
 
-    python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head] [--plain]
+    python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head] [--plain 1]
 
 Everything is measured in one process and interleaved: each round reads a large buffer once, in pieces of a few
 milliseconds (the bandwidth to divide by), then times every op for every T in turn, each call on another copy of its
 weights or caches, so that nothing is served from a cache. Minima are printed, of the pieces and of the calls: on a
-shared machine they are the only figures that mean the kernel.
+shared machine only they measure the kernel. ``--plain 1`` reads weights as a checkpoint holds them, unpacked.
 
 ``of BW`` is (bytes that must move) / time / bandwidth; ``x T=1`` is the price of more rows in one pass.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
+import functools
 import itertools
-import time
 from collections.abc import Callable
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.common import arguments, in_turns, seconds
 from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.ops import DeltaShape, Rope
@@ -109,82 +108,58 @@ def cases(ops: NativeOps, plain: bool) -> list[Case]:
     found.append(Case("gated_delta", delta, len(layers), lambda n: 2 * state_bytes))
     found.append(Case("gated_delta, replay", replay, len(layers), lambda n: 2 * state_bytes))
     conv = [ops.new_delta(DELTA) for _ in range(4)]
-    found.append(
-        Case(
-            "conv_window (hot)",
-            lambda n, copy: ops.conv_window(rows(n, DELTA.channels), taps, conv[copy]),
-            4,
-            lambda n: DELTA.channels * (16 + (6 + 3 * n) * size),
-        )
-    )
     scale, head_scale, value_scale = torch.ones(HIDDEN), torch.ones(HEAD_DIM), torch.ones(DELTA.value_dim)
     rope = Rope.of(1e7, 64)
-    found.append(
-        Case(
-            "rms_norm (hot)",
-            lambda n, copy: ops.rms_norm(rows(n, HIDDEN), scale, 1e-6),
-            1,
-            lambda n: 2 * n * HIDDEN * size,
-        )
-    )
-    found.append(
-        Case(
-            "norm_rope q (hot)",
-            lambda n, copy: ops.norm_rope(rows(n, HEADS, HEAD_DIM), head_scale, 1e-6, rope, CONTEXT),
-            1,
-            lambda n: 2 * n * HEADS * HEAD_DIM * size,
-        )
-    )
-    found.append(
-        Case(
-            "gated_rms_norm (hot)",
-            lambda n, copy: ops.gated_rms_norm(rows(n, 16, 128), rows(n, 16, 128), value_scale, 1e-6),
-            1,
-            lambda n: 3 * n * value * size,
-        )
-    )
     table = torch.empty(VOCABULARY, HIDDEN, dtype=dtype)
-    found.append(Case("embed", lambda n, copy: ops.embed(table, range(n)), 1, lambda n: 2 * n * HIDDEN * size))
     logits = {n: ops.head(rows(n, 64), torch.randn(VOCABULARY, 64).to(dtype)) for n in ROWS}
-    found.append(
-        Case("argmax (numpy)", lambda n, copy: logits[n].argmax(), 1, lambda n: n * VOCABULARY * np.float32().nbytes)
-    )
+
+    def small(name: str, run: Callable[[int, int], object], values: Callable[[int], int], copies: int = 1) -> None:
+        """An op that moves so many values, in the cache."""
+        found.append(Case(name, run, copies, lambda n: size * values(n)))
+
+    def gate(n: int, copy: int) -> Tensor:
+        return ops.gated_rms_norm(rows(n, 16, 128), rows(n, 16, 128), value_scale, 1e-6)
+
+    def rotate(n: int, copy: int) -> Tensor:
+        return ops.norm_rope(rows(n, HEADS, HEAD_DIM), head_scale, 1e-6, rope, CONTEXT)
+
+    def window(n: int, copy: int) -> Tensor:
+        return ops.conv_window(rows(n, DELTA.channels), taps, conv[copy])
+
+    small("conv_window (hot)", window, lambda n: DELTA.channels * (16 // size + 6 + 3 * n), len(conv))
+    small("rms_norm (hot)", lambda n, copy: ops.rms_norm(rows(n, HIDDEN), scale, 1e-6), lambda n: 2 * n * HIDDEN)
+    small("norm_rope q (hot)", rotate, lambda n: 2 * n * HEADS * HEAD_DIM)
+    small("gated_rms_norm (hot)", gate, lambda n: 3 * n * value)
+    small("embed", lambda n, copy: ops.embed(table, range(n)), lambda n: 2 * n * HIDDEN)
+    small("argmax (numpy)", lambda n, copy: logits[n].argmax(), lambda n: n * VOCABULARY * 4 // size)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", default="", help="beginnings of the names of cases, separated by commas")
-    parser.add_argument("--plain", action="store_true", help="read the weights as a checkpoint holds them, unpacked")
-    arguments = parser.parse_args()
+    options = arguments(__doc__, dtype="bfloat16", rounds=6, only="", plain=0)
     kernels = load_kernels()
     if isinstance(kernels, KernelsUnavailable):
         raise SystemExit(f"no native kernels: {kernels.reason}")
-    ops = NativeOps(getattr(torch, arguments.dtype), kernels)
-    wanted = tuple(arguments.only.split(","))
-    chosen = [case for case in cases(ops, arguments.plain) if case.name.startswith(wanted)]
+    ops = NativeOps(getattr(torch, options.dtype), kernels)
+    wanted = tuple(options.only.split(","))
+    chosen = [case for case in cases(ops, options.plain) if case.name.startswith(wanted)]
     stream = kernels.function("stream_read", "pii", ctypes.c_double)
     buffer = torch.zeros(STREAM_BYTES // 8, dtype=torch.int64)
     best: dict[tuple[str, int], float] = {}
     bandwidth = 0.0
-    for _ in range(arguments.rounds):
+    for _ in range(options.rounds):
         for case in chosen:
             for at in range(0, STREAM_BYTES, PIECE):
-                started = time.perf_counter()
-                stream(buffer.data_ptr() + at, PIECE, torch.get_num_threads())
-                bandwidth = max(bandwidth, PIECE / (time.perf_counter() - started))
+                took = seconds(lambda at=at: stream(buffer.data_ptr() + at, PIECE, torch.get_num_threads()))
+                bandwidth = max(bandwidth, PIECE / took)
             repeats = max(1, 24 // case.copies)
             for copy in range(case.copies * repeats):
                 for n in (ROWS, ROWS[::-1])[copy % 2]:  # ABBA: no n always follows the same one
                     # A second n on the same copy would find it in the cache: each n has its own place in the rotation.
                     own = (copy + ROWS.index(n) * case.copies // len(ROWS)) % case.copies
-                    started = time.perf_counter()
-                    case.run(n, own)
-                    elapsed = time.perf_counter() - started
+                    elapsed = seconds(functools.partial(case.run, n, own))
                     best[case.name, n] = min(best.get((case.name, n), elapsed), elapsed)
-    print(f"{kernels.description}\n{arguments.dtype}, {torch.get_num_threads()} threads")
+    print(f"{kernels.description}\n{options.dtype}, {torch.get_num_threads()} threads")
     print(f"stream read {bandwidth / 1e9:.1f} GB/s ({STREAM_BYTES >> 30} GiB in pieces of {PIECE >> 20} MiB)\n")
     print(f"{'':24}" + "".join(f"T = {n:<20}" for n in ROWS))
     for case in chosen:
@@ -195,6 +170,7 @@ def main() -> None:
             cell = f"{elapsed * 1e6:.1f} us {share:.2f} BW"
             line += f"{cell if n == 1 else cell + f' x{elapsed / best[case.name, 1]:.2f}':<24}"
         print(line)
+    print()
     prefill(ops)
 
 
@@ -209,14 +185,8 @@ def prefill(ops: NativeOps, rows: int = 512) -> None:
         "plain": lambda: ops.linear(x, w),
         "torch": lambda: torch.nn.functional.linear(x, w),
     }
-    for name, run in runs.items():
-        times = []
-        for _ in range(20):
-            started = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - started)
-        print(f"\n{name:8} {rows} x {HIDDEN} x {INTERMEDIATE}: {work / min(times) / 1e9:.0f} GFLOP/s", end="")
-    print()
+    for name, times in in_turns(runs, 20).items():
+        print(f"{name:8} {rows} x {HIDDEN} x {INTERMEDIATE}: {work / min(times) / 1e9:.0f} GFLOP/s")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ its numbers, so read its shares.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import specdec
-from benchmarks.common import PROMPTS, machine, median, save
+from benchmarks.common import PROMPTS, arguments, median, save
 from specdec.backends.passes import EagerPasses
 
 TARGET_MILLISECONDS = 0.5
@@ -45,7 +44,7 @@ class Timed:
 def kernel_seconds(target: Any, timed: list[Timed]) -> dict[str, float]:
     """Seconds by kernel since the counters were last read."""
     spent: dict[str, float] = {}
-    for passes in (target._target_passes, target._mtp_passes):
+    for passes in (*target._target_passes.values(), target._mtp_passes):
         programs = [p for r in passes.recordings.values() if r is not None for p in (r.run, r.replay, r.windows)]
         for program in programs if passes.best is None else [*programs, passes.best]:
             for step, name in enumerate(program.names):
@@ -63,7 +62,7 @@ def measure(lm: Any, begin: Callable[[], Callable[[], Any]], repeats: int) -> di
     ``begin()`` runs the prompt and gives the function that generates.
     """
     target = lm.target
-    if isinstance(target._target_passes, EagerPasses):
+    if isinstance(target._target_passes[()], EagerPasses):
         raise SystemExit(f"passes are not recorded: {lm.info.kernels}")
     ops = target.ops
     timed = [Timed(ops._head), Timed(ops._argmax_rows)]
@@ -136,12 +135,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--depth", type=int, nargs="+", default=[0, 2])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__, tokens=128, repeats=20, depth=[0, 2])
     records = []
     for depth in options.depth:
         lm = specdec.load(depth=depth) if depth else specdec.load(drafter="none")
@@ -154,7 +148,7 @@ def main() -> None:
 
         records.append({"depth": depth, **measure(lm, begin, options.repeats)})
         print(table(records[-1]))
-    save({"machine": machine(), "depths": records}, options.json)
+    save({"depths": records}, options)
 
 
 if __name__ == "__main__":

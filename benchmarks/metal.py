@@ -19,7 +19,9 @@ stream`` is the bytes that a call must move, over its time, over the bandwidth o
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -31,8 +33,7 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.common import machine, seconds
-from benchmarks.shape_0_8b import CONFIG, write_checkpoint
+from benchmarks.common import machine, qwen3_5_config, random_checkpoint, seconds
 from specdec.backends.metal.kernels.attention import attend
 from specdec.backends.metal.kernels.delta import DeltaRows, gated_delta
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec
@@ -68,7 +69,7 @@ class Sizes:
     chain_calls: int = 100  # at most
     demo_tokens: int = 128
     demo_prompts: int = 2  # per class
-    config: dict[str, Any] = attrs.field(factory=lambda: CONFIG)
+    config: dict[str, Any] = attrs.field(factory=qwen3_5_config)
 
 
 SMOKE = Sizes(
@@ -89,25 +90,26 @@ SMOKE = Sizes(
     chain_calls=2,
     demo_tokens=6,
     demo_prompts=1,
-    config={
-        **CONFIG,
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "max_position_embeddings": 512,
-    },
+    config=qwen3_5_config(
+        hidden=64,
+        layers=4,
+        intermediate=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        key_heads=2,
+        value_heads=2,
+        linear_dim=32,
+        vocab=512,
+        max_positions=512,
+    ),
 )
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+Run = Callable[[int, int, int, mx.array], mx.array]
 
 
 @attrs.frozen(kw_only=True)
@@ -119,14 +121,14 @@ class Case:
         arm: whose kernel.
         run: ``run(first, rows, copy, link)`` gives ``[rows, ...]`` from the rows ``first`` to ``first + rows``;
             ``link`` is a zero of shape ``[1]`` that has to be added to an input.
-        moved: bytes that a call with so many rows must move.
+        moved: bytes that a call must move.
         copies: how many copies of weights or caches rotate.
     """
 
     what: str
     arm: str
-    run: Callable[[int, int, int, mx.array], mx.array]
-    moved: Callable[[int], int]
+    run: Run
+    moved: int
     copies: int
 
 
@@ -149,7 +151,9 @@ class Lab:
         """How many copies of so many bytes a chain has to go through."""
         return max(1, min(64, -(-self.sizes.rotate_bytes // nbytes)))
 
-    def stock_product(self, x: mx.array, weight: PackedMatrix) -> mx.array:
+    def stock_product(self, x: mx.array, weight: mx.array | PackedMatrix) -> mx.array:
+        if not isinstance(weight, PackedMatrix):
+            return x @ weight.T
         if self.on_gpu:
             return weight.product(x)
         return _wide(weight).product(x.astype(mx.float32))
@@ -175,48 +179,35 @@ def cases(lab: Lab) -> Iterator[list[Case]]:
     yield _delta(lab)
 
 
+def _pair(lab: Lab, what: str, stock: Run, own: Run, *, moved: int, copies: int = 1) -> list[Case]:
+    """MLX's own way and ours."""
+    return [
+        Case(what=what, arm=arm, run=run, moved=moved, copies=copies) for arm, run in (("stock", stock), (lab.own, own))
+    ]
+
+
+def _stored(lab: Lab, *shape: int) -> tuple[tuple[str, Callable[[], Any], int], ...]:
+    """How a matrix is stored: name, maker and bytes, in bfloat16 and in 4 bits."""
+    values = math.prod(shape)
+    return (
+        ("bf16", lambda: lab.normal(*shape, std=shape[-1] ** -0.5), 2 * values),
+        ("4-bit", lambda: _packed(lab, *shape), values * BITS // 8 + 4 * values // GROUP),
+    )
+
+
 def _products(lab: Lab, what: str, features: int, length: int) -> Iterator[list[Case]]:
     x = lab.normal(max(lab.sizes.rows), length)
-    dense = [lab.normal(features, length, std=length**-0.5) for _ in range(lab.copies(features * length * 2))]
-    nbytes = features * length * 2
-    yield [
-        Case(
-            what=f"{what} bf16",
-            arm="stock",
-            copies=len(dense),
-            moved=lambda rows: nbytes,
-            run=lambda first, rows, copy, link: (x[first : first + rows] + link) @ dense[copy].T,
-        ),
-        Case(
-            what=f"{what} bf16",
-            arm=lab.own,
-            copies=len(dense),
-            moved=lambda rows: nbytes,
-            run=lambda first, rows, copy, link: matvec(
-                x[first : first + rows] + link, dense[copy], dtype=mx.bfloat16, executor=lab.executor
-            ),
-        ),
-    ]
-    packed = [_packed(lab, features, length) for _ in range(lab.copies(features * length // 2))]
-    packed_bytes = sum(array.nbytes for array in packed[0].parts())
-    yield [
-        Case(
-            what=f"{what} 4-bit",
-            arm="stock",
-            copies=len(packed),
-            moved=lambda rows: packed_bytes,
-            run=lambda first, rows, copy, link: lab.stock_product(x[first : first + rows] + link, packed[copy]),
-        ),
-        Case(
-            what=f"{what} 4-bit",
-            arm=lab.own,
-            copies=len(packed),
-            moved=lambda rows: packed_bytes,
-            run=lambda first, rows, copy, link: quantised_matvec(
-                x[first : first + rows] + link, packed[copy], dtype=mx.bfloat16, executor=lab.executor
-            ),
-        ),
-    ]
+    for storage, make, nbytes in _stored(lab, features, length):
+        weights = [make() for _ in range(lab.copies(nbytes))]
+
+        def stock(first: int, rows: int, copy: int, link: mx.array, weights: Any = weights) -> mx.array:
+            return lab.stock_product(x[first : first + rows] + link, weights[copy])
+
+        def own(first: int, rows: int, copy: int, link: mx.array, weights: Any = weights) -> mx.array:
+            ours = quantised_matvec if isinstance(weights[copy], PackedMatrix) else matvec
+            return ours(x[first : first + rows] + link, weights[copy], dtype=mx.bfloat16, executor=lab.executor)
+
+        yield _pair(lab, f"{what} {storage}", stock, own, moved=nbytes, copies=len(weights))
 
 
 def _packed(lab: Lab, *shape: int) -> PackedMatrix:
@@ -231,14 +222,9 @@ def _experts(lab: Lab) -> Iterator[list[Case]]:
     x = lab.normal(max(lab.sizes.rows), 1, length)
     ids = mx.argsort(lab.normal(max(lab.sizes.rows), count), axis=-1)[:, :slots].astype(mx.int32)
     mx.eval(ids)
-    dense, packed = lab.normal(count, features, length, std=length**-0.5), _packed(lab, count, features, length)
-    stacks: tuple[tuple[str, Any, int], ...] = (
-        ("bf16", dense, dense.nbytes),
-        ("4-bit", packed, sum(array.nbytes for array in packed.parts())),
-    )
-    for storage, weight, nbytes in stacks:
+    for storage, make, nbytes in _stored(lab, count, features, length):
 
-        def stock(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
+        def stock(first: int, rows: int, copy: int, link: mx.array, weight: Any) -> mx.array:
             part = slice(first, first + rows)
             given = (x[part] + link)[:, :, None]
             if isinstance(weight, PackedMatrix):
@@ -249,17 +235,13 @@ def _experts(lab: Lab) -> Iterator[list[Case]]:
                 given, matrices = given.astype(mx.float32), matrices.astype(mx.float32)
             return mx.gather_mm(given, matrices, rhs_indices=ids[part])[:, :, 0]
 
-        def own(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
+        def own(first: int, rows: int, copy: int, link: mx.array, weight: Any) -> mx.array:
             part = slice(first, first + rows)
             return expert_matvec(x[part] + link, weight, ids[part], dtype=mx.bfloat16, executor=lab.executor)
 
-        moved = nbytes * slots // count
-        for_all: dict[str, Any] = {
-            "what": f"{slots} of {count} experts {features}x{length} {storage}",
-            "copies": 1,
-            "moved": lambda rows, moved=moved: moved,  # at one row; more rows may share experts
-        }
-        yield [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+        held, moved = make(), nbytes * slots // count  # at one row; more rows may share experts
+        what = f"{slots} of {count} experts {features}x{length} {storage}"
+        yield _pair(lab, what, functools.partial(stock, weight=held), functools.partial(own, weight=held), moved=moved)
 
 
 def _wide(weight: PackedMatrix) -> PackedMatrix:
@@ -271,29 +253,17 @@ def _heads(lab: Lab) -> Iterator[list[Case]]:
     """The choice of a token: logits and argmax against one kernel without logits."""
     sizes = lab.sizes
     x = lab.normal(max(sizes.rows), sizes.hidden)
-    what = f"head and argmax {sizes.vocab}x{sizes.hidden}"
-    dense = lab.normal(sizes.vocab, sizes.hidden, std=sizes.hidden**-0.5)
-    packed = _packed(lab, sizes.vocab, sizes.hidden)
-    heads: tuple[tuple[str, Any, int], ...] = (
-        ("bf16", dense, dense.nbytes),
-        ("4-bit", packed, sum(array.nbytes for array in packed.parts())),
-    )
-    for storage, weight, nbytes in heads:
+    for storage, make, nbytes in _stored(lab, sizes.vocab, sizes.hidden):
 
-        def stock(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
-            given = x[first : first + rows] + link
-            logits = lab.stock_product(given, weight) if isinstance(weight, PackedMatrix) else given @ weight.T
+        def stock(first: int, rows: int, copy: int, link: mx.array, weight: Any) -> mx.array:
+            logits = lab.stock_product(x[first : first + rows] + link, weight)
             return mx.argmax(logits, axis=-1).astype(mx.int32)[:, None]
 
-        def own(first: int, rows: int, copy: int, link: mx.array, weight: Any = weight) -> mx.array:
+        def own(first: int, rows: int, copy: int, link: mx.array, weight: Any) -> mx.array:
             return greedy_head(x[first : first + rows] + link, [weight], executor=lab.executor)[:, None]
 
-        for_all: dict[str, Any] = {
-            "what": f"{what} {storage}",
-            "copies": 1,
-            "moved": lambda rows, nbytes=nbytes: nbytes,
-        }
-        yield [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+        held, what = make(), f"head and argmax {sizes.vocab}x{sizes.hidden} {storage}"
+        yield _pair(lab, what, functools.partial(stock, weight=held), functools.partial(own, weight=held), moved=nbytes)
 
 
 def _attention(lab: Lab, context: int) -> list[Case]:
@@ -305,7 +275,6 @@ def _attention(lab: Lab, context: int) -> list[Case]:
     keys, values = ([lab.normal(*shape) for _ in range(copies)] for _ in range(2))
     q = lab.normal(most, sizes.heads, sizes.head_dim)
     scale = sizes.head_dim**-0.5
-
     lengths = [mx.array([context + first], mx.int32) for first in range(most)]
     mx.eval(lengths)
 
@@ -320,22 +289,11 @@ def _attention(lab: Lab, context: int) -> list[Case]:
         return out[0].transpose(1, 0, 2).astype(mx.bfloat16)
 
     def own(first: int, rows: int, copy: int, link: mx.array) -> mx.array:
-        return attend(
-            q[first : first + rows] + link,
-            keys[copy],
-            values[copy],
-            lengths[first],
-            scale=scale,
-            dtype=mx.bfloat16,
-            executor=lab.executor,
-        )
+        given, how = q[first : first + rows] + link, {"scale": scale, "dtype": mx.bfloat16, "executor": lab.executor}
+        return attend(given, keys[copy], values[copy], lengths[first], **how)
 
-    for_all: dict[str, Any] = {
-        "what": f"attention {sizes.heads}/{sizes.kv_heads} heads of {sizes.head_dim}, {context} tokens",
-        "copies": copies,
-        "moved": lambda rows: nbytes,
-    }
-    return [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+    what = f"attention {sizes.heads}/{sizes.kv_heads} heads of {sizes.head_dim}, {context} tokens"
+    return _pair(lab, what, stock, own, moved=nbytes, copies=copies)
 
 
 def _delta(lab: Lab) -> list[Case]:
@@ -361,27 +319,11 @@ def _delta(lab: Lab) -> list[Case]:
 
     def own(first: int, rows: int, copy: int, link: mx.array) -> mx.array:
         upto = first + rows
-        given = v[:upto] + link
-        out, state, _ = gated_delta(
-            states[copy],
-            past,
-            kept,
-            q[:upto],
-            k[:upto],
-            given,
-            g[:upto],
-            beta[:upto],
-            dtype=mx.bfloat16,
-            executor=lab.executor,
-        )
+        given = (q[:upto], k[:upto], v[:upto] + link, g[:upto], beta[:upto])
+        out, state, _ = gated_delta(states[copy], past, kept, *given, dtype=mx.bfloat16, executor=lab.executor)
         return _with_state(out[first:], state)
 
-    for_all: dict[str, Any] = {
-        "what": f"delta rule {heads} heads of {dim}x{dim}",
-        "copies": copies,
-        "moved": lambda rows: nbytes,
-    }
-    return [Case(arm="stock", run=stock, **for_all), Case(arm=lab.own, run=own, **for_all)]
+    return _pair(lab, f"delta rule {heads} heads of {dim}x{dim}", stock, own, moved=nbytes, copies=copies)
 
 
 def _unit(x: mx.array) -> mx.array:
@@ -434,7 +376,7 @@ def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed],
                         rows: statistics.median(a / b for a, b in zip(times[case.arm, rows], one, strict=True))
                         for rows in sizes.rows
                     },
-                    of_stream=case.moved(1) / median[1] / bandwidth,
+                    of_stream=case.moved / median[1] / bandwidth,
                     bits=_bits(case, sizes),
                     off=None if case is group[0] else float(np.abs(got - stock).max() / max(np.abs(stock).max(), 1e-9)),
                 )
@@ -443,7 +385,7 @@ def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed],
     return timed, link
 
 
-def _seconds_of(lab: Lab, run: Callable[[int, int, int, mx.array], mx.array], rows: int, copies: int) -> float:
+def _seconds_of(lab: Lab, run: Run, rows: int, copies: int) -> float:
     """Seconds per call of a chain, in which each call waits for the one before."""
 
     def chain(calls: int) -> float:
@@ -515,7 +457,7 @@ def measure_models(folder: Path, sizes: Sizes, repeats: int, bandwidth: float) -
 
     plain, packed = folder / "bf16", folder / "4-bit"
     if not (plain / "model.safetensors").exists():
-        write_checkpoint(plain, sizes.config)
+        random_checkpoint(plain, sizes.config)
     if not (packed / "model.safetensors").exists():
         write_quantised(plain, packed)
     found: dict[str, Any] = {}
@@ -545,31 +487,15 @@ def measure_models(folder: Path, sizes: Sizes, repeats: int, bandwidth: float) -
 
 
 def measure_demo(sizes: Sizes) -> dict[str, Any]:
-    """The demo model on this backend, plain against speculative (A B B A), outputs compared."""
+    """The embedded model on this backend, plain against speculative (A B B A), outputs compared."""
     import specdec
-    from specdec.measuring.bench import BenchRun
+    from specdec.measuring.bench import compare
     from specdec.measuring.prompts import choose_prompts, own_prompts
 
     lm = specdec.load(backend="metal", depth=2)
     chosen = choose_prompts(own_prompts(), per_class=sizes.demo_prompts)
-    report = BenchRun(lm, chosen, model="demo", max_new_tokens=sizes.demo_tokens, temperature=0.0).run()
-    overall = report.overall
-    if overall is None:
-        raise SystemExit("the demo was measured to no end")
-    return {
-        "plain": overall.plain,
-        "speculative": overall.speculative,
-        "speedup": overall.speedup,
-        "tokens_per_cycle": overall.tokens_per_cycle,
-        "accepted": list(overall.accepted),
-        "reached": list(overall.reached),
-        "offered": list(overall.offered),
-        "milliseconds": {timing.what: timing.median_ms for timing in report.timings},
-        "outputs_differ": sum(prompt.differs_at is not None for prompt in report.prompts),
-        "prompts": len(report.prompts),
-        "parity": lm.info.parity.value,
-        "notices": list(lm.notices),
-    }
+    report = compare(lm, chosen, model="demo", max_new_tokens=sizes.demo_tokens, temperature=0.0)
+    return report.to_dict()
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -676,15 +602,17 @@ def _model_table(models: dict[str, Any]) -> Iterator[str]:
 
 
 def _demo_lines(demo: dict[str, Any]) -> Iterator[str]:
+    overall = demo["overall"]
     yield (
-        f"plain {demo['plain']:.1f} tokens/s, speculative {demo['speculative']:.1f} (depth 2): "
-        f"{demo['speedup']:.2f}x, {demo['tokens_per_cycle']:.2f} tokens per cycle, "
-        f"accepted of reached {demo['accepted']} of {demo['reached']}"
+        f"plain {overall['plain']:.1f} tokens/s, speculative {overall['speculative']:.1f} (depth 2): "
+        f"{overall['speedup']:.2f}x, {overall['tokens_per_cycle']:.2f} tokens per cycle, "
+        f"accepted of reached {overall['accepted']} of {overall['reached']}"
     )
     yield ""
-    yield from _table(("step", "ms"), [(what, f"{took:.3f}") for what, took in demo["milliseconds"].items()])
+    yield from _table(("step", "ms"), [(one["what"], f"{one['median_ms']:.3f}") for one in demo["timings"]])
+    differing = {row["prompt"] for row in demo["prompts"] if row["differs_at"] is not None}
     yield ""
-    yield f"outputs of {demo['outputs_differ']} of {demo['prompts']} prompts differ; parity {demo['parity']}"
+    yield f"outputs of {len(differing)} of {overall['prompts']} prompts differ; parity {demo['environment']['parity']}"
     for notice in demo["notices"]:
         yield f"notice: {notice}"
 

@@ -1,18 +1,16 @@
-"""The demo model: what a cycle costs when tokens are sampled, against greedy cycles, interleaved in one process.
+"""The embedded model: what a cycle costs when tokens are sampled, against greedy cycles, interleaved in one process.
 
     python -m benchmarks.sampling [--tokens 128] [--repeats 9] [--depth 2] [--json FILE]
 
-The number of accepted tokens differs between settings, so the figure is seconds per cycle, not per token.
+Prints milliseconds per cycle (the number of accepted tokens differs between settings) and their ratio to greedy.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import specdec
-from benchmarks.common import PROMPTS, machine, median, save
+from benchmarks.common import PROMPTS, arguments, median, save
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -27,11 +25,9 @@ def measure(tokens: int, repeats: int, depth: int) -> dict[str, Any]:
     lm = specdec.load(depth=depth)
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     for repeat in range(repeats):
-        order = list(SETTINGS) if repeat % 2 == 0 else list(reversed(SETTINGS))
-        for name in order:
-            stats = lm.generate(
-                PROMPTS["code"], max_new_tokens=tokens, ignore_eos=True, seed=repeat, **SETTINGS[name]
-            ).stats
+        for name in SETTINGS if repeat % 2 == 0 else reversed(SETTINGS):
+            settings = {"max_new_tokens": tokens, "ignore_eos": True, "seed": repeat, **SETTINGS[name]}
+            stats = lm.generate(PROMPTS["code"], **settings).stats
             times[name].append(stats.decode_seconds / stats.cycles * 1e3)
     return {
         name: {
@@ -45,13 +41,8 @@ def measure(tokens: int, repeats: int, depth: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--depth", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    save({"machine": machine(), **measure(options.tokens, options.repeats, options.depth)}, options.json)
+    options = arguments(__doc__, tokens=128, repeats=9, depth=2)
+    save(measure(options.tokens, options.repeats, options.depth), options)
 
 
 if __name__ == "__main__":

@@ -2,76 +2,26 @@
 
     python -m benchmarks.shape_0_8b [--context 256] [--repeats 15] [--folder DIR] [--json FILE]
 
-The checkpoint (1.5 GB, Hugging Face layout) is written to a temporary folder unless ``--folder`` names one.
+Prints shares of the bandwidth, what more rows cost, and the memory that loading takes. The checkpoint (1.5 GB) is
+written to a temporary folder unless ``--folder`` names one.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
-import json
 import math
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from benchmarks.common import machine, median, resident_bytes, save, seconds
+from benchmarks.common import BYTE_TOKENS, arguments, median, resident_bytes, save, seconds, shape_0_8b
 
-CONFIG = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248320,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    "max_position_embeddings": 262144,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "mtp_num_hidden_layers": 1,
-}
 ROWS = (1, 2, 4, 8, 16)
 STREAM_BYTES = 1 << 30  # many times what a cache holds
-
-
-def write_checkpoint(folder: Path, config: dict[str, Any] = CONFIG) -> None:
-    """Random BF16 weights of the published shape, with a byte-level tokenizer of the same vocabulary size or less."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    from specdec.checkpoints import text_config
-    from specdec.models.weights import dry_run
-    from specdec.registry import registry
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    family = registry().model(config["model_type"])
-    for name, spec in dry_run(family, family.parse(text_config(config))).tensors.items():
-        scale = 0.02 if len(spec.shape) > 1 else 0.1
-        values = torch.empty(spec.shape, dtype=torch.bfloat16).normal_(0.0, scale, generator=generator)
-        weights[name if name.startswith(("mtp.", "lm_head.")) else f"model.{name}"] = values
-    save_file(weights, folder / "model.safetensors")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def measure(folder: Path, context: int, repeats: int) -> dict[str, Any]:
@@ -89,7 +39,7 @@ def measure(folder: Path, context: int, repeats: int) -> dict[str, Any]:
     loading = perf_counter() - loading
     loaded = resident_bytes()
     target, state = lm.target, lm.target.new_state(context + 64)
-    tokens = [(37 * i) % 200 for i in range(context)]
+    tokens = [(37 * i) % BYTE_TOKENS for i in range(context)]
     prefill = seconds(lambda: target.prefill(state, tokens))
     weight_bytes = (folder / "model.safetensors").stat().st_size
     resident = resident_bytes()
@@ -180,17 +130,9 @@ def _main_weights(target: Any) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        if not (folder / "model.safetensors").exists():
-            write_checkpoint(folder)
-        save({"machine": machine(), **measure(folder, options.context, options.repeats)}, options.json)
+    options = arguments(__doc__, context=256, repeats=15, folder=None)
+    with shape_0_8b(options.folder) as folder:
+        save(measure(folder, options.context, options.repeats), options)
 
 
 if __name__ == "__main__":

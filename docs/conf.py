@@ -29,7 +29,7 @@ smartquotes = False  # `--json` in a docstring must not become a dash
 html_theme = "furo"
 html_title = f"specdec {release}"
 html_static_path = ["_static"]
-html_css_files = ["drawings.css"]
+html_css_files = ["site.css"]
 copybutton_prompt_text = "$ "
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -43,9 +43,10 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|numpy|np|click|attr|attrs|pluggy|rich)\..*"),  # other projects: their pages are not linked
+    # other projects: their pages are not linked
+    ("py:.*", r"(torch|numpy|np|click|attr|attrs|pluggy|rich|tokenizers)\..*"),
     ("py:.*", r"(collections\.abc|pathlib|typing|types)\..*"),
-    ("py:.*", r"(Path|Any|NDArray|Float32|Array|Validator)"),
+    ("py:.*", r"(Path|Any|NDArray|Float32|Array|Validator|ChatTemplate)"),
 ]
 
 

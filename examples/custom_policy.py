@@ -54,7 +54,8 @@ results = {
 }
 for name, result in results.items():
     stats = result.stats
-    print(f"{name:8} {stats.tokens / stats.cycles:.2f} tokens per cycle, {stats.rows} rows, depths {dict(stats.depth)}")
+    per_cycle, lengths = stats.tokens / stats.cycles, dict(stats.draft_lengths)
+    print(f"{name:8} {per_cycle:.2f} tokens per cycle, {stats.rows} rows, drafts by length {lengths}")
 
 first, *others = results.values()
 if any(other.tokens != first.tokens for other in others):

@@ -545,7 +545,8 @@ class Outcome:
         accepted: how many of them the verifier accepted.
         emitted: the tokens that it gives: accepted ones and the next token, cut where a device ended generation.
         deviations: of the emitted tokens, as in ``Verdict``.
-        draft_seconds, verify_seconds: wall-clock by phase; 0 from a device, which runs a cycle in one piece.
+        draft_seconds: wall-clock; 0 from a device, which runs a cycle in one piece.
+        verify_seconds: likewise.
     """
 
     drafted: tuple[int, ...]

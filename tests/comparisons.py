@@ -97,23 +97,24 @@ def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], 
 _INTRODUCTION = """\
 # Families and formats
 
-What specdec reads, and what it was compared with. This page is written by the tests (`tests/comparisons.py` says how).
-Models of other families run through [](how-to/run-any-transformers-model.md).
+What specdec reads, and what it was compared with. This page is written by the tests (see `tests/comparisons.py`).
+Models of other families run [through transformers](how-to/run-any-transformers-model.md).
 """
 _DIFFERENCE = """\
-Checkpoints are small ones with random weights in the published layouts; no released weights were run. A difference is
+The checkpoints are small, with random weights in the published layouts; no released weights were run. A difference is
 `max |ours - theirs| / max |theirs|` over all positions and the whole vocabulary, in float32, with the C++ kernels and
-the torch reference, and is the largest one over all checkpoints: of whole prompts, chunks and single tokens for logits,
-of drafts after prompts of several lengths for MTP heads. The most likely token of the logits was the same everywhere.
+the torch reference. The table shows the largest over all checkpoints: for logits over whole prompts, chunks and single
+tokens, for MTP heads over drafts after prompts of several lengths. The most likely token of the logits was always the
+same.
 
 """
 _RELEASED = """\
-Their `config.json`, written from the published values, parses, and the tensors that it implies add up to the published
-number of parameters.
+For these models `config.json`, written from the published values, can be read, and the tensors that it implies add up
+to the published number of parameters.
 
 """
 _FORMATS = """\
-Each weight is decoded by itself when it is loaded, so formats may be mixed in any family; the bits are those of the
-other decoder. [](how-to/load-a-quantised-checkpoint.md) says which tensors make up a format.
+Weights are decoded one by one, so formats may be mixed in any family. The decoded bits are the same as those of the
+decoders in the table. [](how-to/load-a-quantised-checkpoint.md) lists the tensors of each format.
 
 """

@@ -1,6 +1,6 @@
 """Bad checkpoints, prompts and plugins: one clear sentence that names the thing and what would work; never a traceback.
 
-The parts have their own tests (``tests/checkpoints``, ``test_config.py``); here the whole way is walked, through
+The parts have their own tests (``tests/checkpoints``, ``tests/config``); here the whole way is walked, through
 ``specdec.load`` and, for some, through the command line in a process of its own.
 """
 
@@ -366,6 +366,7 @@ def check_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_refuses_a_truncated_file(folder: pathlib.Path) -> None:
     truncated(folder)
     done = run("generate", "-m", str(folder), "-p", "the")
@@ -381,6 +382,7 @@ def test_the_command_line_refuses_a_setting_and_says_so_in_json(folder: pathlib.
     assert "max_new_tokens" in told["error"]["message"]
 
 
+@pytest.mark.slow
 def test_the_command_line_refuses_an_unknown_key_and_a_token_outside(folder: pathlib.Path) -> None:
     check_refused(run("generate", "-m", str(folder), "-p", "the", "-s", "drafter.nmae=ngram"), "nmae")
     check_refused(

@@ -22,7 +22,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -32,11 +32,13 @@ import specdec_reference
 import structlog
 from click.testing import CliRunner
 
+import specdec
 from specdec import errors, hookspecs
 from specdec.cli import main
 from specdec.config import PLUGIN_TABLES, Choice, GenerationConfig, RunConfig, TargetConfig, load_config
 from specdec.registry import BUILT_INS, KINDS, Kind, Registry, use_registry
 from tests.processes import HUNG
+from tests.selection import cases
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -71,6 +73,10 @@ def specdec_lines(block: Block) -> list[str]:
     return [line for line in joined if line.startswith("specdec ")] if block.language == "bash" else []
 
 
+def _name(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def runs(page: pathlib.Path) -> bool:
     return any(block.language in ("python", "toml") or specdec_lines(block) for block in blocks(page))
 
@@ -86,13 +92,9 @@ def own_process() -> Iterator[None]:
         structlog.reset_defaults()
 
 
-def _case(page: pathlib.Path) -> Any:
-    marks = [pytest.mark.docs] + [pytest.mark.sample] * (page.name in ("README.md", "configuration.md"))
-    return pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
-
-
+@pytest.mark.docs
 @pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("page", [_case(page) for page in PAGES if runs(page)])
+@pytest.mark.parametrize("page", cases(filter(runs, PAGES), name=_name, sample=["README.md"]))
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "snippet"}
@@ -159,7 +161,7 @@ def test_the_gate_runs_the_commands_of_the_readme():
 LINK = re.compile(r"\[[^\]]*\]\((?!\w+:)(?P<target>[^)#\s]+)[^)]*\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_to_files_lead_somewhere(page):
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     targets = [found["target"] for found in LINK.finditer(text)]
@@ -176,6 +178,42 @@ def test_every_page_is_in_a_table_of_contents():
             for entry in re.findall(r"^([\w/*-]+)$", toctree, re.MULTILINE):
                 listed |= set(page.parent.glob(f"{entry}.md"))
     assert pages - listed == set()
+
+
+# --- architecture ----------------------------------------------------------------------------------------------------
+
+
+def files_entered(call: Callable[[], object]) -> set[str]:
+    """Files of specdec, apart from ``backends/``, in which a function starts during ``call``."""
+    package = ROOT / "specdec"
+    found = set()
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(package)):
+            found.add(pathlib.Path(frame.f_code.co_filename).relative_to(package).as_posix())
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {file for file in found if not file.startswith("backends/")}
+
+
+def test_the_architecture_lists_the_files_on_the_way_to_the_first_token():
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("\n## The way to the first token\n")[2].partition("\n## ")[0]
+    on_the_way, beside = (
+        re.findall(r"^\| `([\w/.]+)` \|", part, re.MULTILINE) for part in section.split("\nBeside the way")
+    )
+    lm = specdec.load("demo", depth=2)
+    next(lm.stream("def add"))  # what is imported or compiled once is no part of the way
+    entered = files_entered(lambda: next(lm.stream("def add")))
+    assert len(on_the_way) <= 12
+    assert f"of the {len(entered)} now, {len(on_the_way)} are the way" in section
+    assert set(on_the_way) <= entered
+    assert [file for file in entered - set(on_the_way) if not file.startswith(tuple(beside))] == []
+    assert [name for name in beside if not any(file.startswith(name) for file in entered)] == []
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
@@ -244,8 +282,6 @@ def test_the_reference_lists_every_error():
 
 
 def test_the_reference_of_the_python_api_has_every_public_name():
-    import specdec
-
     text = (REFERENCE / "api.md").read_text(encoding="utf-8")
     listed = {name.rpartition(".")[2] for name in re.findall(r"auto(?:class|function):: (\S+)", text)}
     covered = listed | {"SpecdecError", "hookimpl", "__version__"}  # in the errors' module; a marker; a string

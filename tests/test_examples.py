@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
 from specdec.contract import Context, DrafterEnv, Guarantee, NoConfig, Sampling
-from specdec.decoding.cycle import Sequence, run_cycle
-from specdec.decoding.result import RunStats
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.statistics import RunStats
 from specdec.drafters.none import NoDrafter
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedError
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import TableModel, parametrize_checks
 from specdec.verifiers.strict import StrictVerifier
@@ -25,13 +26,13 @@ from tests.processes import run_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "specdec" / "demo" / "config.json"
-EXAMPLES = ("first_drafter", "first_verifier", "first_observer")
+EXAMPLES = ("first_drafter", "first_verifier", "first_observer", "first_backend")
 LENGTH = 40
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """The built-in plugins and the three examples, as if they were installed; put in place of the process's own."""
+    """The built-in plugins and the examples, as if they were installed; put in place of the process's own."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     made = Registry(BUILT_INS, entry_points=(), strict=True)
     for name in EXAMPLES:
@@ -48,7 +49,7 @@ def generate(registry, *, drafter=None, verifier=None, depth=4, temperature=0.0,
     tokens, state, stats = [1, 2], target.new_state(LENGTH + 32), RunStats()
     target.prefill(state, tokens[:-1])
     env = DrafterEnv(target=target, state=state)
-    sequence = Sequence(
+    sequence = LiveSequence(
         target=target,
         state=state,
         drafter=NoDrafter(NoConfig(), env) if drafter is None else drafter(env),
@@ -56,9 +57,11 @@ def generate(registry, *, drafter=None, verifier=None, depth=4, temperature=0.0,
         tokens=tokens,
         context=Context(tokens, Sampling(temperature=temperature, seed=seed), generated_from=2),
     )
+    loop = DecodingLoop(sequence, len, stats, stop_tokens=(), ahead=False)
     while len(tokens) < LENGTH:
-        registry.notify_cycle(run_cycle(sequence, depth, len, stats))
-    assert stats.inactive_reason == ""
+        registry.notify_cycle(loop.step(depth, LENGTH + 32 - len(tokens)))
+    loop.close()
+    assert sequence.failure == ""
     assert stats.faults == {}
     return tokens[:LENGTH], stats
 
@@ -102,6 +105,34 @@ def test_the_verifier_keeps_the_k_best_and_counts_what_deviates(seed):
     assert (stats.deviation.count > 0) == (stats.deviation.largest_gap > 0)
 
 
+def test_the_backend_generates_what_the_cpu_backend_does(tmp_path, monkeypatch):
+    """With drafts and without, through every block of its tutorial, and after a session went through a file."""
+    import specdec
+
+    settings = {"max_new_tokens": 16, "ignore_eos": True}
+    lms = [
+        specdec.load("demo", backend=backend, dtype="float32", drafter=drafter, depth=2)
+        for backend, drafter in (("numpy", "mtp"), ("numpy", "none"), ("cpu", "none"))
+    ]
+    drafted, *others = (lm.generate("0, 0, 0, 0,", **settings) for lm in lms)
+    assert drafted.guarantee == "exact"
+    assert sum(drafted.stats.accepted) > 0
+    assert all(other.tokens == drafted.tokens for other in others)
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    text = (ROOT / "docs" / "tutorials" / "first-backend.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(block.replace("registry().register(first_backend)\n", ""), namespace)  # it is registered already
+    assert (tmp_path / "turn.safetensors").exists()
+
+
+def test_the_backend_lacks_what_families_with_experts_need():
+    from first_backend import NumpyOps
+
+    with pytest.raises(UnsupportedError, match="NumpyOps has no moe"):
+        NumpyOps().moe(None, None, None, None)
+
+
 def test_the_verifier_claims_no_more_than_it_keeps():
     assert top(2).guarantee is Guarantee.HEURISTIC
 
@@ -118,7 +149,7 @@ def test_the_observer_writes_a_line_per_cycle(registry, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not DEMO.exists(), reason="the embedded model is not there: specdec/demo/config.json")
-def test_all_three_work_on_the_embedded_model(tmp_path, monkeypatch):
+def test_all_work_on_the_embedded_model(tmp_path, monkeypatch):
     import specdec
 
     monkeypatch.setenv("SPECDEC_CYCLE_LOG", str(tmp_path / "cycles.jsonl"))
@@ -175,6 +206,12 @@ def test_a_wrong_option_is_refused_with_its_key(table, option, registry):
 # --- what the tutorials say about the kit -----------------------------------------------------------------------------
 
 
-@parametrize_checks(drafter=lambda env: echo(env), verifier=lambda: top(2), effort=0.3)
+def numpy_ops():
+    from first_backend import NumpyOps
+
+    return NumpyOps()
+
+
+@parametrize_checks(drafter=lambda env: echo(env), verifier=lambda: top(2), ops=numpy_ops, effort=0.3)
 def test_contract(check):
     check()

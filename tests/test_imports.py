@@ -18,7 +18,15 @@ def test_no_import_points_upward():
     assert module_map.upward() == []
 
 
-def test_importing_specdec_loads_no_plugin_and_no_heavy_module():
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside functions and for type checking count too."""
+    edges: dict[str, set[str]] = {name: set() for name in module_map.modules()}
+    for one in module_map.imports():
+        edges[one.importer].add(one.imported)
+    assert module_map.circles(edges) == []
+
+
+def test_what_is_imported_when_it_is_needed_and_not_before():
     code = """
 import sys
 import specdec
@@ -31,5 +39,15 @@ loaded = [name for name in sys.modules if name.split(".")[0] in heavy or name.st
 assert not loaded, loaded
 import structlog
 assert not structlog.is_configured()
+import specdec.processors.grammar
+assert "llguidance" not in sys.modules
+import specdec.testing
+list(specdec.testing.iter_checks())
+assert "pytest" not in sys.modules
+from specdec.registry import registry  # asking whether a backend can run starts none
+for name in ("cpu", "cuda", "metal"):
+    registry().backend(name).available()
+started = [name for name in sys.modules if name in ("triton", "mlx.core") or name.endswith(("cuda.ops", "metal.ops"))]
+assert not started, started
 """
     run_python("-c", code)

@@ -1,6 +1,6 @@
 """Drawings of the documentation as inline SVG: ``{drawing} cycle`` and so on.
 
-Colours come from the page (``currentColor`` and the classes in ``_static/drawings.css``), so that a drawing can be read
+Colours come from the page (``currentColor`` and the classes in ``_static/site.css``), so that a drawing can be read
 in light and dark. ``rooms`` is drawn from the imports in the code.
 """
 
@@ -22,7 +22,7 @@ class Svg:
         self._parts: list[str] = []
 
     def box(self, x: float, y: float, w: float, text: str = "", *, h: float = 32, look: str = "") -> None:
-        """A rounded box with centred text; ``look`` is a class of ``drawings.css``."""
+        """A rounded box with centred text; ``look`` is a class of ``site.css``."""
         self._parts.append(f'<rect class="box {look}" x="{x}" y="{y}" width="{w}" height="{h}" rx="5"/>')
         if text:
             self.text(x + w / 2, y + h / 2 + 5, text, look=f"middle mono {look}")
@@ -111,26 +111,26 @@ def rejection() -> str:
 
 def mtp_pairs() -> str:
     """Which pairs the MTP head has seen, which wait, and which entries are provisional."""
-    svg = Svg(640, 296, "True pairs and chained entries of the MTP head")
+    svg = Svg(584, 296, "True pairs and chained entries of the MTP head")
     step, left = 74, 62
-    at = [left + step * i for i in range(8)]
+    at = [left + step * i for i in range(7)]
     for y, name in ((50, "token"), (110, "hidden"), (190, "pair")):
         svg.text(4, y, name, look="small")
-    svg.text(at[5] + 27, 20, "pending", look="middle faint small")
-    svg.text((at[6] + at[7] + 54) / 2, 20, "draft", look="middle faint small")
+    svg.text(at[4] + 27, 20, "pending", look="middle faint small")
+    svg.text((at[5] + at[6] + 54) / 2, 20, "draft", look="middle faint small")
     for i, x in enumerate(at):
-        svg.box(x, 30, 54, f"t{i}" if i < 6 else f"x{i - 5}", look="plain" if i < 6 else "wait")
-    for i, x in enumerate(at[:7]):
-        true = i < 5
-        svg.box(x, 90, 54, f"h{i}" if true else f"g{i - 4}", look="plain" if true else "none")
+        svg.box(x, 30, 54, f"t{i}" if i < 5 else f"x{i - 4}", look="plain" if i < 5 else "wait")
+    for i, x in enumerate(at[:6]):
+        true = i < 4
+        svg.box(x, 90, 54, f"h{i}" if true else f"g{i - 3}", look="plain" if true else "none")
         svg.arrow((x + 20, 124), (x + 20, 167))
         svg.arrow((x + step + 10, 64), (x + 64, 82), (x + 64, 140), (x + 46, 167), look="faint")
-        look = "keep" if i < 3 else "due" if true else "wait"
-        svg.box(x, 170, 62, f"h{i},t{i + 1}" if true else f"g{i - 4},x{i - 4}", look=look)
+        look = "keep" if i < 2 else "due" if true else "wait"
+        svg.box(x, 170, 62, f"h{i},t{i + 1}" if true else f"g{i - 3},x{i - 3}", look=look)
     for first, last, name, note in (
-        (0, 2, "in the head's cache", "true pairs"),
-        (3, 4, "waiting", "true pairs"),
-        (5, 6, "chained", "provisional"),
+        (0, 1, "in the head's cache", "true pairs"),
+        (2, 3, "waiting", "true pairs"),
+        (4, 5, "chained", "provisional"),
     ):
         svg.arrow((at[first], 212), (at[first], 218), (at[last] + 62, 218), (at[last] + 62, 212), look="bracket")
         svg.text((at[first] + at[last] + 62) / 2, 240, name, look="middle")

@@ -65,6 +65,7 @@ def make_backend(
     backend = registry().build(spec, lambda: spec.factory(config))
     if not isinstance(backend, Backend):
         raise PluginError(
-            f"the backend {spec.name!r} is a {type(backend).__name__}", takes="a subclass of specdec.backends.Backend"
+            f"the backend {spec.name!r} is not a Backend: {type(backend).__name__}",
+            takes="a subclass of specdec.backends.Backend",
         )
     return backend, (*notices, *backend.notices)

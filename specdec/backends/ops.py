@@ -19,14 +19,15 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import attrs
 
+from specdec.backends.arrays import ArrayHidden
 from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
 from specdec.backends.passes import Body, EagerPasses, ExecutorSetup, Pass, Passes
 from specdec.contract import Executor, Hidden, Logits, Parity
-from specdec.errors import UnsupportedError
+from specdec.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +162,7 @@ class Capabilities:
         parity_reason: what the declared parity rests on.
         parity_needs_probe: BITWISE holds only where a stored probe shows it (``specdec.records.probes``): there is
             reason to believe it, and it could not be tried on this device.
-        max_rows: rows of the longest pass that ``parity`` speaks of.
+        max_rows: rows of the longest pass that ``parity`` covers.
         packed_formats: quantised formats that it computes with as they are stored ("fp8-block", "nvfp4",
             "mlx-affine"); weights of all others come decoded. See ``Ops.weight``.
         slow: the kernels are a slow substitute; a load then says so, with ``kernels``.
@@ -184,6 +185,7 @@ class Ops(abc.ABC):
     """
 
     capabilities: Capabilities
+    hidden_type: ClassVar[type[ArrayHidden]]
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
@@ -366,7 +368,7 @@ class Ops(abc.ABC):
     def head_rows(self, weight: Array, tokens: Sequence[int], base: HeadRows | None = None) -> HeadRows:
         """The rows of a head for these token ids, gathered into memory of their own.
 
-        With ``base``, rows of the same head: those that it lacks are added behind it, and its own are shared.
+        With ``base``, rows of the same head: missing ones are added, its own are shared.
         """
         raise self._lacks("head_rows")
 
@@ -380,13 +382,15 @@ class Ops(abc.ABC):
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def hidden(self, x: Array) -> Hidden:
         """Wrap ``[T, H]`` as an opaque handle."""
+        return self.hidden_type(x)
 
-    @abc.abstractmethod
     def array(self, hidden: Hidden) -> Array:
-        """The array inside a handle that this backend made."""
+        """The array inside a handle that this backend made. Raises: ContractError for another backend's."""
+        if not isinstance(hidden, self.hidden_type):
+            raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
+        return hidden.array
 
     # --- how passes are launched -----------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -113,8 +112,12 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], he
             *checkpoint.notices,
             *filter(None, [headless]),
             *findings.all_zero(all_zero),
-            *_unused_notices(unused),
-            *_activation_notices(name for name in formats.activation_scales if name not in expected),
+            *_not_used((name for name in unused if name.startswith("mtp.")), "of an MTP head not used", 20),
+            *_not_used(name for name in unused if not name.startswith("mtp.")),
+            *_not_used(
+                (name for name in formats.activation_scales if name not in expected),
+                "with scales of activations or of the KV cache not used, on purpose: only weights are decoded",
+            ),
         ],
     )
 
@@ -266,34 +269,12 @@ class _Findings:
             yield f"{len(found)} {verb} all zero: {listed(found, _NAMED)}"
 
 
-def _unused_notices(unused: Iterable[str]) -> Iterator[str]:
-    """The MTP head in a sentence of its own, then the rest with layers and experts counted as one pattern."""
-    unused = list(unused)
-    mtp = [name for name in unused if name.startswith("mtp.")]
-    if mtp:
-        yield f"{_tensors(mtp)} of an MTP head not used: {_patterns(mtp, 20)}"
-    others = [name for name in unused if not name.startswith("mtp.")]
-    if others:
-        yield f"{_tensors(others)} not used: {_patterns(others, _NAMED)}"
-
-
-def _activation_notices(names: Iterable[str]) -> Iterator[str]:
-    """One sentence for all scales of activations, keys and values."""
+def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED) -> Iterator[str]:
+    """One sentence for tensors of a kind; names that differ only in numbers are one pattern, ``layers.*.bias (24)``."""
     names = list(names)
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        patterns.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
     if names:
-        yield (
-            f"{_tensors(names)} with scales of activations or of the KV cache not used, on purpose: only weights are "
-            f"decoded: {_patterns(names, _NAMED)}"
-        )
-
-
-def _tensors(names: list[str]) -> str:
-    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-
-
-def _patterns(names: Iterable[str], limit: int) -> str:
-    """``layers.*.mlp.gate.bias (24)``: names that differ only in numbers are one entry."""
-    names = list(names)
-    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    single = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): name for name in names}
-    return listed([f"{name} ({n})" if n > 1 else single[name] for name, n in counts.items()], limit)
+        shown = [f"{pattern} ({len(same)})" if same[1:] else same[0] for pattern, same in patterns.items()]
+        yield f"{'1 tensor' if len(names) == 1 else f'{len(names)} tensors'} {what}: {listed(shown, limit)}"

@@ -39,12 +39,13 @@ def write_checkpoint(
             save_file({name: ready[name] for name in part}, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(part, file)
         size = sum(tensor.numel() * tensor.itemsize for tensor in ready.values())
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
     if generation_config is not None:
-        _write_json(folder / "generation_config.json", generation_config)
-    _write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", generation_config)
+    write_json(folder / "config.json", config)
     return folder
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+def write_json(file: Path, value: Any) -> None:
+    """Write a value as JSON for people to read."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

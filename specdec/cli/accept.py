@@ -65,7 +65,7 @@ def accept(
 
     switches: tuple[str, ...] = ()
     if ablate is not None:
-        from specdec.models.ablation import parse_switches
+        from specdec.measuring.ablations import parse_switches
 
         switches = parse_switches(ablate)
     measuring.check_writable(log_file)

@@ -26,7 +26,8 @@ from specdec.contract import (
     Verdict,
     Verifier,
 )
-from specdec.decoding.result import RunStats, TokenLogprobs
+from specdec.decoding.result import TokenLogprobs
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ContractError
 from specdec.sampling import Rows
 

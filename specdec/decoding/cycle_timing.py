@@ -19,8 +19,8 @@ from specdec.contract import Needs
 from specdec.decoding.loop import run_cycle
 from specdec.decoding.parts import Parts
 from specdec.decoding.prefill import prefill
-from specdec.decoding.result import RunStats
 from specdec.decoding.session import Session
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.records import machine
 from specdec.records.cost_table import COSTS, CostIdentity, CostTable, parse_costs, read_costs, write_costs

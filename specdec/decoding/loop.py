@@ -12,7 +12,7 @@ from time import perf_counter
 
 from specdec.contract import CycleRecord, Deviation, DeviceDraft, Executor, Outcome
 from specdec.decoding.cycle import HostExecutor, LiveSequence
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 
 Cut = Callable[[tuple[int, ...]], int]
 """How many of the tokens that a cycle emitted may stay: at least 1, fewer than all where generation ends there."""
@@ -144,8 +144,8 @@ class DecodingLoop:
 
     def _leave_device(self) -> None:
         """Give up drafting where the head on the device computes nonsense, as any drafter that fails."""
-        self.close()
         self._sequence.give_up("the drafter failed on the device: the draft head's logits are not finite")
+        self.close()
 
 
 def _deviation(outcome: Outcome, kept: int) -> Deviation:

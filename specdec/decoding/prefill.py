@@ -7,7 +7,7 @@ from time import perf_counter
 
 from specdec.contract import Context
 from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 
 PREFILL_CHUNK = 512  # prompt tokens between two looks at the stop flag
 PREFILL_TAIL = 8  # the last tokens of a prompt run on their own

@@ -1,4 +1,4 @@
-"""Counters of a generation and the record that a result carries."""
+"""The result of a generation."""
 
 from __future__ import annotations
 
@@ -7,82 +7,8 @@ from typing import Any
 import attrs
 
 from specdec.config import GenerationConfig, RunConfig
-from specdec.contract import CycleRecord, Deviation, Stats
-
-PHASES = ("prefill", "draft", "verify", "commit")
-
-
-@attrs.define(kw_only=True)
-class RunStats(Stats):
-    """Everything counted during one generation.
-
-    ``seconds`` by phase, wall-clock, those of ``whole_cycles`` all in ``verify``; ``depth`` is a histogram of the
-    drafts' lengths by cycle; ``rows`` counts the target rows that verification read, so that
-    ``rows == sum(offered) + cycles``.
-    """
-
-    rows: int = 0
-    prefilled: int = 0  # prompt tokens that ran through the target now (the rest came from the session's state)
-    seconds: dict[str, float] = attrs.field(factory=lambda: dict.fromkeys(PHASES, 0.0))
-    depth: dict[int, int] = attrs.field(factory=dict)
-    whole_cycles: int = 0  # of ``cycles``, those whose phases nobody can tell apart
-    deviation: Deviation = Deviation()
-    decode_seconds: float = 0.0  # wall-clock of all cycles, bookkeeping included
-    drafter: str = "none"
-    inactive_reason: str = ""  # why there was no speculation, where the cause is known
-    faults: dict[str, int] = attrs.field(factory=dict)  # what was wrong with drafts, and how often
-    draft: dict[str, Any] = attrs.field(factory=dict)  # ``Drafter.report()`` at the end
-
-    def add(self, cycle: CycleRecord, deviation: Deviation) -> None:
-        """Count one cycle."""
-        self.cycles += 1
-        self.tokens += len(cycle.emitted)
-        self.rows += cycle.offered + 1
-        self.count(cycle.offered, cycle.accepted)
-        self.depth[cycle.offered] = self.depth.get(cycle.offered, 0) + 1
-        self.whole_cycles += cycle.on_device
-        seconds = self.seconds
-        seconds["draft"] += cycle.draft_seconds
-        seconds["verify"] += cycle.verify_seconds
-        seconds["commit"] += cycle.commit_seconds
-        if deviation.count:
-            gap = max(self.deviation.largest_gap, deviation.largest_gap)
-            self.deviation = Deviation(self.deviation.count + deviation.count, gap)
-
-    def fault(self, what: str) -> None:
-        """Count something wrong with a draft that the engine had to cut."""
-        self.faults[what] = self.faults.get(what, 0) + 1
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens per second of decoding, prefill excluded; 0 when nothing was generated."""
-        return self.tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
-
-    def speculation(self) -> dict[str, object]:
-        """Whether any draft token was verified, and why not where none was."""
-        if self.offered:
-            return {"active": True, "drafter": self.drafter, "reason": self.inactive_reason}
-        reason = self.inactive_reason or ("no cycle ran" if self.cycles == 0 else "the drafter made no draft")
-        return {"active": False, "drafter": self.drafter, "reason": reason}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The ``stats`` object of ``--json``."""
-        return {
-            "cycles": self.cycles,
-            "tokens": self.tokens,
-            "rows": self.rows,
-            "prefilled": self.prefilled,
-            "offered": list(self.offered),
-            "reached": list(self.reached),
-            "accepted": list(self.accepted),
-            "tokens_per_second": self.tokens_per_second,
-            "seconds": dict(self.seconds),
-            "whole_cycles": self.whole_cycles,
-            "depth": {str(depth): count for depth, count in sorted(self.depth.items())},
-            "speculation": self.speculation(),
-            "faults": dict(self.faults),
-            "draft": dict(self.draft),
-        }
+from specdec.contract import Deviation
+from specdec.decoding.statistics import RunStats
 
 
 @attrs.frozen
@@ -99,7 +25,7 @@ class TokenLogprobs:
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """What a generation gave."""
+    """The output of a generation, and what was counted on the way."""
 
     tokens: list[int]
     text: str

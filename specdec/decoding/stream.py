@@ -12,8 +12,9 @@ from specdec.decoding.cycle import LiveSequence
 from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.parts import Parts
 from specdec.decoding.prefill import prefill
-from specdec.decoding.result import Result, RunStats
+from specdec.decoding.result import Result
 from specdec.decoding.settings import make_sampling
+from specdec.decoding.statistics import RunStats
 from specdec.errors import StateError
 from specdec.registry import notify_cycle
 from specdec.text import IncrementalDecoder, StopMatcher

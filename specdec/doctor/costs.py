@@ -9,7 +9,7 @@ from time import perf_counter
 
 import attrs
 
-from specdec.contract import ForwardPass
+from specdec.contract import ForwardPass, Needs
 from specdec.decoding.cycle_timing import STEADY
 from specdec.measuring.speed_model import break_even, expected_tokens
 from specdec.records.cost_table import CostTable
@@ -84,10 +84,9 @@ def measure_row_costs(
     counts = [count for count in rows if count <= min(target.info.max_rows, target.info.max_positions - 2)]
     context = max(1, min(context, target.info.max_positions - max(counts)))
     tokens = [(37 * i + 11) % target.info.vocab_size for i in range(context + max(counts))]
-    state = target.new_state(len(tokens))
+    head = bool(target.info.mtp_layers)
+    state = target.new_state(len(tokens), Needs(mtp=head, final_hidden=head))
     hidden = target.prefill(state, tokens[:context]).hidden
-    if hidden is not None and context > 1:
-        target.prefill_mtp(state, tokens[1:context], hidden[:-1])
 
     def run_pass(count: int) -> None:
         target.decode(state, tokens[context : context + count]).need_logits().argmax()
@@ -98,10 +97,10 @@ def measure_row_costs(
         output.need_logits().argmax()
 
     arms: dict[int, Callable[[], None]] = {count: functools.partial(run_pass, count) for count in counts}
-    if target.info.mtp_layers and hidden is not None:
+    if head and hidden is not None:
         last = hidden[-1:]
         arms[0] = draft
-    for arm in arms.values():  # the first pass of so many rows is no usual one
+    for arm in arms.values():  # warm up: the first pass of a length compiles or records
         arm()
     times: dict[int, list[float]] = {arm: [] for arm in arms}
     began = perf_counter()

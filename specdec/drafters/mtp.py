@@ -73,6 +73,8 @@ class MtpDrafter(Drafter):
 
     def propose(self, context: Context, depth: int) -> Draft:
         head = self._head(context)
+        if self._choice is not None:
+            self._choice.count()
         if self._is_greedy(context):
             return Draft(self._target.draft_mtp(self._state, context[-1], depth, head=head))
         distributions: list[Any] = []

@@ -76,8 +76,11 @@ class HeadChoice:
                 self.share += (missed - self.share) / WINDOW
                 self.full = self.share > (self._max_miss / 2 if self.full else self._max_miss)
         self._read = len(context)
-        self._drafts["full" if self.full else "pruned"] += 1
         return None if self.full else self._extended()
+
+    def count(self) -> None:
+        """Count one draft with the present head."""
+        self._drafts["full" if self.full else "pruned"] += 1
 
     def _add(self, token: int, *, new: bool) -> None:
         if self._max_extra == 0:

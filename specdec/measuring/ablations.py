@@ -1,19 +1,38 @@
-"""What each known mistake in an MTP head costs: the same prompts, the same weights, one switch at a time."""
+"""What each known mistake in an MTP head costs: the same prompts, the same weights, one mistake at a time.
+
+Every engine that took up the head of Qwen3.5 made some of them, and only the acceptance shows it: verification repairs
+wrong drafts, and the text stays right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
-from specdec.errors import UnsupportedError
+from specdec.backends.delegating import DelegatingOps
+from specdec.backends.ops import Array
+from specdec.contract import NO_NEEDS, ForwardOutput, ForwardPass, Hidden, MtpPairs, Needs, Snapshot, State
+from specdec.errors import ConfigError, UnsupportedError, did_you_mean
 from specdec.measuring.intervals import interval, left_out, ratio
+from specdec.models.causal_lm import CausalLM, SequenceState
+from specdec.models.decoder import Attention, MtpHead
 
 if TYPE_CHECKING:
     from specdec.measuring.runs import Run
     from specdec.pipeline import LanguageModel
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+
+SWITCHES: Mapping[str, str] = {
+    "hidden-pre-norm": "the head gets the target's hidden state from before the final norm",
+    "chain-pre-norm": "chained steps feed the head's own vector from before mtp.norm",
+    "gate-silu": "silu in place of sigmoid as the output gate of the head's attention",
+    "no-rotary": "no rotary embedding in the head's attention",
+    "no-prefill": "the prompt does not pass through the head, which starts with an empty cache",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -33,36 +52,171 @@ class AblationReport:
     note: str  # why the switch cannot show here, or ""
 
 
+def parse_switches(text: str) -> tuple[str, ...]:
+    """``"gate-silu,no-rotary"`` or ``"all"`` as names of ``SWITCHES``. Raises: ConfigError for any other name."""
+    names = [name.strip() for name in text.split(",")]
+    if names == ["all"]:
+        return tuple(SWITCHES)
+    for name in names:
+        if name not in SWITCHES:
+            raise ConfigError(
+                f"there is no ablation {name!r}.{did_you_mean(name, SWITCHES)}", available=", ".join([*SWITCHES, "all"])
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def inapplicable(target: ForwardPass, switch: str) -> str | None:
+    """Why a switch means nothing for this target's head; None where it can be measured."""
+    if not target.info.mtp_layers:
+        return f"this {target.info.family} model has no MTP head"
+    if not isinstance(target, CausalLM) or target.info.family not in FAMILIES:
+        return f"the switches are mistakes in the rules of the {', '.join(FAMILIES)} heads, not of {target.info.family}"
+    assert target.model.mtp is not None
+    mixer = target.model.mtp.layer.mixer
+    if switch in ("gate-silu", "no-rotary") and not isinstance(mixer, Attention):
+        return "the head's layer is no plain attention"
+    if switch == "gate-silu" and isinstance(mixer, Attention) and not mixer.shape.gated:
+        return "the head's attention has no output gate"
+    return None
+
+
 def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
     """Raises: UnsupportedError unless the drafter is an MTP head and every switch applies to it."""
-    if not switches:
-        return
-    from specdec.models.ablation import inapplicable
-
-    if not lm.drafter.needs.mtp:
+    if switches and not lm.drafter.needs.mtp:
         raise UnsupportedError(
             f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
         )
     for switch in switches:
-        reason = inapplicable(lm.target, switch)
-        if reason is not None:
-            raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
+        _check(lm.target, switch)
+
+
+def _check(target: ForwardPass, switch: str) -> None:
+    reason = inapplicable(target, switch)
+    if reason is not None:
+        raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
 
 
 def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
     """The same pipeline over a head with these mistakes; weights are shared, ``lm`` is as before."""
-    from specdec.models.ablation import AblatedLM
-    from specdec.models.causal_lm import CausalLM
-
-    assert isinstance(lm.target, CausalLM)  # check_ablations has said so
+    assert isinstance(lm.target, CausalLM)  # check_ablations has seen to it
     return attrs.evolve(lm, target=AblatedLM(lm.target, switches))
+
+
+class AblatedLM(CausalLM):
+    """The target with a head that makes mistakes; what it decodes is the target's own.
+
+    Two mistakes are in the head's layer, three in what the head is fed with. It drafts step by step, on the host.
+
+    Args:
+        target: a model with an MTP head of one of ``FAMILIES``; weights are shared, and it stays as it is.
+        switches: names of ``SWITCHES``; none at all gives the right head.
+
+    Raises: UnsupportedError for a switch that does not apply to the head.
+    """
+
+    def __init__(self, target: CausalLM, switches: Iterable[str]) -> None:
+        self.switches = frozenset(switches)
+        for switch in sorted(self.switches) or SWITCHES:
+            _check(target, switch)
+        assert target.model.mtp is not None
+        super().__init__(target.info, attrs.evolve(target.model, mtp=_ablated_head(target.model.mtp, self.switches)))
+        self.info = target.info
+        self._undo = {False: _inverse(self.model.norm), True: _inverse(target.model.mtp.norm)}
+
+    def _given(self, hidden: Hidden, *, chained: bool) -> Hidden:
+        """What the head is fed with: a state from before its norm, up to a factor, which the head's norm takes away."""
+        if ("chain-pre-norm" if chained else "hidden-pre-norm") not in self.switches:
+            return hidden
+        return self.ops.hidden(self.ops.rms_norm(self.ops.array(hidden), self._undo[chained], self.model.eps))
+
+    def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
+        super().prefill_mtp(state, tokens, self._given(hidden, chained=False))
+
+    def decode_mtp(
+        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False, **options: Any
+    ) -> ForwardOutput:
+        given = self._given(hidden, chained=provisional)
+        return super().decode_mtp(state, tokens, given, provisional=provisional, **options)
+
+    def draft_mtp(self, state: State, pending: int, depth: int, **options: Any) -> tuple[int, ...]:
+        return ForwardPass.draft_mtp(self, state, pending, depth, **options)
+
+    def device_executor(self, *arguments: Any, **options: Any) -> None:
+        return None
+
+    # --- no-prefill: the head's cache is emptied behind each prompt ------------------------------------------------
+
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> SequenceState:
+        state = super().new_state(capacity, needs)
+        if state.pairs is not None and "no-prefill" in self.switches:
+            state.pairs = LatePairs()
+        return state
+
+    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        output = super().prefill(state, tokens)
+        if isinstance(state, SequenceState) and isinstance(state.pairs, LatePairs) and state.mtp is not None:
+            state.mtp.truncate(0)
+            state.pairs.fed = 0
+            state.pairs.begin(state.length)
+        return output
+
+    def rewind(self, state: State, length: int) -> int:
+        """Anything but the present length means from the beginning."""
+        return super().rewind(state, 0 if 0 < length < state.length else length)
+
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> SequenceState:
+        state = super().restore(snapshot, needs)
+        if isinstance(state.pairs, LatePairs):
+            state.pairs.begin(state.length)
+        return state
+
+
+class LatePairs(MtpPairs):
+    """A ledger whose first pairs are in no cache."""
+
+    skipped = 0
+
+    @property
+    def length(self) -> int:
+        return self.skipped + super().length
+
+    def begin(self, length: int) -> None:
+        """Of so many positions, count as skipped those that are neither fed nor waiting."""
+        self.skipped = length - super().length
+
+    def cut(self, length: int) -> None:
+        assert length == 0
+        self.skipped = 0
+        super().cut(length)
+
+
+def _inverse(norm: Array) -> Array:
+    """The weights of an RMSNorm that undoes another one, up to a factor for each row."""
+    return 1.0 / (norm + (norm == 0))
+
+
+class _SiluGate(DelegatingOps):
+    """Ops whose attention multiplies by ``silu(gate)``, which is ``sigmoid(gate) * gate``."""
+
+    def attend(self, q: Array, k: Array, v: Array, cache: Any, *, scale: float, gate: Array | None = None) -> Array:
+        gated = self.inner.attend(q, k, v, cache, scale=scale, gate=gate)
+        return gated if gate is None else gated * gate.reshape(gated.shape)
+
+
+def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
+    mixer = head.layer.mixer
+    if isinstance(mixer, Attention) and "no-rotary" in switches:
+        rope = attrs.evolve(mixer.shape.rope, inv_freq=(0.0,) * len(mixer.shape.rope.inv_freq))  # angle 0 everywhere
+        mixer = attrs.evolve(mixer, shape=attrs.evolve(mixer.shape, rope=rope))
+    if isinstance(mixer, Attention) and "gate-silu" in switches:
+        ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # its methods are made in a loop
+        mixer = attrs.evolve(mixer, ops=ops)
+    return attrs.evolve(head, layer=attrs.evolve(head.layer, mixer=mixer))
 
 
 def ablation_report(switch: str, right: Sequence[Run], wrong: Sequence[Run], depth: int) -> AblationReport:
     """Compare runs of the same prompts, in the same order."""
-    from specdec.models.ablation import SWITCHES
-
     prompts = len(wrong)
     counts = [np.sum([run.counts(depth) for run in runs], axis=0) for runs in (right, wrong)]
     cumulative = [_known(ratio(accepted, offered)) for _, offered, _, accepted in counts]

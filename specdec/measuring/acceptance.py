@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from specdec.contract import Guarantee, Parity
+from specdec.contract import Guarantee
 from specdec.decoding.cycle_timing import measure_costs
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError
 from specdec.measuring.ablations import AblationReport, ablated, ablation_report, check_ablations
-from specdec.measuring.environment import Environment
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.mismatches import Mismatch, commonest
-from specdec.measuring.runs import Measurement, Run, at_depth, cycle_seconds
+from specdec.measuring.runs import Measurement, Report, Run, at_depth, cycle_seconds
 from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, best, break_even
 
 if TYPE_CHECKING:
@@ -83,18 +82,10 @@ class DepthReport:
 
 
 @attrs.frozen(kw_only=True)
-class AcceptanceReport:
+class AcceptanceReport(Report):
     """Everything that a measurement found."""
 
-    environment: Environment
-    drafter: str
-    verifier: str
-    guarantee: str
     depth: int
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    partial: bool  # it was interrupted; the counters are of the prompts that were done
     done: int  # prompts measured to the end
     planned: int
     classes: tuple[ClassReport, ...]
@@ -102,13 +93,11 @@ class AcceptanceReport:
     costs: tuple[DepthReport, ...]
     ablations: tuple[AblationReport, ...]
     mismatches: tuple[Mismatch, ...]
-    notices: tuple[str, ...]
 
     @property
     def broken_promise(self) -> bool:
         """Whether a switch changed the output although verifier and backend promise that no draft can."""
-        exact = self.guarantee == Guarantee.EXACT.value and self.environment.parity == Parity.BITWISE.value
-        return exact and any(ablation.equal < ablation.prompts for ablation in self.ablations)
+        return self.promised and any(ablation.equal < ablation.prompts for ablation in self.ablations)
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``accept --json`` prints."""
@@ -157,7 +146,7 @@ class AcceptanceMeasurement(Measurement):
         lm: its drafter, verifier and generation settings are measured; its depth policy is not used.
         prompts: by class.
         depth: drafted per cycle.
-        ablations: switches of ``specdec.models.ablation`` to measure the MTP head with as well.
+        ablations: switches of ``specdec.measuring.ablations`` to measure the MTP head with as well.
         costs: what a cycle costs; measured first where None.
         on_run: called with every finished run of the unablated drafter.
         **options: as for ``Measurement``.
@@ -178,13 +167,8 @@ class AcceptanceMeasurement(Measurement):
     ) -> None:
         if not 1 <= depth < lm.info.max_rows:
             raise ConfigError(f"the depth is 1 to {lm.info.max_rows - 1} on this backend, got {depth}")
-        if lm.drafter.spec.name == "none":
-            raise UnsupportedError(
-                "the drafter 'none' drafts nothing, so there is no acceptance to measure",
-                try_="drafter.name = mtp or ngram (specdec plugins lists them)",
-            )
-        check_ablations(lm, ablations)
         super().__init__(lm, **options)
+        check_ablations(lm, ablations)
         self._prompts = dict(prompts)
         self._depth = depth
         self._costs = costs
@@ -213,7 +197,7 @@ class AcceptanceMeasurement(Measurement):
     def _report(
         self, runs: Sequence[Run], wrong: Mapping[str, Sequence[Run]], costs: CostTable, planned: int
     ) -> AcceptanceReport:
-        lm, generation, depth = self._lm, self._generation, self._depth
+        lm, depth = self._lm, self._depth
         seconds = [costs.cycle(k) for k in range(depth + 1)]
         chat = lm.tokenizer.has_chat_template
 
@@ -221,15 +205,8 @@ class AcceptanceMeasurement(Measurement):
             return [run for run in runs if run.prompt is not None and run.prompt.kind == name]
 
         report = AcceptanceReport(
-            environment=self._environment,
-            drafter=lm.drafter.spec.name,
-            verifier=lm.config.verifier.name,
-            guarantee=lm.verifier.guarantee.value,
+            **self._facts(),
             depth=depth,
-            max_new_tokens=generation.max_new_tokens,
-            temperature=generation.temperature,
-            seed=generation.seed,
-            partial=self.stopping,
             done=len(runs),
             planned=planned,
             classes=tuple(summarise(name, of_class(name), seconds, chat=chat) for name in self._prompts),
@@ -243,19 +220,13 @@ class AcceptanceMeasurement(Measurement):
                 ablation_report(switch, runs[: len(found)], found, depth) for switch, found in wrong.items() if found
             ),
             mismatches=tuple(commonest(runs, lm.tokenizer, MISMATCHES)),
-            notices=(),
         )
         return attrs.evolve(report, notices=tuple(self._notices(report, runs)))
 
     def _notices(self, report: AcceptanceReport, runs: Iterable[Run]) -> Iterator[str]:
-        yield from self._lm.notices
+        yield from self._common_notices("the acceptance is not affected, the costs and predictions are")
         for reason in sorted({run.inactive_reason for run in runs if run.inactive_reason}):
             yield f"the drafter was switched off: {reason}"
-        if self._environment.busy:
-            yield (
-                f"the machine was busy (load {self._environment.load_1min:.2f} in the minute before): the acceptance "
-                "is not affected, the costs and predictions are"
-            )
         clocked, expected = report.overall.cycle_seconds, report.costs[-1].seconds
         if clocked is not None and not expected / OTHER_CLOCK < clocked < expected * OTHER_CLOCK:
             yield (

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from specdec.contract import CycleRecord, Guarantee, Parity
+from specdec.contract import CycleRecord
 from specdec.decoding.cycle_timing import measure_costs
 from specdec.decoding.prefill import prefill
-from specdec.decoding.result import RunStats
-from specdec.errors import ConfigError, UnsupportedError
-from specdec.measuring.environment import Environment
+from specdec.decoding.statistics import RunStats
+from specdec.errors import ConfigError
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
-from specdec.measuring.runs import Measurement, Run, cycle_seconds, plain
+from specdec.measuring.runs import Measurement, Report, Run, cycle_seconds, plain
 from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
 
@@ -109,20 +108,12 @@ class ContextReport:
 
 
 @attrs.frozen(kw_only=True)
-class BenchReport:
+class BenchReport(Report):
     """Everything that a comparison found."""
 
-    environment: Environment
-    drafter: str
-    verifier: str
     depth_policy: str
-    guarantee: str
-    max_new_tokens: int
     repeats: int  # A B B A rounds per prompt
-    temperature: float
-    seed: int
     synthetic: tuple[float, ...] | None  # cumulative acceptance that was imposed: a timing, not a result
-    partial: bool
     warm_up: tuple[float, ...]  # tokens per second of the warm-up's rounds, both arms together
     prompts: tuple[PromptBench, ...] = attrs.field(repr=False)
     classes: tuple[ClassBench, ...]
@@ -135,7 +126,6 @@ class BenchReport:
     explained: dict[str, float]  # arm -> share of the time that the phases account for
     contexts: tuple[ContextReport, ...]
     reasons: dict[str, int]  # why speculation was off at the end of a run -> speculative runs
-    notices: tuple[str, ...]
 
     @property
     def equal(self) -> bool:
@@ -145,8 +135,7 @@ class BenchReport:
     @property
     def broken_promise(self) -> bool:
         """Whether outputs differ although verifier and backend promise that they cannot."""
-        exact = self.guarantee == Guarantee.EXACT.value and self.environment.parity == Parity.BITWISE.value
-        return exact and self.synthetic is None and not self.equal
+        return self.promised and self.synthetic is None and not self.equal
 
     @property
     def blame(self) -> Term | None:
@@ -218,11 +207,6 @@ class BenchMeasurement(Measurement):
         contexts: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        if lm.drafter.spec.name == "none":
-            raise UnsupportedError(
-                "the drafter 'none' drafts nothing, so there is nothing to compare with plain decoding",
-                try_="drafter.name = mtp or ngram (specdec plugins lists them)",
-            )
         super().__init__(lm, **options, ignore_eos=True)
         self._prompts = [prompt for members in prompts.values() for prompt in members]
         self._ids = [prompt.encode(lm.tokenizer) for prompt in self._prompts]
@@ -339,7 +323,6 @@ class BenchMeasurement(Measurement):
         warm_up: tuple[float, ...],
         contexts: tuple[ContextReport, ...],
     ) -> BenchReport:
-        lm, generation = self._lm, self._generation
         arms = {
             "plain": [run for one in done for run in one.plain],
             "speculative": [run for one in done for run in one.speculative],
@@ -347,17 +330,10 @@ class BenchMeasurement(Measurement):
         plain_cycles, cycles = ([cycle for run in arms[arm] for cycle in run.cycles] for arm in ARMS)
         apart = bool(cycles) and not any(cycle.on_device for cycle in cycles)
         report = BenchReport(
-            environment=self._environment,
-            drafter=lm.drafter.spec.name,
-            verifier=lm.config.verifier.name,
-            depth_policy=lm.depth.spec.name,
-            guarantee=lm.verifier.guarantee.value,
-            max_new_tokens=generation.max_new_tokens,
+            **self._facts(),
+            depth_policy=self._lm.depth.spec.name,
             repeats=self._repeats,
-            temperature=generation.temperature,
-            seed=generation.seed,
             synthetic=self._synthetic,
-            partial=self.stopping,
             warm_up=warm_up,
             prompts=tuple(done),
             classes=tuple(
@@ -373,17 +349,11 @@ class BenchMeasurement(Measurement):
             explained={arm: _explained(runs) for arm, runs in arms.items() if runs},
             contexts=contexts,
             reasons=dict(Counter(run.inactive_reason for run in arms["speculative"] if run.inactive_reason)),
-            notices=(),
         )
         return attrs.evolve(report, notices=tuple(self._notices(report)))
 
     def _notices(self, report: BenchReport) -> Iterator[str]:
-        yield from self._lm.notices
-        if self._environment.busy:
-            yield (
-                f"the machine was busy (load {self._environment.load_1min:.2f} in the minute before): both arms were "
-                "disturbed, and the figures spread more"
-            )
+        yield from self._common_notices("both arms were disturbed, and the figures spread more")
         for arm, share in report.explained.items():
             if abs(1 - share) > EXPLAINED:
                 yield (

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
 from specdec.config import Choice
-from specdec.contract import CycleRecord, Stats
+from specdec.contract import CycleRecord, Guarantee, Parity, Stats
 from specdec.decoding.parts import DepthPart, DrafterPart
 from specdec.decoding.settings import override_generation
-from specdec.errors import PromptError
-from specdec.measuring.environment import current_environment
+from specdec.errors import PromptError, UnsupportedError
+from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -113,6 +113,26 @@ def generate(
     )
 
 
+@attrs.frozen(kw_only=True)
+class Report:
+    """What every measurement reports beside its figures."""
+
+    environment: Environment
+    drafter: str
+    verifier: str
+    guarantee: str
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    partial: bool  # it was interrupted; the figures are of the prompts that were done
+    notices: tuple[str, ...] = ()
+
+    @property
+    def promised(self) -> bool:
+        """Whether verifier and backend promise the tokens of plain decoding."""
+        return self.guarantee == Guarantee.EXACT.value and self.environment.parity == Parity.BITWISE.value
+
+
 class Generations:
     """Generations in a row that ``stop`` ends: the one under way after its present cycle, and no other starts."""
 
@@ -141,18 +161,45 @@ class Measurement(Generations):
         progress: called with the generations done and those planned.
         model: its name, for the record.
         **settings: fields of ``specdec.config.GenerationConfig``; the configuration's where not given.
+
+    Raises: UnsupportedError for a drafter that drafts nothing, ConfigError or PromptError for settings.
     """
 
     def __init__(
         self, lm: LanguageModel, *, progress: Callable[[int, int], None] | None = None, model: str = "", **settings: Any
     ) -> None:
         super().__init__()
+        if lm.drafter.spec.name == "none":
+            raise UnsupportedError(
+                "the drafter 'none' drafts nothing, so there is nothing to measure",
+                try_="drafter.name = mtp or ngram (specdec plugins lists them)",
+            )
         self._lm = lm
         self._settings = settings
         self._generation = override_generation(lm.config.generation, settings)
         self._environment = current_environment(lm.info, model)  # before the measurement makes its own load
         self._progress = progress or (lambda done, planned: None)
         self._planned = self._done = 0
+
+    def _facts(self) -> dict[str, Any]:
+        """The fields of ``Report``, notices left out."""
+        lm, generation = self._lm, self._generation
+        return {
+            "environment": self._environment,
+            "drafter": lm.drafter.spec.name,
+            "verifier": lm.config.verifier.name,
+            "guarantee": lm.verifier.guarantee.value,
+            "max_new_tokens": generation.max_new_tokens,
+            "temperature": generation.temperature,
+            "seed": generation.seed,
+            "partial": self.stopping,
+        }
+
+    def _common_notices(self, disturbed: str) -> Iterator[str]:
+        """The pipeline's notices, and what a busy machine ``disturbed``."""
+        yield from self._lm.notices
+        if self._environment.busy:
+            yield f"the machine was busy (load {self._environment.load_1min:.2f} in the minute before): {disturbed}"
 
     def _plan(self, generations: int) -> None:
         """From here on, generations count towards the progress."""

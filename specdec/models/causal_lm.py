@@ -81,8 +81,6 @@ class SequenceState(State):
 class CausalLM(ForwardPass):
     """A decoder-only model on a backend. Weights are shared by all states."""
 
-    state_type: type[SequenceState] = SequenceState
-
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
         # a config may leave open whether there is a head (Qwen3-Next); the weights decide
         mtp_layers = 0 if model.mtp is None else info.mtp_layers
@@ -108,7 +106,7 @@ class CausalLM(ForwardPass):
         caches = self._new_caches(capacity)
         mtp = self._new_mtp_cache(capacity) if needs.mtp else None
         target = self._passes_with(needs.boundaries).bind(caches)
-        return self.state_type(
+        return SequenceState(
             capacity, needs, caches, mtp, target, None if mtp is None else self._mtp_passes.bind([mtp])
         )
 
@@ -193,7 +191,7 @@ class CausalLM(ForwardPass):
         before = state.length
         state.target_pass.commit(rows)
         if rows:
-            self._add_pairs(state, tokens[:rows], x[:rows], before)
+            self._add_pairs(state, tokens[:rows], x, before)
             if state.pairs is not None and state.pairs.waiting > IDLE_ROWS:
                 self.feed_mtp(state)
         state.decoded = None
@@ -225,11 +223,7 @@ class CausalLM(ForwardPass):
 
     def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            state.pairs.add(tokens, self.ops.hidden(self._pair_hidden(state, x)), before)
-
-    def _pair_hidden(self, state: SequenceState, x: Array) -> Array:
-        """What of a pass's rows the head is fed with."""
-        return self._final(state, x)
+            state.pairs.add(tokens, self.ops.hidden(self._final(state, x))[: len(tokens)], before)
 
     def _mark(self, state: SequenceState) -> None:
         """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
@@ -244,11 +238,8 @@ class CausalLM(ForwardPass):
 
     def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
         assert self.model.mtp is not None
-        return self.model.mtp(self._mtp_embedded(tokens), hidden, caches[0])
-
-    def _mtp_embedded(self, tokens: Sequence[int]) -> Array:
         table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
-        return self.ops.embed(table, tokens)
+        return self.model.mtp(self.ops.embed(table, tokens), hidden, caches[0])
 
     def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
         cache, mtp_pass, pairs = state.mtp, state.mtp_pass, state.pairs
@@ -286,10 +277,8 @@ class CausalLM(ForwardPass):
     ) -> ForwardOutput:
         rows = None if head is None else self._own_head(head).rows
         x = self._forward_mtp(_own(state), tokens, hidden, provisional=provisional)
-        return ForwardOutput(rows=len(tokens), logits=self._mtp_logits(x[-1:], rows), hidden=self.ops.hidden(x))
-
-    def _mtp_logits(self, last: Array, rows: HeadRows | None) -> Logits:
-        return self.ops.head(last, self._mtp_lm_head) if rows is None else self.ops.pruned_head(last, rows)
+        logits = self.ops.head(x[-1:], self._mtp_lm_head) if rows is None else self.ops.pruned_head(x[-1:], rows)
+        return ForwardOutput(rows=len(tokens), logits=logits, hidden=self.ops.hidden(x))
 
     def draft_mtp(
         self,

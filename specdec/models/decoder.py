@@ -239,12 +239,9 @@ class MtpHead:
     layer: DecoderLayer
     norm: Array
 
-    def before_norm(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
-        """``layer(u)``, the rows ``[T, H]`` before the head's own norm."""
+    def __call__(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
         ops = self.ops
         embedded = ops.rms_norm(embedded, self.embed_norm, self.eps)
         hidden = ops.rms_norm(hidden, self.hidden_norm, self.eps)
-        return self.layer(ops.linear(ops.concat(embedded, hidden), self.fc), cache)
-
-    def __call__(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
-        return self.ops.rms_norm(self.before_norm(embedded, hidden, cache), self.norm, self.eps)
+        x = self.layer(ops.linear(ops.concat(embedded, hidden), self.fc), cache)
+        return ops.rms_norm(x, self.norm, self.eps)

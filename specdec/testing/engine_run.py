@@ -8,7 +8,7 @@ from typing import Any
 from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, ForwardPass, Needs, Sampling, Verifier
 from specdec.decoding.cycle import LiveSequence
 from specdec.decoding.loop import run_cycle
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.testing.scripted_session import CAPACITY
 
 MakeDrafter = Callable[[DrafterEnv], Drafter]

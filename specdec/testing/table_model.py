@@ -457,8 +457,9 @@ class TableModel(ForwardPass):
         state.entries = points if self.memory is Memory.ATTENTION else []
         if state.pairs is not None and "mtp_length" in snapshot.meta:
             state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
-            if state.held:
-                state.pairs.resume(len(state.mtp), [], TableHidden(self, [state.point]))
+            state.pairs.fed = len(state.mtp)
+            if state.pairs.fed < state.held:
+                state.pairs.resume(state.pairs.fed, [], TableHidden(self, [state.point]))
         return state
 
     def _own(self, state: State) -> TableState:

@@ -12,8 +12,8 @@ import pytest
 
 import specdec
 from specdec.cli.accept import accept as command
+from specdec.measuring.ablations import SWITCHES
 from specdec.measuring.runs import Measurement
-from specdec.models.ablation import SWITCHES
 from specdec.registry import BUILT_INS, Registry
 from tests.processes import run_specdec
 
@@ -132,10 +132,14 @@ def test_ablations(accept):
 
 
 def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):
-    from specdec.models.ablation import AblatedPass
+    from specdec.measuring.ablations import AblatedLM
 
-    right = AblatedPass.decode
-    monkeypatch.setattr(AblatedPass, "decode", lambda self, state, tokens: right(self, state, [t ^ 1 for t in tokens]))
+    right = AblatedLM.decode
+
+    def wrong(self, state, tokens, *args, **named):
+        return right(self, state, [token ^ 1 for token in tokens], *args, **named)
+
+    monkeypatch.setattr(AblatedLM, "decode", wrong, raising=False)
     done = accept("--classes", "code", *SHORT, "--ablate", "no-rotary")
     assert done.exit_code == 1
     assert "this is a bug" in done.stderr
@@ -187,7 +191,7 @@ def test_a_wrong_command_line_is_refused_before_anything_is_loaded(args, message
     ("args", "message"),
     [
         (["-s", "drafter.name=ngram", "--ablate", "all"], "the drafter 'ngram' uses none"),
-        (["-s", "drafter.name=none"], "so there is no acceptance to measure"),
+        (["-s", "drafter.name=none"], "so there is nothing to measure"),
         (["--depth", "99"], "the depth is 1 to 15 on this backend, got 99"),
     ],
 )
@@ -265,6 +269,7 @@ def test_the_thresholds_in_the_help_are_those_in_force():
     assert f"below {NOT_WORTH_IT}," in text
 
 
+@pytest.mark.slow
 def test_a_fresh_process():
     done = run_specdec("accept", "--classes", "code", *SHORT, "--json")
     assert json.loads(done.stdout)["environment"]["command"].startswith("specdec accept --classes code")

@@ -151,6 +151,7 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(audit, tmp_path, monk
     assert "specdec-framework[plot]" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_fresh_process():
     done = run_specdec("audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json")
     assert json.loads(done.stdout)["divergence"]["count"] == 0

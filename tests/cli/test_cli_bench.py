@@ -98,7 +98,7 @@ def test_bad_input_is_a_sentence_before_any_work(bench, no_load, arguments, said
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(("-s", "drafter.name=none"), "nothing to compare"), (("--contexts", "9000"), "do not fit")]
+    ("arguments", "said"), [(("-s", "drafter.name=none"), "nothing to measure"), (("--contexts", "9000"), "do not fit")]
 )
 def test_what_only_the_model_can_tell(bench, arguments, said):
     done = bench(*SHORT, *arguments)

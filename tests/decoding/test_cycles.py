@@ -1,26 +1,26 @@
-"""Cycles that a target runs by itself give what the engine's cycles give: tokens, text, ends, state.
+"""Cycles that a device runs give what those of the host give: tokens, text, ends, state.
 
-The target is the embedded model with ``StepwiseCycles`` in front of it, which behaves as a device does: it runs ahead
-of the host, ends by itself, and commits a cycle when the next one begins.
+The target is the embedded model behind a fake device (``tests.decoding.fake_device``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
-from specdec.decoding.stepwise import StepwiseCycles
 
 import specdec
-from specdec.contract import DepthPolicy, DepthPolicySpec, GreedyCycle, Stats
+from specdec.contract import DepthPolicy, DepthPolicySpec, Outcome, Stats
 from specdec.decoding.parts import DepthPart
 from specdec.doctor.passes import PassProbe
+from specdec.drafters.mtp import MtpDrafter
 from tests import tiny
+from tests.decoding.fake_device import FakeExecutor, OnDevice
+from tests.selection import examples
 
 TEXTS = ["def add(a, b):\n    return", "The sea ", "for i in range(", "1, 2, 3, 4, "]
 
@@ -35,31 +35,17 @@ class Depths(DepthPolicy):
         return self.depths[stats.cycles % len(self.depths)]
 
 
-class OnDevice:
-    """The embedded model as a target that runs cycles by itself; counts what it was asked for."""
-
-    runs_greedy_cycles = True
-
-    def __init__(self, target: Any, made: Callable[..., Any] = StepwiseCycles) -> None:
-        self._target = target
-        self._made = made
-        self.opened: list[Any] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def greedy_cycles(self, state: Any, start: Any, **options: Any) -> Any:
-        cycles = self._made(self._target, state, start, **options)
-        self.opened.append(cycles)
-        return cycles
-
-
 @pytest.fixture(scope="module")
 def demo() -> Any:
     return specdec.load("demo", depth=2, dtype="float32")
 
 
-def with_depths(lm: Any, depths: list[int], made: Callable[..., Any] | None = StepwiseCycles) -> Any:
+@pytest.fixture(scope="module")
+def headless() -> Any:
+    return specdec.load("demo", drafter="none", dtype="float32")
+
+
+def with_depths(lm: Any, depths: list[int], made: type[FakeExecutor] | None = FakeExecutor) -> Any:
     depth = DepthPart(spec=DepthPolicySpec(name="given", factory=lambda config: Depths(depths)))
     return attrs.evolve(lm, target=lm.target if made is None else OnDevice(lm.target, made), depth=depth)
 
@@ -79,7 +65,7 @@ def run(lm: Any, parts: list[str], **options: Any) -> tuple[list[Any], Any]:
     depths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     stop=st.lists(st.sampled_from(["\n", "e", " th", "zzz"]), max_size=2),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_cycles_of_the_target_give_what_the_engine_gives(
     demo: Any, parts: list[str], count: int, depths: list[int], stop: list[str]
 ) -> None:
@@ -89,17 +75,39 @@ def test_cycles_of_the_target_give_what_the_engine_gives(
     wanted, other = run(with_depths(demo, depths, None), parts, **options)
     event(f"opened {min(len(ours.target.opened), 3)}")
     assert got == wanted
-    if any(depths) and count > 8:
-        assert ours.target.opened
-    for one in (session, other):  # what waits for its pair must be the same too
-        one._snapshot()
-    tiny.assert_same_bits(
-        tiny.state_arrays(demo.target, session.sequence.state), tiny.state_arrays(demo.target, other.sequence.state)
-    )
+    assert len(ours.target.opened) == len(parts)
+    states = [one._sequence.state for one in (session, other)]
+    tiny.assert_same_bits(*(demo.target.snapshot(state).arrays for state in states))  # the head's cache too
 
 
-@given(text=st.sampled_from(TEXTS), stops=st.sets(st.integers(0, 276), max_size=40), depth=st.integers(1, 5))
-@settings(max_examples=40)
+def test_plain_decoding_runs_on_the_device(headless: Any) -> None:
+    """Without a drafter, and for as long as a depth policy says 0; every cycle but the first is submitted ahead."""
+    ours = with_depths(headless, [0])
+    (got, session), (wanted, other) = (run(lm, TEXTS, max_new_tokens=24) for lm in (ours, headless))
+    assert got == wanted
+    assert len(ours.target.opened) == len(TEXTS)
+    assert {executor.most for executor in ours.target.opened} == {2}
+    states = [one._sequence.state for one in (session, other)]
+    tiny.assert_same_bits(*(headless.target.snapshot(state).arrays for state in states))
+    result = ours.generate(TEXTS[0], max_new_tokens=24)
+    assert result.stats.whole_cycles == result.stats.cycles == len(result.tokens)
+
+
+def test_a_drafter_that_fails_leaves_plain_decoding_on_the_device(demo: Any) -> None:
+    class Fails(MtpDrafter):
+        def device_draft(self, context: Any) -> Any:
+            raise RuntimeError("no idea")
+
+    spec = attrs.evolve(demo.drafter.spec, factory=Fails)
+    lm = with_depths(attrs.evolve(demo, drafter=attrs.evolve(demo.drafter, spec=spec)), [2])
+    result = lm.generate(TEXTS[0], max_new_tokens=24)
+    assert result.tokens == demo.generate(TEXTS[0], max_new_tokens=24).tokens
+    assert "no idea" in result.stats.inactive_reason
+    assert result.stats.whole_cycles == result.stats.cycles == len(result.tokens)
+
+
+@given(text=st.sampled_from(TEXTS), stops=st.sets(st.integers(0, 276), max_size=40), depth=st.integers(0, 5))
+@examples(40)
 def test_a_stop_token_ends_them_on_the_device(demo: Any, text: str, stops: set[int], depth: int) -> None:
     tokenizer = copy.copy(demo.tokenizer)
     tokenizer.eos_ids = frozenset(stops)
@@ -108,22 +116,14 @@ def test_a_stop_token_ends_them_on_the_device(demo: Any, text: str, stops: set[i
     (got, session), (wanted, _) = run(lm, [text], max_new_tokens=32), run(plain, [text], max_new_tokens=32)
     assert got == wanted
     event(got[0][2])
-    assert session.sequence.state.length == len(session.tokens) - 1
+    assert session._sequence.state.length == len(session.tokens) - 1
 
 
 def test_the_host_is_one_cycle_late_only_where_no_text_ends_generation(demo: Any) -> None:
-    class Watched(StepwiseCycles):
-        most = 0
-
-        def submit(self, depth: int) -> None:
-            super().submit(depth)
-            Watched.most = max(Watched.most, len(self._flying))
-
-    run(with_depths(demo, [2], Watched), TEXTS[:1], max_new_tokens=40)
-    assert Watched.most == 2
-    Watched.most = 0
-    run(with_depths(demo, [2], Watched), TEXTS[:1], max_new_tokens=40, stop=("zzz",))
-    assert Watched.most == 1
+    for stop, most in (((), 2), (("zzz",), 1)):
+        lm = with_depths(demo, [2])
+        run(lm, TEXTS[:1], max_new_tokens=40, stop=stop)
+        assert [executor.most for executor in lm.target.opened] == [most]
 
 
 def test_the_time_of_a_whole_cycle_is_told_as_one(demo: Any) -> None:
@@ -177,10 +177,10 @@ def test_a_stream_that_is_stopped_or_dropped_leaves_a_session_that_goes_on(demo:
 
 
 def test_a_failure_on_the_device_leaves_a_session_that_builds_its_states_again(demo: Any) -> None:
-    class Failing(StepwiseCycles):
+    class Failing(FakeExecutor):
         left = 4
 
-        def collect(self) -> GreedyCycle:
+        def collect(self) -> Outcome:
             Failing.left -= 1
             if Failing.left == 0:
                 raise RuntimeError("the device is gone")
@@ -196,10 +196,10 @@ def test_a_failure_on_the_device_leaves_a_session_that_builds_its_states_again(d
 
 
 def test_a_head_of_nonsense_is_given_up(demo: Any) -> None:
-    class Nonsense(StepwiseCycles):
-        def collect(self) -> GreedyCycle:
+    class Nonsense(FakeExecutor):
+        def collect(self) -> Outcome:
             cycle = super().collect()
-            return GreedyCycle((*cycle.drafted[:-1], -1), min(cycle.accepted, len(cycle.drafted) - 1), cycle.emitted)
+            return Outcome((*cycle.drafted[:-1], -1), min(cycle.accepted, len(cycle.drafted) - 1), cycle.emitted)
 
     session = with_depths(demo, [2], Nonsense).session()
     result = session.generate(TEXTS[0], max_new_tokens=40)
@@ -208,11 +208,11 @@ def test_a_head_of_nonsense_is_given_up(demo: Any) -> None:
 
 
 def test_doctor_tells_cycles_that_differ_from_single_passes(demo: Any) -> None:
-    class KeepsARowTooFew(StepwiseCycles):
-        def _settle(self) -> None:
-            if len(self._emitted) > 1:
-                self._emitted = self._emitted[:-1]
-            super()._settle()
+    class KeepsARowTooFew(FakeExecutor):
+        def settle(self) -> None:
+            if len(self.emitted) > 1:
+                self.emitted = self.emitted[:-1]
+            super().settle()
 
     def cycle_finding(target: Any) -> Any:
         return [finding for finding in PassProbe(target, context=12).findings() if finding.kind == "cycle"]

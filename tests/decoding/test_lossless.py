@@ -206,8 +206,8 @@ def check_counters(stats: Any, tokens: int, cut: int = 0) -> None:
     assert all(later <= earlier for earlier, later in itertools.pairwise(offered))
     assert stats.rows == sum(offered) + stats.cycles
     assert stats.tokens == tokens == sum(accepted) + stats.cycles - cut
-    assert sum(stats.depth.values()) == stats.cycles
-    assert sum(depth * count for depth, count in stats.depth.items()) == sum(offered)
+    assert sum(stats.draft_lengths.values()) == stats.cycles
+    assert sum(depth * count for depth, count in stats.draft_lengths.items()) == sum(offered)
 
 
 @pytest.fixture(scope="module")

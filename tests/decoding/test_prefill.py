@@ -125,6 +125,7 @@ print("grew", peak() - before, "state", state.nbytes())
 """
 
 
+@pytest.mark.slow
 def test_a_long_prompt_builds_no_square_matrix(kernels: str, checkpoint: Callable[..., pathlib.Path]) -> None:
     """Peak memory of an 8000-token prompt.
 

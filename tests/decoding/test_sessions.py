@@ -178,7 +178,9 @@ def test_a_prompt_that_goes_on_runs_only_its_rest_and_drafts_as_a_cold_session(
     assert ours.stats.prefilled == rest
     assert cold.stats.prefilled == len(prompt) - 1
     assert ours.tokens == cold.tokens
-    counters = [(run.stats.offered, run.stats.reached, run.stats.accepted, run.stats.depth) for run in (ours, cold)]
+    counters = [
+        (run.stats.offered, run.stats.reached, run.stats.accepted, run.stats.draft_lengths) for run in (ours, cold)
+    ]
     assert counters[0] == counters[1]
 
 
@@ -513,8 +515,8 @@ def test_counters_are_consistent(
     stats = session.generate(prompt, max_new_tokens=count, ignore_eos=True).stats
     assert stats.tokens == count == stats.cycles + sum(stats.accepted)
     assert stats.rows == sum(stats.offered) + stats.cycles
-    assert sum(stats.depth.values()) == stats.cycles
-    assert sum(length * cycles for length, cycles in stats.depth.items()) == sum(stats.offered)
+    assert sum(stats.draft_lengths.values()) == stats.cycles
+    assert sum(length * cycles for length, cycles in stats.draft_lengths.items()) == sum(stats.offered)
     assert stats.prefilled == len(prompt) - 1
     assert stats.reached[:1] == stats.offered[:1]
     for position in range(len(stats.offered)):

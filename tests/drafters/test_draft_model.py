@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -48,15 +47,6 @@ from tests.drafters.two_tokenizers import byte_level, sentence_piece
 from tests.verifiers.enumeration import array, distance, emitted, joint_of
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny arrays: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tables(folders: Any) -> dict[str, dict[str, Any]]:

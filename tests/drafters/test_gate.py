@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import sampling
-from specdec.contract import Context, Draft, DrafterEnv, DraftNoise, Sampling
+from specdec.contract import Context, Draft, DrafterEnv, DraftNoise, Needs, Sampling
 from specdec.drafters.gate import DraftGate
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
@@ -128,9 +128,9 @@ def drafts(model: TableModel, config: MtpConfig, shared: Any, monkeypatch: pytes
     context = Context(PROMPT, Sampling(temperature=1.0), generated_from=2, draft_noise=DraftNoise.INDEPENDENT)
 
     def run() -> Draft:
-        state = model.new_state(32)
+        state = model.new_state(32, Needs(mtp=True))
         drafter = MtpDrafter(config, DrafterEnv(target=model, state=state, shared=shared))
-        drafter.prefill(Context(PROMPT[:-1]), model.prefill(state, PROMPT[:-1]))
+        model.prefill(state, PROMPT[:-1])
         return drafter.propose(context, DEPTH)
 
     found = []

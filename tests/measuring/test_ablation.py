@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import specdec
-from specdec.errors import ConfigError, ContractError, StateError, UnsupportedError
+from specdec.contract import Needs
+from specdec.errors import ConfigError, ContractError, UnsupportedError
 from specdec.measuring import AcceptanceReport, measure_acceptance
-from specdec.measuring.ablations import ablation_report
+from specdec.measuring.ablations import SWITCHES, AblatedLM, ablation_report, inapplicable, parse_switches
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.runs import Run as Generation
-from specdec.models.ablation import SWITCHES, AblatedPass, inapplicable, parse_switches
 from specdec.records.cost_table import CostTable
 from specdec.testing import TableModel, check_plugin
 from tests import tiny
@@ -80,7 +80,7 @@ def test_the_drafts_are_those_of_an_oracle_with_the_mistake(
     """After the prompt, and after cycles in which all, some and none of the draft were accepted."""
     target = make_target(family, kernels=kernels, **settings)
     wrong = with_mistake(oracle(checkpoint(family, dtype="float32", **settings)), switch)
-    run = Run(AblatedPass(target, () if switch == "none" else (switch,)))
+    run = Run(AblatedLM(target, () if switch == "none" else (switch,)))
     run.prefill(prompt_of(PROMPT), [4])  # in two chunks
     for cycle, accepted in enumerate((3, 0, 1)):
         check(run, wrong, 3)
@@ -92,11 +92,11 @@ def test_only_the_prompt_is_left_out(checkpoint: Callable[..., Any], make_target
     """Pairs that wait through a run without drafts are fed without one; the head gets those all the same."""
     settings = tiny.QWEN3_5_SHAPES["attention-only"]
     wrong = with_mistake(MtpOracle(checkpoint("qwen3_5", dtype="float32", **settings)), "no-prefill")
-    run = Run(AblatedPass(make_target("qwen3_5", **settings), ("no-prefill",)))
+    run = Run(AblatedLM(make_target("qwen3_5", **settings), ("no-prefill",)))
     run.prefill(prompt_of(PROMPT))
     for cycle in range(12):
         run.verify([], 0, following=7 * cycle + 3)
-    assert run.state.skipped == PROMPT - 2
+    assert run.state.pairs.skipped == PROMPT - 2
     check(run, wrong, 3)
 
 
@@ -116,7 +116,7 @@ def test_each_mistake_changes_the_logits(switch: str, make_target: Callable[...,
     """A switch that did nothing would agree with the right head."""
     target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
     seen = []
-    for model in (target, AblatedPass(target, (switch,))):
+    for model in (target, AblatedLM(target, (switch,))):
         run = Run(model)
         run.prefill(prompt_of(20))
         run.draft(2)
@@ -126,7 +126,7 @@ def test_each_mistake_changes_the_logits(switch: str, make_target: Callable[...,
 
 def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..., Any], kernels: str) -> None:
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])
-    ours, theirs = Run(AblatedPass(target, ())), Run(target)
+    ours, theirs = Run(AblatedLM(target, ())), Run(target)
     for run in (ours, theirs):
         run.prefill(prompt_of(12))
         run.draft(4)
@@ -138,12 +138,12 @@ def test_it_keeps_the_contract_of_a_forward_pass(switches: tuple[str, ...], make
     kernels = tiny.kernels_available()[-1]
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["mixed-layers"])
     bulk = {"F6": "the torch reference computes long prompt chunks in bulk, and says so"}
-    report = check_plugin(AblatedPass(target, switches), effort=0.2, known_failures=bulk if kernels == "torch" else {})
+    report = check_plugin(AblatedLM(target, switches), effort=0.2, known_failures=bulk if kernels == "torch" else {})
     assert [(failure.check.id, failure.detail) for failure in report.failures] == []
 
 
 def test_a_state_without_its_prompt_survives_a_snapshot(make_target: Callable[..., Any]) -> None:
-    target = AblatedPass(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]), ("no-prefill",))
+    target = AblatedLM(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["mixed-layers"]), ("no-prefill",))
     drafts = []
     for saving in (False, True):
         run = Run(target)
@@ -153,11 +153,11 @@ def test_a_state_without_its_prompt_survives_a_snapshot(make_target: Callable[..
         if saving:
             run.save_and_load()
         drafts.append(run.draft(3))
-        assert (run.state.mtp_length, run.state.skipped) == (run.state.length, 10)
+        assert (run.state.pairs.length, run.state.pairs.skipped) == (run.state.length, 10)
     assert drafts[0] == drafts[1]
     run.verify([5], 0, following=9)
     run.rewind(6)
-    assert (run.state.mtp_length, run.state.skipped) == (4, 4)
+    assert (run.state.pairs.length, run.state.pairs.skipped) == (5, 4)
     assert run.draft(3) == _fresh(target, run.tokens).draft(3)
 
 
@@ -175,19 +175,16 @@ def test_what_has_no_such_head_is_refused(make_target: Callable[..., Any]) -> No
         other = make_target(family, **next(iter(SHAPES[family].values())))
         if other.info.mtp_layers:
             with pytest.raises(UnsupportedError, match="cannot be measured") as caught:
-                AblatedPass(other, ("no-rotary",))
+                AblatedLM(other, ("no-rotary",))
             assert f"not of {family}" in caught.value.facts["reason"]
 
 
-def test_the_wrong_use_of_it_is_refused(make_target: Callable[..., Any]) -> None:
-    target = make_target("qwen3_5")
-    model = AblatedPass(target, ())
-    state = model.new_state(8)
-    hidden = model.prefill(state, [1, 2, 3]).need_hidden()
-    with pytest.raises(StateError, match="a state of another model"):
-        model.prefill(target.new_state(8), [1])
+def test_a_head_of_another_object_is_refused(make_target: Callable[..., Any]) -> None:
+    model = AblatedLM(make_target("qwen3_5"), ())
+    state = model.new_state(8, Needs(mtp=True))
+    model.prefill(state, [1, 2, 3])
     with pytest.raises(ContractError, match="another object"):
-        model.decode_mtp(state, [2], hidden[:1], head=object())  # type: ignore[arg-type]
+        model.draft_mtp(state, 2, 1, head=object())
 
 
 def test_names_of_switches() -> None:
@@ -241,12 +238,12 @@ def test_a_switch_that_cannot_show_says_so(demo: Any) -> None:
 
 def test_a_changed_output_is_a_broken_promise(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong trunk instead of a wrong head: the tokens differ, and the report says it."""
-    right = AblatedPass.decode
+    right = AblatedLM.decode
 
     def wrong(self: Any, state: Any, tokens: Sequence[int]) -> Any:
         return right(self, state, [(token + 1) % 256 for token in tokens] if "gate-silu" in self.switches else tokens)
 
-    monkeypatch.setattr(AblatedPass, "decode", wrong)
+    monkeypatch.setattr(AblatedLM, "decode", wrong)
     report = measured(demo)
     assert report.broken_promise
     assert {one.switch: one.equal for one in report.ablations}["gate-silu"] < 4

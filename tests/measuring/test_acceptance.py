@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.contract import Context, CycleRecord, Draft, Drafter, Stats
+from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter, Stats
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
 from specdec.measuring.mismatches import commonest, log_rows
@@ -251,7 +251,7 @@ def test_what_cannot_be_measured_is_refused(scripted):
         with pytest.raises(ConfigError, match="the depth is 1 to 15 on this backend"):
             AcceptanceMeasurement(lm, prompts("a"), depth=depth)
     with pytest.raises(UnsupportedError, match="the drafter 'tested' uses none"):
-        AcceptanceMeasurement(lm, prompts("a"), ablations=("gate-silu",))
+        AcceptanceMeasurement(with_drafter(lm, needs=NO_NEEDS), prompts("a"), ablations=("gate-silu",))
     with pytest.raises(PromptError, match="temperature takes"):
         AcceptanceMeasurement(lm, prompts("a"), temperature=-1.0)
     long = {"a": [Prompt(kind="a", text="word " * 600, source="mine.txt, line 4")]}
@@ -259,7 +259,7 @@ def test_what_cannot_be_measured_is_refused(scripted):
         AcceptanceMeasurement(lm, long, costs=COSTS).run()
     assert caught.value.facts["prompt"] == "mine.txt, line 4"
     lm = with_drafter(lm, name="none")
-    with pytest.raises(UnsupportedError, match="no acceptance to measure"):
+    with pytest.raises(UnsupportedError, match="nothing to measure"):
         AcceptanceMeasurement(lm, prompts("a"))
 
 

@@ -145,7 +145,7 @@ def cycle(offered: int, emitted: int, draft: float, verify: float, commit: float
 
 def test_cycles_that_a_device_ran_whole_are_timed_as_such() -> None:
     """They know no phases: their draft of 0 s used to be printed as a time, and their pass held the draft."""
-    whole = attrs.evolve(cycle(3, 4, 0.0, 2.0, 0.0), whole=True)
+    whole = attrs.evolve(cycle(3, 4, 0.0, 2.0, 0.0), on_device=True)
     plain = [cycle(0, 1, 0.0, 1.0, 0.5)]
     alone = {timing.what: timing for timing in bench_module._timings([whole], plain)}
     assert set(alone) == {"plain step", "verify 1 row", "whole cycle, 3 drafts"}

@@ -139,7 +139,7 @@ def test_rewind_and_snapshot_give_the_bits_of_a_new_run(
             cache.values[cache.length :] = torch.nan
     reached = target.rewind(state, len(prompt) + 2)
     assert reached <= len(prompt) + 2
-    again = target.restore(target.snapshot(state))
+    again = target.restore(target.snapshot(state), tiny.needs_of(target))
     for one in (state, again):
         for token in truth[reached : len(prompt) + 5]:
             target.decode(one, [token])

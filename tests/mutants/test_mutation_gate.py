@@ -30,6 +30,7 @@ from specdec.testing import OpsSubject, Subject, TableModel, as_subject, iter_ch
 from specdec.testing.table_model import Memory
 from specdec.verifiers import margin, rejection, strict
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
+from tests.selection import cases
 from tests.verifiers import test_exact_law as exact
 from tests.verifiers import test_sampler_law as sampled
 from tests.verifiers import test_strict_sampling as path
@@ -310,7 +311,7 @@ def block_is_only_the_token_rule(patch):
 def greedy_draft_with_its_softmax(patch):
     def wrong(logits: Logits, drafted, context):
         rows = Rows(logits, drafted, context, first=len(drafted))
-        law = rows.law(len(drafted)).astype(np.float32)
+        law = rows.distribution(len(drafted)).astype(np.float32)
         return int(law.argmax()), law
 
     patch.setattr(mtp, "draft_token", wrong)
@@ -574,14 +575,10 @@ def rejected_rows_leave_a_trace(patch):
 _passed: set[Callable[[], None]] = set()
 
 
-SAMPLE = {"residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did"}
+SAMPLE = ("residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did")
 
 
-def _case(mutant: Mutant) -> Any:
-    return pytest.param(mutant, id=mutant.name, marks=[pytest.mark.sample] * (mutant.name in SAMPLE))
-
-
-@pytest.mark.parametrize("mutant", [_case(mutant) for mutant in MUTANTS])
+@pytest.mark.parametrize("mutant", cases(MUTANTS, name=lambda mutant: mutant.name, sample=SAMPLE))
 def test_the_mutant_is_killed_by_its_named_test(mutant, monkeypatch):
     if mutant.killer not in _passed:
         mutant.killer()  # without the mutant it passes

@@ -60,4 +60,4 @@ def test_the_output_is_that_of_plain_decoding_under_any_table(plain, table, conf
         assert result.tokens == expected[:count]
         assert len(result.tokens) == count
         assert not result.stats.faults
-        assert max(result.stats.depth) <= min(config.max_depth, target.info.max_rows - 1, max(count - 1, 0))
+        assert max(result.stats.draft_lengths) <= min(config.max_depth, target.info.max_rows - 1, max(count - 1, 0))

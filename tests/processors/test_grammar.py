@@ -15,7 +15,7 @@ from hypothesis import example, given
 from specdec.contract import Context, Draft, Drafter, Sampling
 from specdec.decoding.cycle import Sequence as EngineSequence
 from specdec.decoding.cycle import run_cycle
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors.grammar import GrammarConfig, GrammarProcessor
 from specdec.testing.table_model import TableModel

@@ -11,7 +11,6 @@ from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors import grammar
 from specdec.processors.grammar import GrammarConfig
 from specdec.registry import Kind, Registry
-from tests.processes import run_python
 from tests.processors import words
 
 
@@ -42,11 +41,6 @@ def test_it_registers_through_the_hook_and_is_found_by_name():
     assert [entry.spec for entry in registry.entries(Kind.PROCESSOR)] == [spec]
     with pytest.raises(ConfigError, match="no logits processor is called 'grammer'. Did you mean 'grammar'"):
         registry.processor("grammer", asked_by="generation.processors")
-
-
-def test_importing_it_does_not_import_llguidance():
-    code = "import sys, specdec.processors.grammar; sys.exit('llguidance' in sys.modules)"
-    run_python("-c", code)
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch):

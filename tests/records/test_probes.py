@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.backends.cpu.reference import ReferenceOps
@@ -34,6 +34,7 @@ from specdec.records.probes import (
 from specdec.registry import BUILT_INS, Registry, use_registry
 from specdec.testing import Memory, TableModel
 from tests import tiny
+from tests.selection import examples
 from tests.tiny_families import FAMILIES
 from tests.wrong_ops import FROM, ROWS, Leaky, ProbedBackend, wrong_ops
 
@@ -441,7 +442,7 @@ def test_ops_are_replaced_everywhere_and_weights_are_shared(make_target):
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     ratios=st.lists(st.floats(0.0, 1.5), min_size=1, max_size=8),
     step=st.none() | st.floats(0.0, 2.0),

@@ -11,18 +11,12 @@ import pytest
 import torch
 
 from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, as_subject, iter_checks, run_check
+from tests.selection import cases
 from tests.testing.broken import drafters, ops, policies, targets, verifiers
 
+pytestmark = pytest.mark.mutants
+
 COSTLY = ("D14", "V5")  # draw thousands of times; fewer where another clause is meant
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny arrays: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def caught(subject, under_test, meant) -> set[str]:
@@ -42,29 +36,33 @@ def assert_caught(subject, under_test, clauses) -> None:
     assert found <= set(clauses)
 
 
+def some(kinds, sample: int):
+    return cases(kinds, name=lambda kind: kind.__name__, sample=sample)
+
+
 def _drafter(kind):
     return DrafterSubject(make=kind)
 
 
-@pytest.mark.parametrize("kind", drafters.BROKEN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", some(drafters.BROKEN, 4))
 def test_a_wrong_drafter_is_caught_by_its_clause(kind):
     clauses = drafters.BROKEN[kind]
     assert_caught(Subject.DRAFTER, _drafter(kind), clauses)
 
 
-@pytest.mark.parametrize("kind", verifiers.BROKEN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", some(verifiers.BROKEN, 2))
 def test_a_wrong_verifier_is_caught_by_its_clause(kind):
     clauses = verifiers.BROKEN[kind]
     assert_caught(Subject.VERIFIER, as_subject(Subject.VERIFIER, kind), clauses)
 
 
-@pytest.mark.parametrize("kind", policies.BROKEN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", some(policies.BROKEN, 4))
 def test_a_wrong_policy_is_caught_by_its_clause(kind):
     clauses = policies.BROKEN[kind]
     assert_caught(Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, kind), clauses)
 
 
-@pytest.mark.parametrize("case", targets.BROKEN, ids=lambda case: case[0].__name__)
+@pytest.mark.parametrize("case", cases(targets.BROKEN, name=lambda case: case[0].__name__, sample=4))
 def test_a_wrong_target_is_caught_by_its_clause(case):
     kind, options = case
     make = partial(targets.table, kind, **dict(options))
@@ -72,12 +70,13 @@ def test_a_wrong_target_is_caught_by_its_clause(case):
     assert_caught(Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, make), clauses)
 
 
-@pytest.mark.parametrize("kind", ops.BROKEN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", some(ops.BROKEN, 4))
 def test_wrong_ops_are_caught_by_their_clause(kind):
     clauses = ops.BROKEN[kind]
     assert_caught(Subject.OPS, OpsSubject(make=lambda: kind(torch.float32)), clauses)
 
 
+@pytest.mark.sample
 def test_every_clause_has_a_plugin_that_breaks_it():
     tables = [drafters.BROKEN, verifiers.BROKEN, policies.BROKEN, targets.BROKEN, ops.BROKEN]
     covered = {clause for table in tables for clauses in table.values() for clause in clauses}

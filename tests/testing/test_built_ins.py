@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from specdec.config import Choice
 from specdec.contract import ForwardPass, Needs, PrepareEnv, Sampling
@@ -79,11 +78,13 @@ def test_draft_model(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(drafter=draft_model(min_confidence=0.3), effort=0.2)
 def test_draft_model_with_a_gate(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(drafter=draft_model("text"), effort=0.4)
 def test_draft_model_across_tokenizers(check):
     check()
@@ -105,11 +106,13 @@ def first_of(*choices: Choice) -> DrafterSubject:
     return DrafterSubject(make=lambda env: spec.factory(config, env), needs=needs, prepare=prepare)
 
 
+@pytest.mark.slow
 @parametrize_checks(drafter=first_of(Choice("ngram", {"min_order": 2}), Choice("mtp")), effort=0.4)
 def test_first_of_a_look_up_and_a_head(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(
     drafter=first_of(Choice("draft_model", {"model": "toy", "min_confidence": 0.6}), Choice("ngram")), effort=0.3
 )
@@ -122,21 +125,25 @@ def test_strict(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(verifier=lambda: RejectionVerifier(RejectionConfig()), effort=LESS)
 def test_rejection(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(verifier=lambda: RejectionVerifier(RejectionConfig(block=True)), effort=LESS)
 def test_block(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(verifier=lambda: MarginVerifier(MarginConfig(margin=0.4)), effort=LESS)
 def test_margin(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(verifier=lambda: TypicalVerifier(TypicalConfig()), effort=LESS)
 def test_typical(check):
     check()
@@ -147,15 +154,6 @@ def test_every_registered_policy(name):
     subject = as_subject(Subject.DEPTH_POLICY, registry().depth_policy(name))
     assert isinstance(subject, DepthPolicySubject)
     check_subjects(name, {Subject.DEPTH_POLICY: subject}, effort=0.5).raise_for_failures()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny arrays: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -35,7 +35,7 @@ from specdec.testing import (
 )
 from specdec.testing.checks import Broken, Run
 from specdec.testing.numerics import chi_square_tail
-from tests.processes import run_python, run_specdec
+from tests.processes import run_specdec
 from tests.testing import contract_pages
 from tests.testing.broken import drafters, policies
 from tests.testing.broken.targets import RunsCycles
@@ -256,13 +256,9 @@ def test_the_command_fails_a_broken_plugin(monkeypatch):
     assert "specdec check broken --seed 0 --only P4" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_name_ends_with_status_two():
     assert "Did you mean 'strict'" in run_specdec("check", "strikt", status=2).stderr
-
-
-def test_the_kit_needs_no_pytest():
-    code = "import sys, specdec.testing as t; list(t.iter_checks()); assert 'pytest' not in sys.modules"
-    run_python("-c", code)
 
 
 # --- the models ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,9 @@ from specdec.testing.table_model import TableLogits
 from specdec.testing.verifier_cases import JOINT, Scenario, tally_joint, target_and_draft, target_joint
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
+from tests.selection import cases
+
+pytestmark = pytest.mark.slow
 
 DRAWS = 4_000 if os.environ.get("HYPOTHESIS_PROFILE", "dev") == "dev" else 25_000
 P_VALUE = 1e-4
@@ -67,8 +70,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("verifier", "scenario"), CASES)
-def test_the_joint_law_is_the_targets(verifier, scenario):
+@pytest.mark.parametrize("case", cases(CASES, name="-".join, sample=["rejection-sampled", "strict-filtered"]))
+def test_the_joint_law_is_the_targets(case):
+    verifier, scenario = case
     check_joint_law(VERIFIERS[verifier](), SCENARIOS[scenario])
 
 
@@ -124,6 +128,7 @@ def test_block_verification_accepts_at_least_the_expectation_of_the_token_rule()
     assert mean >= by_token - 4.5 * 1.0 / np.sqrt(draws)  # the deviation of a number in 0..2 is at most 1
 
 
+@pytest.mark.sample
 def test_coupled_drafts_are_accepted_as_often_as_the_formula_says():
     """Drafting with the noise that decides: Pr[match] = sum_t 1 / sum_s max(p_s / p_t, q_s / q_t), arXiv 2408.07978."""
     target, draft = target_and_draft()
@@ -152,6 +157,7 @@ def test_a_large_vocabulary_keeps_its_tail():
     assert fit.passes(P_VALUE), str(fit)
 
 
+@pytest.mark.sample
 def test_changing_the_seed_changes_the_tokens():
     target, draft = target_and_draft()
     scenario = attrs.evolve(SCENARIOS["sampled"], draws=50)

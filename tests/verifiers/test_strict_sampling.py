@@ -6,7 +6,7 @@ import attrs
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from specdec import sampling as production
 from specdec.contract import Context, Draft, LogitsProcessor, Sampling
@@ -17,6 +17,7 @@ from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.table_model import TableLogits
 from specdec.testing.verifier_cases import Case, cases
 from specdec.verifiers.strict import StrictVerifier
+from tests.selection import examples
 
 VOCAB = 7
 MODELS = {memory: TableModel.random(VOCAB, memory=memory, seed=8, tilt=0.6, peak=0.4) for memory in Memory}
@@ -56,7 +57,7 @@ def check_independence(prompt, depths, sampling, memory, wrong, count=14):
     assert not stats.inactive_reason
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     prompt=strategies.tokens(VOCAB, min_size=1),
     depths=st.lists(st.integers(0, 6), min_size=1, max_size=4),
@@ -75,10 +76,10 @@ def check_rows_have_their_own_history(case: Case):
     """F(row i) is F(plain decoding after y + x_1..x_i)."""
     rows = Rows(TableLogits(case.rows), case.draft.tokens, case.context())
     for row in range(len(case.draft.tokens) + 1):
-        np.testing.assert_allclose(rows.law(row), case.distribution(row), atol=1e-9)
+        np.testing.assert_allclose(rows.distribution(row), case.distribution(row), atol=1e-9)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases())
 def test_every_row_follows_the_law_written_out_by_hand(case):
     check_rows_have_their_own_history(case)
@@ -90,19 +91,19 @@ def test_a_repeated_draft_token_is_penalised_in_the_next_row():
     case = Case(np.zeros((3, 4), np.float32), history, draft, Sampling(temperature=1.0, frequency_penalty=1.0), 1)
     check_rows_have_their_own_history(case)
     rows = Rows(TableLogits(case.rows), draft.tokens, case.context())
-    assert rows.law(0)[2] > rows.law(1)[2] > rows.law(2)[2]
+    assert rows.distribution(0)[2] > rows.distribution(1)[2] > rows.distribution(2)[2]
 
 
 def test_minimum_length_ends_inside_a_block():
     sampling = Sampling(temperature=1.0, min_new_tokens=2, end_tokens=(3,))
     rows = Rows(TableLogits(np.zeros((4, 4), np.float32)), (0, 0, 0), Context([1], sampling, generated_from=1))
-    assert [rows.law(row)[3] > 0 for row in range(4)] == [False, False, True, True]
+    assert [rows.distribution(row)[3] > 0 for row in range(4)] == [False, False, True, True]
 
 
 def test_the_mask_of_a_grammar_moves_with_the_row():
     sampling = Sampling(temperature=1.0, processors=(EveryOther(),))
     rows = Rows(TableLogits(np.zeros((3, 4), np.float32)), (1, 2), Context([0], sampling, generated_from=1))
-    assert [set(np.flatnonzero(rows.law(row))) for row in range(3)] == [{1, 3}, {0, 2}, {1, 3}]
+    assert [set(np.flatnonzero(rows.distribution(row))) for row in range(3)] == [{1, 3}, {0, 2}, {1, 3}]
 
 
 # --- ties ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from specdec.config import structure_options
 from specdec.contract import Context, DrafterEnv, PrepareEnv, Sampling
 from specdec.decoding.cycle import Sequence, run_cycle
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError
 from specdec.registry import Registry
 from specdec.testing import TableModel

@@ -7,8 +7,23 @@ from typing import Any
 
 import attrs
 import torch
-from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, ModelInfo, Snapshot, State, no_mtp_head
-from specdec.errors import ContractError, PromptError, ShapeError, StateError
+from specdec.contract import (
+    IDLE_ROWS,
+    NO_NEEDS,
+    DraftHead,
+    ForwardOutput,
+    ForwardPass,
+    Hidden,
+    Logits,
+    ModelInfo,
+    MtpPairs,
+    Needs,
+    Snapshot,
+    State,
+    no_mtp_head,
+    no_mtp_pairs,
+)
+from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -28,20 +43,19 @@ class Mark:
 
     length: int
     cache: Cache
-    last: Tensor | None  # hidden state [1, H] of the last token before it
 
 
 class TransformersState(State):
     """One sequence: the text's cache, and the MTP layer's own."""
 
-    def __init__(self, text: Text, capacity: int) -> None:
+    def __init__(self, text: Text, capacity: int, needs: Needs) -> None:
         self.text = text
+        self.needs = needs
+        self.pairs = MtpPairs() if needs.mtp else None
         self.mtp: Any = None  # true pairs only
         self.chained: Any = None  # true pairs, and provisional ones behind them
-        self.mtp_true = 0
         self.chained_pairs = 0
-        self.decoded: Tensor | None = None  # hidden states of the pass that waits for commit
-        self.last: Tensor | None = None  # hidden state [1, H] of the last committed token
+        self.decoded: tuple[Sequence[int], Tensor | None] | None = None  # tokens and hidden states of a pass
         self.marks: list[Mark] = []
         self._capacity = capacity
 
@@ -52,14 +66,6 @@ class TransformersState(State):
     @property
     def capacity(self) -> int:
         return self._capacity
-
-    @property
-    def mtp_length(self) -> int:
-        return self.mtp_true
-
-    @property
-    def last_hidden(self) -> Hidden | None:
-        return None if self.last is None else TorchHidden(self.last)
 
     def nbytes(self) -> int:
         kept = sum(caches.nbytes(mark.cache) for mark in self.marks)
@@ -84,10 +90,13 @@ class TransformersPass(ForwardPass):
 
     # --- states ----------------------------------------------------------------------------------------------------
 
-    def new_state(self, capacity: int) -> TransformersState:
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> TransformersState:
         if not 1 <= capacity <= self.info.max_positions:
             raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity}")
-        return TransformersState(Text(self.model), capacity)
+        unmet = needs.unmet(self.info)
+        if unmet is not None:
+            raise UnsupportedError(f"a state is asked for {unmet}")
+        return TransformersState(Text(self.model, needs.boundaries), capacity, needs)
 
     def _check(self, state: TransformersState, tokens: Sequence[int]) -> None:
         self._check_tokens(tokens)
@@ -113,17 +122,28 @@ class TransformersPass(ForwardPass):
         rows = len(tokens) if whole else PREFILL_ROWS  # a text that is computed again anyway is not computed in parts
         parts = []
         for at in range(0, len(tokens), rows):
-            parts.append(state.text.run(tokens[at : at + rows], logits=False, keep=True).hidden)
-        found = [part for part in parts if part is not None]
-        state.last = found[-1][-1:] if found else None
+            chunk, before = tokens[at : at + rows], state.length
+            hidden = state.text.run(chunk, logits=False, keep=True).hidden
+            self._add_pairs(state, chunk, hidden, before)
+            self.feed_mtp(state)
+            if hidden is not None and state.needs.hidden:
+                parts.append(hidden if state.needs.prompt_rows == "all" else hidden[-1:])
+        if state.needs.prompt_rows == "last":
+            del parts[:-1]
         self._mark(state)
-        return ForwardOutput(None, TorchHidden(torch.cat(found)) if found else None)
+        return _output(state, len(tokens), torch.cat(parts) if parts else None)
+
+    def _add_pairs(self, state: TransformersState, tokens: Sequence[int], hidden: Tensor | None, before: int) -> None:
+        if state.pairs is not None and hidden is not None:
+            state.pairs.add(tokens, TorchHidden(hidden[:, : self.info.hidden_size]), before)
 
     def _mark(self, state: TransformersState) -> None:
         cache = state.text.cache
         if cache is not None and caches.can_lose(cache):
             kept = [mark for mark in state.marks if mark.length < state.length]
-            state.marks = [*kept[1 - MARKS :], Mark(state.length, caches.mark(cache), state.last)]
+            state.marks = [*kept[1 - MARKS :], Mark(state.length, caches.mark(cache))]
+            if state.pairs is not None:
+                state.pairs.mark(mark.length for mark in state.marks)
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         state = _own(state)
@@ -131,21 +151,24 @@ class TransformersPass(ForwardPass):
             raise ShapeError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
         self._check(state, tokens)
         made = state.text.run(tokens, logits=True, keep=False)
-        state.decoded = made.hidden
+        state.decoded = tokens, made.hidden
         assert made.logits is not None
-        hidden = None if made.hidden is None else TorchHidden(made.hidden)
-        return ForwardOutput(TorchLogits(made.logits[:, : self.info.vocab_size]), hidden)
+        return _output(state, len(tokens), made.hidden, TorchLogits(made.logits[:, : self.info.vocab_size]))
 
     def commit(self, state: State, rows: int) -> None:
         state = _own(state)
         pending = state.text.pending
-        if pending is None:
+        if pending is None or state.decoded is None:
             raise StateError("commit without a decode before it")
         if not 0 <= rows <= pending:
             raise StateError(f"commit takes 0 to {pending} rows of the last decode, got {rows}")
+        before = state.length
         state.text.commit(rows)
-        if rows and state.decoded is not None:
-            state.last = state.decoded[rows - 1 : rows]
+        tokens, hidden = state.decoded
+        if rows:
+            self._add_pairs(state, tokens[:rows], None if hidden is None else hidden[:rows], before)
+        if state.pairs is not None and state.pairs.waiting > IDLE_ROWS:
+            self.feed_mtp(state)
         state.decoded = None
 
     # --- MTP passes ------------------------------------------------------------------------------------------------
@@ -172,23 +195,26 @@ class TransformersPass(ForwardPass):
             raise ContractError("a draft head that another object made", got=type(head).__name__)
         after = self._run_mtp(self.mtp, _own(state), tokens, hidden, provisional=provisional)
         logits = self.mtp.logits(after[-1:])[:, : self.info.vocab_size]
-        return ForwardOutput(TorchLogits(logits), TorchHidden(after))
+        return ForwardOutput(rows=len(tokens), logits=TorchLogits(logits), hidden=TorchHidden(after))
 
     def _run_mtp(
         self, mtp: MtpHead, state: TransformersState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
     ) -> Tensor:
+        pairs = state.pairs
+        if pairs is None:
+            raise no_mtp_pairs(self.info)
         self._check_tokens(tokens)
         if len(tokens) != len(hidden):
             raise ShapeError(f"an MTP pass pairs each token with a hidden state: {len(tokens)} and {len(hidden)}")
         chaining = provisional and state.chained is not None
-        held = state.chained_pairs if chaining else state.mtp_true
+        held = state.chained_pairs if chaining else pairs.fed
         source = state.chained if chaining else state.mtp
         cache = mtp.new_cache() if source is None else caches.copied(source)
         after = mtp.run(cache, tokens, own_hidden(hidden), held)
         if provisional:
             state.chained, state.chained_pairs = cache, held + len(tokens)
         else:
-            state.mtp, state.mtp_true = cache, held + len(tokens)
+            state.mtp, pairs.fed = cache, held + len(tokens)
             state.chained = None
         return after
 
@@ -203,31 +229,37 @@ class TransformersPass(ForwardPass):
         state.decoded = state.chained = None
         if length == state.length:
             return length
-        # one token less, so that the last kept token runs again and its hidden state is known
-        reached, last = max(length - 1, 0), None
+        pairs, knows = state.pairs, None if state.pairs is None else state.pairs.knows
         if text.cache is not None and not caches.holds_all(text.cache):
-            mark = next((mark for mark in reversed(state.marks) if mark.length <= length), None)
-            reached, last = (0, None) if mark is None else (mark.length, mark.last)
+            marks = [mark for mark in state.marks if mark.length <= length and (knows is None or knows(mark.length))]
+            mark = marks[-1] if marks else None
+            reached = 0 if mark is None else mark.length
             cache = None if mark is None else caches.back_at(mark.cache, text.cache, reached)
-        else:
+        else:  # one token less where that lets the last kept token run again, so that its hidden state is known
+            reached = length if knows is None or knows(length) else length - 1
             cache = None if text.cache is None or reached == 0 else caches.cut_to(text.cache, reached)
-        # the pair (h_j, x_{j+1}) stays true only if token j+1 is kept
-        pairs = min(state.mtp_true, max(reached if last is None else reached - 1, 0))
-        if pairs < state.mtp_true and state.mtp is not None:
-            if pairs and not caches.holds_all(state.mtp):  # its window has lost what it would need: start over
-                reached, last, cache, pairs = 0, None, None, 0
-            state.mtp = caches.cut_to(state.mtp, pairs) if pairs else None
-        state.mtp_true = pairs
+        if pairs is not None:
+            held = pairs.fed
+            pairs.cut(reached)
+            if pairs.fed < held and state.mtp is not None:
+                if pairs.fed and not caches.holds_all(state.mtp):  # its window has lost what it would need: start over
+                    reached, cache = 0, None
+                    pairs.cut(0)
+                state.mtp = caches.cut_to(state.mtp, pairs.fed) if pairs.fed else None
         text.cache, text.length = cache, reached
         del text.tokens[reached:]
-        state.last = last
         state.marks = [mark for mark in state.marks if mark.length <= reached]
         return reached
 
     def snapshot(self, state: State) -> Snapshot:
         state = _own(state)
         arrays: dict[str, Any] = {}
-        meta = {"mtp_length": state.mtp_true}
+        meta: dict[str, int] = {}
+        if state.pairs is not None:
+            self.feed_mtp(state)
+            meta["mtp_length"] = state.pairs.fed
+            if state.pairs.last is not None:
+                arrays["last_hidden"] = own_hidden(state.pairs.last).clone()
         for name, cache in (("cache", state.text.cache), ("mtp", state.mtp)):
             if cache is not None:
                 tensors, numbers = caches.saved(cache)
@@ -235,26 +267,37 @@ class TransformersPass(ForwardPass):
                 meta |= {f"{name}.{path}": number for path, number in numbers.items()}
         if self.model.rollback is Rollback.RECOMPUTE:
             arrays["tokens"] = torch.tensor(state.text.tokens, dtype=torch.int64)
-        if state.last is not None:
-            arrays["last_hidden"] = state.last.clone()
         return Snapshot(state.length, state.capacity, arrays, meta)
 
-    def restore(self, snapshot: Snapshot) -> TransformersState:
-        state = self.new_state(snapshot.capacity)
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TransformersState:
+        state = self.new_state(snapshot.capacity, needs)
         if self.model.rollback is Rollback.RECOMPUTE:
             state.text.tokens = [int(token) for token in snapshot.arrays["tokens"]]
         elif snapshot.length:
             state.text.cache = caches.loaded(self._template, *_under(snapshot, "cache."))
         state.text.length = snapshot.length
-        state.mtp_true = snapshot.meta["mtp_length"]
-        if state.mtp_true:
-            if self.mtp is None:
-                raise no_mtp_head(self.info)
-            state.mtp = caches.loaded(self.mtp.template, *_under(snapshot, "mtp."))
-        if "last_hidden" in snapshot.arrays:
-            state.last = torch.as_tensor(snapshot.arrays["last_hidden"]).to(self.model.device, copy=True)
+        if state.pairs is not None and self.mtp is not None and "mtp_length" in snapshot.meta:
+            state.pairs.fed = snapshot.meta["mtp_length"]
+            if state.pairs.fed:
+                state.mtp = caches.loaded(self.mtp.template, *_under(snapshot, "mtp."))
+            if "last_hidden" in snapshot.arrays:
+                last = torch.as_tensor(snapshot.arrays["last_hidden"]).to(self.model.device, copy=True)
+                state.pairs.resume(state.pairs.fed, [], TorchHidden(last))
         self._mark(state)
         return state
+
+
+def _output(state: TransformersState, rows: int, hidden: Tensor | None, logits: Logits | None = None) -> ForwardOutput:
+    """What a pass gives; hidden states only where they are asked for."""
+    if hidden is None or not state.needs.hidden:
+        return ForwardOutput(rows=rows, logits=logits)
+    final, *others = (TorchHidden(part) for part in hidden.chunk(1 + len(state.needs.boundaries), dim=-1))
+    return ForwardOutput(
+        rows=rows,
+        logits=logits,
+        hidden=final if state.needs.final_hidden else None,
+        boundaries=dict(zip(state.needs.boundaries, others, strict=True)),
+    )
 
 
 def _own(state: State) -> TransformersState:

@@ -72,6 +72,7 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
         hidden_size=int(config.get_text_config(decoder=True).hidden_size),
         max_positions=_max_positions(config),
         mtp_layers=0 if head is None else 1,
+        layers=model.layers,
         max_rows=MAX_ROWS,
         parity=Parity.NUMERIC,
         parity_reason=rows,

@@ -30,7 +30,10 @@ class Rollback(enum.Enum):
 
 @attrs.frozen
 class Pass:
-    """What a pass gives: logits ``[T, V]`` (None where not asked for), hidden states ``[T, H]`` and the new cache."""
+    """What a pass gives: logits ``[T, V]`` where asked for, hidden states ``[T, (1 + n) H]``, the new cache.
+
+    The hidden states after the final norm come first, those at n layer boundaries beside them.
+    """
 
     logits: Tensor | None
     hidden: Tensor | None
@@ -54,11 +57,19 @@ class Model:
         self._can_skip = "logits_to_keep" in parameters
         self._own_cache = not network._supports_default_dynamic_cache()
         self._hidden: Tensor | None = None
+        self._boundaries: dict[int, Tensor | None] = {}  # those that the present call wants
         self._lock = threading.Lock()  # the hook below writes to this object
         decoder = network.get_decoder()
         self._decoder = decoder if decoder is not None and decoder is not network else network.base_model
         if self._decoder is not network:
             self._decoder.register_forward_hook(self._keep_hidden)
+        layers = getattr(self._decoder, "layers", None)
+        self.layers = 0  # whose boundaries can be had
+        if isinstance(layers, torch.nn.ModuleList):
+            self.layers = len(layers)
+            for number, layer in enumerate(layers):
+                layer.register_forward_pre_hook(self._boundary_hook(number), with_kwargs=True)
+            layers[-1].register_forward_hook(self._keep_last_boundary)
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +86,19 @@ class Model:
         # the decoder's output is the hidden state after the final norm, of every row, whatever logits are asked for
         self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
 
+    def _boundary_hook(self, number: int) -> Any:
+        """A hook on layer ``number``, whose input is the residual stream at that boundary."""
+
+        def keep(module: Any, arguments: Any, named: Any) -> None:
+            if number in self._boundaries:
+                self._boundaries[number] = named["hidden_states"] if "hidden_states" in named else arguments[0]
+
+        return keep
+
+    def _keep_last_boundary(self, module: Any, arguments: Any, output: Any) -> None:
+        if self.layers in self._boundaries:
+            self._boundaries[self.layers] = output[0] if isinstance(output, tuple) else output
+
     def new_cache(self) -> Any:
         """An empty cache, or None where the model makes its own."""
         if self._own_cache:  # such a model makes its own class of cache when it is given none
@@ -87,24 +111,32 @@ class Model:
         hidden, self._hidden = self._hidden, None
         return hidden
 
-    def _call(self, tokens: Sequence[int], logits: bool, **arguments: Any) -> tuple[Any, Tensor | None, Tensor | None]:
+    def _call(
+        self, tokens: Sequence[int], logits: bool, boundaries: Sequence[int], **arguments: Any
+    ) -> tuple[Any, Tensor | None, Tensor | None]:
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
         if self._can_skip:
             arguments["logits_to_keep"] = 0 if logits else 1
         with self._lock:
             self._take_hidden()
+            self._boundaries = dict.fromkeys(boundaries)
             output = self.network(input_ids=ids, return_dict=True, **arguments)
             hidden = self._take_hidden()
+            beside, self._boundaries = [self._boundaries[number] for number in boundaries], {}
+        if boundaries:
+            if hidden is None or any(part is None for part in beside):
+                raise UnsupportedError(f"{type(self.network).__name__} did not run the layers whose states are wanted")
+            hidden = torch.cat([hidden, *(part for part in beside if part is not None)], dim=-1)
         rows = output.logits[0] if logits else None
         return output, rows, None if hidden is None else hidden[0]
 
-    def whole(self, tokens: Sequence[int], *, logits: bool = True) -> Pass:
+    def whole(self, tokens: Sequence[int], *, logits: bool = True, boundaries: Sequence[int] = ()) -> Pass:
         """A pass over a whole text, without a cache."""
         arguments = {} if self._cache_name is None else {"use_cache": False}
-        _, rows, hidden = self._call(tokens, logits, **arguments)
+        _, rows, hidden = self._call(tokens, logits, boundaries, **arguments)
         return Pass(rows, hidden, None)
 
-    def extend(self, cache: Any, tokens: Sequence[int], *, logits: bool = True) -> Pass:
+    def extend(self, cache: Any, tokens: Sequence[int], *, logits: bool = True, boundaries: Sequence[int] = ()) -> Pass:
         """A pass over ``tokens`` after those that ``cache`` (None: nothing) holds; changes and returns ``cache``.
 
         Raises: UnsupportedError when the model gives no cache back.
@@ -112,12 +144,12 @@ class Model:
         if self._cache_name is None:
             raise UnsupportedError(f"{type(self.network).__name__} takes no cache")
         if self.rollback is Rollback.STEP and cache is not None and len(tokens) > 1:
-            steps = [self.extend(cache, [token], logits=logits) for token in tokens]
+            steps = [self.extend(cache, [token], logits=logits, boundaries=boundaries) for token in tokens]
             return Pass(
                 _joined([step.logits for step in steps]), _joined([step.hidden for step in steps]), steps[-1].cache
             )
         cache = self.new_cache() if cache is None else cache
-        output, rows, hidden = self._call(tokens, logits, use_cache=True, **{self._cache_name: cache})
+        output, rows, hidden = self._call(tokens, logits, boundaries, use_cache=True, **{self._cache_name: cache})
         after = getattr(output, self._cache_name, None)
         after = cache if after is None else after
         if not isinstance(after, Cache):
@@ -138,8 +170,9 @@ def _joined(parts: list[Tensor | None]) -> Tensor | None:
 class Text:
     """What one sequence holds: its cache, or all of its tokens where no cache is used."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, boundaries: Sequence[int] = ()) -> None:
         self.model = model
+        self.boundaries = boundaries
         self.length = 0
         self.cache: Any = None
         self.tokens: list[int] = []  # with Rollback.RECOMPUTE only
@@ -162,7 +195,7 @@ class Text:
         model, tokens = self.model, list(tokens)
         self._pending = None
         if model.rollback is Rollback.RECOMPUTE:
-            whole = model.whole([*self.tokens, *tokens], logits=logits)
+            whole = model.whole([*self.tokens, *tokens], logits=logits, boundaries=self.boundaries)
             made = Pass(
                 None if whole.logits is None else whole.logits[-len(tokens) :],
                 None if whole.hidden is None else whole.hidden[-len(tokens) :],
@@ -174,7 +207,7 @@ class Text:
                 cache = model.new_cache()
             if cache is not None:
                 caches.record_past(cache, on=not keep and model.rollback is Rollback.CUT)
-            made = model.extend(cache, tokens, logits=logits)
+            made = model.extend(cache, tokens, logits=logits, boundaries=self.boundaries)
         if keep:
             self._advance(tokens, made.cache)
         else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 
+import attrs
 import numpy as np
 import pytest
 import specdec
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
+from specdec.contract import Needs
 from specdec.errors import CheckpointError
 from specdec.testing import StrictForwardPass
 
@@ -31,15 +33,17 @@ def head(checkpoint, tmp_path):
 
 
 def drafts_of(target):
-    """Logits of a true pass and of two chained ones, after some pairs."""
-    state = target.new_state(60)
-    hidden = target.prefill(state, PROMPT[:-1]).need_hidden()
-    target.prefill_mtp(state, PROMPT[1:5], hidden[:4])
-    step = target.decode_mtp(state, PROMPT[5:], hidden[4:])
-    rows = [step.need_logits().rows()[0]]
-    for token in (7, 33):
-        step = target.decode_mtp(state, [token], step.need_hidden()[-1:], provisional=True)
-        rows.append(step.need_logits().rows()[0])
+    """Logits of a true pass and of two chained ones, after a prompt in two chunks."""
+    state = target.new_state(60, Needs(mtp=True))
+    target.prefill(state, PROMPT[:5])
+    target.prefill(state, PROMPT[5:-1])
+    rows, chosen = [], [7, 33, 2]
+
+    def choose(logits, drafted):
+        rows.append(logits.rows()[0].copy())
+        return chosen[len(drafted)]
+
+    target.draft_mtp(state, PROMPT[-1], 3, choose=choose)
     return np.stack(rows)
 
 
@@ -55,7 +59,7 @@ def test_the_first_draft_is_the_one_of_transformers_own_loop(target):
     from transformers.cache_utils import MtpCache
 
     model = target("deepseek_v3")
-    state = model.new_state(60)
+    state = model.new_state(60, Needs(mtp=True, final_hidden=True))
     hidden = model.prefill(state, PROMPT[:-1]).need_hidden()
     layers = model.mtp._layers
     with torch.no_grad():
@@ -66,7 +70,7 @@ def test_the_first_draft_is_the_one_of_transformers_own_loop(target):
             position_ids=torch.arange(1, len(PROMPT))[None],
             mtp_cache=MtpCache(config=model.model.network.config.get_mtp_config()),
         )
-    assert model.decode_mtp(state, PROMPT[1:], hidden).need_logits().argmax() == [int(drafted[0, -1])]
+    assert model.draft_mtp(state, PROMPT[-1], 1) == (int(drafted[0, -1]),)
 
 
 def test_the_drafter_mtp_is_the_default_and_changes_no_token(checkpoint):
@@ -74,7 +78,7 @@ def test_the_drafter_mtp_is_the_default_and_changes_no_token(checkpoint):
     plain = specdec.load(folder, backend="transformers", drafter="none")
     drafting = specdec.load(folder, backend="transformers", depth=3)
     assert drafting.drafter.spec.name == "mtp"
-    drafting.target = StrictForwardPass(drafting.target)
+    drafting = attrs.evolve(drafting, target=StrictForwardPass(drafting.target))
     for start in (3, 30):
         prompt, settings = list(range(start, start + 12)), {"max_new_tokens": 30, "ignore_eos": True}
         got, wanted = drafting.generate(prompt, **settings), plain.generate(prompt, **settings)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import specdec
 import torch
-from specdec.errors import SessionFileError
+from specdec.contract import Needs
+from specdec.errors import SessionFileError, UnsupportedError
 
 from specdec_transformers import caches
 
@@ -20,7 +21,7 @@ def text(count: int, first: int = 0) -> list[int]:
 
 
 def filled(model, tokens):
-    state = model.new_state(150)
+    state = model.new_state(150, Needs(final_hidden=True))
     if tokens:
         model.prefill(state, tokens)
     return state
@@ -45,9 +46,10 @@ def same_state(model, state, fresh, what):
         assert {n: v for n, v in numbers.items() if n not in switches} == {
             n: v for n, v in counts.items() if n not in switches
         }, what
-    close(state.last.numpy(), fresh.last.numpy(), f"{what}: hidden state of the last token")
-    rows = [model.decode(one, text(3, 90)).need_logits().rows() for one in (state, fresh)]
+    outputs = [model.decode(one, text(3, 90)) for one in (state, fresh)]
+    rows, hidden = zip(*((out.need_logits().rows(), out.need_hidden().array.numpy()) for out in outputs), strict=True)
     close(rows[0], rows[1], f"{what}: next logits")
+    close(hidden[0], hidden[1], f"{what}: their hidden states")
     model.commit(state, 0)
     model.commit(fresh, 0)
 
@@ -96,7 +98,7 @@ def test_rewind_reaches_a_place_that_is_right(target, name, length):
     reached = model.rewind(state, length)
     assert state.length == reached <= length
     if name in ("llama", "gpt2", "deepseek_v3", "openai-gpt"):
-        assert reached == max(length - 1, 0)
+        assert reached == length  # without MTP pairs no hidden state is missing
     else:  # at most back to the end of the prefill before
         assert reached == max(point for point in (0, 5, 12, 21) if point <= length)
     rest = [*tokens[reached:length], 9]
@@ -118,7 +120,7 @@ def test_a_snapshot_is_plain_tensors_and_gives_the_state_back_to_the_bit(target,
     model.decode(state, text(4, 10))
     model.commit(state, 4)
     for _ in range(2):
-        again = model.restore(taken)
+        again = model.restore(taken, Needs(final_hidden=True))
         got = model.decode(again, text(3, 60)).need_logits().rows()
         assert np.array_equal(got, wanted)
         model.commit(again, 3)
@@ -127,11 +129,35 @@ def test_a_snapshot_is_plain_tensors_and_gives_the_state_back_to_the_bit(target,
 @pytest.mark.parametrize("name", MODELS)
 def test_the_hidden_states_are_what_the_head_reads(target, name):
     model = target(name)
-    state = filled(model, text(9))
+    state = model.new_state(150, Needs(final_hidden=True))
+    model.prefill(state, text(9))
     output = model.decode(state, text(4, 30))
     with torch.no_grad():
         logits = model.model.network.get_output_embeddings()(output.need_hidden().array)
     close(logits.numpy(), output.need_logits().rows(), "head over hidden states")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_boundaries_are_those_of_transformers(target, name):
+    """Blocks after a prompt in two chunks; the last boundary is the one before the final norm."""
+    model = target(name)
+    layers, tokens = model.info.layers, text(12)
+    if not layers:
+        with pytest.raises(UnsupportedError, match="hidden states between layers"):
+            model.new_state(64, Needs(boundaries=(0,)))
+        return
+    with torch.no_grad():
+        ids = torch.tensor([tokens])
+        wanted = model.model.network(ids, output_hidden_states=True).hidden_states
+    state = model.new_state(64, Needs(final_hidden=True, boundaries=(0, layers - 1, layers)))
+    outputs = [model.prefill(state, tokens[:4]), model.prefill(state, tokens[4:9]), model.decode(state, tokens[9:])]
+    missing = name == "mamba"  # its list begins behind the first layer
+    for k in (0, layers - 1)[missing:]:
+        rows = torch.cat([output.boundaries[k].array for output in outputs])
+        close(rows.numpy(), wanted[k - missing][0].numpy(), f"boundary {k}")
+    final = torch.cat([output.hidden.array for output in outputs])
+    close(final.numpy(), wanted[-1][0].numpy(), "after the final norm")
+    assert all(len(output.boundaries[layers]) == output.rows for output in outputs)
 
 
 def loaded(checkpoint, name, **choices):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.backends.arrays import not_finite
 from specdec.contract import Logits
-from specdec.errors import ContractError
 from specdec.sampling import Purpose
 
 if TYPE_CHECKING:
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 
 _I64x2 = ctypes.c_int64 * 2
 _F32x2 = ctypes.c_float * 2
-
-
-def not_finite(row: int, detail: str = "") -> ContractError:
-    """The error for a row without a best token."""
-    return ContractError(
-        f"the target's logits of row {row} are not finite{detail}",
-        try_="specdec info MODEL (the weight audit), or dtype = float32",
-    )
 
 
 class SearchKernels:
@@ -66,7 +58,7 @@ class SearchKernels:
 
 
 class HeadRows:
-    """Rows of a head, gathered: some that other heads share, and a few of its own behind them.
+    """Gathered rows of a head: those shared with other heads, then a few of its own.
 
     Its own rows stand in a block with room to grow: adding to the newest head of a block copies nothing.
 
@@ -152,10 +144,10 @@ class PrunedLogits(Logits):
 
     __slots__ = ("_full", "_ids", "_values", "_vocab_size")
 
-    def __init__(self, values: Float32, head: HeadRows) -> None:
+    def __init__(self, values: Float32, ids: Int32, vocab_size: int) -> None:
         self._values = values
-        self._ids = head.ids
-        self._vocab_size = head.vocab_size
+        self._ids = ids
+        self._vocab_size = vocab_size
         self._full: Float32 | None = None
 
     def __len__(self) -> int:
@@ -211,7 +203,7 @@ class NativePrunedLogits(PrunedLogits):
     __slots__ = ("_kernels",)
 
     def __init__(self, values: Float32, head: HeadRows, kernels: SearchKernels) -> None:
-        super().__init__(np.ascontiguousarray(values), head)
+        super().__init__(np.ascontiguousarray(values), head.ids, head.vocab_size)
         self._kernels = kernels
 
     def _at(self, row: int) -> tuple[int, int]:

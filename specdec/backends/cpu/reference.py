@@ -20,7 +20,7 @@ from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.ops import Capabilities, DeltaShape, Ops, Rope, Routing
-from specdec.contract import Hidden, Parity
+from specdec.contract import Parity
 from specdec.errors import ContractError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _ATTEND_BLOCK = 128  # query rows whose scores are held at once: a long prompt n
 
 class ReferenceOps(Ops):
     """Ops in plain torch. See ``specdec.backends.ops.Ops`` for what each one computes."""
+
+    hidden_type = CpuHidden
 
     def __init__(self, dtype: torch.dtype, kernels: str = "torch reference") -> None:
         self.dtype = dtype
@@ -103,7 +105,7 @@ class ReferenceOps(Ops):
     # --- experts ---------------------------------------------------------------------------------------------------
     #
     # Built from the products above, so that a subclass with better ones has better experts too. Sorting, adding and
-    # multiplying in float32 give a row the same bits in any company; exponentials go row by row, whatever the backend.
+    # multiplying in float32 are row-invariant; exponentials go row by row, whatever the backend.
 
     def _float32_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ w.T`` not rounded to act."""
@@ -243,15 +245,7 @@ class ReferenceOps(Ops):
         return self._pruned_logits(values[0] if len(values) == 1 else np.concatenate(values, axis=1), rows)
 
     def _pruned_logits(self, values: Float32, rows: HeadRows) -> PrunedLogits:
-        return PrunedLogits(values, rows)
-
-    def hidden(self, x: Tensor) -> CpuHidden:
-        return CpuHidden(x)
-
-    def array(self, hidden: Hidden) -> Tensor:
-        if not isinstance(hidden, CpuHidden):
-            raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
-        return hidden.array
+        return PrunedLogits(values, rows.ids, rows.vocab_size)
 
 
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

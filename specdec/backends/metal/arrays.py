@@ -9,9 +9,8 @@ import mlx.core as mx
 import numpy as np
 import torch
 
+from specdec.backends.arrays import ArrayHidden, HostLogits, not_finite
 from specdec.backends.metal.quantised import Matrix, joined, take
-from specdec.contract import Hidden, Logits
-from specdec.errors import ContractError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,13 +41,18 @@ def to_host(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-class MetalHidden(Hidden):
+class MetalHidden(ArrayHidden):
     """Some rows of an array ``[T, H]`` in act dtype, cut out when they are used.
 
-    A cut that waits for its use belongs to the thread that made it, and a session may go on in another one.
+    Whatever is kept is computed or on its way: MLX leaves what it has only promised to the thread that asked for it,
+    and a session may go on in another one.
     """
 
     __slots__ = ("_array", "_rows")
+
+    @staticmethod
+    def concatenate(arrays: list[Any]) -> Any:
+        return _started(mx.concatenate(arrays))
 
     def __init__(self, array: mx.array, rows: range | None = None) -> None:
         self._array = array
@@ -59,7 +63,7 @@ class MetalHidden(Hidden):
         """The rows ``[T, H]``."""
         if len(self._rows) == self._array.shape[0]:
             return self._array
-        return self._array[self._rows.start : self._rows.stop]
+        return _started(self._array[self._rows.start : self._rows.stop])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,28 +71,19 @@ class MetalHidden(Hidden):
     def __getitem__(self, rows: slice) -> MetalHidden:
         return MetalHidden(self._array, self._rows[rows])
 
-    def join(self, others: Sequence[Hidden]) -> MetalHidden:
-        parts = [self.array]
-        for other in others:
-            if not isinstance(other, MetalHidden):
-                raise ContractError(f"hidden states of another backend ({type(other).__name__}) cannot be joined")
-            parts.append(other.array)
-        return MetalHidden(mx.concatenate(parts))
-
     def rows(self) -> Float32:
         return np.array(self.array.astype(mx.float32))
 
 
-class MetalLogits(Logits):
-    """``[T, V]`` float32, computed when somebody asks."""
+def _started(array: mx.array) -> mx.array:
+    mx.async_eval(array)
+    return array
 
-    __slots__ = ("array",)
 
-    def __init__(self, array: mx.array) -> None:
-        self.array = array
+class MetalLogits(HostLogits):
+    """``[T, V]`` float32, computed when they are read."""
 
-    def __len__(self) -> int:
-        return int(self.array.shape[0])
+    __slots__ = ()
 
     def argmax(self) -> list[int]:
         best = self.array.max(axis=-1, keepdims=True)
@@ -99,24 +94,9 @@ class MetalLogits(Logits):
         mx.eval(tokens, broken)
         for row, wrong in enumerate(broken.tolist()):
             if wrong:
-                raise ContractError(
-                    f"the target's logits of row {row} are not finite",
-                    try_="specdec info MODEL (the weight audit), or dtype = float32",
-                )
+                raise not_finite(row)
         found: list[int] = tokens.tolist()
         return found
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        ids: list[list[int]] = []
-        values: list[list[float]] = []
-        rows = self.rows()
-        k = min(k, rows.shape[1])
-        for row in rows:
-            candidates = np.flatnonzero(row >= np.partition(row, -k)[-k])
-            order = candidates[np.lexsort((candidates, -row[candidates]))[:k]]
-            ids.append(order.tolist())
-            values.append(row[order].tolist())
-        return ids, values
 
     def gather(self, tokens: Sequence[int]) -> list[float]:
         at = mx.array(list(tokens), mx.int32)[:, None]
@@ -129,7 +109,7 @@ class MetalLogits(Logits):
 
 
 class MetalHeadRows:
-    """Rows of a head, gathered: those that other heads share, and behind them those that were added.
+    """Gathered rows of a head: those shared with other heads, then those that were added.
 
     Attributes:
         parts: weights ``[n, H]``, one or two, packed where the head is.

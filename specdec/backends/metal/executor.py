@@ -51,14 +51,12 @@ class _Rows:
 
     def joined(self, more: _Rows) -> _Rows:
         """These, and ``more`` behind them."""
-        space = len(more.ids)
-        ids = mx.concatenate([self.ids, mx.zeros(space, mx.int32)])
-        hidden = mx.concatenate([self.hidden, mx.zeros_like(more.hidden)])
-        return _Rows(
-            ids=mx.slice_update(ids, more.ids, self.count, axes=[0]),
-            hidden=mx.slice_update(hidden, more.hidden, self.count, axes=[0]),
-            count=self.count + more.count,
-        )
+
+        def both(ours: mx.array, theirs: mx.array) -> mx.array:
+            return mx.slice_update(mx.concatenate([ours, theirs]), theirs, self.count, axes=[0])
+
+        ids, hidden = both(self.ids, more.ids), both(self.hidden, more.hidden)
+        return _Rows(ids=ids, hidden=hidden, count=self.count + more.count)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -120,8 +118,6 @@ class MetalExecutor(Executor):
         for cache in self._target.caches:
             if not isinstance(cache, MetalDeltaCache):
                 cache.reserve(bound + depth + 1)
-        for cache in self._mtp.caches if self._mtp else ():
-            cache.reserve(bound + self._max_rows)
         with explained():
             self._run(depth, bound)
 
@@ -163,6 +159,8 @@ class MetalExecutor(Executor):
         waiting, mtp = self._waiting, self._mtp
         assert waiting is not None
         assert mtp is not None
+        for cache in mtp.caches:
+            cache.reserve(bound + max(len(waiting.ids), depth))
         first = self._placed(mtp, self._length - waiting.count, bound)  # behind the pairs in the cache
         x = mtp.body(first, DeviceTokens(waiting.ids), waiting.hidden)
         x = rows_from(x, waiting.count - 1, 1)

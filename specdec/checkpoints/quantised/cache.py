@@ -17,14 +17,15 @@ import torch
 
 from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.quantised.formats import TensorFormat, formats_of
+from specdec.checkpoints.quantised.hints import QUANTISATION_KEYS
 from specdec.checkpoints.quantised.parts import FLOATS
 from specdec.checkpoints.reader import DTYPES, SINGLE_FILE, Checkpoint, read_json
+from specdec.checkpoints.writer import write_json
 from specdec.errors import CheckpointError
 
 MARKER = "decoded.json"
 _VERSION = 1  # of the files and of the decoders; a cache of another one is rebuilt
 _PIECE = 2**21  # values of a plain tensor copied at a time
-_QUANTISATION = ("quantization_config", "quantization")
 
 
 class DecodedCache:
@@ -82,9 +83,9 @@ class DecodedCache:
                 self._write(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-            _write_json(partial / "config.json", _plain_config(self._source.config))
-            _write_json(partial / "generation_config.json", self._source.generation_config)
-            _write_json(partial / MARKER, {"source": self._stamp(), "notices": list(notices)})
+            write_json(partial / "config.json", _plain_config(self._source.config))
+            write_json(partial / "generation_config.json", self._source.generation_config)
+            write_json(partial / MARKER, {"source": self._stamp(), "notices": list(notices)})
             self._publish(partial)
         except OSError as error:
             raise CheckpointError(
@@ -159,11 +160,7 @@ _ELSEWHERE = "another target.decoded_cache, or none"
 
 def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json without what it says about quantisation."""
-    plain = {key: value for key, value in config.items() if key not in _QUANTISATION}
+    plain = {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
     if isinstance(plain.get("text_config"), dict):
-        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _QUANTISATION}
+        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in QUANTISATION_KEYS}
     return plain
-
-
-def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import attrs
 
 from specdec.checkpoints.names import canonical_name, text_config
 
-_KEYS = ("quantization_config", "quantization")
+QUANTISATION_KEYS = ("quantization_config", "quantization")
 _BLOCKS = ("weight_block_size", "block_structure")
 _MLX_KEYS = ("group_size", "bits", "mode")
 
@@ -42,13 +42,13 @@ class Hints:
     def of(cls, config: Mapping[str, Any]) -> Hints:
         """Read a ``config.json``. Values of other types than expected are passed over: they are hints."""
         given = text_config(config)
-        entries = [entry for key in _KEYS for entry in _entries(given.get(key))]
+        entries = [entry for key in QUANTISATION_KEYS for entry in _entries(given.get(key))]
         schemes = [value for key, value in entries if key == "weights" and isinstance(value, Mapping)]
         schemes = [scheme for scheme in schemes if scheme.get("type", "int") == "int"]
         sizes = [scheme.get("group_size") for scheme in schemes]
         groups = [size for size in sizes if type(size) is int and size > 0]
         bits = [scheme["num_bits"] for scheme in schemes if type(scheme.get("num_bits")) is int]
-        mlx = next((given[key] for key in reversed(_KEYS) if _is_mlx(given.get(key))), None)
+        mlx = next((given[key] for key in reversed(QUANTISATION_KEYS) if _is_mlx(given.get(key))), None)
         return cls(
             method=quantisation(config),
             blocks=tuple(dict.fromkeys(tuple(value) for key, value in entries if key in _BLOCKS and _is_block(value))),
@@ -63,7 +63,7 @@ class Hints:
 def quantisation(config: Mapping[str, Any]) -> str | None:
     """What config.json says about quantisation, in a few words: ``fp8 (config.json, quantization_config.…)``."""
     given = text_config(config)
-    for key in _KEYS:
+    for key in QUANTISATION_KEYS:
         section = given.get(key)
         if isinstance(section, Mapping):
             for method in ("quant_method", "quant_algo", "format", "mode", "bits"):

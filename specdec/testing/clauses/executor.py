@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.contract import NO_NEEDS, Context, DeviceDraft, DrafterEnv, Executor, Needs, NoConfig, Outcome
 from specdec.decoding.cycle import HostExecutor, LiveSequence
-from specdec.decoding.result import RunStats
+from specdec.decoding.statistics import RunStats
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.testing.checks import Run, check, expect_equal, not_applicable

@@ -664,6 +664,7 @@ def test_a_damaged_library_is_built_again(trivial_sources: Path) -> None:
     assert built(load_kernels()).library.answer() == 42
 
 
+@pytest.mark.slow
 def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) -> None:
     """Catches: one process that loads what the other has half written."""
     built(load_kernels()).path.unlink()

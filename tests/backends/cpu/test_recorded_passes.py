@@ -210,8 +210,9 @@ def test_sequences_share_recordings_and_nothing_else(pair: Pair, data: st.DataOb
             both.each("commit", data.draw(st.integers(0, pending.pop(which))))
             if data.draw(st.booleans()):
                 both.finish()
-                both.mine = pair.recorded.restore(pair.recorded.snapshot(sequences[which - 1].mine))
-                both.truth = pair.eager.restore(pair.eager.snapshot(sequences[which - 1].truth))
+                other = sequences[which - 1]
+                both.mine = pair.recorded.restore(pair.recorded.snapshot(other.mine), other.mine.needs)
+                both.truth = pair.eager.restore(pair.eager.snapshot(other.truth), other.truth.needs)
                 both.held.clear()
         elif both.mine.length <= CAPACITY - MAX_ROWS:
             chunk = data.draw(tokens_)
@@ -268,7 +269,7 @@ def test_a_recording_keeps_little_memory(pair: Pair) -> None:
     """Outputs that are not needed at the same time share memory: a deep model needs that of a layer or two."""
     both = pair.state()
     both.decode(list(range(16)))
-    recording = pair.recorded._target_passes.recordings[16]
+    recording = pair.recorded._target_passes[()].recordings[16]
     model = pair.recorded.model
     widest = max(w.shape[0] for w in (model.layers[0].mlp.gate_proj, model.layers[1].mixer.in_proj_qkv))
     assert recording.work_bytes <= 16 * 4 * (4 * widest + 6 * pair.recorded.info.hidden_size)
@@ -402,14 +403,12 @@ def test_a_chain_that_does_not_fit_is_left_to_the_steps(pair: Pair) -> None:
 
 def test_a_full_cache_and_wrong_inputs_are_refused(pair: Pair) -> None:
     target = pair.recorded
-    caches, _ = target._new_caches(4)
-    bound = target._target_passes.bind(caches)
+    bound = target._target_passes[()].bind(target._new_caches(4))
     with pytest.raises(StateError, match="the KV cache holds 4 tokens, 5 are needed"):
         bound.run([1, 2, 3, 4, 5])
     with pytest.raises(ContractError, match="outside the vocabulary"):
         bound.run([1, 100_000])
-    _, mtp = target._new_caches(4)
-    draft = target._mtp_passes.bind([mtp])
+    draft = target._mtp_passes.bind([target._new_mtp_cache(4)])
     width = target.info.hidden_size
     for wrong in (None, torch.zeros(1, width), torch.zeros(2, width + 1), torch.zeros(2, width, dtype=torch.float64)):
         with pytest.raises(ShapeError, match="hidden states that do not fit"):

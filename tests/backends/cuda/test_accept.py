@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.backends.cuda.kernels import accept
-from specdec.backends.cuda.kernels.accept import FAULT, KEPT, LIMIT, ROWS, RUNNING, STATES, STOP, Decision
+from specdec.backends.cuda.kernels.accept import FAULT, KEPT, LIMIT, ROWS, RUNNING, STATES, STOP, WAITING, Decision
 from specdec.errors import ShapeError
 from tests.backends.cuda.tables import mutated
 
@@ -86,20 +86,21 @@ def test_the_text_is_that_of_plain_decoding(
     stops=st.lists(TOKENS, max_size=3),
     remaining=st.integers(0, 8),
     halted=st.sampled_from([RUNNING, RUNNING, RUNNING, STOP, FAULT]),
+    fed=st.booleans(),
     data=st.data(),
 )
 def test_accept_is_its_reference(
-    best: list[int], agreed: int, stops: list[int], remaining: int, halted: Any, data: st.DataObject
+    best: list[int], agreed: int, stops: list[int], remaining: int, halted: Any, fed: bool, data: st.DataObject
 ) -> None:
     """Every field of the block, also where logits were not finite, nothing is left, or the sequence is over."""
     draft = best[: min(agreed, len(best) - 1)]
     rest = len(best) - 1 - len(draft)
     draft += data.draw(st.lists(st.integers(-1, 3), min_size=rest, max_size=rest))
     control = accept.new_control(remaining=remaining, pending=9, position=5, depth=len(draft) + 1, device=PLACE)
-    control[0] = halted.value
-    expected = control.cpu()
-    accept.accept(ints(draft), ints(best), ints(stops), control)
-    accept.accept_reference(ints(draft).cpu(), ints(best).cpu(), ints(stops).cpu(), expected)
+    control[0], control[KEPT.value], control[WAITING.value] = halted.value, 2, 5
+    expected = control.clone().cpu()
+    accept.accept(ints(draft), ints(best), ints(stops), control, fed=fed)
+    accept.accept_reference(ints(draft).cpu(), ints(best).cpu(), ints(stops).cpu(), expected, fed=fed)
     assert control.tolist() == expected.tolist()
 
 

@@ -18,7 +18,7 @@ from specdec.backends.cuda.backend import CudaBackend
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.registry import Registry, registry
 from tests.backends.cuda.fake import FakeDevice
-from tests.processes import run_python, run_specdec
+from tests.processes import run_specdec
 
 OLD_DRIVER = (
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
@@ -173,19 +173,7 @@ def test_opening_a_device_that_is_not_there(machine: Callable[..., None]) -> Non
         devices.open_device()
 
 
-def test_listing_plugins_imports_no_triton_and_starts_no_device() -> None:
-    code = """
-import sys, torch
-from specdec.registry import registry
-registry().backend("cuda")
-registry().backend("cpu").available()
-assert "triton" not in sys.modules and "specdec.backends.cuda.ops" not in sys.modules
-registry().backend("cuda").available()
-assert "triton" not in sys.modules and "specdec.backends.cuda.ops" not in sys.modules
-"""
-    run_python("-c", code)
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 def test_the_command_line_fails_with_the_reason() -> None:
     command = ("generate", "--prompt", "hi", "-s", "target.backend=cuda", "--json")

@@ -11,6 +11,7 @@ import torch
 
 from specdec.backends.cuda import caches, memory, passes
 from specdec.backends.cuda.ops import CudaOps
+from specdec.contract import Needs
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
 from tests import tiny
 from tests.backends.cuda.fake import CaptureRefused, FakeDevice
@@ -24,6 +25,7 @@ pytestmark = [
 
 CAPACITY = 200
 HYBRID = TINY["qwen3_5"]
+HIDDEN = Needs(final_hidden=True)
 HEAD = {**HYBRID, "layer_types": ["full_attention"]}
 
 
@@ -103,16 +105,16 @@ def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     steps = [([1, 2], 2), ([3, 4], 1), ([5, 6], 0), ([7, 8], 2)]
     wanted = []
     for prompt in prompts:
-        state = truth.new_state(CAPACITY)
+        state = truth.new_state(CAPACITY, HIDDEN)
         truth.prefill(state, prompt)
         wanted.append([decoded(truth, state, tokens, keep) for tokens, keep in steps])
-    states = [target.new_state(CAPACITY) for _ in prompts]
+    states = [target.new_state(CAPACITY, HIDDEN) for _ in prompts]
     for state, prompt in zip(states, prompts, strict=True):
         target.prefill(state, prompt)
     for at, (tokens, keep) in enumerate(steps):
         for which, state in enumerate(states):
             assert torch.equal(decoded(target, state, tokens, keep), wanted[which][at]), (which, at)
-    graphs = target._target_passes.graphs
+    graphs = target._target_passes[()].graphs
     assert {rows for rows, _ in graphs} == {1, 2, 3}
     assert graphs[2, 64].graph.replays == len(steps) * len(states)
 
@@ -169,16 +171,16 @@ def test_caches_grow_and_the_bits_stay(build: Callable[..., Any], monkeypatch: p
     monkeypatch.setattr(memory, "FIRST_ROWS", 4)
     monkeypatch.setattr(memory, "GROWTH", 2)
     target = build()
-    state = target.new_state(CAPACITY)
+    state = target.new_state(CAPACITY, HIDDEN)
     tokens = [(3 * i + 1) % 200 for i in range(19)]
     first = state.nbytes()
     found = [decoded(target, state, tokens[at : at + 3]) for at in range(0, 18, 3)]
     assert state.nbytes() > first
-    stages = {bound for _, bound in target._target_passes.graphs}
+    stages = {bound for _, bound in target._target_passes[()].graphs}
     assert stages == {4, 8, 16, 32}
     monkeypatch.setattr(memory, "FIRST_ROWS", 64)
     roomy = build(eager=True)
-    other = roomy.new_state(CAPACITY)
+    other = roomy.new_state(CAPACITY, HIDDEN)
     for at, got in zip(range(0, 18, 3), found, strict=True):
         assert torch.equal(got, decoded(roomy, other, tokens[at : at + 3]))
     tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(roomy, other))
@@ -198,20 +200,20 @@ def test_a_pass_after_the_end_of_the_capacity_is_refused(build: Callable[..., An
 def test_long_passes_make_room_for_states(build: Callable[..., Any]) -> None:
     """A delta cache begins with the states of short passes; the committed one moves when a longer pass comes."""
     target, truth = build(), build(eager=True)
-    state, other = target.new_state(CAPACITY), truth.new_state(CAPACITY)
+    state, other = target.new_state(CAPACITY, HIDDEN), truth.new_state(CAPACITY, HIDDEN)
     delta = state.caches[0]
     for count, keep in ((4, 3), (2, 2), (7, 4)):
         tokens = list(range(10, 10 + count))
         assert torch.equal(decoded(target, state, tokens, keep), decoded(truth, other, tokens, keep))
     assert caches.FIRST_SLOTS < 8 <= delta.slots
-    single = build().new_state(CAPACITY)
+    single = build().new_state(CAPACITY, HIDDEN)
     assert single.caches[0].slots == caches.FIRST_SLOTS
 
 
 def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., Any]) -> None:
     """An interruption between a prompt's pass and its commit: the window's rows are still there."""
     target = build()
-    state = target.new_state(CAPACITY)
+    state = target.new_state(CAPACITY, HIDDEN)
     target.prefill(state, list(range(3, 20)))
     kept = {name: array.clone() for name, array in tiny.state_arrays(target, state).items()}
     state.target_pass.run(list(range(40, 80)))
@@ -221,46 +223,44 @@ def test_a_prompt_that_was_not_committed_leaves_the_state(build: Callable[..., A
 # --- drafts ----------------------------------------------------------------------------------------------------------
 
 
-def step_by_step(target: Any, state: Any, tokens: Sequence[int], hidden: Any, depth: int) -> list[int]:
-    """What ``draft_greedy`` should give."""
-    output = target.decode_mtp(state, tokens, hidden)
-    drafted = output.need_logits().argmax()
-    while len(drafted) < depth:
-        output = target.decode_mtp(state, drafted[-1:], output.need_hidden()[-1:], provisional=True)
-        drafted += output.need_logits().argmax()
-    return drafted
+def best(logits: Any, drafted: Sequence[int]) -> int:
+    """The choice that makes ``draft_mtp`` go step by step."""
+    return int(logits.argmax()[0])
 
 
 def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., Any]) -> None:
     """Several pairs and depths after each other; graphs are made per number of pairs and per number of steps."""
     target = build(**HEAD)
-    states = [target.new_state(40) for _ in range(2)]
+    states = [target.new_state(40, Needs(mtp=True)) for _ in range(2)]
     for state in states:
-        hidden = target.prefill(state, list(range(20, 32))).need_hidden()
-    at = 0
+        target.prefill(state, list(range(20, 32)))
+    at, length = 32, 11  # of pairs in the cache
     for rows, depth in ((1, 1), (3, 2), (2, 3), (1, 3)):
-        tokens, part = list(range(30 + at, 30 + at + rows)), hidden[at : at + rows]
-        drafted = target.draft_greedy(states[0], tokens, part, depth)
-        assert drafted is not None
-        assert list(drafted) == step_by_step(target, states[1], tokens, part, depth)
-        assert [state.mtp_length for state in states] == [at + rows] * 2
+        for state in states if length > 11 else ():
+            target.decode(state, range(at, at + rows))
+            target.commit(state, rows)
+        at, length = at + rows, length + rows
+        ours, theirs = (
+            target.draft_mtp(state, at, depth, choose=choose)
+            for state, choose in zip(states, (None, best), strict=True)
+        )
+        assert ours == theirs
+        assert len(ours) == depth
+        assert [(state.pairs.fed, state.pairs.waiting) for state in states] == [(length, 0)] * 2
         held = [state.mtp.save() for state in states]
-        assert held[0]["keys"].shape[0] == at + rows + depth - 1
+        assert held[0]["keys"].shape[0] == length + depth - 1
         tiny.assert_same_bits(*held)
-        at += rows
     found = target._mtp_passes
     assert (sorted(found._firsts), sorted(found._rests)) == ([(1, 64), (2, 64), (3, 64)], [(1, 64), (2, 64)])
 
 
-def test_a_draft_without_room_is_not_offered(build: Callable[..., Any]) -> None:
-    target = build(**HEAD)
-    state = target.new_state(4)
-    hidden = target.prefill(state, [1, 2, 3]).need_hidden()
-    state.mtp.capacity = 5
-    assert target.draft_greedy(state, [2, 3], hidden[:2], 5) is None
-    assert (state.mtp.length, state.mtp_length) == (0, 0)
-    eager = build(eager=True, **HEAD)
-    assert eager.draft_greedy(eager.new_state(8), [2], hidden[:1], 2) is None
+def test_a_draft_without_room_is_not_chained(build: Callable[..., Any]) -> None:
+    for target in (build(**HEAD), build(eager=True, **HEAD)):
+        state = target.new_state(4, Needs(mtp=True))
+        target.prefill(state, [1, 2, 3])
+        state.mtp.capacity = 5
+        assert target._chain(state, state.mtp_pass, 4, 5) is None
+        assert (state.mtp.length, state.pairs.fed, state.pairs.waiting) == (2, 2, 1)
 
 
 def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any]) -> None:
@@ -269,20 +269,20 @@ def test_a_draft_that_meets_a_nan_fails_as_its_steps_do(build: Callable[..., Any
     embedding = target.model.embed_tokens
     object.__setattr__(target.model, "mtp_lm_head", target.ops.weight(embedding.tensor.clone()))  # they are tied
     embedding.tensor = embedding.tensor.clone()
-    states = [target.new_state(20) for _ in range(3)]
+    states = [target.new_state(20, Needs(mtp=True)) for _ in range(3)]
     for state in states:
-        hidden = target.prefill(state, [1, 2, 3]).need_hidden()
-    first = step_by_step(target, states[2], [2], hidden[:1], 1)[0]
+        target.prefill(state, [1, 2, 3])
+    (first,) = target.draft_mtp(states[2], 2, 1)
     embedding.tensor[first] = float("nan")  # in place: graphs hold its address
-    for state, draft in zip(states, (target.draft_greedy, None), strict=False):
+    for state, choose in zip(states, (None, best), strict=False):
         with pytest.raises(ContractError, match="not finite"):
-            draft(state, [2], hidden[:1], 3) if draft else step_by_step(target, state, [2], hidden[:1], 3)
-        assert (state.mtp.length, state.mtp_length) == (2, 1)
+            target.draft_mtp(state, 2, 3, choose=choose)
+        assert (state.mtp.length, state.pairs.fed) == (4, 3)
 
 
 def test_hidden_states_that_do_not_fit_are_refused(build: Callable[..., Any]) -> None:
     target = build(**HEAD)
-    state = target.new_state(20)
+    state = target.new_state(20, Needs(mtp=True))
     for hidden in (None, torch.zeros(1, 33), torch.zeros(2, 32), torch.zeros(1, 32, dtype=torch.bfloat16)):
         with pytest.raises(ShapeError, match="hidden states that do not fit"):
             state.mtp_pass.run([1], hidden)

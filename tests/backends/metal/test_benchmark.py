@@ -44,7 +44,7 @@ def test_rows_that_depend_on_their_company_are_seen() -> None:
     x = bench.Lab(QUICK).normal(3, 4)
 
     def case(run: Any) -> bench.Case:
-        return bench.Case(what="x", arm="own", run=run, moved=lambda rows: 1, copies=1)
+        return bench.Case(what="x", arm="own", run=run, moved=1, copies=1)
 
     right = case(lambda first, rows, copy, link: x[first : first + rows] * 2)
     wrong = case(lambda first, rows, copy, link: x[first : first + rows] * (2 if rows < 3 else 2.1))
@@ -53,7 +53,7 @@ def test_rows_that_depend_on_their_company_are_seen() -> None:
 
 
 def test_the_packed_checkpoint_is_the_plain_one_in_four_bits(tmp_path: Path) -> None:
-    bench.write_checkpoint(tmp_path / "plain", QUICK.config)
+    bench.random_checkpoint(tmp_path / "plain", QUICK.config)
     bench.write_quantised(tmp_path / "plain", tmp_path / "packed")
     plain, packed = (
         load_target(RunConfig(target=TargetConfig(model=str(tmp_path / name), backend="metal"))).target

@@ -39,12 +39,11 @@ def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
 @pytest.mark.parametrize(
     ("family", "make", "effort"),
     [
-        ("qwen3_5", lambda: MetalOps(mx.float32), 0.25),
-        ("qwen3", lambda: MetalOps(mx.float32), 0.25),
-        ("qwen3_5", lambda: numeric("float32"), 0.1),
-        ("qwen3_5", lambda: fast("float32"), 0.1),
+        pytest.param("qwen3_5", lambda: MetalOps(mx.float32), 0.25, id="qwen3_5", marks=pytest.mark.slow),
+        pytest.param("qwen3", lambda: MetalOps(mx.float32), 0.25, id="qwen3"),
+        pytest.param("qwen3_5", lambda: numeric("float32"), 0.1, id="qwen3_5 numeric", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", lambda: fast("float32"), 0.1, id="qwen3_5 fast", marks=pytest.mark.slow),
     ],
-    ids=["qwen3_5", "qwen3", "qwen3_5 numeric", "qwen3_5 fast"],
 )
 def test_a_target_over_them(
     checkpoint: Callable[..., Any], family: str, make: Callable[[], MetalOps], effort: float

@@ -18,11 +18,12 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from specdec.backends.metal.kernels import lanes  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.contract import GreedyStart, Parity  # noqa: E402
+from specdec.contract import DeviceDraft, Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
 from tests.backends.metal.test_metal_families import arrays  # noqa: E402
+from tests.decoding.fake_device import on_device, prefilled, run  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
@@ -110,22 +111,15 @@ def test_cycles_of_the_kernels_say_what_one_row_passes_say(made: Made) -> None:
     target = made(counted)
     prompt = TOKENS[:4]
     truth = [*prompt, *tiny.plain_run(target, prompt, 9)]
-    state = target.new_state(32)
-    hidden = target.prefill(state, prompt[:-1]).need_hidden()
-    target.prefill_mtp(state, prompt[1:-1], hidden[:-1])
-    start = GreedyStart((prompt[-1],), hidden[-1:])
-    cycles = target.greedy_cycles(state, start, stop_tokens=(), limit=20)
+    sequence = prefilled(target, prompt, DeviceDraft(), 32)
+    executor = on_device(sequence, DeviceDraft())
     counted.launches.clear()
-    found: list[int] = []
-    for _ in range(2):
-        cycles.submit(2)
-        cycles.submit(3)
-        found += [token for _ in range(2) for token in cycles.collect().emitted]
-    cycles.close()
+    run(sequence, executor, [2, 0, 3, 3], ahead=True)
+    executor.close()
     assert counted.launches["specdec_gated_delta"] == 4  # a layer, four cycles
-    assert found == truth[4 : 4 + len(found)]
-    plain = tiny.held(target, prompt, found)
-    tiny.assert_same_bits(arrays(target, state), arrays(target, plain))
+    assert sequence.tokens == truth[: len(sequence.tokens)]
+    plain = tiny.held(target, prompt, sequence.tokens[len(prompt) :])
+    tiny.assert_same_bits(arrays(target, sequence.state), arrays(target, plain))
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from specdec.backends.metal import cycles, kernels  # noqa: E402
+from specdec.backends.metal import executor, kernels  # noqa: E402
 from specdec.backends.metal import ops as ops_module  # noqa: E402
 from specdec.backends.metal.caches import MetalDeltaCache, Placed  # noqa: E402
 from specdec.backends.metal.device import DeviceLength, DeviceTokens  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.contract import GreedyStart  # noqa: E402
+from specdec.backends.passes import ExecutorSetup, WaitingPairs  # noqa: E402
+from specdec.contract import Needs  # noqa: E402
 from specdec.errors import StateError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.metal.kernel_runs import affine  # noqa: E402
@@ -160,10 +161,10 @@ def target_pass(target: Any) -> Callable[..., Any]:
     """The pass with its head, from token ids and a length that the device knows."""
 
     def run(ids: Any, length: Any) -> Any:
-        caches, _ = target._new_caches(64)
+        passes = target.new_state(64).target_pass
         at = DeviceLength(length, 20)
-        placed = [cache if isinstance(cache, MetalDeltaCache) else Placed(cache, at) for cache in caches]
-        x = target._run_layers(placed, DeviceTokens(ids), None)
+        placed = [cache if isinstance(cache, MetalDeltaCache) else Placed(cache, at) for cache in passes.caches]
+        x = passes.body(placed, DeviceTokens(ids), None)
         return target.ops.best(x, [target.model.lm_head]), target.ops.head(x, target.model.lm_head).array
 
     return run
@@ -207,27 +208,32 @@ def test_the_lint_sees_stock_kernels(made: Made, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "deepseek_v3"])
 @pytest.mark.parametrize("pruned", [False, True], ids=["full", "pruned"])
+@pytest.mark.parametrize("depths", [(3, 2), (0, 2)])
 def test_a_whole_cycle_is_one_graph_of_the_same_kernels(
-    made: Made, family: str, pruned: bool, monkeypatch: pytest.MonkeyPatch
+    made: Made, family: str, pruned: bool, depths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft chain, verification and decision: nothing is read between them, or MLX would refuse to export it."""
     target = made(family)
-    monkeypatch.setattr(cycles, "start", lambda arrays, caches: None)
-    head = target.draft_head(range(0, 200, 3)).extended([4]) if pruned else None
+    monkeypatch.setattr(executor, "start", lambda arrays, caches: None)
+    lm_head = target.model.lm_head
+    head = target.draft_head(range(0, 200, 3)).extended([4]).rows if pruned else lm_head
 
     def cycle(hidden: Any) -> Any:
-        state = target.new_state(64)
-        start = GreedyStart((5, 6), target.ops.hidden(hidden), head)
-        opened = target.greedy_cycles(state, start, stop_tokens=(3, 4), limit=9)
-        opened.submit(3)
-        opened.submit(2)
-        return [flight.report for flight in opened._cycles._flights]
+        state = target.new_state(64, Needs(mtp=True))
+        pairs = WaitingPairs(tokens=(5, 6), hidden=hidden, head=head)
+        setup = ExecutorSetup(
+            pending=6, waiting=pairs, lm_head=lm_head, stop_tokens=(3, 4), limit=9, closed=lambda left: None
+        )
+        opened = target.ops.device_executor(state.target_pass, state.mtp_pass, setup)
+        for depth in depths:
+            opened.submit(depth)
+        return [flight.report for flight in opened._flights]
 
     found = launched(cycle, mx.zeros((2, target.info.hidden_size), mx.bfloat16))
     assert not forbidden(found)
     assert ("specdec_greedy_map" in found) is pruned
     # the head's layer and the target's, twice; the second launch of the delta rule folds what the first one left
-    layers = sum(isinstance(cache, MetalDeltaCache) for cache in target._new_caches(1)[0])
+    layers = sum(isinstance(cache, MetalDeltaCache) for cache in target._new_caches(1))
     assert found["specdec_gated_delta"] == 2 * layers
     assert not found["specdec_flush_delta"]
 

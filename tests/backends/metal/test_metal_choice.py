@@ -15,7 +15,6 @@ from specdec.backends import choice as backend_choice
 from specdec.contract import Parity
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.registry import Registry, registry
-from tests.processes import run_python
 
 PROMPT = "The river"
 TOKENS = 56
@@ -84,17 +83,6 @@ def test_metal_by_name_without_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(importlib.util, "find_spec", no_mlx)  # what it does where not even the package exists
     assert "mlx is not installed" in str(registry().backend("metal").available())
-
-
-def test_asking_whether_it_can_run_imports_nothing() -> None:
-    code = """
-import sys
-from specdec.registry import registry
-registry().backend("metal").available()
-assert not [name for name in sys.modules if name.split(".")[0] == "mlx" and name != "mlx"], sys.modules.keys()
-assert "specdec.backends.metal.ops" not in sys.modules
-"""
-    run_python("-c", code)
 
 
 def test_dtypes() -> None:

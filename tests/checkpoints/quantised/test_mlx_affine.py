@@ -309,7 +309,7 @@ def test_quantising_alone_leaves_the_head_and_the_norms_as_they_are(tmp_path: Pa
     found = []
     for folder in ("mlx", "twin"):
         target = tiny.make_target(tmp_path / folder)
-        state = target.new_state(32)
+        state = target.new_state(32, tiny.needs_of(target))
         out = target.decode(state, PROMPT)
         target.commit(state, len(PROMPT))
         drafted = target.decode_mtp(state, PROMPT[1:], out.need_hidden()[:-1])

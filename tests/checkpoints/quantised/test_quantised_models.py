@@ -72,7 +72,7 @@ def split(
 def outputs(folder: Path, dtype: str, kernels: str) -> list[torch.Tensor]:
     """Logits of a pass of several rows, and of the MTP head where there is one."""
     target = tiny.make_target(folder, kernels=kernels, dtype=dtype)
-    state = target.new_state(64)
+    state = target.new_state(64, tiny.needs_of(target))
     out = target.decode(state, PROMPT)
     found = [torch.as_tensor(out.need_logits().rows()).clone()]
     if target.info.mtp_layers:

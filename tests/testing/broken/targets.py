@@ -5,10 +5,11 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from specdec.contract import NO_NEEDS, DraftHead, Executor, MtpPairs, Outcome
+from specdec.contract import NO_NEEDS, DraftHead, MtpPairs
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
 from specdec.testing.table_model import Memory, TableHead, TableHidden, TableLogits, TableModel
+from tests.decoding.fake_device import FakeExecutor
 
 
 def table(kind: type[TableModel], **options) -> TableModel:
@@ -318,61 +319,16 @@ class _NoSum(TableLogits):
         return self._rows.max(axis=1).tolist()
 
 
-class TableExecutor(Executor):
-    """What a device does, in single passes: it decides by itself, and commits a cycle when the next one begins."""
-
-    def __init__(self, target, state, context, draft, stop_tokens, limit):
-        self.target, self.state, self.draft = target, state, draft
-        self.tokens = list(context)
-        self.stop, self.left, self.over = stop_tokens, limit, False
-        self.emitted = ()  # by the last cycle, not committed yet
-        self.in_flight = []
-
-    def submit(self, depth):
-        self.commit()
-        if self.over:
-            self.in_flight.append(Outcome((), 0, ()))
-            return
-        drafted = self.target.draft_mtp(self.state, self.tokens[-1], depth) if self.draft.mtp else ()
-        best = self.target.decode(self.state, [self.tokens[-1], *drafted]).need_logits().argmax()
-        accepted = 0
-        while accepted < len(drafted) and drafted[accepted] == best[accepted]:
-            accepted += 1
-        ends = [number for number, token in enumerate(best[: accepted + 1], start=1) if token in self.stop]
-        kept = min([self.left, accepted + 1, *ends])
-        self.over = kept == self.left or kept in ends
-        self.left -= kept
-        self.emitted = tuple(best[:kept])
-        self.tokens += self.emitted
-        self.in_flight.append(Outcome(drafted, accepted, self.emitted))
-
-    def commit(self):
-        if self.emitted:
-            self.target.commit(self.state, len(self.emitted))
-        self.emitted = ()
-
-    def collect(self):
-        return self.in_flight.pop(0)
-
-    def keep(self, tokens):
-        if not self.in_flight and tokens < len(self.emitted):
-            del self.tokens[tokens - len(self.emitted) :]
-            self.emitted = self.emitted[:tokens]
-
-    def close(self):
-        self.commit()
-
-
 class RunsCycles(TableModel):
     """As it should be."""
 
-    executor = TableExecutor
+    executor = FakeExecutor
 
-    def device_executor(self, state, context, draft, *, stop_tokens, limit):
-        return self.executor(self, state, context, draft, stop_tokens, limit)
+    def device_executor(self, state, context, draft, **options):
+        return self.executor(self, state, context, draft, **options)
 
 
-class _GoesOn(TableExecutor):
+class _GoesOn(FakeExecutor):
     def submit(self, depth):
         self.over, self.left = False, max(self.left, 1)
         super().submit(depth)
@@ -382,7 +338,7 @@ class GoesOnAfterTheEnd(RunsCycles):
     executor = _GoesOn
 
 
-class _KeepsAll(TableExecutor):
+class _KeepsAll(FakeExecutor):
     def keep(self, tokens):
         pass
 
@@ -391,27 +347,26 @@ class KeepsWhatIsTakenBack(RunsCycles):
     executor = _KeepsAll
 
 
-class _NoStop(TableExecutor):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.stop = ()
+class _NoStop(FakeExecutor):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **{**options, "stop_tokens": ()})
 
 
 class IgnoresStopTokens(RunsCycles):
     executor = _NoStop
 
 
-class _FewerRows(TableExecutor):
-    def commit(self):
+class _FewerRows(FakeExecutor):
+    def settle(self):
         self.emitted = self.emitted[: max(1, len(self.emitted) - 1)]
-        super().commit()
+        super().settle()
 
 
 class CommitsARowTooFew(RunsCycles):
     executor = _FewerRows
 
 
-class _NeverZero(TableExecutor):
+class _NeverZero(FakeExecutor):
     def submit(self, depth):
         super().submit(max(depth, 1))
 

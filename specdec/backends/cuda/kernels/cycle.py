@@ -30,8 +30,8 @@ def _settle(
     tl.store(waiting + (before + row) * hidden + at, rows, mask=inside)
     if tl.program_id(0) == 0:
         i = tl.arange(0, ROWS)
-        inside = (i < kept) & (before + i < ROWS)
-        tl.store(waiting_ids + before + i, tl.load(control + FIELDS + i, mask=inside, other=0), mask=inside)
+        joins = (i < kept) & (before + i < ROWS)
+        tl.store(waiting_ids + before + i, tl.load(control + FIELDS + i, mask=joins, other=0), mask=joins)
         count = before + kept
         tl.store(counters + COUNT, count)
         tl.store(counters + FED, tl.where(tl.load(control + HALTED) == 0, count, 0))

@@ -1,0 +1,90 @@
+"""What backends share of hidden states and logits: handles over an array of theirs, and logits in host memory."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from specdec.backends.caches import Array
+from specdec.contract import Hidden, Logits
+from specdec.errors import ContractError
+
+if TYPE_CHECKING:
+    from specdec.contract import Float32
+
+
+class ArrayHidden(Hidden):
+    """Rows of an array ``[T, H]`` in act dtype. A backend's subclass joins its arrays."""
+
+    __slots__ = ("array",)
+
+    @staticmethod
+    @abc.abstractmethod
+    def concatenate(arrays: list[Any]) -> Any:
+        """Arrays ``[T_i, H]`` as one, in their order."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(self.array[rows])
+
+    def join(self, others: Sequence[Hidden]) -> Self:
+        parts = [self.array]
+        for other in others:
+            if not isinstance(other, type(self)):
+                raise ContractError(f"hidden states of another backend ({type(other).__name__}) cannot be joined")
+            parts.append(other.array)
+        return type(self)(self.concatenate(parts))
+
+
+def not_finite(row: int, detail: str = "") -> ContractError:
+    """The error for a row of logits without a best token."""
+    return ContractError(
+        f"the target's logits of row {row} are not finite{detail}",
+        try_="specdec info MODEL (the weight check), or dtype = float32",
+    )
+
+
+class HostLogits(Logits):
+    """Logits ``[T, V]`` float32 as a numpy array, searched in numpy."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def argmax(self) -> list[int]:
+        rows = self.rows()
+        best: list[int] = rows.argmax(axis=1).tolist()  # numpy: first of equals, and a NaN wins
+        for row, token in enumerate(best):
+            if not np.isfinite(rows[row, token]):
+                raise not_finite(row, f" (token {token}: {rows[row, token]})")
+        return best
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        ids: list[list[int]] = []
+        values: list[list[float]] = []
+        for row in self.rows():
+            candidates = np.flatnonzero(row >= np.partition(row, -min(k, len(row)))[-min(k, len(row))])
+            order = candidates[np.lexsort((candidates, -row[candidates]))[:k]]
+            ids.append(order.tolist())
+            values.append(row[order].tolist())
+        return ids, values
+
+    def gather(self, tokens: Sequence[int]) -> list[float]:
+        rows = self.rows()
+        return [float(rows[row, token]) for row, token in enumerate(tokens)]
+
+    def rows(self) -> Float32:
+        rows: Float32 = self.array
+        return rows

@@ -1,0 +1,160 @@
+"""Reading a configuration: one TOML file plus overrides; every error names the key's path.
+
+Three layers, later ones win: the defaults, the file, the overrides. A layer that gives a plugin table (``drafter``,
+``verifier``, ``depth``) another name discards the options that lower layers set for the former one.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from specdec.config.structuring import structure
+from specdec.config.values import PLUGIN_TABLES, Choice, RunConfig
+from specdec.errors import ConfigError, did_you_mean
+
+
+@attrs.frozen
+class Override:
+    """One ``key.path = value`` that wins over the file; ``source`` is how the user wrote it."""
+
+    path: tuple[str, ...]
+    value: Any
+    source: str
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """``key.path=value``: the value is TOML, and a bare word is a string.
+
+        Raises: ConfigError when there is no key, no value, or broken TOML that cannot be meant as a word.
+        """
+        source = f"-s {text}"
+        key, equals, raw = text.partition("=")
+        path = tuple(part.strip() for part in key.split("."))
+        raw = raw.strip()
+        if not equals or not all(path):
+            raise ConfigError(
+                f"an override is key.path=value, got {text!r}", try_="-s depth.depth=4, -s target.model=demo"
+            )
+        if not raw:
+            raise ConfigError(f"the override of {key.strip()} has no value", try_=f"-s '{key.strip()}=\"\"'")
+        return cls(path, _toml_value(raw, source), source)
+
+
+def _toml_value(raw: str, source: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError as error:
+        if raw[0] in "[{\"'":
+            raise ConfigError(
+                f"the value {raw!r} is not TOML: {error}",
+                asked_for_by=source,
+                try_='quote the strings in it: -s \'generation.stop=["a", "b"]\'',
+            ) from error
+        return raw
+    return parsed["value"] if parsed.keys() == {"value"} else raw  # a line break must not smuggle in another key
+
+
+def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str | Override] = ()) -> RunConfig:
+    """The defaults, then the file at ``path``, then ``overrides``.
+
+    Raises: ConfigError that names the file, the key's path, what was got, and what would work.
+    """
+    sources: dict[tuple[str, ...], str] = {}
+    data: dict[str, Any] = {}
+    if path is not None:
+        data = read_toml(path)
+        sources.update((key, str(path)) for key in _key_paths(data))
+    top: dict[str, Any] = {}
+    for override in (Override.parse(text) if isinstance(text, str) else text for text in overrides):
+        _put(top, override.path, override.value)
+        sources[override.path] = override.source
+    defaults = RunConfig().to_dict()
+    merged = _merge(_merge({table: defaults[table] for table in PLUGIN_TABLES}, data), top)
+    if ("depth", "depth") in sources and ("depth", "name") not in sources:
+        merged["depth"]["name"] = "fixed"  # a depth alone says which policy, as it does in specdec.load(depth=4)
+    config = _with_sources(structure(merged, RunConfig, (), lambda key: _source_of(key, sources)), sources)
+    for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
+        choice: Choice = getattr(config, table)
+        if choice.name == "auto" and choice.options:
+            option = next(iter(choice.options))
+            raise ConfigError(
+                f"{table}.{option} is the option of a {kind}, and none is named: {table}.name is 'auto'."
+                f"{did_you_mean(option, ['name', *(['depth'] if table == 'depth' else [])])}",
+                asked_for_by=choice.source or None,
+                try_=f'name the {kind} it is for, such as {table}.name = "{example}"',
+            )
+    return config
+
+
+def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises: ConfigError when it cannot be read, is not UTF-8 or not TOML.
+    """
+    try:
+        return tomllib.loads(pathlib.Path(path).read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{str(path)!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
+            try_="save the file as UTF-8; TOML allows no other encoding",
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
+
+
+def _merge(low: Mapping[str, Any], high: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """``high`` over ``low``, table by table; a plugin table that changes its name starts from nothing."""
+    merged = dict(low)
+    for key, value in high.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            renamed = not path and key in PLUGIN_TABLES and value.get("name", below.get("name")) != below.get("name")
+            merged[key] = dict(value) if renamed else _merge(below, value, (*path, key))
+        else:
+            merged[key] = value
+    return merged
+
+
+def _put(tables: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for part in path[:-1]:
+        below = tables.get(part)
+        tables[part] = below = dict(below) if isinstance(below, Mapping) else {}
+        tables = below
+    tables[path[-1]] = value
+
+
+def _key_paths(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in tables.items():
+        yield (*path, key)
+        if isinstance(value, Mapping):
+            yield from _key_paths(value, (*path, key))
+
+
+def _source_of(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
+    for end in range(len(path), 0, -1):
+        if path[:end] in sources:
+            return sources[path[:end]]
+    return next((source for key, source in sources.items() if key[: len(path)] == path), "")  # a key inside it
+
+
+def _with_sources(config: RunConfig, sources: Mapping[tuple[str, ...], str]) -> RunConfig:
+    """Each table remembers where it was written, for errors that come later (an unknown name, a bad option)."""
+
+    def of(table: str, keys: Collection[str]) -> str:
+        found = [_source_of((table, key), sources) for key in keys]
+        return ", ".join(dict.fromkeys(source for source in found if source))
+
+    tables: dict[str, Any] = {
+        table: attrs.evolve(choice, source=of(table, ("name", *choice.options)))
+        for table in PLUGIN_TABLES
+        if (choice := getattr(config, table))
+    }
+    target = attrs.evolve(config.target, source=of("target", ("model", "backend", "backend_options")))
+    return attrs.evolve(config, target=target, **tables)

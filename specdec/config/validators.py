@@ -1,0 +1,45 @@
+"""Validators for configuration classes, also for those of plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from specdec.errors import ConfigError, nearest
+
+Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
+
+
+class FieldError(ConfigError):
+    """A value outside what a field takes. Keeps the parts, so that a loader can name the key's path instead."""
+
+    def __init__(self, owner: object, field: str, takes: str, got: object, **facts: object) -> None:
+        self.field, self.takes, self.got = field, takes, got
+        super().__init__(f"{type(owner).__name__}.{field} takes {takes}, got {got!r}", **facts)
+
+
+def between(low: float, high: float) -> Validator:
+    """An attrs validator, both ends included: integers when both ends are, else any finite number. Never a bool."""
+    whole = type(low) is int and type(high) is int
+
+    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
+        number = type(value) is int or (not whole and type(value) is float)
+        if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison, as it should
+            raise FieldError(owner, field.name, f"{low} to {high}", value)
+
+    return check
+
+
+def one_of(*choices: str) -> Validator:
+    """An attrs validator for a fixed set of words; the error suggests the nearest one."""
+    *others, last = (repr(choice) for choice in choices)
+    takes = f"{', '.join(others)} or {last}" if others else last
+
+    def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
+        if value not in choices:
+            hint = nearest(value, choices) if isinstance(value, str) else None
+            raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
+
+    return check

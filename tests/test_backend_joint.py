@@ -1,0 +1,133 @@
+"""Ops, backends and forward passes are asked through their base classes, never by the names of their attributes."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import specdec
+from specdec.backends import Backend, choice
+from specdec.backends.cpu.reference import ReferenceOps
+from specdec.backends.delegating import DelegatingOps
+from specdec.backends.ops import Ops
+from specdec.contract import BackendSpec
+from specdec.errors import PluginError, UnsupportedError
+from specdec.hookspecs import hookimpl
+from specdec.registry import BUILT_INS, Registry, use_registry
+
+ROOT = pathlib.Path(specdec.__file__).parent
+OWNERS = {"ops", "Ops", "inner", "backend", "Backend", "target", "forward_pass", "ForwardPass", "model", "lm"}
+OWN_BACKENDS = re.compile(r"^\s*(from|import) specdec\.backends\.(cpu|cuda|metal)\b", re.MULTILINE)
+ABOUT_KERNELS = {"doctor/machine.py"}  # lists the compiler and the native kernels of this machine
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def test_attributes_of_ops_backends_and_forward_passes_are_not_looked_up_by_name():
+    found = []
+    for name, text in sources():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                owner = re.split(r"[.(]", ast.unparse(node.args[0]))[-1].lstrip("_")
+                found += [f"{name}:{node.lineno}"] * (owner in OWNERS)
+    assert found == []
+
+
+def test_an_array_library_is_not_recognised_by_the_name_of_its_module():
+    found = {name for name, text in sources() if re.search(r"type\(\w+\)\.__module__", text)}
+    assert all(name.startswith("registry/") for name in found)  # where a plugin comes from
+
+
+def test_nothing_outside_the_backends_imports_one_of_them():
+    found = {name for name, text in sources() if not name.startswith("backends/") and OWN_BACKENDS.search(text)}
+    assert found <= ABOUT_KERNELS
+
+
+def test_delegating_ops_delegate_every_operation():
+    methods = {name for name, value in vars(Ops).items() if callable(value) and not name.startswith("_")}
+    assert methods <= vars(DelegatingOps).keys()
+
+
+# --- target.backend = "auto" -----------------------------------------------------------------------------------------
+
+
+class Stranger(Backend):
+    name, device, dtypes = "stranger", "a device of its own", ("float32",)
+    notices = ("it is strange",)
+
+    def ops(self, dtype: str) -> ReferenceOps:
+        raise AssertionError("nothing is loaded here")
+
+
+@pytest.fixture
+def install() -> Iterator[Any]:
+    """``install(**fields)``: a backend "stranger" beside the built-in ones."""
+    former = []
+
+    def registered(**fields: Any) -> None:
+        class Plugin:
+            @hookimpl
+            def specdec_backends(self) -> list[BackendSpec]:
+                return [BackendSpec(**{"name": "stranger", "factory": lambda config: Stranger(), **fields})]
+
+        registry = Registry(BUILT_INS, entry_points=(), strict=True)
+        registry.register(Plugin())
+        former.append(use_registry(registry))
+
+    yield registered
+    use_registry(former[0])
+
+
+def fails(*_: object) -> Any:
+    raise RuntimeError("the driver is gone")
+
+
+def test_the_largest_preference_wins_and_brings_its_notices(install):
+    install(preference=lambda: 100)
+    backend, notices = choice.make_backend("auto")
+    assert isinstance(backend, Stranger)
+    assert notices == ("it is strange",)
+
+
+def test_without_a_preference_a_backend_is_taken_by_name_only(install):
+    install()
+    assert choice.auto_backend()[0] != "stranger"
+    assert choice.make_backend("stranger")[0].name == "stranger"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"preference": lambda: 100, "available": lambda: "no such device"}, "no such device"),
+        ({"preference": lambda: 100, "available": fails}, "RuntimeError: the driver is gone"),
+        ({"preference": fails}, "RuntimeError: the driver is gone"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_passed_over_with_the_reason(install, fields, reason):
+    install(**fields)
+    name, notices = choice.auto_backend()
+    assert name != "stranger"
+    assert f"the stranger backend cannot run here: {reason}" in notices[0]
+
+
+def test_a_factory_of_something_else_is_refused(install):
+    install(factory=lambda config: object())
+    with pytest.raises(PluginError, match="'stranger' is not a Backend: object"):
+        choice.make_backend("stranger")
+
+
+def test_an_operation_that_a_backend_lacks_is_named():
+    class Few(ReferenceOps):
+        moe = Ops.moe
+
+    with pytest.raises(UnsupportedError, match="Few has no moe, which this model needs"):
+        Few(torch.float32).moe(None, None, None, None)
