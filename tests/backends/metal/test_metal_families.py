@@ -21,7 +21,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from specdec.backends.metal.arrays import to_host  # noqa: E402
 from specdec.backends.metal.caches import BUCKET, MetalKVCache, MetalLatentCache  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.contract import Drafter, Parity  # noqa: E402
+from specdec.contract import Drafter, Needs, Parity  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, ngram, oracle, partly_right, random  # noqa: E402
@@ -95,6 +95,36 @@ def poison(state: Any) -> None:
             cache.values[stale] = mx.nan
         elif isinstance(cache, MetalLatentCache):
             cache.rows[stale] = mx.nan
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_hidden_states_at_boundaries_are_those_of_the_reference(
+    metal: Targets, checkpoint: Callable[..., pathlib.Path], family: str
+) -> None:
+    """The same numbers, and the same bits in a block as row by row where rows are exact."""
+    target, reference = metal(family), tiny.make_target(checkpoint(family, **TRIED[family]))
+    needs = Needs(final_hidden=True, boundaries=range(target.info.layers + 1))
+    tokens = [(7 * i + 3) % VOCAB for i in range(12)]
+
+    def states_of(model: Any, blocks: list[int]) -> list[np.ndarray]:
+        state, at = model.new_state(64, needs), 8
+        outputs = [model.prefill(state, tokens[:8])]
+        for rows in blocks:
+            outputs.append(model.decode(state, tokens[at : at + rows]))
+            model.commit(state, rows)
+            at += rows
+        parts = [[output.hidden, *output.boundaries.values()] for output in outputs]
+        return [
+            np.concatenate([model.ops.to_host(model.ops.array(part)).numpy() for part in column])
+            for column in zip(*parts, strict=True)
+        ]
+
+    whole, single, wanted = states_of(target, [4]), states_of(target, [1, 1, 1, 1]), states_of(reference, [4])
+    assert len(whole) == len(wanted) == target.info.layers + 2
+    for ours, alone, theirs in zip(whole, single, wanted, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+        if target.info.parity is Parity.BITWISE:
+            assert (ours == alone).all()
 
 
 @pytest.mark.parametrize(("family", "shape"), [(family, shape) for family, shapes in ALL.items() for shape in shapes])
