@@ -21,15 +21,14 @@ from benchmarks.common import BYTE_TOKENS, arguments, in_turns, median, save, se
 def measure(folder: Path, context: int, repeats: int, sizes: list[int], extra: int) -> dict[str, Any]:
     """Milliseconds and ratios, best and median of the repeats."""
     import specdec
-    from specdec.contract import Context, DraftHead, Sampling
+    from specdec.contract import Context, DraftHead, Needs, Sampling
     from specdec.drafters.gate import DraftGate
     from specdec.sampling import draft_token
 
     lm = specdec.load(str(folder), dtype="bfloat16")
-    target, state = lm.target, lm.target.new_state(context + 64)
+    target, state = lm.target, lm.target.new_state(context + 64, Needs(mtp=True, final_hidden=True))
     tokens = [(37 * i) % BYTE_TOKENS for i in range(context)]
     hidden = target.prefill(state, tokens[:-1]).need_hidden()
-    target.prefill_mtp(state, tokens[1:-1], hidden[:-1])
     target.decode_mtp(state, tokens[-1:], hidden[-1:])
     vocab_size = lm.info.vocab_size
     gathering: dict[int, float] = {}

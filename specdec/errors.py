@@ -33,7 +33,7 @@ class ConfigError(SpecdecError):
 
 
 class UnknownNameError(ConfigError):
-    """A drafter, verifier, policy, backend or family that nobody registered."""
+    """A drafter, verifier, policy, backend or family that is not registered."""
 
 
 class PluginError(SpecdecError):

@@ -81,7 +81,7 @@ def gumbel(seed: int, position: int, ids: NDArray[np.int64], purpose: Purpose, c
 
 
 def is_plain(sampling: Sampling) -> bool:
-    """Whether a row's law is a softmax of its raw logits (or their argmax): nothing looks at history or filters."""
+    """Whether a row's distribution is the softmax (or argmax) of its raw logits: no history, bans or filters."""
     s = sampling
     return (
         s.top_k == 0
@@ -178,16 +178,16 @@ class Rows:
         raw = self._logits.rows()[row - self._first]
         return raw.astype(np.float64) if self._plain else processed(raw, self.history(row), self._context)
 
-    def law(self, row: int) -> Float64:
-        """The row's full law ``[V]`` float64; one-hot at temperature 0."""
+    def distribution(self, row: int) -> Float64:
+        """The row's full distribution ``[V]`` float64; one-hot at temperature 0."""
         logits = self.processed(row)
-        law = np.zeros(len(logits))
+        distribution = np.zeros(len(logits))
         if self._context.sampling.temperature == 0:
-            law[_best(logits)] = 1.0
+            distribution[_best(logits)] = 1.0
         else:
             ids, probs = survivors(logits, self._context.sampling)
-            law[ids] = probs
-        return law
+            distribution[ids] = probs
+        return distribution
 
     def argmax(self, row: int) -> int:
         """The best token of the row after processing, the lowest id among equals."""
@@ -229,24 +229,24 @@ def draft_token(logits: Logits, drafted: Sequence[int], context: Context) -> tup
     """What a model-based drafter drafts after ``drafted``, from the one row of its own ``logits``.
 
     With COUPLED noise (and at temperature 0) the token that the same noise would choose from the target: a point mass.
-    With INDEPENDENT noise a draw from the drafter's law, and that law ``[V]`` float32, rounded before the draw so that
-    what is handed over is what was drawn from.
+    With INDEPENDENT noise a draw from the drafter's distribution, and that distribution ``[V]`` float32. It is rounded
+    before the draw, so that exactly what is returned was drawn from.
     """
     rows = Rows(logits, drafted, context, first=len(drafted))
     sampling, row = context.sampling, len(drafted)
     if sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED:
         return rows.choose(row), None
-    law = rows.law(row).astype(np.float32)
+    distribution = rows.distribution(row).astype(np.float32)
     position = len(context) + row
     u = uniforms(sampling.seed, position, Purpose.DRAFT, np.zeros(1, np.int64), context.cycle)[0]
-    return draw(law.astype(np.float64), float(u)), law
+    return draw(distribution.astype(np.float64), float(u)), distribution
 
 
-def draw(law: Float64, u: float) -> int:
-    """The token at quantile ``u`` in (0, 1) of a law ``[V]``; never one of probability 0."""
-    cumulative = np.cumsum(law)
+def draw(distribution: Float64, u: float) -> int:
+    """The token at quantile ``u`` in (0, 1) of a distribution ``[V]``; never one of probability 0."""
+    cumulative = np.cumsum(distribution)
     token = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
-    while token >= len(law) or law[token] == 0.0:  # rounding at the last step
+    while token >= len(distribution) or distribution[token] == 0.0:  # rounding at the last step
         token -= 1
     return token
 

@@ -22,7 +22,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -32,6 +32,7 @@ import specdec_reference
 import structlog
 from click.testing import CliRunner
 
+import specdec
 from specdec import errors, hookspecs
 from specdec.cli import main
 from specdec.config import PLUGIN_TABLES, Choice, GenerationConfig, RunConfig, TargetConfig, load_config
@@ -179,6 +180,42 @@ def test_every_page_is_in_a_table_of_contents():
     assert pages - listed == set()
 
 
+# --- architecture ----------------------------------------------------------------------------------------------------
+
+
+def files_entered(call: Callable[[], object]) -> set[str]:
+    """Files of specdec, apart from ``backends/``, in which a function starts during ``call``."""
+    package = ROOT / "specdec"
+    found = set()
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(package)):
+            found.add(pathlib.Path(frame.f_code.co_filename).relative_to(package).as_posix())
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {file for file in found if not file.startswith("backends/")}
+
+
+def test_the_architecture_lists_the_files_on_the_way_to_the_first_token():
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("\n## The way to the first token\n")[2].partition("\n## ")[0]
+    on_the_way, beside = (
+        re.findall(r"^\| `([\w/.]+)` \|", part, re.MULTILINE) for part in section.split("\nBeside the way")
+    )
+    lm = specdec.load("demo", depth=2)
+    next(lm.stream("def add"))  # what is imported or compiled once is no part of the way
+    entered = files_entered(lambda: next(lm.stream("def add")))
+    assert len(on_the_way) <= 12
+    assert f"of the {len(entered)} now, {len(on_the_way)} are the way" in section
+    assert set(on_the_way) <= entered
+    assert [file for file in entered - set(on_the_way) if not file.startswith(tuple(beside))] == []
+    assert [name for name in beside if not any(file.startswith(name) for file in entered)] == []
+
+
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
@@ -245,8 +282,6 @@ def test_the_reference_lists_every_error():
 
 
 def test_the_reference_of_the_python_api_has_every_public_name():
-    import specdec
-
     text = (REFERENCE / "api.md").read_text(encoding="utf-8")
     listed = {name.rpartition(".")[2] for name in re.findall(r"auto(?:class|function):: (\S+)", text)}
     covered = listed | {"SpecdecError", "hookimpl", "__version__"}  # in the errors' module; a marker; a string

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
 from specdec.contract import Context, DrafterEnv, Guarantee, NoConfig, Sampling
-from specdec.decoding.cycle import Sequence, run_cycle
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.statistics import RunStats
 from specdec.drafters.none import NoDrafter
 from specdec.errors import ConfigError, UnsupportedError
@@ -48,7 +49,7 @@ def generate(registry, *, drafter=None, verifier=None, depth=4, temperature=0.0,
     tokens, state, stats = [1, 2], target.new_state(LENGTH + 32), RunStats()
     target.prefill(state, tokens[:-1])
     env = DrafterEnv(target=target, state=state)
-    sequence = Sequence(
+    sequence = LiveSequence(
         target=target,
         state=state,
         drafter=NoDrafter(NoConfig(), env) if drafter is None else drafter(env),
@@ -56,9 +57,11 @@ def generate(registry, *, drafter=None, verifier=None, depth=4, temperature=0.0,
         tokens=tokens,
         context=Context(tokens, Sampling(temperature=temperature, seed=seed), generated_from=2),
     )
+    loop = DecodingLoop(sequence, len, stats, stop_tokens=(), ahead=False)
     while len(tokens) < LENGTH:
-        registry.notify_cycle(run_cycle(sequence, depth, len, stats))
-    assert stats.inactive_reason == ""
+        registry.notify_cycle(loop.step(depth, LENGTH + 32 - len(tokens)))
+    loop.close()
+    assert sequence.failure == ""
     assert stats.faults == {}
     return tokens[:LENGTH], stats
 

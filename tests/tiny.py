@@ -439,31 +439,16 @@ def make_ops(kernels: str, dtype: str) -> Any:
 def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "float32", ops: Any = None) -> Any:
     """The checkpoint on the CPU with the kernels of that name (or on ``ops``), past ``load_target``'s choices."""
     from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, text_config
-    from specdec.contract import ModelInfo
-    from specdec.models.causal_lm import CausalLM
+    from specdec.models.loading import build_target, family_of
     from specdec.models.weights import Weights, dry_run
-    from specdec.registry import registry
 
     checkpoint = Checkpoint.open(folder)
-    config = text_config(checkpoint.config)
-    spec = registry().model(config["model_type"])
-    family = spec.parse(config)
+    spec, family = family_of(text_config(checkpoint.config), folder)
     wanted = dry_run(spec, family, StoredWeights(checkpoint))
     check_weights(checkpoint, wanted.tensors, wanted.headless).raise_for_errors()
     ops = make_ops(kernels, dtype) if ops is None else ops
-    info = ModelInfo(
-        family=spec.name,
-        vocab_size=family.vocab_size,
-        hidden_size=family.hidden_size,
-        max_positions=family.max_positions,
-        mtp_layers=family.mtp_layers,
-        max_rows=ops.capabilities.max_rows,
-        parity=ops.capabilities.parity,
-        dtype=dtype,
-        kernels=ops.capabilities.kernels,
-    )
     stored = StoredWeights(checkpoint, dtype=getattr(torch, dtype), keeps=ops.capabilities.packed_formats)
-    return CausalLM(info, spec.build(family, Weights(ops, stored)))
+    return build_target(spec, family, Weights(ops, stored), dtype=dtype)
 
 
 def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any = None, **generation: Any) -> Any:

@@ -43,12 +43,12 @@ class Case:
 
     name: str
     run: Callable[[slice, int], tuple[Tensor, ...]]
-    alone: bool
-    copies: int
     moved: Callable[[int], int]
-    reference: Callable[[], tuple[Tensor, ...]] | None
-    tolerance: float
-    times: int
+    alone: bool = True
+    copies: int = 1
+    reference: Callable[[], tuple[Tensor, ...]] | None = None
+    tolerance: float = 0.0
+    times: int = 0
 
 
 def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
@@ -206,17 +206,14 @@ def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
     yield Case(
         name="embedding",
         run=lambda part, copy: (rows.embed(table, tokens[part]),),
-        alone=True,
         copies=few,
         moved=lambda n: 2 * n * hidden * size,
         reference=lambda: (table[tokens.long()].double(),),
-        tolerance=0.0,
         times=1,
     )
     yield Case(
         name="norm",
         run=lambda part, copy: (norm.rms_norm(x[part], scale, EPS),),
-        alone=True,
         copies=few,
         moved=lambda n: 2 * n * hidden * size,
         reference=lambda: (norm.rms_norm_reference(x, scale, EPS),),
@@ -318,8 +315,6 @@ def _attention_cases(
         alone=False,
         copies=few,
         moved=lambda n: 2 * n * (shape.heads + 2 * shape.kv_heads) * dim * dtype.itemsize,
-        reference=None,
-        tolerance=0.0,
         times=times,
     )
     yield Case(
@@ -355,16 +350,7 @@ def _bookkeeping_case(shape: Shape, lab: Lab) -> Case:
         accept.commit_rows(table, kinds, control[accept.KEPT.value : accept.KEPT.value + 1])
         return (control[accept.FIELDS.value :].clone(),)
 
-    return Case(
-        name="accept and commit",
-        run=run,
-        alone=True,
-        copies=few,
-        moved=lambda n: 0,
-        reference=None,
-        tolerance=0.0,
-        times=0,
-    )
+    return Case(name="accept and commit", run=run, copies=few, moved=lambda n: 0)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from specdec.backends.cuda.caches import CapturedCache
 from specdec.backends.cuda.kernels import accept, head
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.passes import DeviceTokens
-from specdec.contract import State
+from specdec.contract import Needs, State
 from specdec.measuring.runs import generate
 from specdec.measuring.speed_model import expected_tokens
 from specdec.measuring.synthetic import SyntheticVerifier
@@ -39,13 +39,8 @@ PROMPTS = 3  # generations start from so many different tokens
 REFERENCE_TOLERANCE = 0.1  # logits of a bfloat16 model from float32 ones, norm of the difference over the norm
 
 
-def make_ops(lab: Lab, dtype: torch.dtype, eager_reason: str = "") -> CudaOps:
-    """Ops on the lab's device."""
-    return CudaOps(lab.device, dtype, eager_reason=eager_reason)
-
-
 def prompt_of(shape: Shape, length: int, start: int = 0) -> list[int]:
-    """Tokens of no meaning, all within the draft vocabulary."""
+    """Meaningless tokens, all within the draft vocabulary."""
     return [(7 * i + 3 + 101 * start) % shape.draft_rows for i in range(length)]
 
 
@@ -61,7 +56,7 @@ class Model:
         self.dtype = dtype
         began = perf_counter()
         self.weights = MadeWeights(shape, lab.place, dtype=dtype, agreement=agreement)
-        ops: Any = make_ops(lab, dtype, eager)
+        ops: Any = CudaOps(lab.device, dtype, eager_reason=eager)
         name = str(dtype).removeprefix("torch.")
         self.target = build_target(shape, ops, self.weights, backend="cuda", dtype=name)
         lab.synchronise()
@@ -71,12 +66,11 @@ class Model:
         """A sequence of ``context`` tokens whose caches, the MTP head's too, have room for the passes to come."""
         target = self.target
         tokens = prompt_of(self.shape, context)
-        state = target.new_state(context + room)
-        output = target.prefill(state, tokens[:-1])
-        hidden = output.need_hidden()
-        target.prefill_mtp(state, tokens[1:], hidden)
+        state = target.new_state(context + room, Needs(mtp=True, final_hidden=True))
+        target.prefill(state, tokens[:-1])
         target.decode(state, tokens[-1:])
         target.commit(state, 1)
+        target.feed_mtp(state)
         return state
 
     def pipeline(self, drafter: str, depth: int, *, pruned: bool = True, capacity: int | None = None) -> Any:
@@ -229,10 +223,11 @@ def decode_body(model: Model, state: Any, rows: int) -> Callable[[], object]:
     target.decode(state, prompt_of(model.shape, rows))  # takes the memory that so many rows need
     target.commit(state, 0)
     caches = [CapturedCache(cache, cache.row, cache.bound) for cache in state.caches]
+    run = state.target_pass.passes.body
     ids = torch.tensor(prompt_of(model.shape, rows), dtype=torch.int32, device=model.lab.place)
 
     def body() -> object:
-        x = materialised(target._run_layers(caches, DeviceTokens(ids), None))
+        x = materialised(run(caches, DeviceTokens(ids), None))
         return head.best(x, target.model.lm_head)
 
     return body
@@ -245,7 +240,7 @@ def draft_body(model: Model, state: Any, pruned: PrunedHead | None, rows: int = 
     cache.reserve(rows)
     caches = [CapturedCache(cache, cache.row, cache.bound)]
     ids = torch.tensor(prompt_of(model.shape, rows), dtype=torch.int32, device=model.lab.place)
-    last = state.last_hidden
+    last = state.pairs.last
     assert isinstance(last, CudaHidden)
     hidden = last.array.repeat(rows, 1)
     if pruned is None:
@@ -383,7 +378,6 @@ def generations(
             break
         made = model.pipeline("mtp", depth, capacity=capacity)
         coin = attrs.evolve(made, verifier=SyntheticVerifier(made.verifier, PROFILE))
-        offered = any(cycle.on_device for cycle in generate(made, prompts[0], **settings).cycles)
         runs: dict[str, list[Any]] = {"plain": [], "made": [], "coin": []}
         arms = {"plain": plain, "made": made, "coin": coin}
         for _ in range(repeats):
@@ -395,39 +389,40 @@ def generations(
                     outputs[name] = run.tokens
                 if outputs["made"] != outputs["plain"]:
                     failures.append(f"{shape.name}, depth {depth}: speculative tokens differ from plain ones")
-        found[str(depth)] = _generation(runs, costs, depth) | {"cycles_on_the_device": offered}
+        on_device = any(cycle.on_device for run in runs["made"] for cycle in run.cycles)
+        found[str(depth)] = _generation(runs, costs, depth) | {"cycles_on_the_device": on_device}
         write()
     return failures
 
 
 def _generation(runs: dict[str, list[Any]], costs: Costs, depth: int) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, members in runs.items():
         rates = [run.rate for run in members]
         cycles = [cycle for run in members for cycle in run.cycles]
         seconds = sum(run.seconds for run in members)
-        told[name] = {
+        found[name] = {
             "tokens_per_second": sum(len(run.tokens) for run in members) / seconds,
             "spread": [min(rates), statistics.median(rates), max(rates)],
             "seconds_per_cycle": seconds / len(cycles),
             "tokens_per_cycle": sum(len(cycle.emitted) for cycle in cycles) / len(cycles),
         }
-    plain = told["plain"]["seconds_per_cycle"]
+    plain = found["plain"]["seconds_per_cycle"]
     for name in ("made", "coin"):
-        arm = told[name]
-        arm["measured_speedup"] = arm["tokens_per_second"] / told["plain"]["tokens_per_second"]
+        arm = found[name]
+        arm["measured_speedup"] = arm["tokens_per_second"] / found["plain"]["tokens_per_second"]
         arm["speedup"] = expected_tokens(conditional(PROFILE, depth)) * plain / arm["seconds_per_cycle"]
         arm["speedup_over_graph_decode"] = arm["speedup"] * costs.decode / plain  # plain decoding without its host time
         arm["identity"] = costs.cycle(depth) / arm["seconds_per_cycle"]
         arm["identity_holds"] = abs(arm["identity"] - 1) <= IDENTITY
-    told["plain"]["identity"] = costs.decode / plain
-    told["plain"]["identity_holds"] = abs(costs.decode / plain - 1) <= IDENTITY
+    found["plain"]["identity"] = costs.decode / plain
+    found["plain"]["identity_holds"] = abs(costs.decode / plain - 1) <= IDENTITY
     cycles = [cycle for run in runs["made"] for cycle in run.cycles]
-    told["made"]["acceptance"] = [
+    found["made"]["acceptance"] = [
         sum(cycle.accepted > place for cycle in cycles) / max(1, sum(cycle.offered > place for cycle in cycles))
         for place in range(depth)
     ]
-    return told
+    return found
 
 
 def made(shape: Shape, lab: Lab, folder: Path, dtype: torch.dtype) -> Model:

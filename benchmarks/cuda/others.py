@@ -89,12 +89,10 @@ def _packed(name: str, make: Callable[[], Weight], x: Tensor, rms: norm.Rms, lab
     return Case(
         name=name,
         run=lambda part, copy: (gemm.linear(x[part], weights[copy], prologue=rms),),
-        alone=True,
         copies=len(weights),
         moved=lambda rows: first.nbytes,
         reference=lambda: (gemm.linear_reference(x, first, prologue=rms),),
         tolerance=tolerance,
-        times=0,
     )
 
 
@@ -108,16 +106,7 @@ def _sampled(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], k: int) -> C
         found = head.sample(x[part], weight, noise=noise)
         return found.ids, found.values, found.log_sum
 
-    return Case(
-        name="head, sampled token",
-        run=run,
-        alone=False,
-        copies=1,
-        moved=lambda rows: weight.nbytes,
-        reference=None,
-        tolerance=0.0,
-        times=0,
-    )
+    return Case(name="head, sampled token", run=run, alone=False, moved=lambda rows: weight.nbytes)
 
 
 def _experts(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: float) -> Case:
@@ -169,12 +158,10 @@ def _experts(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: f
     return Case(
         name=f"experts, {sizes.chosen} of {count} and a shared one",
         run=run,
-        alone=True,
         copies=copies,
         moved=lambda rows: 3 * matrix * (distinct[rows] + 1),
         reference=reference,
         tolerance=tolerance,
-        times=0,
     )
 
 
@@ -190,14 +177,7 @@ def _router(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor]) -> Case:
         return route.choose_reference(gemm.linear_reference(x, weight).float(), routing)
 
     return Case(
-        name="router, choice of experts",
-        run=run,
-        alone=True,
-        copies=1,
-        moved=lambda rows: weight.nbytes,
-        reference=reference,
-        tolerance=1e-3,
-        times=0,
+        name="router, choice of experts", run=run, moved=lambda rows: weight.nbytes, reference=reference, tolerance=1e-3
     )
 
 
@@ -226,5 +206,4 @@ def _latent(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: fl
         moved=lambda rows: nbytes,
         reference=reference,
         tolerance=tolerance,
-        times=0,
     )

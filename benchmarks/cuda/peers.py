@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import embedded, encoded_prompts
 from benchmarks.cuda.models import Model, prompt_of
 from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, Shape
 from benchmarks.cuda.timing import Lab
@@ -166,53 +167,31 @@ def demo(
 ) -> list[str]:
     """The embedded model on the device: plain against speculative by class of prompt; returns broken parity."""
     import specdec
-    from benchmarks.common import encoded_prompts
 
-    failures: list[str] = []
     backend = "cuda" if lab.real else "cpu"
     began = perf_counter()
     plain = specdec.load(drafter="none", backend=backend)
+    info, failures = plain.info, list[str]()
     out |= {
         "backend": backend,
         "load_seconds": perf_counter() - began,
-        "device": plain.info.device,
-        "kernels": plain.info.kernels,
-        "parity": plain.info.parity.value,
-        "notices": list(plain.notices),
+        "device": info.device,
+        "kernels": info.kernels,
+        "parity": info.parity.value,
+        "notices": plain.notices,
+        "depths": {},
     }
-    if plain.info.parity.value != "bitwise":
-        failures.append(f"the embedded model: parity is {plain.info.parity.value}: {plain.info.parity_reason}")
-    prompts = encoded_prompts(plain.tokenizer)
-    host = specdec.load(drafter="none", backend="cpu") if lab.real else plain
-    settings: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True}
-    out["depths"] = {}
+    if info.parity.value != "bitwise":
+        failures.append(f"the embedded model: parity is {info.parity.value}: {info.parity_reason}")
+    host = specdec.load(drafter="none", backend="cpu")
+    prompts = encoded_prompts(host.tokenizer)
     for depth in depths:
-        speculative = specdec.load(depth=depth, backend=backend)
-        arms = {"plain": plain, "speculative": speculative}
-        classes: dict[str, Any] = {}
-        for name, prompt in prompts.items():
-            rates: dict[str, list[float]] = {"plain": [], "speculative": []}
-            outputs = {}
-            for warmed in arms.values():
-                generate(warmed, prompt, **settings)
-            for _ in range(repeats):
-                for kind in (*arms, *reversed(arms)):
-                    outputs[kind] = generate(arms[kind], prompt, **settings)
-                    rates[kind].append(outputs[kind].rate)
-            if outputs["plain"].tokens != outputs["speculative"].tokens:
-                failures.append(f"the embedded model, depth {depth}, {name!r}: speculative tokens differ")
-            reference = host.generate(prompt, **settings).tokens if lab.real else list(outputs["plain"].tokens)
-            equal = [a == b for a, b in zip(reference, outputs["plain"].tokens, strict=True)]
-            a, b = (statistics.median(rates[kind]) for kind in ("plain", "speculative"))
-            cycles = outputs["speculative"].cycles
-            classes[name] = {
-                "plain_tokens_per_second": a,
-                "speculative_tokens_per_second": b,
-                "ratio": b / a,
-                "tokens_per_cycle": len(outputs["speculative"].tokens) / len(cycles),
-                "as_on_the_host_until": equal.index(False) if False in equal else None,
-            }
-        ratios = [entry["ratio"] for entry in classes.values()]
-        out["depths"][str(depth)] = {"classes": classes, "mean_ratio": sum(ratios) / len(ratios)}
+        found = embedded(depth, tokens=tokens, repeats=repeats, backend=backend)
+        failures += [f"the embedded model, depth {depth}, {name!r}: tokens differ" for name in found["differing"]]
+        for name, outputs in found.pop("outputs").items():
+            reference = host.generate(prompts[name], max_new_tokens=tokens, ignore_eos=True).tokens
+            equal = [a == b for a, b in zip(reference, outputs, strict=True)]
+            found["classes"][name]["as_on_the_host_until"] = equal.index(False) if False in equal else None
+        out["depths"][str(depth)] = found
         write()
     return failures

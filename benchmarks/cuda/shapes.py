@@ -19,6 +19,7 @@ from typing import Any
 
 import attrs
 
+from benchmarks.common import qwen3_5_config
 from specdec.measuring.synthetic import PROFILES
 
 CONTEXT = 2048
@@ -71,30 +72,21 @@ class Shape:
     @property
     def config(self) -> dict[str, Any]:
         """``config.json`` of a checkpoint of this shape."""
-        return {
-            "architectures": ["Qwen3_5ForCausalLM"],
-            "model_type": "qwen3_5_text",
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.value_heads,
-            "linear_key_head_dim": self.linear_dim,
-            "linear_value_head_dim": self.linear_dim,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": self.tied,
-            "hidden_act": "silu",
-            "mtp_num_hidden_layers": 1,
-            "layer_types": self._layer_types(),
-        }
+        config = qwen3_5_config(
+            hidden=self.hidden,
+            layers=self.layers,
+            intermediate=self.intermediate,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            key_heads=self.key_heads,
+            value_heads=self.value_heads,
+            linear_dim=self.linear_dim,
+            vocab=self.vocabulary,
+            tied=self.tied,
+            max_positions=32768,
+        )
+        return config | {"layer_types": self._layer_types()}
 
     def _layer_types(self) -> list[str]:
         """Every fourth layer attends; of fewer than four the last one does."""

@@ -15,7 +15,6 @@ timings, not results of a model.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +24,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
+from benchmarks.common import byte_tokenizer
 from benchmarks.cuda.shapes import Shape
 from specdec.backends.ops import Ops
 from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig
-from specdec.contract import ModelInfo, PrepareEnv
+from specdec.contract import PrepareEnv
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.drafters.draft_vocabulary import DraftVocabulary
+from specdec.models import loading
 from specdec.models.causal_lm import CausalLM
 from specdec.models.weights import Weights
 from specdec.pipeline import LanguageModel
@@ -171,24 +172,9 @@ def _rms(x: Tensor) -> Tensor:
 
 def build_target(shape: Shape, ops: Ops, weights: MadeWeights, *, backend: str, dtype: str) -> CausalLM:
     """The model of a shape over ``ops``, as loading a checkpoint would make it."""
-    spec = registry().model("qwen3_5_text")
-    family = shape.family
-    info = ModelInfo(
-        family=spec.name,
-        vocab_size=family.vocab_size,
-        hidden_size=family.hidden_size,
-        max_positions=family.max_positions,
-        mtp_layers=family.mtp_layers,
-        max_rows=ops.capabilities.max_rows,
-        parity=ops.capabilities.parity,
-        parity_reason=ops.capabilities.parity_reason,
-        backend=backend,
-        dtype=dtype,
-        kernels=ops.capabilities.kernels,
-        fingerprint=shape.name,
-    )
     source: Any = weights
-    return CausalLM(info, spec.build(family, Weights(ops, source)))
+    facts = {"backend": backend, "dtype": dtype, "fingerprint": shape.name}
+    return loading.build_target(registry().model("qwen3_5_text"), shape.family, Weights(ops, source), **facts)
 
 
 def language_model(
@@ -226,13 +212,7 @@ def language_model(
 
 def _tokenizer(folder: Path) -> Tokenizer:
     """One token per byte; ids above stand for nothing."""
-    from tokenizers import Tokenizer as Core
-    from tokenizers import decoders, models, pre_tokenizers
-
     folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Core(models.BPE(vocab={c: i for i, c in enumerate(alphabet[:64])}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({}))
+    byte_tokenizer(folder, 64)
+    (folder / "config.json").write_text("{}")
     return Tokenizer.from_folder(folder)

@@ -8,9 +8,11 @@ from typing import Any, Protocol, TypeAlias
 
 Array: TypeAlias = Any  # torch.Tensor, mlx.core.array, numpy.ndarray, ...
 
+MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
+
 
 class Cache(abc.ABC):
-    """State of one layer. ``length`` counts committed rows; ops append provisional rows behind them."""
+    """State of one layer. ``length`` counts committed rows; ops append provisional rows."""
 
     length: int
 
@@ -43,6 +45,39 @@ class Cache(abc.ABC):
     @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes allocated."""
+
+
+class MarkedCache(Cache):
+    """A cache that cannot be cut anywhere: it keeps copies of its state at some lengths, and returns to those."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[int, Any]] = []
+
+    @abc.abstractmethod
+    def _copied(self) -> Any:
+        """A copy of the committed state."""
+
+    @abc.abstractmethod
+    def _become(self, length: int, state: Any) -> None:
+        """Take over what ``_copied`` gave at ``length``, or the empty state where it is None; drop provisional rows."""
+
+    def mark(self) -> None:
+        if not self._marks or self._marks[-1][0] != self.length:
+            self._marks = [*self._marks[-MARKS + 1 :], (int(self.length), self._copied())]
+
+    def marks(self) -> list[int]:
+        return [0, *(length for length, _ in self._marks), int(self.length)]
+
+    def truncate(self, length: int) -> bool:
+        if length == self.length:
+            self.commit(0)
+            return True
+        kept = [mark for mark in self._marks if mark[0] <= length]
+        if length and (not kept or kept[-1][0] != length):
+            return False
+        self._marks = kept if length else []
+        self._become(length, kept[-1][1] if length else None)
+        return True
 
 
 # A backend's ops take its own caches: what its ``new_kv``, ``new_latent`` and ``new_delta`` returned.

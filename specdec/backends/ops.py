@@ -162,7 +162,7 @@ class Capabilities:
         parity_reason: what the declared parity rests on.
         parity_needs_probe: BITWISE holds only where a stored probe shows it (``specdec.records.probes``): there is
             reason to believe it, and it could not be tried on this device.
-        max_rows: rows of the longest pass that ``parity`` speaks of.
+        max_rows: rows of the longest pass that ``parity`` covers.
         packed_formats: quantised formats that it computes with as they are stored ("fp8-block", "nvfp4",
             "mlx-affine"); weights of all others come decoded. See ``Ops.weight``.
         slow: the kernels are a slow substitute; a load then says so, with ``kernels``.
@@ -368,7 +368,7 @@ class Ops(abc.ABC):
     def head_rows(self, weight: Array, tokens: Sequence[int], base: HeadRows | None = None) -> HeadRows:
         """The rows of a head for these token ids, gathered into memory of their own.
 
-        With ``base``, rows of the same head: those that it lacks are added behind it, and its own are shared.
+        With ``base``, rows of the same head: missing ones are added, its own are shared.
         """
         raise self._lacks("head_rows")
 

@@ -147,14 +147,14 @@ def describe_config(
 def describe_foreign(
     path: str, config: Mapping[str, Any], taken_by: str, checkpoint: Checkpoint | None
 ) -> CheckpointReport:
-    """What can be told of a model that no family reads; ``checkpoint`` is None where only its config is there."""
-    told = CheckpointReport(
+    """What is known of a model that no family reads; ``checkpoint`` is None where only its config is there."""
+    report = CheckpointReport(
         path=path, family="", model_type=str(config.get("model_type")), taken_by=taken_by, weights_present=False
     )
     if checkpoint is None:
-        return told
+        return report
     return attrs.evolve(
-        told,
+        report,
         weights_present=True,
         formats=_by_module(formats_of(checkpoint), {}),
         dtypes=_dtypes(checkpoint),

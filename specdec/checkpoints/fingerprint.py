@@ -1,4 +1,4 @@
-"""A short hash that tells one checkpoint from another without reading all of it."""
+"""A short hash that distinguishes checkpoints without reading all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLED = 256  # values at either end of every tensor
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Hash of config.json, of every tensor's name, shape and dtype, and of the values at both ends of each.
 
-    Fine-tuning changes every tensor, so its ends tell two trainings apart; a full hash would read gigabytes.
+    Fine-tuning changes every tensor, so its ends distinguish two trainings; a full hash would read gigabytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(checkpoint.config, sort_keys=True).encode())

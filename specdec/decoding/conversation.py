@@ -219,7 +219,7 @@ class Answer:
 
     @property
     def stopping(self) -> bool:
-        """Whether somebody asked it to end."""
+        """Whether it was asked to end."""
         return self._stream.stopping
 
     def drain(self) -> None:

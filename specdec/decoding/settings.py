@@ -17,6 +17,8 @@ from specdec.registry import registry
 def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
     """``config`` with every setting that is not None. Raises: PromptError for one that is unknown or unusable."""
     given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
+        return config
     known = [field.name for field in attrs.fields(GenerationConfig)]
     for name in given:
         if name not in known:

@@ -16,7 +16,7 @@ def probe_bits(target: ForwardPass, contexts: Sequence[int] = CONTEXTS) -> tuple
 
     Args:
         contexts: rows before the blocks of operations with a cache. Whole passes are compared after ``CONTEXT`` tokens,
-            and after the largest context that is not in ``CONTEXTS``, for who asks for one.
+            and after the largest context that is not in ``CONTEXTS``.
     Returns: what was found, and what could not be compared.
     """
     findings: list[Finding] = []

@@ -100,7 +100,7 @@ def measure_row_costs(
     if head and hidden is not None:
         last = hidden[-1:]
         arms[0] = draft
-    for arm in arms.values():  # the first pass of so many rows is no usual one
+    for arm in arms.values():  # warm up: the first pass of a length compiles or records
         arm()
     times: dict[int, list[float]] = {arm: [] for arm in arms}
     began = perf_counter()

@@ -126,7 +126,7 @@ def _backends() -> tuple[BackendStatus, ...]:
 
 
 def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
-    """What ``auto`` takes, and what speaks against the others."""
+    """What ``auto`` takes, and why not the others."""
     try:
         chosen, notices = auto_backend()
     except SpecdecError as error:
@@ -170,17 +170,17 @@ def _device_memory() -> tuple[str, int | None, int | None]:
             import mlx.core as mx
 
             if mx.default_device().type == mx.DeviceType.gpu:
-                told = mx.device_info()
-                most = int(told.get("max_recommended_working_set_size", 0)) or None
+                info = mx.device_info()
+                most = int(info.get("max_recommended_working_set_size", 0)) or None
                 used = int(mx.get_active_memory())
-                return str(told.get("device_name", "GPU")), most, None if most is None else most - used
+                return str(info.get("device_name", "GPU")), most, None if most is None else most - used
         except ImportError:  # the package without its library
             pass
     return "", None, None
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below; those that vanish meanwhile, or that nobody may look at, do not count."""
+    """Bytes of all files below; files that vanish meanwhile or cannot be read do not count."""
     size = 0
     for parent, _, names in os.walk(folder):
         for name in names:

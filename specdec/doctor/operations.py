@@ -47,7 +47,7 @@ ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 }  # arguments with an axis of T rows
 NO_ROWS = (
     *("weight", "stack", "vector", "to_host", "from_host", "hidden", "array", "head_rows"),
-    *("new_kv", "new_latent", "new_delta", "record_passes"),
+    *("new_kv", "new_latent", "new_delta", "record_passes", "device_executor"),
 )
 """Operations without rows, or that only wrap them."""
 
@@ -116,8 +116,8 @@ def _storage(value: Any) -> tuple[str, ...]:
     """How a weight of a backend's own form is stored, as far as it says: ``("group=64", "bits=4")``."""
     if not attrs.has(type(value)):
         return ()
-    told = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
-    return tuple(f"{name}={setting}" for name, setting in told if isinstance(setting, int | str))
+    settings = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
+    return tuple(f"{name}={setting}" for name, setting in settings if isinstance(setting, int | str))
 
 
 class RecordingOps(DelegatingOps):

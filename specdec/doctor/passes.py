@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     Rows = list[NDArray[Any]]
 
 CONTEXT = 40  # tokens before the compared passes
-CYCLE_DEPTHS = (1, 3, 0, 2, 4) * 4  # many: the first drafts behind a meaningless prompt are seldom right
+CYCLE_DEPTHS = (1, 3, 0, 2, 4) * 4  # many: drafts after a random prompt are seldom right
 
 
 class PassProbe:
-    """Passes of one target over one prompt of meaningless tokens."""
+    """Passes of one target over one prompt of arbitrary tokens."""
 
     def __init__(self, target: ForwardPass, context: int = CONTEXT) -> None:
         self._target = target
@@ -165,10 +165,10 @@ class PassProbe:
         """Logits ``[1, V]`` of the last row, and hidden states where they can be looked at."""
         target = self._target
         output = target.decode_mtp(state, self._tokens[start:stop], hidden[start:stop])
-        told = [on_host(target, output.need_logits())]
+        found = [on_host(target, output.need_logits())]
         if isinstance(target, CausalLM) and output.hidden is not None:
-            told.append(on_host(target.ops, target.ops.array(output.hidden)))
-        return told
+            found.append(on_host(target.ops, target.ops.array(output.hidden)))
+        return found
 
     def _arrays(self, snapshot: Snapshot) -> dict[str, NDArray[Any]]:
         return {name: on_host(self._target, array) for name, array in snapshot.arrays.items()}

@@ -70,10 +70,10 @@ def _depth(info: ModelInfo, costs: RowCosts | None) -> tuple[int | None, str]:
         return 0, f"passes of {info.max_rows} rows leave no room for drafts"
     depth, speedup = costs.best_depth(SUGGESTED_AT)
     others = {acceptance: costs.best_depth(acceptance)[0] for acceptance in ACCEPTANCES if acceptance != SUGGESTED_AT}
-    told = ", ".join(f"{one} at {acceptance:.0%}" for acceptance, one in others.items())
+    elsewhere = ", ".join(f"{one} at {acceptance:.0%}" for acceptance, one in others.items())
     if not depth:
-        return 0, f"{drafts}, none pays if {SUGGESTED_AT:.0%} of the drafts reached are accepted; {told}"
-    return depth, f"{drafts}, if {SUGGESTED_AT:.0%} of the drafts reached are accepted ({speedup:.2f}x); {told}"
+        return 0, f"{drafts}, none pays if {SUGGESTED_AT:.0%} of the drafts reached are accepted; {elsewhere}"
+    return depth, f"{drafts}, if {SUGGESTED_AT:.0%} of the drafts reached are accepted ({speedup:.2f}x); {elsewhere}"
 
 
 def make_record(

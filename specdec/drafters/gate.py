@@ -1,10 +1,9 @@
-"""Stop drafting where the drafter itself is not sure: shared by every drafter that runs a model.
+"""Stop drafting where the drafter itself is not sure; used by every drafter that runs a model.
 
-A gate decides **before** a token is drawn, from what is known then: the logits of the step. This is what keeps
-ratio tests exact. Let Q be the law that the token x would be drawn from. Stopping on max Q is a function of the prefix,
-so it only chooses the depth; stopping on Q(x) looks at the draw, and dropping x after it changes the law of the output
-(a stop decision may use nothing that depends on the token whose verification it takes away). A point mass is verified
-as what it is, so with greedy and coupled drafts any rule would be safe.
+A gate decides **before** a token is drawn, from the logits of the step. This keeps ratio tests exact. A stop that looks
+at the draft distribution is a function of the prefix, so it only chooses the depth. A stop that looks at the drawn
+token would drop it after the draw and change the distribution of the output: a decision to stop must not depend on the
+token whose verification it prevents. Point masses (greedy and coupled drafts) are safe under any rule.
 
 A stop ends the draft before the token in question. At position 0 the draft is empty and the cycle is plain decoding;
 the drafter's step has been paid for all the same.
@@ -20,11 +19,10 @@ from specdec.sampling import Rows
 
 
 class DraftGate:
-    """Stops a draft below a confidence or below a margin; 0 switches either off. One object per sequence: it counts.
+    """Stops a draft below a confidence or a margin; 0 switches either off. One object per sequence.
 
-    Confidence: the largest probability of the law that the next token would be drawn from, so after temperature and
-    filters where drafts are drawn independently. At temperature 0 and for coupled drafts it is that of the plain
-    softmax: there the draft is a point mass, and the softmax tells how sure the drafter is of it.
+    Confidence: the largest probability of the distribution that the next token would be drawn from, after temperature
+    and filters where drafts are drawn independently. For point masses it is that of the plain softmax.
 
     Margin: the best raw logit less the second best, in nats; infinite where only one token can be drafted.
 
@@ -43,7 +41,7 @@ class DraftGate:
 
     @property
     def enabled(self) -> bool:
-        """Whether it can stop anything at all."""
+        """Whether it can stop anything."""
         return self.min_confidence > 0 or self.min_margin > 0
 
     def stops(self, logits: Logits, context: Context, drafted: Sequence[int] = ()) -> bool:
@@ -69,11 +67,11 @@ class DraftGate:
             return False
         if context.sampling.temperature > 0 and context.draft_noise is DraftNoise.INDEPENDENT:
             row = len(drafted)
-            confidence = float(Rows(logits, drafted, context, first=row).law(row).max())
+            confidence = float(Rows(logits, drafted, context, first=row).distribution(row).max())
         else:
             confidence = math.exp(values[0] - logits.logsumexp()[0])
         return confidence < self.min_confidence
 
     def report(self) -> dict[str, int]:
-        """For ``Drafter.report``: decisions and stops so far; nothing from a gate that is switched off."""
+        """For ``Drafter.report``: decisions and stops so far; empty when the gate is off."""
         return {"gate_steps": self.steps, "gate_stops": self.stopped} if self.enabled else {}

@@ -4,12 +4,12 @@ Source: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative
 Vocabularies", arXiv:2502.05202, section 3 (string-level exact match). Drafts are point masses: nothing here can change
 an output, only how often a draft is right.
 
-Two rules keep a drafter's state a function of the committed tokens, whatever the chunks they came in:
+Two rules make a drafter's state a function of the committed tokens, however they were chunked:
 
 * text is cut into *segments* before a space that follows a visible character, and each segment is tokenised alone.
-  Tokenizers cut there themselves, and a segment that was followed by another never changes again. Only the last one,
-  the look-behind window, is tokenised anew with every token;
-* a character whose bytes are not complete is no text yet, in either direction.
+  Tokenizers cut there themselves, so a segment that is followed by another never changes again. Only the last one is
+  tokenised anew with every token;
+* an incomplete character is no text yet, in either direction.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.text import IncrementalDecoder, Tokenizer
 
 LONGEST_SEGMENT = 64  # characters; text without spaces is cut here
 WINDOW = 8  # committed tokens at most that are tokenised again together with a draft's text
-_SAID = 512  # characters of the last text that are kept; a window is far shorter
+_KEPT = 512  # characters of the last text that are kept; a window is far shorter
 _BROKEN = "\ufffd"  # what incomplete bytes decode to
 _WORD_STARTS = ("▁", "Ġ", "Ċ", "ĉ", "č", " ", "\n", "\t", "\r")  # spaces of SentencePiece, of byte-level BPE, and plain
 
@@ -47,11 +47,11 @@ class Transcript:
     Attributes:
         ids: the draft model's tokens of everything read.
         closed: how many of ``ids`` no later text can change.
-        said: the text since the last special token; of a long one its end.
+        text: the text since the last special token; of a long one its end.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, former: Sequence[int] | None = None) -> None:
-        """``former``: tokens that a saved state was built from; the first ``follow`` tells how many are still right."""
+        """``former``: tokens that a saved state was built from; the first ``follow`` says how many are still right."""
         self._target, self._draft = target, draft
         self._specials = {i: draft.core.token_to_id(target.piece(i) or "") for i in target.special_ids}
         self._opening = _opening(draft)
@@ -62,15 +62,15 @@ class Transcript:
     def _clear(self) -> None:
         self.ids = list(self._opening)
         self.closed = len(self.ids)
-        self.said = ""
+        self.text = ""
         self._segment = ""  # the last one, still open
-        self._fresh = True  # no text yet: what a tokenizer puts before a text is right here
+        self._fresh = True  # no text yet: the tokenizer's own prefix belongs here
         self._read = 0  # target tokens
         self._decoder = IncrementalDecoder(self._target)
 
     @property
     def known(self) -> list[int]:
-        """What the next ``follow`` compares with: ``ids``, or those before a restart."""
+        """The tokens that the next ``follow`` compares with: ``ids``, or those before a restart."""
         return self.ids if self._former is None else self._former
 
     def restart(self) -> None:
@@ -96,14 +96,14 @@ class Transcript:
             return
         self._add(self._decoder.flush())
         self._close(len(self._segment))
-        self.said = ""
+        self.text = ""
         same = self._specials[token]
         if same is not None and same in self._draft.special_ids and self.ids != [same]:  # a bos token stands there
             self.ids.append(same)
             self.closed += 1
 
     def _add(self, text: str) -> None:
-        self.said = (self.said + text)[-_SAID:]
+        self.text = (self.text + text)[-_KEPT:]
         at = max(len(self._segment), 1)
         self._segment += text
         while at < len(self._segment):
@@ -136,19 +136,21 @@ class Transcript:
         return after[len(before) :].rstrip(_BROKEN) if after.startswith(before) else ""
 
 
-def continuation(target: Tokenizer, context: Sequence[int], said: str, text: str, vocab_size: int) -> list[int] | None:
+def continuation(
+    target: Tokenizer, context: Sequence[int], written: str, text: str, vocab_size: int
+) -> list[int] | None:
     """``text`` as target tokens behind ``context``; special tokens and what follows them are left out.
 
     The last word of ``context`` is tokenised again together with the text. When that does not begin with the committed
     tokens themselves (the text would have merged with them), there is no continuation: None.
 
     Args:
-        said: the end of the text of ``context``, ``Transcript.said``.
+        written: the end of the text of ``context``, ``Transcript.text``.
         vocab_size: ids from here on are left out, with what follows them.
     """
     window = _last_word(target, context[-WINDOW:])
     before = target.decode(window)
-    if not said.endswith(before) or (window and not before):  # bytes that are not complete, ids without text
+    if not written.endswith(before) or (window and not before):  # bytes that are not complete, ids without text
         return None
     ids = target.encode(before + text, add_special=False) if before + text else []
     if ids[: len(window)] != window:
@@ -159,7 +161,7 @@ def continuation(target: Tokenizer, context: Sequence[int], said: str, text: str
 
 
 def _last_word(target: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """The shortest end of ``tokens`` that a word begins with: nothing before it can merge with what follows."""
+    """The shortest suffix of ``tokens`` that begins a word: nothing before it can merge with what follows."""
     for at in range(len(tokens) - 1, -1, -1):
         if tokens[at] in target.special_ids:
             return list(tokens[at + 1 :])

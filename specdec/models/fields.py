@@ -65,10 +65,11 @@ class Fields:
         return factor
 
     def plain_rope(self) -> None:
-        """Refuse scaled rotary embeddings (YaRN, ...): the families read so far use the plain one."""
-        kind = self._rope()._config.get("rope_type", self._rope()._config.get("type", "default"))
-        if kind not in ("default", "mrope"):
-            raise CheckpointError(f"config.json: rope type {kind!r} is not supported; this family has 'default'")
+        """Refuse scaled rotary embeddings (YaRN, ...) for a family that has only the plain one."""
+        if self.rope_kind() not in ("default", "mrope"):
+            raise CheckpointError(
+                f"config.json: rope type {self.rope_kind()!r} is not supported; this family has 'default'"
+            )
 
     def rope(self, rotary_dims: int, theta: float) -> tuple[Rope, float]:
         """The rotary embedding, plain, YaRN or Llama 3's, and the factor on its cosines and sines.
@@ -124,7 +125,7 @@ class Fields:
     def yarn_all_dim(self) -> float:
         """DeepSeek's factor on whole scores: ``mscale ** 2`` of ``mscale_all_dim``, 1 without YaRN or without the key.
 
-        The square stands because the authors scale queries and keys alike.
+        It is squared because the authors scale both queries and keys.
         """
         inner = self._rope()
         if self.rope_kind() == "default" or not inner._config.get("mscale_all_dim"):

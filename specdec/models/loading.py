@@ -17,7 +17,7 @@ from specdec.checkpoints.quantised import DecodedCache, formats_of
 from specdec.config import RunConfig
 from specdec.contract import FamilyConfig, ForwardPass, ModelInfo, ModelSpec, Parity
 from specdec.errors import CheckpointError, ContractError
-from specdec.models.causal_lm import CausalLM, DecoderModel
+from specdec.models.causal_lm import CausalLM
 from specdec.models.parity import probe_rows
 from specdec.models.weights import Weights, dry_run
 from specdec.records.probes import unproved
@@ -37,15 +37,21 @@ class LoadedTarget:
 
 
 def load_target(config: RunConfig) -> LoadedTarget:
-    """From a folder to a target in five stations: locate, read, check, build, probe."""
-    asked, notices = config.target, list[str]()
+    """From a folder to a target in five stations.
+
+    Raises: CheckpointError, ConfigError, UnknownNameError or UnsupportedError, with what to try.
+    """
+    asked = config.target
     foreign = registry().forward_pass(asked)
+
+    # 1 locate
     folder = locate(asked.model, revision=asked.revision)
     if foreign is not None:
         return LoadedTarget(target=foreign, tokenizer=Tokenizer.from_folder(folder), notices=tuple(foreign.notices))
     if asked.backend != "auto":  # a wrong name is said before the model_type is: the backend may read it itself
         registry().backend(asked.backend, asked_by="target.backend")
 
+    # 2 read
     checkpoint = Checkpoint.open(folder)
     spec, family = family_of(text_config(checkpoint.config), folder)
     tokenizer = Tokenizer.from_folder(folder)
@@ -54,16 +60,37 @@ def load_target(config: RunConfig) -> LoadedTarget:
             f"tokenizer.json has {tokenizer.vocab_size} tokens, the model only {family.vocab_size}", folder=folder
         )
     backend, said = make_backend(asked.backend, asked.backend_options, asked.source)
-    notices += said
+    notices = list(said)
     dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
     decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
 
+    # 3 check
     source = _checked(checkpoint, spec, family, asked.decoded_cache, decoded, notices)
 
+    # 4 build
     ops = backend.ops(dtype)
-    offers = ops.capabilities
-    stored = StoredWeights(source, dtype=decoded, keeps=offers.packed_formats)
-    model: DecoderModel = spec.build(family, Weights(ops, stored))
+    stored = StoredWeights(source, dtype=decoded, keeps=ops.capabilities.packed_formats)
+    target = build_target(
+        spec,
+        family,
+        Weights(ops, stored),
+        backend=backend.name,
+        device=backend.device,
+        dtype=dtype,
+        dtype_reason=dtype_reason,
+        fingerprint=fingerprint(checkpoint),
+    )
+    if ops.capabilities.slow:
+        notices.append(f"slow kernels: {ops.capabilities.kernels}")
+
+    # 5 probe
+    _probe(target, asked.model, notices)
+    return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(notices))
+
+
+def build_target(spec: ModelSpec, family: FamilyConfig, weights: Weights, **facts: Any) -> CausalLM:
+    """A family's model over the ops of ``weights``; ``facts`` are further fields of ``ModelInfo``."""
+    offers = weights.ops.capabilities
     info = ModelInfo(
         family=spec.name,
         vocab_size=family.vocab_size,
@@ -73,19 +100,10 @@ def load_target(config: RunConfig) -> LoadedTarget:
         max_rows=offers.max_rows,
         parity=offers.parity,
         parity_reason=offers.parity_reason,
-        backend=backend.name,
-        device=backend.device,
-        dtype=dtype,
-        dtype_reason=dtype_reason,
         kernels=offers.kernels,
-        fingerprint=fingerprint(checkpoint),
+        **facts,
     )
-    target = CausalLM(info, model)
-    if offers.slow:
-        notices.append(f"slow kernels: {offers.kernels}")
-
-    _probe(target, asked.model, notices)
-    return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(notices))
+    return CausalLM(info, spec.build(family, weights))
 
 
 def family_of(model_config: Mapping[str, Any], folder: Path) -> tuple[ModelSpec, FamilyConfig]:

@@ -1,7 +1,6 @@
-"""The block of experts that stands in for the MLP of a layer: router, routed experts, shared expert.
+"""The block of experts in place of a layer's MLP: router, routed experts, shared expert.
 
-Routed experts are stored in one of three layouts, which may differ from layer to layer (an MTP layer often has
-another one), so each prefix is looked at by itself:
+Routed experts are stored in one of three layouts, chosen layer by layer (an MTP layer often has another one):
 
 * fused: ``experts.gate_up_proj [E, 2 I, H]`` (gate rows first), ``experts.down_proj [E, H, I]``, no ``.weight``;
 * apart: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``;

@@ -55,7 +55,7 @@ class Acceptance:
 
     @property
     def drafts(self) -> float:
-        """Decayed count of the cycles that told something about position 0."""
+        """Decayed count of the cycles that showed something about position 0."""
         return self._gain_seen[0]
 
     def forget(self) -> None:

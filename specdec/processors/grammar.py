@@ -60,7 +60,7 @@ class GrammarProcessor(LogitsProcessor):
     """Forbids every token after which the output could no longer become a sentence of the grammar.
 
     End tokens are allowed where a sentence is complete, and nothing else is where it cannot go on; only end tokens
-    follow an end token, or an output that the grammar does not accept (a row of a draft that nobody will keep).
+    follow an end token, or an output that the grammar does not accept (a draft row that will be rejected).
 
     What is kept between calls, the matcher and the tokens it has read, is a cache: results depend on arguments only.
     """

@@ -216,26 +216,25 @@ class Registry:
         Raises: PluginError that names the plugin when the call fails or does not return a ``wanted``; the plugin's own
         SpecdecError passes through.
         """
-        kind, plugin = kind_of(spec).value, f"{spec.name} ({self.origin_of(spec)})"
         try:
             made = make()
         except SpecdecError:
             raise
         except Exception as error:
             raise PluginError(
-                f"the {kind} {spec.name!r} could not be built",
-                plugin=plugin,
+                f"the {kind_of(spec).value} {spec.name!r} could not be built",
+                plugin=f"{spec.name} ({self.origin_of(spec)})",
                 error=f"{type(error).__name__}: {error}",
                 try_="its author's documentation; specdec -v shows the traceback",
             ) from error
-        if not isinstance(made, wanted):
-            got = type(made).__name__
-            raise PluginError(
-                f"the {kind} {spec.name!r} is no specdec.{wanted.__name__}: its factory returned {got}",
-                plugin=plugin,
-                try_=f"derive {got} from specdec.{wanted.__name__}",
-            )
-        return made
+        if isinstance(made, wanted):
+            return made
+        got = type(made).__name__
+        raise PluginError(
+            f"the {kind_of(spec).value} {spec.name!r} is no specdec.{wanted.__name__}: its factory returned {got}",
+            plugin=f"{spec.name} ({self.origin_of(spec)})",
+            try_=f"derive {got} from specdec.{wanted.__name__}",
+        )
 
     def forward_pass(self, target_config: TargetConfig) -> ForwardPass | None:
         """The first plugin's own model for this target, or None.

@@ -1,8 +1,7 @@
 """Lossless sampling by the ratio rule, token by token or block by block.
 
-Letters: the papers' p is ``target_laws``, their q is ``draft_laws`` (Leviathan et al. 2023, arXiv:2211.17192, algorithm
-1; Chen et al. 2023, arXiv:2302.01318, have them the other way round; Sun et al. 2024, arXiv:2403.10444, algorithm 2
-for blocks).
+Sources: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1, with p = target and q = draft (Chen et al. 2023,
+arXiv:2302.01318, have the letters the other way round); for blocks Sun et al. 2024, arXiv:2403.10444, algorithm 2.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from specdec.verifiers.strict import StrictVerifier, check_rows
 if TYPE_CHECKING:
     from specdec.sampling import Float64, Float64Like
 
-Law = Callable[[int], "Float64"]
-"""The law ``[V]`` of a row, computed when it is asked for."""
+Distribution = Callable[[int], "Float64"]
+"""The distribution ``[V]`` of a row, computed when it is asked for."""
 
 
 @attrs.frozen(kw_only=True)
 class RejectionConfig:
-    """``block``: judge the block as a whole; never accepts fewer tokens in expectation, needs drafts with a law."""
+    """``block``: judge the block as a whole. Accepts at least as many tokens on average; drafts need ``probs``."""
 
     block: bool = False
 
 
 class RejectionVerifier(Verifier):
-    """The output follows the target's law; it is not the token sequence of plain decoding with the same seed."""
+    """The output follows the target's distribution, with other tokens than plain decoding with the same seed."""
 
     guarantee = Guarantee.DISTRIBUTION
     draft_noise = DraftNoise.INDEPENDENT
@@ -46,7 +45,7 @@ class RejectionVerifier(Verifier):
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
         check_rows(draft, logits)
         sampling = context.sampling
-        if sampling.temperature == 0:  # laws are one-hot: the ratio rule is the comparison of argmaxes
+        if sampling.temperature == 0:  # one-hot distributions: the ratio rule compares argmaxes
             return self._greedy.verify(draft, logits, context)
         rows = Rows(logits, draft.tokens, context)
         count, start = len(draft.tokens), len(context)
@@ -57,83 +56,86 @@ class RejectionVerifier(Verifier):
 
         accepts = [noise(row, Purpose.ACCEPT) for row in range(count)]
         if self._block and draft.probs is not None:
-            accepted, final = accept_block(rows.law, draft.probs, draft.tokens, accepts)
+            accepted, final = accept_block(rows.distribution, draft.probs, draft.tokens, accepts)
         else:
-            accepted, final = accept_chain(rows.law, draft.probs, draft.tokens, accepts)
+            accepted, final = accept_chain(rows.distribution, draft.probs, draft.tokens, accepts)
         return Verdict(accepted, draw(final, noise(accepted, Purpose.RESIDUAL)))
 
 
 def accept_chain(
-    target_law: Law, draft_laws: Float64Like | None, tokens: Sequence[int], accepts: Sequence[float]
+    target_distribution: Distribution,
+    draft_distributions: Float64Like | None,
+    tokens: Sequence[int],
+    accepts: Sequence[float],
 ) -> tuple[int, Float64]:
-    """The token-level rule: how many draft tokens stay, and the law of the token after them.
+    """The token-level rule: how many draft tokens stay, and the distribution of the token after them.
 
     Token x of row i stays when ``accepts[i] * draft(x) < target(x)``; the first that fails leaves
-    ``norm(max(target - draft, 0))``. ``draft_laws`` None: point masses. Leviathan et al., algorithm 1.
+    ``norm(max(target - draft, 0))``. ``draft_distributions`` None: point masses. Leviathan et al., algorithm 1.
     """
     for row, token in enumerate(tokens):
-        target = target_law(row)
-        draft = _point_mass(token, target) if draft_laws is None else _wide(draft_laws[row])
+        target = target_distribution(row)
+        draft = _point_mass(token, target) if draft_distributions is None else _wide(draft_distributions[row])
         if not accepts[row] * draft[token] < target[token]:
             return row, residual(target, draft)
-    return len(tokens), target_law(len(tokens))
+    return len(tokens), target_distribution(len(tokens))
 
 
 def accept_block(
-    target_law: Law, draft_laws: Float64Like, tokens: Sequence[int], accepts: Sequence[float]
+    target_distribution: Distribution, draft_distributions: Float64Like, tokens: Sequence[int], accepts: Sequence[float]
 ) -> tuple[int, Float64]:
     """Block verification: the largest index whose test passes decides, an earlier failure does not stop.
 
     Sun et al. 2024, algorithm 2; ``kept`` is their p_i, ``spare`` the mass s_i of the scaled residual.
     """
     kept: float = 1  # ints, here and below: they leave fractions exact
-    best, best_law = 0, None
+    best, final = 0, None
     count = len(tokens)
     for row in range(count + 1):
-        target = target_law(row)
+        target = target_distribution(row)
         if row == count:
             if row == 0 or accepts[row - 1] <= kept:
                 return count, target
             break
-        draft = _wide(draft_laws[row])
+        draft = _wide(draft_distributions[row])
         scaled = np.maximum(kept * target - draft, 0)
         spare = scaled.sum()
         passes = row == 0 or kept >= 1 or accepts[row - 1] <= spare / (spare + 1 - kept)
         if passes:
-            best, best_law = row, (scaled / spare if spare > 0 else target)
+            best, final = row, (scaled / spare if spare > 0 else target)
         token = tokens[row]
         kept = min(1, kept * target[token] / draft[token]) if target[token] > 0 else 0
-    assert best_law is not None  # row 0 always passes
-    return best, best_law
+    assert final is not None  # row 0 always passes
+    return best, final
 
 
 def residual(target: Float64, draft: Float64) -> Float64:
-    """``norm(max(0, target - draft))`` of two laws ``[V]``; equal laws leave no residual and give the target."""
+    """``norm(max(0, target - draft))`` of two distributions ``[V]``; the target where the two are equal."""
     rest = np.maximum(target - draft, 0)
     mass = rest.sum()
     return rest / mass if mass > 0 else target
 
 
 def _point_mass(token: int, like: Float64) -> Float64:
-    law = np.zeros_like(like)
-    law[token] = 1
-    return law
+    distribution = np.zeros_like(like)
+    distribution[token] = 1
+    return distribution
 
 
-def _wide(law: Float64Like) -> Float64:
-    """Float32 laws of drafters as float64; fractions, with which the rules are proved, as they are."""
-    return law.astype(np.float64) if law.dtype == np.float32 else cast("Float64", law)
+def _wide(distribution: Float64Like) -> Float64:
+    """Float32 as float64; fractions, with which the rules are proved in tests, as they are."""
+    return distribution.astype(np.float64) if distribution.dtype == np.float32 else cast("Float64", distribution)
 
 
 def _check_honest(draft: Draft) -> None:
-    """A token that its own law could not have drawn makes every ratio wrong."""
+    """A token that its own distribution could not have given makes every ratio wrong."""
     if draft.probs is None:
         return
     for row, token in enumerate(draft.tokens):
         if not draft.probs[row][token] > 0:
             raise ContractError(
-                f"draft token {token} at lookahead position {row} has probability 0 in the draft's own law",
-                try_="a drafter that hands over the law it drew from, or no law for point masses",
+                f"draft token {token} at lookahead position {row} has probability 0 in the draft's own distribution",
+                try_="a drafter that returns the distribution it drew from, or none for point masses",
             )
 
 

@@ -23,7 +23,7 @@ class TypicalConfig:
 class TypicalVerifier(Verifier):
     """Keep x when ``P(x) > min(epsilon, delta * exp(-H(P)))``, with P at temperature 1 when decoding greedily.
 
-    Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.1. There is no bound on the output's law.
+    Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.1. The output's distribution is not bounded.
     """
 
     guarantee = Guarantee.HEURISTIC

@@ -56,7 +56,7 @@ def test_what_is_read_depends_on_the_tokens_and_not_on_their_chunks_and_rewinds(
             assert kept >= closed  # what was closed never changes
         fresh = transcript(pair)
         fresh.follow(tokens)
-        assert (read.ids, read.closed, read.said) == (fresh.ids, fresh.closed, fresh.said)
+        assert (read.ids, read.closed, read.text) == (fresh.ids, fresh.closed, fresh.text)
 
 
 @given(data=st.data(), pair=pairs)
@@ -80,11 +80,11 @@ def test_the_draft_model_reads_the_text_of_the_tokens(data, pair):
     tokens = [i for i in tokens if i not in target.special_ids]
     read = transcript(pair)
     read.follow(tokens)
-    assert draft.decode(read.ids) == read.said
+    assert draft.decode(read.ids) == read.text
     whole = target.decode(tokens)
-    assert whole.startswith(read.said)
-    assert len(whole) - len(read.said) <= 4 or pair[0] == "pieces"  # of a character, three bytes can be there
-    event("held back" if whole != read.said else "complete")
+    assert whole.startswith(read.text)
+    assert len(whole) - len(read.text) <= 4 or pair[0] == "pieces"  # of a character, three bytes can be there
+    event("held back" if whole != read.text else "complete")
 
 
 @given(text=texts.filter(lambda text: len(text) < LONGEST_SEGMENT), pair=pairs)
@@ -95,7 +95,7 @@ def test_the_segments_are_those_of_the_tokenizer_itself(text, pair):
     assume(pair[0] != "pieces" or text == text.strip(" "))  # its decoder strips a space
     read = transcript(pair)
     read.follow(target.encode(text, add_special=False))
-    assume(read.said == text)
+    assume(read.text == text)
     assert read.ids == draft.encode(text)
 
 
@@ -114,7 +114,7 @@ def test_special_tokens_become_those_of_the_same_string_or_nothing():
     read = Transcript(target, draft)
     read.follow([*target.encode("in"), user, *target.encode("the"), end, *target.encode("ab")])
     assert [draft.piece(i) for i in read.ids] == ["in", "the", "<|end|>", "ab"]
-    assert read.said == "ab"
+    assert read.text == "ab"
     pieces = Transcript(target, TOKENIZERS["pieces"])
     pieces.follow(target.encode("in the"))
     assert [TOKENIZERS["pieces"].piece(i) for i in pieces.ids] == ["<s>", "▁", "in", "▁", "the"]
@@ -130,7 +130,7 @@ def test_a_continuation_extends_the_tokens_by_the_text_and_nothing_else(data, pa
     vocab_size = data.draw(st.integers(target.vocab_size // 2, target.vocab_size + 2))
     read = transcript(pair)
     read.follow(context)
-    found = continuation(target, context, read.said, text, vocab_size)
+    found = continuation(target, context, read.text, text, vocab_size)
     if found is None:
         event("dropped")
         return
@@ -155,7 +155,7 @@ def test_text_that_the_target_would_have_written_itself_gives_its_own_tokens(wor
     read = transcript((name, "bytes"))
     read.follow(tokens[:cut])
     rest = target.decode(tokens)[len(target.decode(tokens[:cut])) :]
-    assert continuation(target, tokens[:cut], read.said, rest, target.vocab_size) == tokens[cut:]
+    assert continuation(target, tokens[:cut], read.text, rest, target.vocab_size) == tokens[cut:]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_incomplete_characters_are_no_text():
     read = Transcript(target, TOKENIZERS["bytes"])
     for end, said in ((1, "in"), (2, "in"), (3, "in"), (4, "in日")):
         read.follow(tokens[:end])
-        assert read.said == said
-        found = continuation(target, tokens[:end], read.said, " in", target.vocab_size)
+        assert read.text == said
+        found = continuation(target, tokens[:end], read.text, " in", target.vocab_size)
         assert (found is None) == (end in (2, 3))
     plain = byte_level(())
     three = plain.encode("日")

@@ -17,13 +17,14 @@ from specdec.drafters.none import NoDrafter
 from specdec.errors import UnsupportedError
 from tests import tiny
 from tests.models.test_transformers_parity import FEEDS, FLOAT32_BOUND, TOKENS, tokens_for
-from tests.models.test_transformers_parity import TRANSFORMERS as DENSE
 from tests.tiny_families import SHAPES, TRANSFORMERS
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": (DENSE["qwen3_5"], tiny.QWEN3_5_SHAPES["mixed-layers"]),
-    "qwen3": (DENSE["qwen3"], next(iter(tiny.QWEN3_SHAPES.values()))),
-    **{family: (name, next(iter(SHAPES[family].values()))) for family, name in TRANSFORMERS.items()},
+    "qwen3_5": ("Qwen3_5ForCausalLM", tiny.QWEN3_5_SHAPES["mixed-layers"]),
+    "qwen3": ("Qwen3ForCausalLM", next(iter(tiny.QWEN3_SHAPES.values()))),
+    **{
+        family: (name, next(iter(SHAPES[family].values()))) for family, name in TRANSFORMERS.items() if family in SHAPES
+    },
 }
 
 

@@ -312,7 +312,7 @@ def block_is_only_the_token_rule(patch):
 def greedy_draft_with_its_softmax(patch):
     def wrong(logits: Logits, drafted, context):
         rows = Rows(logits, drafted, context, first=len(drafted))
-        law = rows.law(len(drafted)).astype(np.float32)
+        law = rows.distribution(len(drafted)).astype(np.float32)
         return int(law.argmax()), law
 
     patch.setattr(mtp, "draft_token", wrong)

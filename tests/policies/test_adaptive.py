@@ -11,12 +11,14 @@ from specdec.errors import UnsupportedError
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
 from specdec.testing import DepthPolicySubject, TableModel, parametrize_checks
 from tests.policies.simulation import PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
+from tests.selection import cases
 
 SEEDS = 8
 JUDGED = {"jump up": (1200, 1500)}  # off since cycle 10, the jump at 300: two probes may be a thousand tokens apart
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.slow
+@pytest.mark.parametrize("table", cases(TABLES, sample=["none", "twice too dear"]))
 @pytest.mark.parametrize("name", PROCESSES)
 def test_regret_against_the_best_fixed_depth_is_under_five_per_cent(name, table):
     """From cycle 200 on, whatever the policy started from. Catches one that never leaves its first depth, counts

@@ -76,7 +76,7 @@ def check_rows_have_their_own_history(case: Case):
     """F(row i) is F(plain decoding after y + x_1..x_i)."""
     rows = Rows(TableLogits(case.rows), case.draft.tokens, case.context())
     for row in range(len(case.draft.tokens) + 1):
-        np.testing.assert_allclose(rows.law(row), case.law(row), atol=1e-9)
+        np.testing.assert_allclose(rows.distribution(row), case.law(row), atol=1e-9)
 
 
 @examples(200)
@@ -91,19 +91,19 @@ def test_a_repeated_draft_token_is_penalised_in_the_next_row():
     case = Case(np.zeros((3, 4), np.float32), history, draft, Sampling(temperature=1.0, frequency_penalty=1.0), 1)
     check_rows_have_their_own_history(case)
     rows = Rows(TableLogits(case.rows), draft.tokens, case.context())
-    assert rows.law(0)[2] > rows.law(1)[2] > rows.law(2)[2]
+    assert rows.distribution(0)[2] > rows.distribution(1)[2] > rows.distribution(2)[2]
 
 
 def test_minimum_length_ends_inside_a_block():
     sampling = Sampling(temperature=1.0, min_new_tokens=2, end_tokens=(3,))
     rows = Rows(TableLogits(np.zeros((4, 4), np.float32)), (0, 0, 0), Context([1], sampling, generated_from=1))
-    assert [rows.law(row)[3] > 0 for row in range(4)] == [False, False, True, True]
+    assert [rows.distribution(row)[3] > 0 for row in range(4)] == [False, False, True, True]
 
 
 def test_the_mask_of_a_grammar_moves_with_the_row():
     sampling = Sampling(temperature=1.0, processors=(EveryOther(),))
     rows = Rows(TableLogits(np.zeros((3, 4), np.float32)), (1, 2), Context([0], sampling, generated_from=1))
-    assert [set(np.flatnonzero(rows.law(row))) for row in range(3)] == [{1, 3}, {0, 2}, {1, 3}]
+    assert [set(np.flatnonzero(rows.distribution(row))) for row in range(3)] == [{1, 3}, {0, 2}, {1, 3}]
 
 
 # --- ties ------------------------------------------------------------------------------------------------------------

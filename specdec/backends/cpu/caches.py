@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from specdec.backends.caches import Cache
+from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
-
-MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
 
 
 class CpuKVCache(Cache):
@@ -75,7 +73,7 @@ class CpuLatentCache(CpuKVCache):
         return self.keys.nbytes
 
 
-class CpuDeltaCache(Cache):
+class CpuDeltaCache(MarkedCache):
     """Recurrent matrix ``S [Hv, Dk, Dv]`` float32 and the last kc-1 raw convolution rows.
 
     ``window`` and the memory of the two matrices stay where they are: recorded passes know their addresses.
@@ -86,6 +84,7 @@ class CpuDeltaCache(Cache):
     """
 
     def __init__(self, shape: DeltaShape, dtype: torch.dtype) -> None:
+        super().__init__()
         self.shape = shape
         self.length = 0
         size = (shape.value_heads, shape.key_dim, shape.value_dim)
@@ -94,7 +93,6 @@ class CpuDeltaCache(Cache):
         self.window = torch.zeros(shape.kernel - 1, shape.channels, dtype=dtype)  # oldest first
         self.raw: Tensor | None = None  # window and the rows of the last pass, [kc-1+T, C]
         self.replay: Callable[[int], None] | None = None  # replay(a): ``after`` becomes the matrix after a rows
-        self._marks: list[tuple[int, Tensor, Tensor]] = []
 
     def commit(self, rows: int) -> None:
         if rows == 0:
@@ -115,43 +113,26 @@ class CpuDeltaCache(Cache):
             self.state, self.after = self.after, self.state
             self.length += rows
 
-    def mark(self) -> None:
-        """Keep a copy of the committed state as a point that ``truncate`` can return to."""
-        if self._marks and self._marks[-1][0] == self.length:
-            return
-        self._marks = [*self._marks[-MARKS + 1 :], (self.length, self.state.clone(), self.window.clone())]
+    def _copied(self) -> tuple[Tensor, Tensor]:
+        return self.state.clone(), self.window.clone()
 
-    def marks(self) -> list[int]:
-        """Lengths that ``truncate`` can return to: the marks, the present length and 0."""
-        return [0, *(length for length, _, _ in self._marks), self.length]
-
-    def truncate(self, length: int) -> bool:
+    def _become(self, length: int, state: tuple[Tensor, Tensor] | None) -> None:
         self.raw = self.replay = None
-        if length == self.length:
-            return True
-        if length == 0:
+        if state is None:
             self.state.zero_()
             self.window.zero_()
-            self._marks = []
         else:
-            self._marks = [mark for mark in self._marks if mark[0] <= length]
-            if not self._marks or self._marks[-1][0] != length:
-                return False
-            self.state.copy_(self._marks[-1][1])
-            self.window.copy_(self._marks[-1][2])
+            self.state.copy_(state[0])
+            self.window.copy_(state[1])
         self.length = length
-        return True
 
     def save(self) -> dict[str, Tensor]:
         return {"state": self.state.clone(), "window": self.window.clone()}
 
     def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
-        self.state.copy_(arrays["state"])
-        self.window.copy_(arrays["window"])
-        self.length = length
-        self.raw = self.replay = None
+        self._become(length, (arrays["state"], arrays["window"]))
         self._marks = []
 
     def nbytes(self) -> int:
-        marks = sum(state.nbytes + window.nbytes for _, state, window in self._marks)
+        marks: int = sum(state.nbytes + window.nbytes for _, (state, window) in self._marks)
         return self.state.nbytes + self.after.nbytes + self.window.nbytes + marks

@@ -162,7 +162,7 @@ class NativeOps(ReferenceOps):
         return tensor
 
     def work(self, size: int) -> int:
-        """Address of the work memory, at least ``size`` bytes; for whoever holds the lock."""
+        """Address of the work memory, at least ``size`` bytes. The caller holds the lock."""
         if self._work.nbytes < size:
             self._work = torch.empty(size, dtype=torch.uint8)
         return self._work.data_ptr()
@@ -256,7 +256,7 @@ class NativeOps(ReferenceOps):
         if known is None or known[0]() is not w or known[1] != at:
             if w.dtype is not self.dtype or w.ndim != 2 or w.stride(1) != 1:
                 raise self._refused(op, "weight", w, f"[N, {length}]")
-            if len(self._weights) >= MAX_KNOWN:  # somebody makes new weights for every pass
+            if len(self._weights) >= MAX_KNOWN:  # new weights are made for every pass
                 self._weights.clear()
             packed = self._panels(w)
             found = (at, w.stride(0)) if packed is None else (packed.data_ptr(), -w.shape[1])

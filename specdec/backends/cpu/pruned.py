@@ -58,7 +58,7 @@ class SearchKernels:
 
 
 class HeadRows:
-    """Rows of a head, gathered: some that other heads share, and a few of its own behind them.
+    """Gathered rows of a head: those shared with other heads, then a few of its own.
 
     Its own rows stand in a block with room to grow: adding to the newest head of a block copies nothing.
 
@@ -144,10 +144,10 @@ class PrunedLogits(Logits):
 
     __slots__ = ("_full", "_ids", "_values", "_vocab_size")
 
-    def __init__(self, values: Float32, head: HeadRows) -> None:
+    def __init__(self, values: Float32, ids: Int32, vocab_size: int) -> None:
         self._values = values
-        self._ids = head.ids
-        self._vocab_size = head.vocab_size
+        self._ids = ids
+        self._vocab_size = vocab_size
         self._full: Float32 | None = None
 
     def __len__(self) -> int:
@@ -203,7 +203,7 @@ class NativePrunedLogits(PrunedLogits):
     __slots__ = ("_kernels",)
 
     def __init__(self, values: Float32, head: HeadRows, kernels: SearchKernels) -> None:
-        super().__init__(np.ascontiguousarray(values), head)
+        super().__init__(np.ascontiguousarray(values), head.ids, head.vocab_size)
         self._kernels = kernels
 
     def _at(self, row: int) -> tuple[int, int]:

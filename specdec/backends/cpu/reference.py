@@ -105,7 +105,7 @@ class ReferenceOps(Ops):
     # --- experts ---------------------------------------------------------------------------------------------------
     #
     # Built from the products above, so that a subclass with better ones has better experts too. Sorting, adding and
-    # multiplying in float32 give a row the same bits in any company; exponentials go row by row, whatever the backend.
+    # multiplying in float32 are row-invariant; exponentials go row by row, whatever the backend.
 
     def _float32_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ w.T`` not rounded to act."""
@@ -245,7 +245,7 @@ class ReferenceOps(Ops):
         return self._pruned_logits(values[0] if len(values) == 1 else np.concatenate(values, axis=1), rows)
 
     def _pruned_logits(self, values: Float32, rows: HeadRows) -> PrunedLogits:
-        return PrunedLogits(values, rows)
+        return PrunedLogits(values, rows.ids, rows.vocab_size)
 
 
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """Passes of the native kernels, recorded once per number of rows and replayed with one call.
 
-While a pass is recorded, the family's code and the ops run as always, but kernels are written down instead of called,
-and outputs are memory that nobody fills. Every argument is then either the same in all passes (a stride, the address of
-a weight) or stands in a *slot* that is filled before each replay: lengths, threads, addresses of the sequence's caches,
-of the results, and of two blocks of memory. *Work* holds what only the pass reads; it belongs to the ops, so passes of
-one model take turns. *Kept* holds what a commit reads too; it belongs to the sequence.
+While a pass is recorded, the family's code and the ops run as always, but kernel calls are written down and outputs are
+memory that is never filled. Every argument is either the same in all passes (a stride, the address of a weight) or is
+read from a *slot* that is filled before each replay: lengths, threads, addresses of the sequence's caches, of results,
+and of two blocks of memory. *Work* holds what only the pass reads; it belongs to the ops, so passes of one model take
+turns. *Kept* holds what a commit reads too; it belongs to the sequence.
 
-Nothing is guessed. An address must lie in memory whose meaning is known: an output of this recording, a weight, a cache
-or an argument of the pass. A length is an ``Unknown`` that refuses to be calculated with. A torch function that does
-more than look at a tensor is refused. Whatever is refused raises ``NotRecordable``, and such passes run op by op.
+An address must lie in known memory: an output of this recording, a weight, a cache or an argument of the pass. A length
+is a ``Slot``, which cannot be calculated with. A torch function that does more than look at a tensor is refused.
+``NotRecordable`` says what was refused; such passes run op by op.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.passes import Body, EagerPass, EagerPasses, Pass, Passes
-from specdec.backends.unknown import UnknownInteger, UnknownTokens
+from specdec.backends.placeholders import PlaceholderInteger, PlaceholderTokens
 from specdec.errors import ContractError, ShapeError
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class NotRecordable(Exception):
     """A pass does something that a replay could not repeat; the message says what."""
 
 
-class Unknown(UnknownInteger):
-    """An integer that only the replay knows, and where it will stand."""
+class Slot(PlaceholderInteger):
+    """An integer that only the replay knows: the slot that it is read from."""
 
     __slots__ = ("slot",)
     error = NotRecordable
@@ -72,14 +72,14 @@ class Unknown(UnknownInteger):
         self.slot = slot
 
 
-class RecordedTokens(UnknownTokens):
+class RecordedTokens(PlaceholderTokens):
     """The token ids of a pass: their number is known, and where they will lie."""
 
     error = NotRecordable
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
-        self.pointer = Unknown(TOKENS)
+        self.pointer = Slot(TOKENS)
 
 
 class _Current(threading.local):
@@ -93,8 +93,8 @@ current = _Current()
 class Kernel:
     """A C function; ``signature`` has a letter for each argument (see ``Kernels.function``).
 
-    Called as it is, with the number of threads behind the given arguments where it takes one. While this thread records
-    a pass, a call is written down instead.
+    A call appends the number of threads where the function takes it. While this thread records a pass, the call is
+    written down instead.
     """
 
     __slots__ = ("address", "function", "has_result", "name", "signature", "threaded")
@@ -140,7 +140,7 @@ class Runner:
 
 class _KeptLength:
     def __init__(self, slot: int) -> None:
-        self.length = Unknown(slot)
+        self.length = Slot(slot)
 
 
 class _RecordedKV(_KeptLength):
@@ -148,8 +148,8 @@ class _RecordedKV(_KeptLength):
         super().__init__(slot)
         self.keys, self.values = cache.keys, cache.values
 
-    def reserve(self, rows: int) -> tuple[Unknown, Unknown]:
-        return self.length, self.length  # the end is nobody's business; the replay checks that there is room
+    def reserve(self, rows: int) -> tuple[Slot, Slot]:
+        return self.length, self.length  # the end is not used; the replay checks that there is room
 
 
 class _RecordedDelta(_KeptLength):
@@ -229,7 +229,7 @@ class Tape(TorchFunctionMode):
     def call(self, kernel: Kernel, arguments: tuple[Any, ...]) -> int | None:
         """Write a call down; gives what a successful one gives."""
         if kernel.threaded:
-            arguments = (*arguments, Unknown(THREADS))
+            arguments = (*arguments, Slot(THREADS))
         self._alive.append(arguments)
         self.steps.append(_Step(kernel, arguments))
         return -1 if kernel.has_result else None
@@ -240,13 +240,13 @@ class Tape(TorchFunctionMode):
         for cache in self.caches:
             if isinstance(cache, _RecordedDelta) and cache.raw is not None:
                 if cache.replay is None:
-                    raise NotRecordable("a convolution without the delta rule behind it")
-                cache.replay(Unknown(ROWS))
+                    raise NotRecordable("a convolution without the delta rule after it")
+                cache.replay(Slot(ROWS))
         replayed, self.steps = self.steps, []
         for cache in self.caches:
             if isinstance(cache, _RecordedDelta) and cache.raw is not None:
                 taps, row_bytes = cache.window.shape[0], cache.raw.stride(0) * cache.raw.element_size()
-                self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Unknown(ROWS), row_bytes, taps)
+                self._runner.keep_window(cache.raw.data_ptr(), cache.window.data_ptr(), Slot(ROWS), row_bytes, taps)
         windows, self.steps = self.steps, []
 
         self._buffers.sort(key=lambda buffer: buffer.tensor.data_ptr())
@@ -268,8 +268,8 @@ class Tape(TorchFunctionMode):
         """The token with the largest logit of one row: a head ``[V, H]`` over slot ROW, by way of LOGITS, to BEST."""
         length = head.shape[1]
         address, stride, features = self._ops._matrix(head, length, "head")
-        self._ops._head(Unknown(ROW), length, 1, length, address, stride, features, Unknown(LOGITS))
-        self._ops._argmax_rows(Unknown(LOGITS), 1, features, Unknown(BEST))
+        self._ops._head(Slot(ROW), length, 1, length, address, stride, features, Slot(LOGITS))
+        self._ops._argmax_rows(Slot(LOGITS), 1, features, Slot(BEST))
         self._find_weights()
         return self._compiled(self.steps)
 
@@ -351,7 +351,7 @@ class Tape(TorchFunctionMode):
             values: list[tuple[int, int]] = []
             tables: list[tuple[int, list[tuple[int, int]]]] = []
             for kind, argument in zip(kernel.signature, step.arguments, strict=True):
-                if isinstance(argument, Unknown):
+                if isinstance(argument, Slot):
                     values.append((argument.slot, 0))
                 elif kind == "f":
                     values.append((ZERO, struct.unpack("<i", struct.pack("<f", argument))[0]))

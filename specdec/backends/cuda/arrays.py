@@ -1,15 +1,17 @@
-"""Logits, hidden states and gathered head rows on the device, and results that wait for the op that takes them along.
+"""Logits, hidden states and gathered head rows on the device, and deferred results that the next op can fuse.
 
-Logits are computed when somebody asks, and only as much as is asked for: the best tokens of a greedy pass need no row
-of the vocabulary in memory.
+Logits are computed on demand, and only as far as needed: the best tokens of a greedy pass need no row of the vocabulary
+in memory.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -64,50 +66,51 @@ class HeadProducts(Protocol):
         """The best of every row of ``scale * logits + noise``; row t has the noise of ``position + t``."""
 
 
-class _Rows:
-    """What kernels told about the rows of a pass, kept on the host once it was asked for."""
+class _DeviceLogits(Logits):
+    """Logits whose best and sampled tokens are found on the device, in parts of the vocabulary, once."""
 
-    def __init__(self, parts: Sequence[HeadProducts]) -> None:
+    def __init__(self, rows: int, parts: Sequence[HeadProducts]) -> None:
+        self._count = rows
         self._parts = parts
-        self._best: tuple[list[int], list[float]] | None = None
-        self._log_sum: list[float] | None = None
-        self._stats: list[Stats] | None = None
         self._sampled: dict[tuple[float, int, int], list[int]] = {}
 
-    def _asked(self) -> list[Stats]:
-        if self._stats is None:
-            self._stats = [part.best() for part in self._parts]
-        return self._stats
+    def __len__(self) -> int:
+        return self._count
 
-    def best(self) -> tuple[list[int], list[float]]:
-        """Ids and logits of the best tokens; an id of -1 where a row has no finite best."""
-        if self._best is None:
-            self._best = _winners(self._asked())
-        return self._best
+    @functools.cached_property
+    def _stats(self) -> list[Stats]:
+        return [part.best() for part in self._parts]
 
-    def log_sum(self) -> list[float]:
-        if self._log_sum is None:
-            sums = np.array([stats.log_sum.tolist() for stats in self._asked()], dtype=np.float64)
-            self._log_sum = np.logaddexp.reduce(sums, axis=0).tolist()
-        return self._log_sum
+    @functools.cached_property
+    def _best(self) -> list[int]:
+        return _winners(self._stats)
 
-    def sampled(self, row: int, scale: float, seed: int, position: int) -> int:
-        """The token chosen for ``row`` at ``position``; all rows are chosen in one launch, as they are in line."""
-        key = scale, seed, position - row
+    def argmax(self) -> list[int]:
+        return checked(self._best)
+
+    def logsumexp(self) -> list[float]:
+        sums = np.array([stats.log_sum.tolist() for stats in self._stats], dtype=np.float64)
+        found: list[float] = np.logaddexp.reduce(sums, axis=0).tolist()
+        return found
+
+    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
+        if position < row:
+            return None
+        key = scale, seed, position - row  # one launch chooses for all rows, whose positions are consecutive
         if key not in self._sampled:
 
             def score(row: int, token: int, value: float) -> float:  # of the few winners of parts, to compare them
                 noise = gumbel(seed, key[2] + row, np.array([token]), Purpose.TOKEN)
                 return scale * value + float(noise[0])
 
-            self._sampled[key] = _winners([part.sample(*key) for part in self._parts], score)[0]
-        return self._sampled[key][row]
+            self._sampled[key] = _winners([part.sample(*key) for part in self._parts], score)
+        return checked([self._sampled[key][row]])[0]
 
 
 def _winners(
     parts: Sequence[Stats], score: Callable[[int, int, float], float] = lambda row, token, value: value
-) -> tuple[list[int], list[float]]:
-    """The best of several parts of a vocabulary, and their logits; an id of -1 where a row has no finite best."""
+) -> list[int]:
+    """The best tokens of several parts of a vocabulary; -1 where a row has no finite best."""
     found = [(stats.ids.tolist(), stats.values.tolist()) for stats in parts]
     ids, values = found[0]
     for other_ids, other_values in found[1:]:
@@ -118,7 +121,7 @@ def _winners(
             ours, theirs = score(row, ids[row], values[row]), score(row, token, value)
             if theirs > ours or (theirs == ours and token < ids[row]):
                 ids[row], values[row] = token, value
-    return [token if math.isfinite(value) else -1 for token, value in zip(ids, values, strict=True)], values
+    return [token if math.isfinite(value) else -1 for token, value in zip(ids, values, strict=True)]
 
 
 def checked(tokens: Sequence[int]) -> list[int]:
@@ -129,28 +132,16 @@ def checked(tokens: Sequence[int]) -> list[int]:
     return list(tokens)
 
 
-class CudaLogits(Logits):
+class CudaLogits(_DeviceLogits):
     """``[T, V]`` float32 logits of hidden states that are still there."""
 
     def __init__(self, rows: int, products: HeadProducts) -> None:
-        self._count = rows
-        self._products = products
-        self._rows = _Rows([products])
-        self._array: Tensor | None = None
-        self._host: Float32 | None = None
+        super().__init__(rows, [products])
 
-    @property
+    @functools.cached_property
     def array(self) -> Tensor:
         """The logits on the device."""
-        if self._array is None:
-            self._array = self._products.logits()
-        return self._array
-
-    def __len__(self) -> int:
-        return self._count
-
-    def argmax(self) -> list[int]:
-        return checked(self._rows.best()[0])
+        return self._parts[0].logits()
 
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         logits = self.array
@@ -165,18 +156,12 @@ class CudaLogits(Logits):
         values: list[float] = self.array[: len(tokens)].gather(1, at)[:, 0].tolist()
         return values
 
-    def logsumexp(self) -> list[float]:
-        return self._rows.log_sum()
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        if position < row:
-            return None
-        return checked([self._rows.sampled(row, scale, seed, position)])[0]
+    @functools.cached_property
+    def _host(self) -> Float32:
+        host: Float32 = self.array.cpu().numpy()
+        return host
 
     def rows(self) -> Float32:
-        if self._host is None:
-            host: Float32 = self.array.cpu().numpy()
-            self._host = host
         return self._host
 
 
@@ -191,12 +176,12 @@ def _ordered(logits: Tensor) -> Tensor:
 
 
 class CudaHeadRows:
-    """Rows of a head, gathered: those that other heads share, and behind them those that were added.
+    """Gathered rows of a head: those shared with other heads, then those that were added.
 
     Attributes:
         parts: weights as the head kernels take them, one or two.
         part_ids: token ids of their rows, int32 on the device; ascending in each part.
-        ids: the same on the host, one part behind the other.
+        ids: the same on the host, part by part.
         vocab_size: V.
     """
 
@@ -232,76 +217,57 @@ class CudaHeadRows:
         return CudaHeadRows((self.parts[0], part), (self.part_ids[0], on_device), ids, self.vocab_size)
 
 
-class CudaPrunedLogits(PrunedLogits):
+class CudaPrunedLogits(_DeviceLogits):
     """Logits of gathered rows; the best token of a row is found on the device, everything else on the host."""
 
-    __slots__ = ("_count", "_head", "_products", "_rows_", "_there")
-
     def __init__(self, rows: int, products: Sequence[HeadProducts], head: CudaHeadRows) -> None:
-        super().__init__(np.empty((0, 0), np.float32), head)  # type: ignore[arg-type]  # it has the same two fields
-        self._count = rows
-        self._products = products
-        self._rows_ = _Rows(products)
-        self._there = False
+        super().__init__(rows, products)
+        self._head = head
 
-    def __len__(self) -> int:
-        return self._count
-
-    def _fetch(self) -> None:
-        if not self._there:
-            self._values = torch.cat([part.logits() for part in self._products], dim=1).cpu().numpy()
-            self._there = True
-
-    def argmax(self) -> list[int]:
-        return checked(self._rows_.best()[0])
+    @functools.cached_property
+    def _host(self) -> PrunedLogits:
+        values = torch.cat([part.logits() for part in self._parts], dim=1).cpu().numpy()
+        return PrunedLogits(values, self._head.ids, self._head.vocab_size)
 
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        self._fetch()
-        return super().topk(k)
+        return self._host.topk(k)
 
     def gather(self, tokens: Sequence[int]) -> list[float]:
-        self._fetch()
-        return super().gather(tokens)
-
-    def logsumexp(self) -> list[float]:
-        return self._rows_.log_sum()
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        if position < row:
-            return None
-        return checked([self._rows_.sampled(row, scale, seed, position)])[0]
+        return self._host.gather(tokens)
 
     def rows(self) -> Float32:
-        self._fetch()
-        return super().rows()
+        return self._host.rows()
 
 
-# --- results that wait ------------------------------------------------------------------------------------------------
+# --- deferred results ------------------------------------------------------------------------------------------------
 
 
+@attrs.define(eq=False, slots=False)
 class Deferred:
-    """The result of an op that the next one may take along into its own kernel.
+    """The result of an op that the next op may compute in its own kernel.
 
-    Whoever does anything else with it gets the tensor: it is computed then, once, by a kernel that gives the same bits.
+    Any other use computes the tensor, once, with a kernel that gives the same bits.
     """
 
-    def __init__(self, shape: Sequence[int], compute: Callable[[], Tensor]) -> None:
-        self.shape = torch.Size(shape)
-        self._compute: Callable[[], Tensor] | None = compute
-        self._made: Tensor | None = None
+    compute: Callable[[], Tensor]
+    x: Tensor
+    _tensor: Tensor | None = attrs.field(default=None, init=False)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the result."""
+        return self.x.shape
 
     def tensor(self) -> Tensor:
         """The result itself."""
-        if self._made is None:
-            assert self._compute is not None
-            self._made = self._compute()
-            self._compute = None
-        return self._made
+        if self._tensor is None:
+            self._tensor = self.compute()
+        return self._tensor
 
     @property
     def computed(self) -> bool:
-        """Whether somebody has asked for the tensor already."""
-        return self._made is not None
+        """Whether the tensor is computed already."""
+        return self._tensor is not None
 
     @property
     def ndim(self) -> int:
@@ -319,44 +285,43 @@ class Deferred:
         return getattr(self.tensor(), name)
 
 
+@attrs.define(eq=False, slots=False)
 class Normed(Deferred):
     """``rms_norm(x)``: the prologue of a product."""
 
-    def __init__(self, x: Tensor, weight: Tensor, eps: float, compute: Callable[[], Tensor]) -> None:
-        super().__init__(x.shape, compute)
-        self.x, self.weight, self.eps = x, weight, eps
+    weight: Tensor
+    eps: float
 
 
+@attrs.define(eq=False, slots=False)
 class GatedNormed(Deferred):
-    """``gated_rms_norm(x, z)``: likewise."""
+    """``gated_rms_norm(x, z)``: likewise, ``[T, n * D]``."""
 
-    def __init__(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, compute: Callable[[], Tensor]) -> None:
-        super().__init__((x.shape[0], x.shape[1] * x.shape[2]), compute)
-        self.x, self.z, self.weight, self.eps = x, z, weight, eps
+    z: Tensor
+    weight: Tensor
+    eps: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.x.shape[0], self.x.shape[1] * self.x.shape[2]))
 
 
+@attrs.define(eq=False, slots=False)
 class Rotated(Deferred):
     """``norm_rope(x)``: a query or key on its way to attention."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        eps: float,
-        frequencies: Tensor,
-        position: Any,
-        compute: Callable[[], Tensor],
-    ) -> None:
-        super().__init__(x.shape, compute)
-        self.x, self.weight, self.eps, self.frequencies, self.position = x, weight, eps, frequencies, position
+    weight: Tensor | None
+    eps: float
+    frequencies: Tensor
+    position: Any
 
 
+@attrs.define(eq=False, slots=False)
 class Convolved(Deferred):
     """``conv_window(x)``: the delta rule convolves it itself."""
 
-    def __init__(self, x: Tensor, weight: Tensor, cache: Any, compute: Callable[[], Tensor]) -> None:
-        super().__init__(x.shape, compute)
-        self.x, self.weight, self.cache = x, weight, cache
+    weight: Tensor
+    cache: Any
 
 
 def materialised(x: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Per-layer state on the device, behind an address table: kernels never get an address or a length from the host.
 
 Every cache owns one row of the table (columns in ``kernels.launch``), and the host keeps a mirror of it: it knows what
-it launched, so nothing is ever read back. Rows are changed by launches and copies that stand in line with the passes.
+it launched, so nothing is ever read back. Rows are changed by launches and copies in stream order.
 Memory grows by stages up to the capacity; the addresses change then, and graphs that know the table's row alone do not.
 """
 
@@ -16,16 +16,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specdec.backends.caches import Cache
+from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.cuda.arrays import Convolved
 from specdec.backends.cuda.device import Device
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import rows_for
 from specdec.backends.ops import DeltaShape
-from specdec.backends.unknown import UnknownInteger
+from specdec.backends.placeholders import PlaceholderInteger
 from specdec.errors import StateError
 
-MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
 FIRST_SLOTS = 6  # states of a new delta cache: passes of up to 5 rows; longer ones make it MAX_ROWS + 1
 MORE_ROOM = "target.capacity below that, which ends sessions earlier; fewer open sessions; a quantised checkpoint"
 
@@ -71,7 +70,7 @@ class DeviceCache(Cache):
     @property
     @abc.abstractmethod
     def bound(self) -> int:
-        """Rows that memory was taken for: no pass reads behind them."""
+        """Rows that memory is allocated for: no pass reads beyond them."""
 
     @abc.abstractmethod
     def entries(self) -> list[int]:
@@ -86,7 +85,7 @@ class DeviceCache(Cache):
         write_rows([self], self.row[None])
 
     def reserve(self, rows: int) -> None:
-        """Make room for a pass of ``rows`` rows behind the committed ones.
+        """Make room for a pass of ``rows`` rows after the committed ones.
 
         Raises: StateError above the capacity, OutOfMemory.
         """
@@ -214,7 +213,7 @@ class CudaLatentCache(CudaKVCache):
         return self.keys.nbytes
 
 
-class CudaDeltaCache(DeviceCache):
+class CudaDeltaCache(MarkedCache, DeviceCache):
     """Recurrent matrices ``[S, Hv, Dk, Dv]`` float32, one per slot, and a ring ``[W, C]`` of raw convolution rows.
 
     A pass of T rows leaves the matrix after row t in the slot ``SLOT + 1 + t``, and the raw row of position p stands at
@@ -225,7 +224,8 @@ class CudaDeltaCache(DeviceCache):
     kind = Kind.STATES
 
     def __init__(self, device: Device, shape: DeltaShape, dtype: torch.dtype) -> None:
-        super().__init__(device, 2**62)  # a state has no length
+        MarkedCache.__init__(self)
+        DeviceCache.__init__(self, device, 2**62)  # a state has no length
         self.shape = shape
         self._slot = 0
         window = shape.kernel - 1
@@ -234,7 +234,6 @@ class CudaDeltaCache(DeviceCache):
             self.ring_rows *= 2
         self.states = self._taken(FIRST_SLOTS)
         self.ring = torch.zeros(self.ring_rows, shape.channels, dtype=dtype, device=device.place)
-        self._marks: list[tuple[int, Tensor, Tensor]] = []
         self._convolved: weakref.ref[Convolved] | None = None
         self._tail: Tensor | None = None
         self.write()
@@ -285,7 +284,7 @@ class CudaDeltaCache(DeviceCache):
         if rows and not self.advances_alone() and rows != self._pending:
             raise StateError(f"a prompt of {self._pending} rows is committed whole, asked for {rows}")
         waiting = None if self._convolved is None else self._convolved()
-        if waiting is not None:  # somebody may still ask for it, and it is computed from the rows before this pass
+        if waiting is not None:  # it may still be read, and is computed from the rows before this pass
             waiting.tensor()
         super().commit(rows)
 
@@ -323,46 +322,28 @@ class CudaDeltaCache(DeviceCache):
         """
         self._tail = raw[-self.ring_rows :]
 
-    def mark(self) -> None:
-        """Keep a copy of the committed state as a point that ``truncate`` can return to."""
-        if not self._marks or self._marks[-1][0] != self._length:
-            self._marks = [*self._marks[-MARKS + 1 :], (self._length, self.state.clone(), self.window())]
+    def _copied(self) -> tuple[Tensor, Tensor]:
+        return self.state.clone(), self.window()
 
-    def marks(self) -> list[int]:
-        """Lengths that ``truncate`` can return to: the marks, the present length and 0."""
-        return [0, *(length for length, _, _ in self._marks), self._length]
-
-    def truncate(self, length: int) -> bool:
-        self._pending = None
-        if length == self._length:
-            return True
-        if length == 0:
+    def _become(self, length: int, state: tuple[Tensor, Tensor] | None) -> None:
+        self._pending, self._length = None, length
+        if state is None:
             self.state.zero_()
-            self._length, self._marks = 0, []
         else:
-            self._marks = [mark for mark in self._marks if mark[0] <= length]
-            if not self._marks or self._marks[-1][0] != length:
-                return False
-            self._become(*self._marks[-1])
+            self.state.copy_(state[0])
+            for at, position in self._window_positions():
+                self.ring[position % self.ring_rows] = state[1][at]
         self.write()
-        return True
-
-    def _become(self, length: int, state: Tensor, window: Tensor) -> None:
-        self._length = length
-        self.state.copy_(state)
-        for at, position in self._window_positions():
-            self.ring[position % self.ring_rows] = window[at]
 
     def save(self) -> dict[str, Tensor]:
         return {"state": self.state.clone(), "window": self.window()}
 
     def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
-        self._pending, self._marks = None, []
-        self._become(length, arrays["state"], arrays["window"].to(self.ring.device))
-        self.write()
+        self._marks = []
+        self._become(length, (arrays["state"], arrays["window"].to(self.ring.device)))
 
     def nbytes(self) -> int:
-        marks = sum(state.nbytes + window.nbytes for _, state, window in self._marks)
+        marks: int = sum(state.nbytes + window.nbytes for _, (state, window) in self._marks)
         return self.states.nbytes + self.ring.nbytes + marks
 
 
@@ -375,7 +356,7 @@ def write_rows(caches: Sequence[DeviceCache], table: Tensor) -> None:
 # --- what stands for a cache while a pass is captured -----------------------------------------------------------------
 
 
-class UnknownLength(UnknownInteger):
+class DeviceLength(PlaceholderInteger):
     """A length that only the device knows, in a row of the table."""
 
     __slots__ = ("row",)
@@ -391,7 +372,7 @@ class CapturedCache:
         self.kind = cache.kind
         self.row = row
         self.bound = bound  # at least that of every sequence that replays
-        self.length = UnknownLength(row)
+        self.length = DeviceLength(row)
         if isinstance(cache, CudaDeltaCache):
             self.shape = cache.shape
         else:
@@ -401,5 +382,5 @@ class CapturedCache:
         """The replay makes room."""
 
     def convolved(self, waiting: Convolved) -> Convolved:
-        """Nobody asks for it after the pass."""
+        """It is not read after the pass."""
         return waiting

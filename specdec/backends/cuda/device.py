@@ -30,7 +30,7 @@ class Graph(Protocol):
 
 
 class Marker(Protocol):
-    """A place in line behind what the device had been given."""
+    """A point in the stream, after what has been launched so far."""
 
     def wait(self) -> None:
         """Until the device has got there."""

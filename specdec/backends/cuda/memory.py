@@ -1,4 +1,4 @@
-"""Memory of the device: how much a sequence takes at first, how it grows, and what is said when there is none left."""
+"""Memory of the device: how much a sequence takes at first, how it grows, and the error when there is none left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stage(rows: int) -> int:
 
 
 def out_of_memory(what: str, nbytes: int | None, free: int, total: int, setting: str) -> OutOfMemory:
-    """The error for an allocation of ``nbytes`` (None: nobody knows how many) that failed."""
+    """The error for an allocation of ``nbytes`` (None: unknown) that failed."""
     return OutOfMemory(
         f"the CUDA device has no room for {what}",
         asked_for=None if nbytes is None else size(nbytes),

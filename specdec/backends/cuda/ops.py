@@ -1,6 +1,6 @@
 """The ops on a CUDA device: Triton kernels for passes of up to 16 rows, torch's library for prompts.
 
-Nothing here reads from the device. An op whose result the next one can take along hands on a ``Deferred``.
+Nothing here reads from the device. An op whose result the next one can fuse returns a ``Deferred``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from specdec.backends.cuda.arrays import (
     Stats,
     materialised,
 )
-from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, UnknownLength
+from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, DeviceLength
 from specdec.backends.cuda.device import Device
 from specdec.backends.cuda.executor import CudaExecutor, device_executor
-from specdec.backends.cuda.kernels import attention, delta, delta_chunked, gemm, head, heads, latent, moe, norm, rope
+from specdec.backends.cuda.kernels import attention, delta, delta_chunked, gemm, head, latent, moe, norm, rope
 from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
 from specdec.backends.cuda.kernels.norm import GatedRms, Prologue, Rms
 from specdec.backends.cuda.kernels.packed import Layout
+from specdec.backends.cuda.kernels.project_heads import project_heads, project_heads_reference
 from specdec.backends.cuda.kernels.route import choose, choose_reference
 from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
@@ -189,8 +190,8 @@ class CudaOps(Ops):
         if whole is None:
             whole = self._stacks[weights] = weights.decode().to(self.dtype)
         if x.shape[0] > MAX_ROWS:
-            return heads.project_heads_reference(x, whole)
-        return heads.project_heads(x, whole)
+            return project_heads_reference(x, whole)
+        return project_heads(x, whole)
 
     def linear(self, x: Any, weight: Weight, residual: Any = None) -> Tensor:
         residual = None if residual is None else materialised(residual)
@@ -209,7 +210,7 @@ class CudaOps(Ops):
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
         x = materialised(x)
         compute = functools.partial(norm.rms_norm, x, weight, eps)
-        return Normed(x, weight, eps, compute) if x.ndim == 2 else compute()
+        return Normed(compute, x, weight, eps) if x.ndim == 2 else compute()
 
     def concat(self, a: Any, b: Any) -> Tensor:
         return row_kernels.concat(materialised(a), materialised(b))
@@ -252,9 +253,9 @@ class CudaOps(Ops):
         if x.stride(-1) != 1:
             x = x.contiguous()
         frequencies = self._inv_freq(rope_)
-        place = position.row if isinstance(position, UnknownLength) else int(position)
+        place = position.row if isinstance(position, DeviceLength) else int(position)
         compute = functools.partial(rope.norm_rope, x, weight, eps, frequencies, place)
-        return Rotated(x, weight, eps, frequencies, position, compute)
+        return Rotated(compute, x, weight, eps, frequencies, position)
 
     def _inv_freq(self, rope_: Rope) -> Tensor:
         if rope_ not in self._frequencies:
@@ -282,7 +283,7 @@ class CudaOps(Ops):
         return mixed.reshape(rows, count * dim)
 
     def _write(self, cache: Any, k: Tensor, v: Tensor) -> None:
-        """Keys and values behind the committed rows, as they are."""
+        """Write keys and values after the committed rows."""
         start = int(cache.length)
         cache.keys[start : start + len(k)] = k
         cache.values[start : start + len(v)] = v
@@ -307,7 +308,7 @@ class CudaOps(Ops):
             u = compute()
             cache.keep_tail(x)
             return u
-        return cache.convolved(Convolved(x, weight, cache, compute))
+        return cache.convolved(Convolved(compute, x, weight, cache))
 
     def gated_delta(
         self, u: Any, a: Any, b: Any, a_log: Tensor, dt_bias: Tensor, cache: Any, shape: DeltaShape
@@ -320,7 +321,7 @@ class CudaOps(Ops):
 
     def gated_rms_norm(self, x: Any, z: Any, weight: Tensor, eps: float) -> GatedNormed:
         x, z = materialised(x), materialised(z)
-        return GatedNormed(x, z, weight, eps, functools.partial(norm.gated_rms_norm, x, z, weight, eps))
+        return GatedNormed(functools.partial(norm.gated_rms_norm, x, z, weight, eps), x, z, weight, eps)
 
     # --- head ------------------------------------------------------------------------------------------------------
 
@@ -396,7 +397,7 @@ def _joined(pieces: Sequence[Stats]) -> Stats:
 
 
 def _prologue(x: Any) -> tuple[Tensor, Prologue | None]:
-    """What a product reads, and what it does to it first: also where somebody has looked at the result already.
+    """What a product reads, and what it does to it first, whether or not the deferred result is computed already.
 
     A product with a gated prologue goes over K head by head, so its bits are not those of one without.
     """
@@ -411,9 +412,9 @@ def _in_place(x: Any, cache: Any) -> bool:
     """Whether a query or key waits to be rotated to where the cache's next row is."""
     if not isinstance(x, Rotated):
         return False
-    if isinstance(x.position, UnknownLength):
+    if isinstance(x.position, DeviceLength):
         return x.position.row is cache.row
-    return not isinstance(cache.length, UnknownLength) and int(x.position) == int(cache.length)
+    return not isinstance(cache.length, DeviceLength) and int(x.position) == int(cache.length)
 
 
 def _own(rows: Any) -> CudaHeadRows:

@@ -27,7 +27,7 @@ from specdec.backends.cuda.kernels import accept, head
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
 from specdec.backends.passes import Body, Pass
-from specdec.backends.unknown import UnknownTokens
+from specdec.backends.placeholders import PlaceholderTokens
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _WIDTH = 4  # int32 values per drafted token, the id first and its score second: each starts at a multiple of 16 bytes
 
 
-class DeviceTokens(UnknownTokens):
+class DeviceTokens(PlaceholderTokens):
     """Token ids that lie on the device: their number is known, and where they are."""
 
     def __init__(self, ids: Tensor) -> None:

@@ -45,7 +45,7 @@ def moe(
     residual: Tensor,
     common: Tensor | None,
 ) -> Tensor:
-    """The experts of every row in slot order, each expert read once; ``common`` float32 is added behind them."""
+    """The experts of every row in slot order, each expert read once; then ``common`` float32."""
     gates, ups, downs = experts
     rows, slots = ids.shape
     places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending

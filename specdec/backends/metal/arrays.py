@@ -106,7 +106,7 @@ class MetalLogits(HostLogits):
 
 
 class MetalHeadRows:
-    """Rows of a head, gathered: those that other heads share, and behind them those that were added.
+    """Gathered rows of a head: those shared with other heads, then those that were added.
 
     Attributes:
         parts: weights ``[n, H]``, one or two, packed where the head is.

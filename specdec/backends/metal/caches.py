@@ -1,10 +1,10 @@
 """Per-layer state as MLX arrays. Arrays are values here: a reference to one is a snapshot, and it costs nothing.
 
-The exception are keys and values: writing rows into them happens in place only while nobody else holds the array or a
-view of it, and copies all of it otherwise. So the caches hand out whole buckets for one pass, and nobody keeps a view.
+The exception are keys and values: rows are written in place only while there is no other reference to the array or to a
+view of it; otherwise the whole array is copied. So the caches hand out whole buckets for one pass, and no view is kept.
 
-Whatever a cache holds between passes is computed, or on its way (``arrays``): what MLX has only promised to compute
-belongs to the thread that asked for it, and a session may go on in another one.
+What a cache holds between passes is computed or being computed (``arrays``): an array that MLX has not started to
+compute belongs to the thread that made it, and a session may continue in another one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import attrs
 import mlx.core as mx
 import torch
 
-from specdec.backends.caches import Cache
+from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.metal.arrays import from_host, to_host
 from specdec.backends.metal.device import DeviceLength, number, rows_from
 from specdec.backends.metal.kernel_sets import Past
@@ -24,7 +24,6 @@ from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
 
 BUCKET = 256  # keys and values grow by a quarter, in whole buckets of rows: a capacity is not paid for before its use
-MARKS = 4  # points that a recurrent state can return to; each holds one state
 
 
 class RowCache(Cache):
@@ -109,7 +108,7 @@ class MetalKVCache(RowCache):
         return self.buckets[1]
 
     def append(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Write rows ``[T, nkv, D]`` behind the committed ones; the buckets, not to be kept."""
+        """Write rows ``[T, nkv, D]`` after the committed ones. Returns the buckets, which must not be kept."""
         self._append(k, v)
         return self.keys, self.values
 
@@ -128,7 +127,7 @@ class MetalLatentCache(RowCache):
         return self.buckets[0]
 
     def append(self, rows: mx.array) -> mx.array:
-        """Write rows ``[T, D]`` behind the committed ones; the bucket, not to be kept."""
+        """Write rows ``[T, D]`` after the committed ones. Returns the bucket, which must not be kept."""
         self._append(rows[:, None])
         return self.rows
 
@@ -152,7 +151,7 @@ class Placed:
 
 @attrs.frozen(kw_only=True, eq=False)
 class DeltaState:
-    """The state of a delta layer behind some block, without being computed: see ``kernels.delta``.
+    """The state of a delta layer after some block, not yet computed: see ``kernels.delta``.
 
     Attributes:
         base: the matrix before the block, ``[Hv, Dv, Dk]`` float32 (MLX's order, S transposed).
@@ -167,7 +166,7 @@ class DeltaState:
     kept: mx.array
 
     def matrix(self) -> mx.array:
-        """The matrix behind the kept rows. Lazy."""
+        """The matrix after the kept rows. Lazy."""
         return self.base if self.past is None else self.past.fold(self.base, self.kept)
 
     def window(self, taps: int) -> mx.array:
@@ -178,28 +177,29 @@ class DeltaState:
         return [self.base, self.raw, self.kept, *([] if self.past is None else self.past.arrays())]
 
 
-class MetalDeltaCache(Cache):
+class MetalDeltaCache(MarkedCache):
     """Recurrent matrix and convolution window, committed lazily: the next launch folds the rows that stay.
 
     A pass leaves ``state`` alone and puts what it would become, all of its rows waiting, into ``following``.
     """
 
     def __init__(self, shape: DeltaShape, dtype: mx.Dtype) -> None:
+        super().__init__()
         self.shape = shape
         self.dtype = dtype
-        self._forget()
+        self._become(0, None)
 
-    def _forget(self) -> None:
-        shape = self.shape
-        matrix = mx.zeros((shape.value_heads, shape.value_dim, shape.key_dim), dtype=mx.float32)
-        window = mx.zeros((shape.kernel - 1, shape.channels), dtype=self.dtype)
-        mx.eval(matrix, window)
-        self._become(0, matrix, window)
+    def _copied(self) -> DeltaState:
+        return self.state  # a value: nothing writes to it
 
-    def _become(self, length: int, matrix: mx.array, window: mx.array) -> None:
-        self.length = length
-        self.state = DeltaState(base=matrix, past=None, raw=window, kept=number(0))
-        self._marks: list[tuple[int, DeltaState]] = []
+    def _become(self, length: int, state: DeltaState | None) -> None:
+        if state is None:
+            shape = self.shape
+            matrix = mx.zeros((shape.value_heads, shape.value_dim, shape.key_dim), dtype=mx.float32)
+            window = mx.zeros((shape.kernel - 1, shape.channels), dtype=self.dtype)
+            mx.eval(matrix, window)
+            state = _whole(matrix, window)
+        self.length, self.state = length, state
         self._drop()
 
     def _drop(self) -> None:
@@ -210,7 +210,7 @@ class MetalDeltaCache(Cache):
     # --- a pass ----------------------------------------------------------------------------------------------------
 
     def convolve(self, x: mx.array) -> mx.array:
-        """Begin a pass over the raw rows ``x [T, C]``: they behind the window, ``[kc-1+T, C]``."""
+        """Begin a pass over the raw rows ``x [T, C]``. Returns the window followed by them, ``[kc-1+T, C]``."""
         self._raw = mx.concatenate([self.state.window(self.shape.kernel - 1), x])
         return self._raw
 
@@ -225,7 +225,7 @@ class MetalDeltaCache(Cache):
         assert self._raw is not None
         self._rows = self._raw.shape[0] - (self.shape.kernel - 1)
         window = self._raw[self._rows :] * 1  # a view would keep all rows of a prompt alive
-        self.following = DeltaState(base=matrix, past=None, raw=window, kept=number(0))
+        self.following = _whole(matrix, window)
 
     def arrays(self) -> list[mx.array]:
         """What a pass has to compute, besides its result."""
@@ -243,46 +243,30 @@ class MetalDeltaCache(Cache):
         self._drop()
 
     def settle(self, kept: mx.array) -> None:
-        """Commit the first ``kept`` rows, int32 ``[1]``; whoever knows how many that are counts ``length``."""
+        """Commit the first ``kept`` rows, int32 ``[1]``. The caller counts ``length`` once it knows the number."""
         assert self.following is not None
         self.state = attrs.evolve(self.following, kept=kept)
         self._drop()
 
     # --- between passes --------------------------------------------------------------------------------------------
 
-    def mark(self) -> None:
-        """Keep the committed state as a point that ``truncate`` can return to."""
-        if not self._marks or self._marks[-1][0] != self.length:
-            self._marks = [*self._marks[-MARKS + 1 :], (self.length, self.state)]
-
-    def marks(self) -> list[int]:
-        """Lengths that ``truncate`` can return to: the marks, the present length and 0."""
-        return [0, *(length for length, _ in self._marks), self.length]
-
-    def truncate(self, length: int) -> bool:
-        self._drop()
-        if length == self.length:
-            return True
-        if length == 0:
-            self._forget()
-            return True
-        self._marks = [mark for mark in self._marks if mark[0] <= length]
-        if not self._marks or self._marks[-1][0] != length:
-            return False
-        self.length, self.state = self._marks[-1]
-        return True
-
     def save(self) -> dict[str, torch.Tensor]:
         window = self.state.window(self.shape.kernel - 1)
         return {"state": to_host(self.state.matrix()), "window": to_host(window)}
 
     def load(self, arrays: Mapping[str, torch.Tensor], length: int) -> None:
-        self._become(length, from_host(arrays["state"], mx.float32), from_host(arrays["window"], self.dtype))
+        self._marks = []
+        self._become(length, _whole(from_host(arrays["state"], mx.float32), from_host(arrays["window"], self.dtype)))
 
     def nbytes(self) -> int:
         states = [self.state, *(state for _, state in self._marks)]
         held = [*self.arrays(), *(array for state in states for array in state.arrays())]
         return sum({id(array): int(array.nbytes) for array in held}.values())
+
+
+def _whole(matrix: mx.array, window: mx.array) -> DeltaState:
+    """A state that waits for nothing."""
+    return DeltaState(base=matrix, past=None, raw=window, kept=number(0))
 
 
 def _rows(heads: int, rows: int, dims: int, dtype: mx.Dtype) -> mx.array:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec.backends.unknown import UnknownInteger, UnknownTokens
+from specdec.backends.placeholders import PlaceholderInteger, PlaceholderTokens
 
 
 @functools.lru_cache(maxsize=256)
@@ -22,7 +22,7 @@ def number(value: int) -> mx.array:
     return made
 
 
-class DeviceLength(UnknownInteger):
+class DeviceLength(PlaceholderInteger):
     """A length that only the device knows.
 
     Attributes:
@@ -47,7 +47,7 @@ def on_device(length: Length) -> mx.array:
     return length.array if isinstance(length, DeviceLength) else number(length)
 
 
-class DeviceTokens(UnknownTokens):
+class DeviceTokens(PlaceholderTokens):
     """Token ids that lie on the device: their number is known, and where they are."""
 
     def __init__(self, ids: mx.array) -> None:

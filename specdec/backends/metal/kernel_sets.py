@@ -70,7 +70,7 @@ class KernelSet(Protocol):
     def delta(
         self, base: mx.array, past: Past | None, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
-        """A block behind the kept rows of the last one: its result, the matrix before it, and its rows."""
+        """A block after the kept rows of the last one: its result, the matrix before it, and its rows."""
 
     def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
         """The greedy token of every row, -1 where the logits are not finite: int32 ``[T]``."""

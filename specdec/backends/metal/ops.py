@@ -1,7 +1,7 @@
 """The ops on MLX arrays. Graphs are lazy: nothing here waits for the device.
 
 Two modes (docs/decisions/010-metal-modes.md). ``exact`` computes passes of up to ``max_rows`` rows with specdec's own
-kernels, so that no row depends on its company; ``fast`` uses MLX's stock kernels throughout.
+kernels, which are row-invariant; ``fast`` uses MLX's stock kernels throughout.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from specdec.errors import ContractError
 Mode = Literal["exact", "fast"]
 MAX_ROWS = 16  # of a pass that is no prompt, where no kernel of ours sets a lower limit
 _ON_LINUX = (
-    "MLX's CPU device on Linux has given a row the same bits in any company; MLX does not promise it, so every load "
+    "MLX's CPU device on Linux has been row-invariant wherever it was tried; MLX does not promise it, so every load "
     "probes it"
 )
 _OWN = (
-    f"specdec's kernels give a row the same bits in any company of up to {lanes.MAX_ROWS} rows; longer chunks of a "
+    f"specdec's kernels give a row the same bits in passes of 1 to {lanes.MAX_ROWS} rows; longer chunks of a "
     "prompt are computed by MLX's stock kernels, with other bits"
 )
 _STOCK = (
@@ -53,8 +53,8 @@ class MetalOps(Ops):
     Args:
         dtype: act.
         mode: whose kernels compute passes of a few rows.
-        executor: who runs specdec's kernels; by default the GPU where MLX has one, else nobody: their references in
-            MLX operations are used.
+        executor: what runs specdec's kernels. By default the GPU where MLX has one; elsewhere their references in MLX
+            operations are used.
     """
 
     hidden_type = MetalHidden

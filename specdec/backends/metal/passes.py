@@ -16,8 +16,8 @@ from specdec.errors import UnsupportedError
 class MetalPass(Pass):
     """A body over the caches of one sequence.
 
-    Everything that a pass leaves behind is started with it: a prompt whose logits nobody reads would otherwise grow
-    one graph, and keep all that its chunks computed on the way. A commit leaves nothing to compute.
+    The contents of the caches are started with the result. Otherwise a prompt, whose logits are not read, would build
+    up one graph over all its chunks and keep their intermediate results. A commit leaves nothing to compute.
     """
 
     def __init__(self, body: Body, caches: Sequence[Any]) -> None:

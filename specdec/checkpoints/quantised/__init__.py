@@ -1,4 +1,4 @@
-"""Quantised checkpoints: each weight's format is told from the files, and the weight is decoded when it is loaded."""
+"""Quantised checkpoints: the files show each weight's format, and the weight is decoded when it is loaded."""
 
 from specdec.checkpoints.quantised.cache import DecodedCache
 from specdec.checkpoints.quantised.coding import Coding, Format, check, decode

@@ -63,7 +63,7 @@ class Coding(ABC):
 
     @property
     def stands_for(self) -> str:
-        """The dtype that the weight was in before it was quantised, as far as the format tells."""
+        """The dtype that the weight was in before it was quantised, as far as the format shows."""
         return "bfloat16"
 
     @property

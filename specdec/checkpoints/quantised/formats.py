@@ -9,7 +9,7 @@ from specdec.checkpoints.quantised import fp4, fp8, mlx, packed
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, parts_of
-from specdec.checkpoints.quantised.refused import refusals, unknown
+from specdec.checkpoints.quantised.refused import refusal, refusals, unknown
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
@@ -77,8 +77,8 @@ def _formats_of(checkpoint: Checkpoint) -> Formats:
         name: _stored(checkpoint, (original,), checkpoint.stored_dtype(original).lower())
         for name, original in found.plain.items()
     }
-    for name, refusal in refused.items():
-        formats[name] = _stored(checkpoint, refusal.tensors, refusal.method, refusal.error)
+    for name, (method, tensors) in refused.items():
+        formats[name] = _stored(checkpoint, tensors, method, refusal(checkpoint, tensors[0], method))
     for name, parts in found.weights.items():
         formats[name] = _format(parts, hints, found.errors.get(name))
     ordered = Formats({name: formats.pop(name) for name in names if name in formats} | formats)

@@ -6,8 +6,8 @@ A row is a little-endian stream of bits: code j has bits ``j * bits`` to ``(j + 
   ``W = code * scale + bias``.
 * ``mxfp4``, ``mxfp8`` and ``nvfp4``: the formats of those names, the scales as bytes, without biases.
 
-The tensors do not tell bits and columns per scale apart; ``config.json`` does, in ``quantization``: for all modules,
-and by path for those that have other ones.
+The shapes alone do not give bits and columns per scale; ``config.json`` does, in ``quantization``: for all modules, and
+by path for those that have other ones.
 
 Source: the documentation of ``mlx.core.quantize`` and ``mlx.core.dequantize`` in MLX 0.32.
 """
@@ -142,14 +142,14 @@ def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:
             f"the tensor {parts.codes} is quantised, and config.json says that {module} is not",
             try_="config.json and weights of one and the same checkpoint",
         )
-    told: Any = hints.mlx if own is True else own
-    mode = told.get("mode", "affine") if isinstance(told, dict) else None
+    declared: Any = hints.mlx if own is True else own
+    mode = declared.get("mode", "affine") if isinstance(declared, dict) else None
     if mode not in _SIZES:
         raise parts.error(
             f"the tensor {parts.codes} is quantised with MLX's mode {mode!r}, which is not read", read=", ".join(_SIZES)
         )
     usual_group, usual_bits = _SIZES[mode]
-    group, bits = (told.get(key) or usual for key, usual in (("group_size", usual_group), ("bits", usual_bits)))
+    group, bits = (declared.get(key) or usual for key, usual in (("group_size", usual_group), ("bits", usual_bits)))
     allowed = BITS if mode == "affine" else (usual_bits,)
     if bits not in allowed or type(group) is not int or group < 1 or (mode != "affine" and group != usual_group):
         raise parts.error(

@@ -148,10 +148,10 @@ def _bits(parts: Parts, columns: int, hints: Hints) -> int:
     """Bits per value: what the widths imply; the config where more than one number does."""
     words = parts.shape[-1]
     fitting = [bits for bits in _BITS if -(-columns * bits // 32) == words]
-    told = [bits for bits in fitting if bits in hints.bits]
-    if len(told) == 1 and len(fitting) > 1:
-        return told[0]
-    if len(fitting) != 1 or (hints.bits and not told):
+    declared = [bits for bits in fitting if bits in hints.bits]
+    if len(declared) == 1 and len(fitting) > 1:
+        return declared[0]
+    if len(fitting) != 1 or (hints.bits and not declared):
         config = f"; config.json has num_bits {' or '.join(map(str, hints.bits))}" if hints.bits else ""
         implied = f"{' or '.join(map(str, fitting))} bits" if fitting else f"none of {', '.join(map(str, _BITS))} bits"
         raise parts.error(

@@ -1,4 +1,4 @@
-"""Parts: which tensors of a file belong together as one weight, told by their names and dtypes."""
+"""Parts: which tensors of a file belong together as one weight, by their names and dtypes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Parts:
 
 @attrs.frozen
 class Found:
-    """What ``parts_of`` tells apart.
+    """What ``parts_of`` found.
 
     Attributes:
         weights: decoded name -> parts of every weight that is no plain floating-point tensor.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import attrs
-
 from specdec.checkpoints.quantised.hints import Hints, quantisation
 from specdec.checkpoints.quantised.parts import FLOATS, Parts
 from specdec.checkpoints.reader import Checkpoint
@@ -22,17 +20,13 @@ _CODES: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@attrs.frozen
-class Refusal:
-    """One weight in a method that is not read."""
+def refusals(
+    checkpoint: Checkpoint, names: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, tuple[str, ...]]], dict[str, str]]:
+    """Weights in methods that are not read, and the names (canonical -> in the files) that belong to none of them.
 
-    method: str
-    tensors: tuple[str, ...]  # names in the files, codes first
-    error: CheckpointError
-
-
-def refusals(checkpoint: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, Refusal], dict[str, str]]:
-    """Decoded name -> refusal, and the names (canonical -> in the files) that belong to none."""
+    The former by decoded name: the method, and the names in the files of its tensors, codes first.
+    """
     declared = quantisation(checkpoint.config)
     found: dict[str, tuple[str, list[str]]] = {}  # decoded name -> method, canonical names
     for name, original in names.items():
@@ -53,20 +47,20 @@ def refusals(checkpoint: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str
                 found.setdefault(weight, ("bitsandbytes", [weight]))[1].append(name)
             elif rest in ("_data", "_scale", "_shift"):
                 found.setdefault(weight, ("quanto", []))[1].append(name)
-    refused: dict[str, Refusal] = {}
     left = dict(names)
-    for name, (method, parts) in found.items():
-        tensors = tuple(left.pop(part) for part in parts if part in left)
-        if tensors:
-            refused[name] = Refusal(method, tensors, _refusal(checkpoint, tensors[0], method, declared))
-    return refused, left
+    taken = {
+        name: (method, tuple(left.pop(part) for part in parts if part in left))
+        for name, (method, parts) in found.items()
+    }
+    return {name: refused for name, refused in taken.items() if refused[1]}, left
 
 
-def _refusal(checkpoint: Checkpoint, name: str, method: str, declared: str | None) -> CheckpointError:
+def refusal(checkpoint: Checkpoint, name: str, method: str) -> CheckpointError:
+    """The refusal of a tensor that a known method made."""
     return CheckpointError(
         f"the tensor {name} is quantised with {method}, which is not read",
         file=checkpoint.file_of(name),
-        config=declared,
+        config=quantisation(checkpoint.config),
         try_=_ORIGINAL,
     )
 

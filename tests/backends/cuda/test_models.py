@@ -18,7 +18,7 @@ import torch
 from specdec.backends.cuda import memory
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache
 from specdec.backends.cuda.ops import CudaOps
-from specdec.contract import Drafter
+from specdec.contract import Drafter, Needs
 from tests import tiny, tiny_families  # noqa: F401  (the latter makes its writers known)
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, partly_right
 
@@ -84,6 +84,33 @@ def build(checkpoint: Callable[..., pathlib.Path], new_device: Callable[[], Any]
         return built[key]
 
     return get
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_hidden_states_at_boundaries_are_those_of_the_reference(
+    build: Callable[..., Any], checkpoint: Callable[..., pathlib.Path], family: str
+) -> None:
+    """The same numbers from a captured pass, and the same bits in a block as row by row."""
+    target, reference = build(family), tiny.make_target(checkpoint(family, **TINY[family]))
+    needs = Needs(final_hidden=True, boundaries=(0, target.info.layers))
+
+    def states_of(model: Any, blocks: Sequence[int]) -> list[np.ndarray]:
+        state, at, outputs = model.new_state(CAPACITY, needs), 0, []
+        for rows in blocks:
+            outputs.append(model.decode(state, [5, 9, 2, 7][at : at + rows]))
+            model.commit(state, rows)
+            at += rows
+        parts = [[output.hidden, *output.boundaries.values()] for output in outputs]
+        return [
+            np.concatenate([model.ops.to_host(model.ops.array(part)).numpy() for part in column])
+            for column in zip(*parts, strict=True)
+        ]
+
+    whole, single, wanted = states_of(target, [2, 2]), states_of(target, [1, 1, 1, 1]), states_of(reference, [4])
+    assert len(whole) == len(wanted) == 3
+    for ours, alone, theirs in zip(whole, single, wanted, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+        assert (ours == alone).all()
 
 
 @attrs.define

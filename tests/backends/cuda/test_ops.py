@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda.arrays import CudaLogits, Deferred
-from specdec.backends.cuda.kernels import heads, route, rows
+from specdec.backends.cuda.kernels import project_heads as kernels_of_heads
+from specdec.backends.cuda.kernels import route, rows
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
 from specdec.backends.ops import DeltaShape, Rope, Routing
@@ -372,11 +373,11 @@ def test_heads_with_matrices_of_their_own(
     draw = torch.Generator().manual_seed(count)
     x = torch.randn(count, heads_, length + 4, generator=draw).to(device)[..., 4:]
     weights = torch.randn(heads_, features, length, generator=draw).to(device)
-    got = heads.project_heads(x, weights)
-    wanted = heads.project_heads_reference(x.double(), weights.double())
+    got = kernels_of_heads.project_heads(x, weights)
+    wanted = kernels_of_heads.project_heads_reference(x.double(), weights.double())
     assert torch.allclose(got.double(), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
     t = count // 2
-    assert torch.equal(heads.project_heads(x[t : t + 1], weights)[0], got[t])
+    assert torch.equal(kernels_of_heads.project_heads(x[t : t + 1], weights)[0], got[t])
 
 
 def test_heads_that_do_not_fit_are_refused(device: torch.device) -> None:
@@ -388,7 +389,7 @@ def test_heads_that_do_not_fit_are_refused(device: torch.device) -> None:
         (x, weights.transpose(1, 2)),
     ):
         with pytest.raises(ShapeError, match="project_heads"):
-            heads.project_heads(*wrong)
+            kernels_of_heads.project_heads(*wrong)
 
 
 @settings(max_examples=20)

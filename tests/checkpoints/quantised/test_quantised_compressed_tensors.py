@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,18 +16,6 @@ from specdec.models.weights import dry_run
 from specdec.registry import registry
 from tests import tiny
 from tests.comparisons import record
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
-from compressed_tensors.compressors import BaseCompressor, ModelCompressor  # noqa: E402 (the skip comes first)
-from compressed_tensors.quantization import (  # noqa: E402
-    QuantizationConfig,
-    QuantizationScheme,
-    apply_quantization_config,
-    preset_name_to_scheme,
-)
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam  # noqa: E402
 
 # The library's preset -> changes of its weight scheme, and the format that we should see.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -47,74 +34,20 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def _blocks(weight: torch.Tensor, scheme: Any) -> tuple[int, int]:
-    strategy = getattr(scheme.strategy, "value", scheme.strategy)
-    n, k = weight.shape
-    sizes = {"tensor": (n, k), "channel": (1, k), "block": tuple(scheme.block_structure or ())}
-    return sizes.get(strategy, (1, scheme.group_size or k))  # type: ignore[return-value]
-
-
-def _observe(module: torch.nn.Module, scheme: Any) -> None:
-    """Scales and zero points from smallest and largest values, computed by the library."""
-    weight = module.weight.detach().float()
-    rows, columns = _blocks(weight, scheme)
-    n, k = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -k % columns, 0, -n % rows))
-    tiles = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    if hasattr(module, "weight_global_scale"):
-        gain = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
-        module.weight_global_scale.data.copy_(gain)
-        scale, _ = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), scheme, global_scale=gain)
-        module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
-        return
-    scale, zero = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), scheme)
-    if scheme.scale_dtype == torch.uint8:  # the library gives exponents, its compressors take powers of two
-        scale = 2.0 ** (scale.float() - 127)
-    module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
-    if getattr(module, "weight_zero_point", None) is not None:
-        module.weight_zero_point.data.copy_(zero.reshape(module.weight_zero_point.shape))
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """``saved(case)``: a tiny Qwen3 that the library compressed and saved, and what it decompresses per module."""
+    pytest.importorskip("compressed_tensors")  # and its import of seconds: only where these tests run
+    from tests.checkpoints.quantised.compressing import save_compressed
+
     made: dict[str, tuple[Path, dict[str, torch.Tensor]]] = {}
 
     def make(case: str) -> tuple[Path, dict[str, torch.Tensor]]:
         if case in made:
             return made[case]
         preset, changes, _ = CASES[case]
-        torch.manual_seed(len(made))
-        config = transformers.Qwen3Config(
-            vocab_size=tiny.TOKENIZER_SIZE,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            tie_word_embeddings=False,
-        )
-        model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-        scheme = preset_name_to_scheme(preset, ["Linear"]).model_copy(deep=True)
-        for key, value in changes.items():
-            setattr(scheme.weights, key, value)
-        scheme = QuantizationScheme.model_validate(scheme.model_dump())
-        apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
-        for module in model.modules():
-            if hasattr(module, "quantization_scheme"):
-                _observe(module, module.quantization_scheme.weights)
-        compressor = ModelCompressor.from_pretrained_model(model)
-        compressor.compress_model(model)
-        wanted: dict[str, torch.Tensor] = {}
-        for name, module in model.named_modules():
-            scheme = getattr(module, "quantization_scheme", None)
-            if scheme is not None:
-                library = BaseCompressor.get_value_from_registry(getattr(scheme.format, "value", scheme.format))
-                wanted[f"{name}.weight"] = library.decompress(dict(module.state_dict()), scheme)["weight"]
         folder = tmp_path_factory.mktemp("compressed")
-        model.save_pretrained(folder)
-        compressor.update_config(folder)
+        wanted = save_compressed(folder, preset, changes, seed=len(made))
         tiny.write_tokenizer(folder)
         made[case] = folder, wanted
         return made[case]

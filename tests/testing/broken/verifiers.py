@@ -84,7 +84,7 @@ class ResamplesFromTheTarget(Ratio):
             return verdict
         rows = Rows(logits, draft.tokens, context)
         u = rejection.uniforms(context.sampling.seed, 99, Purpose.RESIDUAL, np.zeros(1, np.int64), context.cycle)[0]
-        return Verdict(verdict.accepted, rejection.draw(rows.law(verdict.accepted), float(u)))
+        return Verdict(verdict.accepted, rejection.draw(rows.distribution(verdict.accepted), float(u)))
 
 
 class NoiseByCycle(Verifier):
@@ -96,7 +96,7 @@ class NoiseByCycle(Verifier):
         check_rows(draft, logits)
         rows = Rows(logits, draft.tokens, context)
         for row in range(len(draft.tokens) + 1):
-            law = rows.law(row)
+            law = rows.distribution(row)
             with np.errstate(divide="ignore"):
                 scores = np.log(law) + gumbel(
                     context.sampling.seed, len(context) + row, np.arange(len(law)), Purpose.TOKEN, context.cycle

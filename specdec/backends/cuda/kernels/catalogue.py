@@ -453,10 +453,10 @@ def _concat() -> object:
 
 @example("project heads 128x128->512")
 def _project_heads() -> object:
-    from specdec.backends.cuda.kernels import heads
+    from specdec.backends.cuda.kernels.project_heads import project_heads
 
-    up = heads.project_heads(_act(3, 128, 192)[..., :128], _act(128, 512, 128))
-    return heads.project_heads(up, _act(128, 128, 512)), heads.project_heads(_float(3, 4, 64), _float(4, 64, 64))
+    up = project_heads(_act(3, 128, 192)[..., :128], _act(128, 512, 128))
+    return project_heads(up, _act(128, 128, 512)), project_heads(_float(3, 4, 64), _float(4, 64, 64))
 
 
 @example("route 8 of 256, grouped and plain")

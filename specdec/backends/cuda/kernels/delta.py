@@ -36,7 +36,7 @@ UNIT_EPS = 1e-6  # inside the root of the l2 norm
 
 @triton.jit
 def convolved(x0, x1, x2, x3, w0, w1, w2, w3, dtype: tl.constexpr):
-    """silu of four taps, the newest last, rounded to act; float32. Explicit fma: contraction is nobody's choice."""
+    """silu of four taps, the newest last, rounded to act; float32. Explicit fma fixes the contraction."""
     total = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
     return rounded(total / (1.0 + tl.exp(-total)), dtype).to(tl.float32)
 

@@ -42,7 +42,7 @@ if _INTERPRETING == isinstance(tl.sum, triton.runtime.JITFunction):  # triton's 
     )
 
 # In the interpreter bfloat16 arithmetic is wrong and conversion to it truncates (triton 3.9): operands are raised to
-# float32 before every operation there, and rounded by hand.
+# float32 before every operation there, and rounded explicitly.
 RAISE = tl.constexpr(_INTERPRETING)
 
 

@@ -1,8 +1,8 @@
-"""Mixtures of experts for up to 16 rows: every chosen expert is read once, whoever chose it, without the host knowing.
+"""Mixtures of experts for up to 16 rows: every chosen expert is read once, and the host does not learn which.
 
 A program belongs to one place ``t * k + j`` of the table of choices and works only where that place is the first one
 with its expert; it then computes all rows that chose the expert, each at its own place of the 16-row tile, so that a
-row's bits do not depend on its company. Parts are combined in the order of the slots, not of arrival.
+row's bits do not depend on the others. Parts are combined in the order of the slots, not of arrival.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -54,7 +54,7 @@ def _rotated(
         other = other * factor * tl.load(weight + pair, mask=turned, other=0.0)
     frequency = tl.load(inv_freq + tl.where(first, d, pair), mask=turned, other=0.0)
     cos, sin = cos_and_sin(position.to(tl.float32) * frequency)
-    return tl.fma(own, cos, other * tl.where(first, -sin, sin))  # by name: contraction is nobody's choice
+    return tl.fma(own, cos, other * tl.where(first, -sin, sin))  # by name: contraction is not left to the compiler
 
 
 # The width of loads decides the order of a norm's sum: where a view begins must not.

@@ -152,7 +152,7 @@ def attend(
         dtype: of the result; everything before it is float32.
         value_dims: Dv, where it is less than the width of ``values``.
         part: positions of a part; a session has to stay with one.
-        executor: who runs the kernels; None computes the same with MLX operations.
+        executor: what runs the kernels; None computes the same with MLX operations.
     """
     if executor is None:
         return attend_reference(q, keys, values, length, scale=scale, dtype=dtype, value_dims=value_dims)

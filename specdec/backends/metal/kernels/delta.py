@@ -155,7 +155,7 @@ def gated_delta(
         v: values ``[T, Hv, Dv]``, any float dtype.
         g, beta: decay factors and step sizes ``[T, Hv]`` float32.
         dtype: of the result.
-        executor: who runs the kernel; None computes the same with MLX operations.
+        executor: what runs the kernel; None computes the same with MLX operations.
 
     Returns:
         y ``[T, Hv, Dv]`` in ``dtype``; the matrix with the accepted rows ``[Hv, Dv, Dk]`` float32, the base of the

@@ -66,7 +66,7 @@ def expert_matvec(
         w: ``[E, N, K]``, any float dtype; or quantised, each array with E in front.
         ids: int32 ``[T, k]``, below E; the caller vouches for it.
         dtype: of the result.
-        executor: who runs the kernel; None computes the same with MLX operations.
+        executor: what runs the kernel; None computes the same with MLX operations.
     """
     if executor is None:
         return expert_matvec_reference(x, w, ids, dtype=dtype)

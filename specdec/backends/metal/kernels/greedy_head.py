@@ -22,7 +22,7 @@ from specdec.backends.metal.quantised import PackedMatrix
 
 SPAN = 32  # features of a simdgroup
 _SIMDGROUPS = 4  # of a threadgroup; not tuned
-_NOBODY = (
+_NO_TOKEN = (
     2**31 - 1
 )  # the token of a candidate that nothing has beaten: the lowest float, which no finite logit is below
 
@@ -130,7 +130,7 @@ def greedy_head(
         x: ``[T, K]``, any float dtype.
         parts: the head's rows ``[N, K]``, in one piece or several.
         ids: token ids of each part's rows, int32 ``[N]``, in any order; None where a single part's row i is token i.
-        executor: who runs the kernels; None computes the same with MLX operations.
+        executor: what runs the kernels; None computes the same with MLX operations.
     """
     if executor is None:
         return greedy_head_reference(x, parts, ids)
@@ -188,7 +188,7 @@ def greedy_head_reference(
     logits = mx.concatenate([_logits(x, part) for part in parts], axis=1)
     tokens = mx.arange(logits.shape[1]) if ids is None else mx.concatenate(list(ids))
     best = logits.max(axis=-1, keepdims=True)
-    winners = mx.where(logits == best, tokens, _NOBODY).min(axis=-1)
+    winners = mx.where(logits == best, tokens, _NO_TOKEN).min(axis=-1)
     broken = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(best[:, 0])
     return mx.where(broken, -1, winners).astype(mx.int32)
 

@@ -1,4 +1,4 @@
-"""Kernels in the Metal shading language as data, and who runs them."""
+"""Kernels in the Metal shading language as data, and what runs them."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def matvec(
         w: ``[N, K]``, any float dtype.
         residual: ``[T, N]``, or ``[N]`` for all rows.
         dtype: of the result.
-        executor: who runs the kernel; None computes the same with MLX operations.
+        executor: what runs the kernel; None computes the same with MLX operations.
     """
     if executor is None:
         return matvec_reference(x, w, residual, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix in MLX's affine format, in which a row has the same bits in any company.
+"""Products of a few rows with a matrix in MLX's affine format, row-invariant.
 
 A weight is ``level * scale + bias``, with a scale and a bias for each group of 32, 64 or 128 columns of a row. A lane
 takes every 32nd run of the packed row, in ascending order, a run being the fewest levels that fill whole words: 8 of 4

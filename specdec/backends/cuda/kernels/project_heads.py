@@ -1,6 +1,6 @@
 """Products of every head with a matrix of its own: the absorbed up-projections of latent attention.
 
-One program sums a tile of one head's output over the whole length in one order: a row has the same bits in any company.
+One program sums a tile of one head's output over the whole length in one order, so it is row-invariant.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

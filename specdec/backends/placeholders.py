@@ -1,7 +1,7 @@
-"""What stands for numbers that the host does not know while a pass is recorded, captured or built for the device.
+"""Placeholders for numbers that the host does not know while a pass is recorded, captured or built for the device.
 
-They are handed from op to op and end in a kernel's arguments. Whoever calculates with one on the host would bake a
-value into what is to run with others, and is stopped.
+They pass from op to op and end in a kernel's arguments. Calculating with one on the host would bake the value of one
+pass into all others, so it raises an error.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any, ClassVar, NoReturn
 from specdec.errors import StateError
 
 
-def _refuse(unknown: UnknownInteger, *_: object) -> NoReturn:
-    raise unknown.error(f"a {unknown.what} is calculated with outside the kernels, so that its value would be kept")
+def _refuse(placeholder: PlaceholderInteger, *_: object) -> NoReturn:
+    raise placeholder.error("a cache's length is calculated with outside the kernels, so its value would be kept")
 
 
-class UnknownInteger:
-    """An integer that refuses to be calculated with, compared or hashed. Raises: ``error``."""
+class PlaceholderInteger:
+    """An integer that cannot be calculated with, compared or hashed. Raises: ``error``."""
 
     __slots__ = ()
-    what: ClassVar[str] = "cache's length"
     error: ClassVar[type[Exception]] = StateError
 
     __int__ = __index__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
@@ -28,8 +27,8 @@ class UnknownInteger:
     __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __divmod__ = __pow__ = _refuse
 
 
-class UnknownTokens(Sequence[int]):
-    """Token ids of which the host knows the number alone. Raises: ``error`` when they are read."""
+class PlaceholderTokens(Sequence[int]):
+    """Token ids of which the host knows only the number. Raises: ``error`` when they are read."""
 
     error: ClassVar[type[Exception]] = StateError
 
