@@ -18,7 +18,7 @@ for kind, prompt in PROMPTS.items():
     tokens = plain.generate(prompt, **settings).tokens
     for name, lm in models.items():
         result = lm.generate(prompt, **settings)
-        assert result.tokens == tokens  # whoever drafts, the output is that of plain decoding
+        assert result.tokens == tokens  # the output is that of plain decoding with every drafter
         stats = result.stats
         print(f"{kind:9} {name:7} {stats.tokens / stats.cycles:.2f} tokens per cycle", end="")
         parts = stats.draft.get("drafters", {})

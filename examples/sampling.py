@@ -21,7 +21,7 @@ for seed in range(3):
     if alone.tokens != together.tokens and together.parity == "bitwise":
         raise SystemExit("the promise is broken")
 
-# the ratio rule has the same law and other noise: another, equally valid, sample
+# the ratio rule has the same distribution and other noise: another, equally valid sample
 ratio = specdec.load(drafter="mtp", depth=3, verifier="rejection")
 print(f"rejection: {ratio.generate(PROMPT, seed=0, **settings).text!r}")
 
