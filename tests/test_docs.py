@@ -153,8 +153,8 @@ def test_the_gate_runs_the_commands_of_the_readme():
     assert "pip install -c constraints.txt -e '.[dev]'" in tests
     assert ".venv/bin/pytest" in tests
     command = [ROOT / ".ci" / "run", "--commands"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HUNG)
-    assert told.stdout.splitlines() == [setup, tests]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HUNG)
+    assert printed.stdout.splitlines() == [setup, tests]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
