@@ -71,7 +71,7 @@ class CycleGraphs:
     """The graphs of one model's cycles, with or without its MTP head, and the buffers that they know."""
 
     def __init__(self, target: CudaPass, mtp: CudaPass | None) -> None:
-        self.device, dtype = target.passes.ops.device, target.passes.ops.dtype
+        self.device, dtype = target.passes.device, target.passes.dtype
         place = self.device.place
         self._target, self._kinds = target.passes, target.kinds
         self._mtp = mtp.passes if mtp else None
