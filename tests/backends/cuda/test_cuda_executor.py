@@ -16,8 +16,7 @@ from specdec.backends.cuda.executor import CudaExecutor
 from specdec.backends.cuda.kernels import accept, cycle
 from specdec.contract import DeviceDraft
 from specdec.errors import PromptError, StateError
-from specdec.testing import iter_checks
-from specdec.testing.registry import as_subject, run_check
+from specdec.testing import as_subject, iter_checks, run_check
 from tests import tiny
 from tests.backends.cuda.test_models import PROMPT, TINY, VOCAB, OnHost, _short_caches, build  # noqa: F401  (two are fixtures)
 from tests.decoding import fake_device
