@@ -136,18 +136,16 @@ def test_logits_are_those_of_the_torch_reference(
     tokens = [(7 * i + 3) % VOCAB for i in range(40)]
     found = []
     for target in (tiny.make_target(folder), tiny.make_target(folder, ops=MetalOps(mx.float32))):
-        state = target.new_state(64)
-        hidden = target.prefill(state, tokens[:30]).need_hidden()
+        state = target.new_state(64, tiny.needs_of(target))
+        target.prefill(state, tokens[:30])
         logits = [target.decode(state, tokens[30:36]).need_logits().rows().copy()]
         target.commit(state, 3)
         logits.append(target.decode(state, tokens[33:34]).need_logits().rows().copy())
         target.commit(state, 1)
         if target.info.mtp_layers:
-            target.prefill_mtp(state, tokens[1:30], hidden[:29])
-            output = target.decode_mtp(state, tokens[30:31], hidden[29:])
-            logits.append(output.need_logits().rows().copy())
-            chained = target.decode_mtp(state, [5], output.need_hidden()[-1:], provisional=True)
-            logits.append(chained.need_logits().rows().copy())
+            steps: list[Any] = []
+            target.draft_mtp(state, tokens[34], 2, choose=lambda step, _, steps=steps: steps.append(step.rows()) or 5)
+            logits += [step.copy() for step in steps]
         found.append(np.concatenate(logits))
     assert np.ptp(found[0]) > 5
     assert np.abs(found[0] - found[1]).max() <= 1e-4
@@ -221,7 +219,7 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, 
     reached = target.rewind(state, len(prompt) + 2)
     assert reached <= len(prompt) + 2
     poison(state)
-    again = target.restore(target.snapshot(state))
+    again = target.restore(target.snapshot(state), tiny.needs_of(target))
     for one in (state, again):
         for token in truth[reached : len(prompt) + 5]:
             target.decode(one, [token])
@@ -229,7 +227,9 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, 
     wanted = tiny.held(target, prompt, truth[len(prompt) :][:6])
     for one in (state, again):
         tiny.assert_same_bits(arrays(target, one), arrays(target, wanted))
-    restored = target.snapshot(target.restore(taken)).arrays  # what the original did since left no trace in it
+    restored = target.snapshot(
+        target.restore(taken, tiny.needs_of(target))
+    ).arrays  # what the original did since left no trace in it
     tiny.assert_same_bits(on_host(restored), then)
 
 
@@ -285,16 +285,16 @@ def test_a_session_may_go_on_in_another_thread(
 
 def test_hidden_states_may_be_cut_in_one_thread_and_used_in_another(metal: Targets) -> None:
     target, found = metal("qwen3_5"), []
-    state = target.new_state(16)
+    state = target.new_state(16, tiny.needs_of(target))
     hidden = target.prefill(state, [1, 2, 3, 4]).need_hidden()[1:3]
 
     def use() -> None:
-        found.extend(target.decode_mtp(state, [3, 4], hidden).need_logits().argmax())
+        found.append(target.ops.to_host(target.ops.array(hidden)).shape)
 
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    assert len(found) == 1
+    assert found == [(2, target.info.hidden_size)]
 
 
 @pytest.mark.slow
