@@ -504,13 +504,13 @@ def measure_demo(sizes: Sizes) -> dict[str, Any]:
 def device() -> dict[str, Any]:
     """MLX and what it runs on."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    told = mx.device_info() if on_gpu else {}
+    info = mx.device_info() if on_gpu else {}
     return {
         "mlx": mx.__version__,
         "gpu": on_gpu,
-        "device": str(told.get("device_name", "MLX's CPU device")),
-        "architecture": str(told.get("architecture", "")),
-        "memory_bytes": int(told.get("memory_size", 0)) or None,
+        "device": str(info.get("device_name", "MLX's CPU device")),
+        "architecture": str(info.get("architecture", "")),
+        "memory_bytes": int(info.get("memory_size", 0)) or None,
     }
 
 
@@ -525,10 +525,10 @@ def markdown(record: dict[str, Any]) -> Iterator[str]:
     if record["smoke"]:
         yield "**Smoke test with tiny sizes: no figure here means anything.**"
         yield ""
-    told = record["machine"]
+    host = record["machine"]
     stream = record["stream"]
-    yield f"specdec {told['commit']}, python {told['python']}, torch {told['torch']}, load {told['load_1min']:.1f}"
-    yield f"`{told['command']}`"
+    yield f"specdec {host['commit']}, python {host['python']}, torch {host['torch']}, load {host['load_1min']:.1f}"
+    yield f"`{host['command']}`"
     yield ""
     yield f"Stream read: {stream['median'] / 1e9:.1f} GB/s (best {stream['best'] / 1e9:.1f})"
     if "kernels" in record:

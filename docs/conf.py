@@ -46,7 +46,7 @@ nitpick_ignore_regex = [
     # other projects: their pages are not linked
     ("py:.*", r"(torch|numpy|np|click|attr|attrs|pluggy|rich|tokenizers)\..*"),
     ("py:.*", r"(collections\.abc|pathlib|typing|types)\..*"),
-    ("py:.*", r"(Path|Any|NDArray|Float32|Array|Validator|ChatTemplate)"),
+    ("py:.*", r"(Path|Any|NDArray|Float32|Array|Tensor|Validator|ChatTemplate)"),
 ]
 
 

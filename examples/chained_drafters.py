@@ -1,4 +1,4 @@
-"""A chain of drafters against its parts: where the text repeats itself a look-up drafts, elsewhere the MTP head.
+"""A chain of drafters and its parts: a look-up drafts where the text repeats itself, the MTP head elsewhere.
 
 Run it with ``python examples/chained_drafters.py``.
 """

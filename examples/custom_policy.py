@@ -1,4 +1,4 @@
-"""A depth policy of one's own, registered as a plugin object: go deeper while drafts hold, back off when they fail.
+"""A custom depth policy, registered as a plugin object: go deeper while drafts hold, back off when they fail.
 
 Run it with ``python examples/custom_policy.py``.
 """

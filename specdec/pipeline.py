@@ -27,13 +27,7 @@ FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive") 
 class LanguageModel(Parts):
     """A target with its drafter, verifier and depth policy, ready to generate. Make one with ``specdec.load``.
 
-    A variant over the same weights is made with ``attrs.evolve``.
-
-    Attributes:
-        info: what the target is and what its backend promises.
-        tokenizer: text to token ids and back.
-        notices: what a user should know about this load (a downgrade, unused tensors, a fallback), one sentence each.
-        config: the configuration it was built from.
+    Its parts are the attributes of ``Parts``. A variant over the same weights is made with ``attrs.evolve``.
     """
 
     def session(self) -> Session:

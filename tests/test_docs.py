@@ -24,9 +24,12 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any
+from xml.etree import ElementTree
 
 import attrs
 import click
+import drawings
+import module_map
 import pytest
 import specdec_reference
 import structlog
@@ -150,8 +153,8 @@ def test_the_gate_runs_the_commands_of_the_readme():
     assert "pip install -c constraints.txt -e '.[dev]'" in tests
     assert ".venv/bin/pytest" in tests
     command = [ROOT / ".ci" / "run", "--commands"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HUNG)
-    assert told.stdout.splitlines() == [setup, tests]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HUNG)
+    assert printed.stdout.splitlines() == [setup, tests]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
@@ -214,6 +217,20 @@ def test_the_architecture_lists_the_files_on_the_way_to_the_first_token():
     assert set(on_the_way) <= entered
     assert [file for file in entered - set(on_the_way) if not file.startswith(tuple(beside))] == []
     assert [name for name in beside if not any(file.startswith(name) for file in entered)] == []
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_a_drawing_is_well_formed_and_takes_its_colours_from_the_page(name):
+    drawn = drawings.DRAWINGS[name]()
+    ElementTree.fromstring(drawn)
+    assert not re.search(r"fill=|stroke=|#[0-9a-f]{3}", drawn.replace("url(#head)", ""))
+
+
+def test_the_list_of_modules_has_every_module():
+    listed = re.findall(r"^\| `([\w/.]+)` \| \S", module_map.modules_markdown(), re.MULTILINE)
+    files = {path.relative_to(module_map.PACKAGE).as_posix() for path in module_map.PACKAGE.rglob("*.py")}
+    assert set(listed) == files - {"__init__.py", "__main__.py", "_version.py"}
+    assert len(listed) == len(set(listed))
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------

@@ -18,6 +18,14 @@ def test_no_import_points_upward():
     assert module_map.upward() == []
 
 
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside functions and for type checking count too."""
+    edges: dict[str, set[str]] = {name: set() for name in module_map.modules()}
+    for one in module_map.imports():
+        edges[one.importer].add(one.imported)
+    assert module_map.circles(edges) == []
+
+
 def test_what_is_imported_when_it_is_needed_and_not_before():
     code = """
 import sys

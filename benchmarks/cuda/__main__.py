@@ -6,7 +6,7 @@
 Stages run in the order in which they are named.
 
     stream        the bandwidth of a stream read; always measured first, named or not
-    check         every kernel: bits of every row in any company, distance from float64; whole models: 64 greedy tokens
+    check         every kernel: row invariance (equal bits), distance from float64; whole models: 64 greedy tokens
                   plain, verified at depth 1, 3 and 7, op by op and from graphs: the same ids and bits of logits
     models        device time of decode, verify(T), draft steps and bookkeeping; generations, plain and speculative
     kernels       every kernel at 1 to 16 rows against the bandwidth; our products against cuBLAS at one row

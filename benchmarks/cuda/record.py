@@ -94,7 +94,7 @@ class Record:
         return [entry for entry in self.data["skipped"] if entry["run"] == self.run]
 
     def write(self) -> None:
-        """Write the file in one step: whoever reads it meanwhile finds the old one or the new one."""
+        """Replace the file in one step."""
         self.data["runs"][self.run]["seconds"] = perf_counter() - self._began
         beside = self.path.with_suffix(".part")
         beside.write_text(json.dumps(self.data, indent=1) + "\n")

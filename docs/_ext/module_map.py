@@ -127,16 +127,15 @@ def modules_markdown() -> str:
     for one in imports():
         edges[one.importer].add(one.imported)
     lines = []
-    for level in levels(room_imports()):
-        for here in level:
-            own = {name: {o for o in edges[name] if room(o) == here} for name in known if room(name) == here}
-            others = sorted({room(o) for name in own for o in edges[name]} - {here, "specdec", "_version"})
-            title = f"{here} ({len(own)}), imports {', '.join(others) or 'nothing'}"
-            lines += [f":::{{dropdown}} {title}", "| module | |", "|---|---|"]
-            for name in (name for row in levels(own) for name in row):
-                path = known[name].relative_to(PACKAGE).as_posix()
-                lines.append(f"| `{path}` | {_summary(known[name])} |")
-            lines += [":::", ""]
+    for here in (name for line in ROOMS for name in line):
+        own = {name: {o for o in edges[name] if room(o) == here} for name in known if room(name) == here}
+        others = sorted({room(o) for name in own for o in edges[name]} - {here, "specdec", "_version"})
+        title = f"{here} ({len(own)}), imports {', '.join(others) or 'nothing'}"
+        lines += [f":::{{dropdown}} {title}", "| module | |", "|---|---|"]
+        for name in (name for row in levels(own) for name in row):
+            path = known[name].relative_to(PACKAGE).as_posix()
+            lines.append(f"| `{path}` | {_summary(known[name])} |")
+        lines += [":::", ""]
     return "\n".join(lines)
 
 

@@ -35,13 +35,5 @@ def main(verbose: int) -> None:
     output.configure(verbose)
 
 
-main.add_command(accept)
-main.add_command(audit)
-main.add_command(bench)
-main.add_command(chat)
-main.add_command(check)
-main.add_command(doctor)
-main.add_command(generate)
-main.add_command(info)
-main.add_command(plugins)
-main.add_command(vocab)
+for command in (accept, audit, bench, chat, check, doctor, generate, info, plugins, vocab):
+    main.add_command(command)

@@ -69,25 +69,14 @@ def accept(
 
         switches = parse_switches(ablate)
     measuring.check_writable(log_file)
-    log: DraftLog | None = None
 
     def make(lm: Any, **options: Any) -> AcceptanceMeasurement:
-        nonlocal log
-        measurement = AcceptanceMeasurement(lm, prompts, depth=depth, ablations=switches, on_run=keep, **options)
-        if log_file is not None:  # not before: a measurement that cannot start must not empty an older log
-            log = DraftLog(log_file, lm.tokenizer)
-        return measurement
+        if log_file is not None:
+            options["on_run"] = DraftLog(log_file, lm.tokenizer).add
+        return AcceptanceMeasurement(lm, prompts, depth=depth, ablations=switches, **options)
 
-    def keep(run: Any) -> None:
-        if log is not None:
-            log.add(run)
-
-    try:
-        config = attrs.evolve(config, depth=Choice("fixed"))
-        report = measuring.measure(config, make, "measuring costs", silent=as_json)
-    finally:
-        if log is not None:
-            log.close()
+    config = attrs.evolve(config, depth=Choice("fixed"))
+    report = measuring.measure(config, make, "measuring costs", silent=as_json)
     measuring.finish(
         ctx,
         report,

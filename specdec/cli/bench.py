@@ -171,7 +171,7 @@ def _terms(report: BenchReport) -> Iterator[tuple[str, ...]]:
 def _explained(report: BenchReport) -> Sequence[str]:
     lines = ["free: what the speed-up would be if this part cost no more than a plain step needs of it."]
     if not report.terms:
-        lines = ["Cycles ran whole on the device, where their parts cannot be timed."]
+        lines = ["The device ran each cycle in one piece, so its parts cannot be timed."]
     overall, blame = report.overall, report.blame
     if overall is not None and report.predicted_speedup is not None and blame is not None:
         lines.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -72,7 +72,7 @@ def _of_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("state", f"{amount(data['state_bytes_per_token'])} per token, and {amount(data['fixed_state_bytes'])} fixed"),
         ("a decode step", _step(data["decode_step"])),
         *([("tensors", _weight_check(data))] if here else []),
-        ("config", ", ".join(f"{key}={_shown(value)}" for key, value in data["config"].items())),
+        ("config", ", ".join(_settings(data["config"]))),
     ]
 
 
@@ -103,6 +103,11 @@ def _weight_check(data: Mapping[str, Any]) -> str:
     return ", ".join(found) or "all that the family expects, and no other"
 
 
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 48 else f"{text[:45]}..."
+def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """``key=value``, with the keys of tables inside tables joined by dots; long values are cut short."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            text = str(value)
+            yield f"{prefix}{key}={text if len(text) <= 48 else f'{text[:45]}...'}"

@@ -6,7 +6,7 @@ import csv
 import functools
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from specdec.measuring.environment import Environment
 
 Files = dict[str, pathlib.Path | None]
-
-
-class Report(Protocol):
-    """What ``finish`` needs of a report."""
-
-    @property
-    def broken_promise(self) -> bool: ...
-    @property
-    def partial(self) -> bool: ...
-    def to_dict(self) -> dict[str, Any]: ...
-    def rows(self) -> Iterable[Mapping[str, Any]]: ...
 
 
 def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Command]:
@@ -97,7 +86,7 @@ def measure(config: RunConfig, make: Callable[..., Any], first: str, *, silent: 
 
 def finish(
     ctx: click.Context,
-    report: Report,
+    report: Any,
     files: Files,
     *,
     show: Callable[[Any], None],
@@ -106,10 +95,11 @@ def finish(
     changed: str,
     done: str,
 ) -> None:
-    """Print the report, write its files, and end with the status that it deserves.
+    """Print a report, write its files, and end with its status.
 
     Args:
-        changed: what a broken promise means here; done: what an interrupted measurement got through.
+        changed: what a broken promise means here.
+        done: what an interrupted measurement got through.
     """
     if as_json:
         output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})

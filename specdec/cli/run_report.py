@@ -30,7 +30,7 @@ def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s, {after}, ended by {data['finish_reason']!r}"
     seconds = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
     if whole:
-        seconds += f" ({output.count(whole, 'cycle')} ran whole on the device: all of their time is in verify)"
+        seconds += f" ({output.count(whole, 'cycle')} ran in one piece on the device: all of their time is in verify)"
     yield "seconds", seconds
     yield "cycles", f"{cycles}, {produced / cycles:.2f} tokens each" if cycles else "0"
     yield "speculation", speculation_line(stats["speculation"])
@@ -57,7 +57,7 @@ def draft_line(report: Mapping[str, Any]) -> str:
 
 
 def speculation_line(speculation: Mapping[str, Any]) -> str:
-    """Whether tokens were drafted and by whom. A reason beside drafts tells why it was off in the end."""
+    """Whether tokens were drafted and by which drafter. A reason beside drafts says why it was off in the end."""
     active, reason = speculation["active"], speculation["reason"]
     state = "active" if active else "inactive"
     why = f"{'; off in the end' if active else ''}: {reason}" if reason else ""

@@ -16,7 +16,8 @@ from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
 if TYPE_CHECKING:
-    from specdec.drafters.draft_vocabulary import DraftVocabulary, TokenCounts
+    from specdec.drafters.draft_vocabulary import DraftVocabulary
+    from specdec.drafters.token_counts import TokenCounts
     from specdec.pipeline import LanguageModel
 
 PART = 1 << 18  # characters tokenised at a time; a part ends with a line
@@ -76,7 +77,7 @@ def vocab(
     check_writable(file)
 
     import specdec
-    from specdec.drafters.draft_vocabulary import TokenCounts, make_vocabulary
+    from specdec.drafters.token_counts import TokenCounts, make_vocabulary
 
     with output.status(f"loading {model}"):
         lm = specdec.load(config=config)

@@ -22,7 +22,7 @@ from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Snapshot, 
 from specdec.errors import SessionFileError
 
 FORMAT = 1
-_KEY = "specdec.decoding.session"
+_KEY = "specdec.session"
 _TOKENS = "tokens"
 
 

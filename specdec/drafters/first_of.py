@@ -3,10 +3,10 @@
 A look-up that demands a long match goes first, a model behind it: where the text repeats itself the look-up's drafts
 are long and free, elsewhere the model drafts.
 
-Which drafter drafts must depend on the prefix alone, or ratio tests are no longer exact: a stop or a choice may use
-nothing that depends on the token whose verification it affects. The length of a match, a confidence before the draw and
-the room in a state are features of the prefix. A drafter that looks at its sampled tokens and then keeps silent is not
-fit for this one, nor for any ratio test.
+The choice of the drafter must depend on the prefix alone, or ratio tests are no longer exact: no choice may depend on
+the token whose verification it affects. The length of a match, a confidence before the draw and the room in a state are
+features of the prefix. A drafter that withholds a draft because of the tokens it sampled cannot be used here, nor with
+any ratio test.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FirstOfConfig:
 
 @attrs.frozen
 class Child:
-    """One of the drafters, ready to be built for a sequence. ``label`` is its name, numbered where it comes twice."""
+    """One of the drafters, prepared. ``label`` is its name, numbered where it occurs twice."""
 
     label: str
     spec: DrafterSpec
@@ -65,7 +65,7 @@ class Child:
 
 @attrs.define
 class _Count:
-    """What a result tells about one of the drafters."""
+    """Counters of one of the drafters."""
 
     drafts: int = 0
     offered: int = 0  # tokens that were verified
@@ -73,7 +73,7 @@ class _Count:
 
 
 class FirstOfDrafter(Drafter):
-    """Asks its drafters in their order. All of them see every prefill, outcome and rewind, whoever drafted."""
+    """Asks its drafters in their order. All of them see every prefill, outcome and rewind."""
 
     def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
         children: tuple[Child, ...] = env.shared
@@ -122,12 +122,13 @@ class FirstOfDrafter(Drafter):
         return DrafterSnapshot(arrays, meta) if meta else None
 
     def report(self) -> Mapping[str, Any]:
-        told = {label: {**attrs.asdict(self._counts[label]), **child.report()} for label, child in self._children}
-        return {"drafters": told}
+        return {
+            "drafters": {name: {**attrs.asdict(self._counts[name]), **child.report()} for name, child in self._children}
+        }
 
 
 def _part(saved: DrafterSnapshot | None, label: str) -> DrafterSnapshot | None:
-    """What one of the drafters saved, where there was one of this label."""
+    """The snapshot of the drafter with this label; None where it saved nothing."""
     if saved is None or label not in saved.meta:
         return None
     prefix = f"{label}/"

@@ -1,4 +1,4 @@
-"""Which head the next draft runs with: the one cut to a draft vocabulary, or the full one where that misses too much.
+"""The head of the next draft: the one cut to a draft vocabulary, or the full one where that misses too much.
 
 Everything here is a function of the committed tokens and of where the generation began, so a drafter that is built anew
 over the same tokens chooses the same head.
@@ -20,7 +20,7 @@ The average starts at 0, so seven misses in a row pass the default limit of 0.1.
 
 @attrs.frozen(eq=False)
 class PreparedVocabulary:
-    """What all sequences share: the base head, and a byte per token id that tells whether it is in there."""
+    """Shared by all sequences: the base head, and for each token id a byte, 1 where the head has it."""
 
     head: DraftHead
     inside: bytes

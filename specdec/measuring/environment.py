@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -51,10 +51,6 @@ class Environment:
         """Whether more than half of a core was in use, by anything, in the minute before this record was made."""
         return self.load_1min is not None and self.load_1min > 0.5
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return attrs.asdict(self)
-
 
 def current_environment(info: ModelInfo, model: str = "") -> Environment:
     """The record of this moment, for a loaded target."""
@@ -89,7 +85,7 @@ def current_environment(info: ModelInfo, model: str = "") -> Environment:
 def commit(folder: Path) -> str | None:
     """The short commit of the checkout whose root is ``folder``, with "+" behind it where tracked files differ.
 
-    None where ``folder`` is not the root of one: an installed package may lie inside somebody else's repository.
+    None where ``folder`` is not the root of one: an installed package may lie inside another repository.
     """
     if not (folder / ".git").exists():
         return None

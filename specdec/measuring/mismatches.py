@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -54,27 +54,22 @@ def log_rows(run: Run, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 class DraftLog:
-    """A JSON-lines file of ``log_rows``, written run by run, so that an interrupted measurement leaves its part.
+    """A JSON-lines file of ``log_rows``, written run by run; the first run replaces what was there.
 
-    Raises: UnsupportedError, at once, when the file cannot be written.
+    So an interrupted measurement leaves its part, and one that cannot start leaves an older log alone.
     """
 
     def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        try:
-            self._file: TextIO = open(path, "w", encoding="utf-8")
-        except OSError as error:
-            raise UnsupportedError(f"the log cannot be written: {error.strerror or error}", file=path) from error
+        self._path, self._tokenizer, self._mode = path, tokenizer, "w"
 
     def add(self, run: Run) -> None:
-        """Write the drafts of a run."""
-        for row in log_rows(run, self._tokenizer):
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Write the drafts of a run. Raises: UnsupportedError when the file cannot be written."""
+        try:
+            with open(self._path, self._mode, encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in log_rows(run, self._tokenizer))
+        except OSError as error:
+            raise UnsupportedError(f"the log cannot be written: {error.strerror or error}", file=self._path) from error
+        self._mode = "a"
 
 
 @attrs.frozen

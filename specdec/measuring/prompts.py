@@ -116,22 +116,22 @@ def _from_json(line: str, file: Path, number: int, source: str) -> Prompt:
         return PromptError(what, file=file, line=number, try_=EXAMPLE)
 
     try:
-        told: Any = json.loads(line)
+        data: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise wrong(f"a line of the prompt file is not JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(data, dict):
         raise wrong(f"a line of the prompt file is not a JSON object: {line.strip()[:40]}")
-    for key in told:
+    for key in data:
         if key not in KEYS:
             raise wrong(f"a prompt has the keys {', '.join(KEYS)}, got {key!r}.{did_you_mean(key, KEYS)}")
     for key in ("class", "prompt"):
-        if not isinstance(told.get(key), str) or not told[key].strip():
-            raise wrong(f"{key!r} is a string that is not empty, got {told.get(key)!r}")
-    kind = told["class"].strip()
-    chat = told.get("chat", kind in CHAT_CLASSES)
+        if not isinstance(data.get(key), str) or not data[key].strip():
+            raise wrong(f"{key!r} is a string that is not empty, got {data.get(key)!r}")
+    kind = data["class"].strip()
+    chat = data.get("chat", kind in CHAT_CLASSES)
     if not isinstance(chat, bool):
         raise wrong(f"'chat' is true or false, got {chat!r}")
-    return Prompt(kind=kind, text=told["prompt"], chat=chat, source=source)
+    return Prompt(kind=kind, text=data["prompt"], chat=chat, source=source)
 
 
 def choose_prompts(

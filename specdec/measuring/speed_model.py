@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
 TURN_ON = 1.05  # the lower end of the speed-up must be above
 NOT_WORTH_IT = 1.02  # the upper end of the speed-up is below
@@ -42,14 +43,8 @@ def break_even(cost: float, depth: int) -> float | None:
         return 0.0
     if depth < 1 or cost > depth + 1:
         return None
-    low, high = 0.0, 1.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        if expected_tokens([middle] * depth) < cost:
-            low = middle
-        else:
-            high = middle
-    return high
+    roots = np.roots([*[1.0] * depth, 1.0 - cost])  # a + ... + a^depth = cost - 1 has one positive root
+    return float(min(1.0, max(root.real for root in roots if abs(root.imag) < 1e-9)))
 
 
 class Advice(enum.Enum):

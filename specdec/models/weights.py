@@ -1,7 +1,7 @@
 """Where a family's ``build`` takes its weights from: a checkpoint, or a dry run that reads no data.
 
-``build`` is the only place that names a family's tensors. A dry run calls it to learn which tensors it takes: from a
-checkpoint's names, what the weight check compares the files with; from a config alone, what the config implies.
+``build`` is the only place that names a family's tensors. A dry run calls it to learn their names and shapes: for a
+checkpoint, which the weight check then compares with them, or for a ``config.json`` alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Weights:
     and no data (``device="meta"``): a family may slice, reshape and transpose them but not read their values.
 
     Attributes:
-        ops: the backend's; in a dry run they hand tensors through.
+        ops: the backend's; those of a dry run return what they are given.
         stored: the checkpoint's weights; None in the dry run of a config alone.
         prefix: in front of every name.
         group: "mtp" for the tensors of an MTP head, whose absence is explained in its own words.
@@ -106,25 +106,24 @@ class Weights:
         head = attrs.evolve(self.under(prefix), group="mtp")
         if self.stored is None:
             return head
-        if any(name.startswith(head.prefix) for name in self.stored):
-            reason = unusable
-        elif not promised:
+        present = any(name.startswith(head.prefix) for name in self.stored)
+        if not present and not promised:
             return None
-        elif converted_by_mlx_lm(self.stored.formats):
+        reason = unusable if present else ""
+        if not present and converted_by_mlx_lm(self.stored.formats):
             reason = f"{promised_head(self.stored.checkpoint, head.prefix)}; mlx-lm leaves them out"
-        else:
+        if not reason:
             return head
-        if reason:
-            self._headless(reason)
-        return None if reason else head
+        self._leave_out_head(reason)
+        return None
 
-    def _headless(self, reason: str) -> None:
-        """The head is left out for ``reason``."""
+    def _leave_out_head(self, reason: str) -> None:
+        """A dry run records why the head is left out."""
 
 
 @attrs.frozen
 class _Recorder(Weights):
-    """Notes what is asked for, and gives tensors without data."""
+    """Records the names and shapes that are asked for, and returns tensors without data."""
 
     tensors: dict[str, TensorSpec] = attrs.field(factory=dict)
     headless: list[str] = attrs.field(factory=list)
@@ -145,12 +144,12 @@ class _Recorder(Weights):
             self._note(name, shape)
         return [torch.empty(shape, device="meta")] * len(names)
 
-    def _headless(self, reason: str) -> None:
+    def _leave_out_head(self, reason: str) -> None:
         self.headless.append(reason)
 
 
 class _NoOps:
-    """Hands tensors through."""
+    """Returns the tensors that it is given."""
 
     def weight(self, tensor: Any) -> Any:
         return tensor
@@ -180,7 +179,7 @@ def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None) -
     Args:
         spec: the family's.
         config: what ``spec.parse`` gave.
-        stored: a checkpoint's weights, whose names decide between layouts; the family's usual one without them.
+        stored: a checkpoint's weights, whose names decide between layouts; without them, the family's usual layout.
     """
     ops: Any = _NoOps()
     weights = _Recorder(ops, stored)

@@ -31,7 +31,7 @@ class Acceptance:
         self._share_out()
 
     def observe(self, cycle: CycleRecord) -> None:
-        """Count one cycle; depth 0 tells nothing."""
+        """Count one cycle; depth 0 shows nothing."""
         keep, asked = self._keep, min(cycle.depth, len(self._gain_seen))
         for position in range(min(asked, cycle.accepted + 1)):
             self._gain_seen[position] = self._gain_seen[position] * keep + 1.0

@@ -88,7 +88,7 @@ class CycleCosts:
             self._price(tokens)
 
     def _between(self, tokens: int, visited: list[int]) -> float:
-        """What is believed of an unvisited entry. Plain decoding drafts nothing, so it tells nothing about drafts."""
+        """The estimate for an entry never visited. Plain decoding shows nothing about the cost of drafts."""
         visited = [v for v in visited if v > 0]
         low = max((v for v in visited if v < tokens), default=None)
         high = min((v for v in visited if v > tokens), default=None)

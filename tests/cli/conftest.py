@@ -49,3 +49,29 @@ def invoke():
             structlog.reset_defaults()
 
     return invoke
+
+
+@pytest.fixture(scope="module")
+def loaded_once():
+    """``specdec.load`` loads each configuration once per module."""
+    load, known = specdec.load, {}
+
+    def cached(model=None, *, config=None, **others):
+        key = repr(config.to_dict())
+        if key not in known:
+            known[key] = load(model, config=config, **others)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(specdec), "load", cached)
+        yield
+
+
+@pytest.fixture
+def no_load(monkeypatch):
+    """A wrong command line is refused before any weight is read."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setitem(vars(specdec), "load", load)

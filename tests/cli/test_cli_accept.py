@@ -10,45 +10,20 @@ import sys
 
 import pytest
 
-import specdec
 from specdec.cli.accept import accept as command
 from specdec.measuring.ablations import SWITCHES
 from specdec.measuring.runs import Measurement
 from specdec.registry import BUILT_INS, Registry
 from tests.processes import run_specdec
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SHORT = ("--per-class", "1", "-n", "8", "--depth", "2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once():
-    """The embedded model, loaded once per drafter."""
-    load, known = specdec.load, {}
-
-    def cached(model=None, *, config=None, **others):
-        key = repr(config.to_dict())
-        if key not in known:
-            known[key] = load(model, config=config, **others)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vars(specdec), "load", cached)
-        yield
 
 
 @pytest.fixture
 def accept(invoke):
     return lambda *args, **kwargs: invoke("accept", *args, registry=Registry(BUILT_INS, entry_points=()), **kwargs)
-
-
-@pytest.fixture
-def no_load(monkeypatch):
-    """A wrong command line is refused before any weight is read."""
-
-    def load(*args, **kwargs):
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setitem(vars(specdec), "load", load)
 
 
 def test_tables_for_people(accept):

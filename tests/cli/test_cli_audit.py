@@ -11,23 +11,9 @@ import specdec
 from specdec.registry import BUILT_INS, Registry
 from tests.processes import run_specdec
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 MARGIN = ("-s", "verifier.name=margin", "-s", "verifier.margin=1.0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once():
-    """The embedded model, loaded once per configuration."""
-    load, known = specdec.load, {}
-
-    def cached(model=None, *, config=None, **others):
-        key = repr(config.to_dict())
-        if key not in known:
-            known[key] = load(model, config=config, **others)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(vars(specdec), "load", cached)
-        yield
 
 
 @pytest.fixture

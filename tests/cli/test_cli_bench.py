@@ -9,7 +9,6 @@ import json
 import attrs
 import pytest
 
-import specdec
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement
 from specdec.registry import BUILT_INS, Registry
@@ -20,16 +19,6 @@ SHORT = ("--per-class", "1", "--max-new-tokens", "8")
 @pytest.fixture
 def bench(invoke):
     return lambda *args: invoke("bench", *args, registry=Registry(BUILT_INS, entry_points=()))
-
-
-@pytest.fixture
-def no_load(monkeypatch):
-    """A wrong command line is refused before any weight is read."""
-
-    def load(*args, **kwargs):
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setitem(vars(specdec), "load", load)
 
 
 def test_tables_for_people(bench, tmp_path):

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 import specdec
 from specdec.cli import main
-from specdec.drafters.draft_vocabulary import BLOCK, HELD_OUT, DraftVocabulary, always_kept
+from specdec.drafters.draft_vocabulary import DraftVocabulary
+from specdec.drafters.token_counts import BLOCK, HELD_OUT, always_kept
 
 TEXT = "".join(f"def area_{i}(width, height):\n    return width * height  # line {i}\n\n\n" for i in range(400))
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.drafters.draft_vocabulary import BLOCK, HELD_OUT, DraftVocabulary, TokenCounts, always_kept, tokenizer_hash
+from specdec.drafters.draft_vocabulary import DraftVocabulary, tokenizer_hash
+from specdec.drafters.token_counts import BLOCK, HELD_OUT, TokenCounts, always_kept
 from specdec.errors import ConfigError
 from specdec.text import Tokenizer
 from tests import tiny

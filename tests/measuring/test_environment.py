@@ -34,7 +34,7 @@ INFO = ModelInfo(
 
 def test_every_field_is_known_and_goes_into_json():
     record = current_environment(INFO, "demo")
-    told = json.loads(json.dumps(record.to_dict()))
+    told = json.loads(json.dumps(attrs.asdict(record)))
     assert set(told) == {field.name for field in attrs.fields(Environment)}
     assert (told["specdec"], told["python"]) == (specdec.__version__, platform.python_version())
     assert (told["model"], told["family"], told["fingerprint"]) == ("demo", "table", "abc")

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given
 
 from specdec.contract import Context, Draft, Drafter, Sampling
-from specdec.decoding.cycle import Sequence as EngineSequence
-from specdec.decoding.cycle import run_cycle
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.loop import run_cycle
 from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors.grammar import GrammarConfig, GrammarProcessor
-from specdec.testing.models import TableModel
+from specdec.testing.table_model import TableModel
 from specdec.verifiers.strict import StrictVerifier
 from tests.processors import words
 
@@ -142,7 +142,7 @@ def generate(
     sampling = Sampling(temperature=temperature, seed=seed, processors=(processor,))
     state = target.new_state(LONGEST + 32)
     target.prefill(state, tokens[:-1])
-    sequence = EngineSequence(
+    sequence = LiveSequence(
         target=target,
         state=state,
         drafter=drafter or Scripted([], []),

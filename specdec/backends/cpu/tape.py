@@ -18,7 +18,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import structlog
@@ -33,10 +33,27 @@ from specdec.errors import ContractError, ShapeError
 
 if TYPE_CHECKING:
     from specdec.backends.cpu.compiler import Kernels
-    from specdec.backends.cpu.native import NativeOps
-    from specdec.backends.ops import Array, Cache
+    from specdec.backends.ops import Array, Cache, Capabilities
+    from specdec.contract import Logits
 
 log = structlog.get_logger(__name__)
+
+
+class TapeOps(Protocol):
+    """What recording and replaying need of ``NativeOps``."""
+
+    dtype: torch.dtype
+    capabilities: Capabilities
+    lock: threading.Lock
+    timing: bool
+    _head: Kernel
+    _argmax_rows: Kernel
+
+    def parameters(self) -> list[Tensor]: ...
+    def work(self, size: int) -> int: ...
+    def logits(self, array: Tensor) -> Logits: ...
+    def _matrix(self, w: Tensor, length: int, op: str) -> tuple[int, int, int]: ...
+
 
 ALIGNMENT = 64  # bytes
 TRIED_ROWS = (1, 2)  # recorded when a model is loaded, so that what cannot be recorded is known by then
@@ -181,7 +198,7 @@ class _Buffer:
 class Tape(TorchFunctionMode):
     """One recording in the making: a context in which torch is watched and kernels are written down."""
 
-    def __init__(self, ops: NativeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
+    def __init__(self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -433,7 +450,7 @@ class RecordedPasses:
 
     eager_reason = ""
 
-    def __init__(self, ops: NativeOps, runner: Runner, body: Body, hidden_size: int) -> None:
+    def __init__(self, ops: TapeOps, runner: Runner, body: Body, hidden_size: int) -> None:
         self.ops = ops
         self.runner = runner
         self.body = body
@@ -623,7 +640,7 @@ class RecordedPass(Pass):
         return failed
 
 
-def record(ops: NativeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
     """Recorded passes, or eager ones with the reason why these cannot be recorded."""
     passes = RecordedPasses(ops, runner, body, hidden_size)
     try:

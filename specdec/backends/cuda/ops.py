@@ -78,7 +78,7 @@ class CudaOps(Ops):
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> CudaPasses:
         """Passes that are captured as graphs when they are first run, one for each number of rows."""
-        return CudaPasses(self, body, len(caches), hidden_size, self.eager_reason)
+        return CudaPasses(self.device, self.dtype, body, len(caches), hidden_size, self.eager_reason)
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
         return device_executor(target, head, setup)

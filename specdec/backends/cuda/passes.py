@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specdec.backends.cuda.arrays import checked, materialised
 from specdec.backends.cuda.caches import CapturedCache, DeviceCache, Kind, write_rows
-from specdec.backends.cuda.device import Graph
+from specdec.backends.cuda.device import Device, Graph
 from specdec.backends.cuda.kernels import accept, head
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
@@ -31,7 +31,6 @@ from specdec.backends.placeholders import PlaceholderTokens
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 
 if TYPE_CHECKING:
-    from specdec.backends.cuda.ops import CudaOps
     from specdec.backends.cuda.weights import Weight
     from specdec.backends.ops import Array, Cache
 
@@ -56,17 +55,20 @@ class _Captured:
 class CudaPasses:
     """One kind of pass, for any sequence."""
 
-    def __init__(self, ops: CudaOps, body: Body, caches: int, hidden_size: int, eager_reason: str = "") -> None:
-        self.ops = ops
+    def __init__(
+        self, device: Device, dtype: torch.dtype, body: Body, caches: int, hidden_size: int, eager_reason: str = ""
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
         self.body = body
         self.hidden_size = hidden_size
         self.eager_reason = eager_reason
         self.lock = threading.RLock()  # the static buffers serve one pass at a time
-        place, rows = ops.device.place, MAX_ROWS
+        place, rows = device.place, MAX_ROWS
         self.current = torch.zeros(caches, COLUMNS, dtype=torch.int64, device=place)  # the table that graphs read
         self._ids = torch.zeros(rows, dtype=torch.int32, device=place)
-        self._hidden = torch.zeros(rows, hidden_size, dtype=ops.dtype, device=place)
-        self._fed = torch.zeros(1, hidden_size, dtype=ops.dtype, device=place)  # the row that a draft goes on from
+        self._hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=place)
+        self._fed = torch.zeros(1, hidden_size, dtype=dtype, device=place)  # the row that a draft goes on from
         self._drafted = torch.zeros(rows, _WIDTH, dtype=torch.int32, device=place)
         self.graphs: dict[tuple[int, int], _Captured] = {}  # by rows and bound
         self._firsts: dict[tuple[int, int], _Captured] = {}  # of drafts, by rows of the first pass and bound
@@ -82,7 +84,7 @@ class CudaPasses:
         """Fill the static buffers for a replay."""
         rows = len(tokens)
         self.current.copy_(table)
-        self.ops.device.upload(tokens, torch.int32, self._ids[:rows])
+        self.device.upload(tokens, torch.int32, self._ids[:rows])
         if hidden is not None:
             self._hidden[:rows].copy_(hidden)
 
@@ -106,9 +108,9 @@ class CudaPasses:
         """Hidden states as the body takes them. Raises: ShapeError."""
         if not self.hidden_size:
             return None
-        if hidden is None or hidden.shape != (rows, self.hidden_size) or hidden.dtype is not self.ops.dtype:
+        if hidden is None or hidden.shape != (rows, self.hidden_size) or hidden.dtype is not self.dtype:
             got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
-            takes = f"{[rows, self.hidden_size]} {self.ops.dtype}"
+            takes = f"{[rows, self.hidden_size]} {self.dtype}"
             raise ShapeError("a pass got hidden states that do not fit", got=got, takes=takes)
         found: Tensor = materialised(hidden)
         return found
@@ -200,7 +202,7 @@ class CudaPasses:
             nonlocal out
             out = run()
 
-        device = self.ops.device
+        device = self.device
         try:
             with device.guarded(f"the CUDA graph of {what}", None, "fewer open sessions, or SPECDEC_EAGER=1"):
                 graph = device.capture(body)
@@ -227,7 +229,7 @@ class CudaPass(Pass):
     def __init__(self, passes: CudaPasses, caches: Sequence[Any]) -> None:
         self.passes = passes
         self.caches: Sequence[DeviceCache] = caches
-        place = passes.ops.device.place
+        place = passes.device.place
         self.table = torch.empty(len(caches), COLUMNS, dtype=torch.int64, device=place)
         for cache, row in zip(self.caches, self.table, strict=True):
             cache.adopt(row)

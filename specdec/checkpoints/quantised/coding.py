@@ -6,29 +6,32 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import attrs
 import torch
 
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts
-from specdec.checkpoints.quantised.scales import Grid, matrices
+from specdec.checkpoints.quantised.scales import Grid, load_scales, matrices
 from specdec.checkpoints.quantised.stored import StoredMatrix
 
 _SLAB = 2**20  # values decoded at a time: 4 MB of float32, which stays in the cache
 
 
-class Format(Protocol):
-    """A way of storing weights. ``formats.FORMATS`` lists them."""
+@attrs.frozen
+class Format:
+    """A way of storing weights. ``formats.FORMATS`` lists them.
 
-    name: str  # where no size is known yet: "fp8"
+    Attributes:
+        name: where no size is known yet: "fp8".
+        looks_like: whether the names and dtypes of a weight's parts are this format's; at most one format says so.
+        coding: how to decode it. Raises: CheckpointError when shapes, siblings and hints contradict each other.
+    """
 
-    def looks_like(self, parts: Parts) -> bool:
-        """Whether the names and dtypes are this format's. At most one format says so of a weight."""
-
-    def coding(self, parts: Parts, hints: Hints) -> Coding:
-        """How to decode it. Raises: CheckpointError when shapes, siblings and hints contradict each other."""
+    name: str
+    looks_like: Callable[[Parts], bool]
+    coding: Callable[[Parts, Hints], Coding]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -42,6 +45,7 @@ class Coding(ABC):
         shape: of the decoded weight, ``[..., N, K]``.
         grid: how the scales lie over it.
         bits: of a code.
+        role: of the tensor with the scales, in ``parts``.
         largest: bound of ``|code - offset|``.
     """
 
@@ -50,6 +54,7 @@ class Coding(ABC):
     shape: tuple[int, ...]
     grid: Grid
     bits: int
+    role: str = "scale"
     largest: ClassVar[float]
 
     @property
@@ -57,9 +62,9 @@ class Coding(ABC):
     def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Rows of codes ``[R, W]``, as the files have them, to float32 ``[R, K]``."""
 
-    @abstractmethod
     def scales(self) -> torch.Tensor:
         """All scales combined: float32 ``[M or 1, A, B]`` as ``grid`` says. Raises: CheckpointError for bad values."""
+        return load_scales(self.parts, self.role).reshape(self.grid.shape)
 
     @property
     def stands_for(self) -> str:

@@ -18,7 +18,7 @@ from typing import ClassVar
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, look_up
+from specdec.checkpoints.quantised.coding import Coding, Format, look_up
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, only
 from specdec.checkpoints.quantised.scales import EXPONENTS, blocks, check_dtype, load_scales, misfit, tiled, whole
@@ -41,7 +41,7 @@ class Fp4Coding(Coding):
         return numbers
 
     def scales(self) -> torch.Tensor:
-        scales = load_scales(self.parts, "scale").reshape(self.grid.shape)  # the other is one, or one per matrix
+        scales = super().scales()  # the other is one, or one per matrix
         if "scale_2" in self.parts.roles:
             return scales * load_scales(self.parts, "scale_2").reshape(-1, 1, 1)
         if "global_scale" in self.parts.roles:
@@ -74,35 +74,31 @@ def _of_matrix(scales: torch.Tensor, index: int) -> torch.Tensor:
     return flat if len(flat) == 1 else flat[index : index + 1]
 
 
-class Fp4:
-    """The format: bytes with an e4m3 or an E8M0 scale."""
+def _looks_like(parts: Parts) -> bool:
+    if parts.dtype == "I8":  # bytes all the same where an exponent per 32 columns stands beside them
+        return parts.dtype_of("scale") in EXPONENTS
+    named = parts.codes.endswith(("_packed", "_blocks"))
+    return parts.dtype == "U8" and (named or not {"scale", "scale_2", "global_scale"}.isdisjoint(parts.roles))
 
-    name = "fp4"
 
-    def looks_like(self, parts: Parts) -> bool:
-        if parts.dtype == "I8":  # bytes all the same where an exponent per 32 columns stands beside them
-            return parts.dtype_of("scale") in EXPONENTS
-        named = parts.codes.endswith(("_packed", "_blocks"))
-        return parts.dtype == "U8" and (named or not {"scale", "scale_2", "global_scale"}.isdisjoint(parts.roles))
-
-    def coding(self, parts: Parts, hints: Hints) -> Coding:
-        stacked = parts.codes.endswith("_blocks")
-        if len(parts.shape) < (3 if stacked else 2):
-            raise parts.error(f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of FP4 pairs")
-        *lead, last = parts.shape
-        shape = (*lead[:-1], lead[-1] * 2 * last) if stacked else (*lead, 2 * last)
-        check_dtype(parts, "scale", ("F8_E4M3", *EXPONENTS))
-        exponents = parts.dtype_of("scale") in EXPONENTS
-        if exponents:
-            only(parts, "scale")
-        else:
-            _one_global(parts)
-        group = 32 if exponents else 16
-        grid = tiled(shape, parts.shape_of("scale"), 1, group)
-        if grid is None:
-            wanted = [*shape[:-2], *blocks(shape, 1, group)]
-            raise misfit(parts, "scale", f"{wanted} for {group} columns of {list(shape)} per scale")
-        return Fp4Coding(parts=parts, label="mxfp4" if exponents else "nvfp4", shape=shape, grid=grid)
+def _coding(parts: Parts, hints: Hints) -> Coding:
+    stacked = parts.codes.endswith("_blocks")
+    if len(parts.shape) < (3 if stacked else 2):
+        raise parts.error(f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of FP4 pairs")
+    *lead, last = parts.shape
+    shape = (*lead[:-1], lead[-1] * 2 * last) if stacked else (*lead, 2 * last)
+    check_dtype(parts, "scale", ("F8_E4M3", *EXPONENTS))
+    exponents = parts.dtype_of("scale") in EXPONENTS
+    if exponents:
+        only(parts, "scale")
+    else:
+        _one_global(parts)
+    group = 32 if exponents else 16
+    grid = tiled(shape, parts.shape_of("scale"), 1, group)
+    if grid is None:
+        wanted = [*shape[:-2], *blocks(shape, 1, group)]
+        raise misfit(parts, "scale", f"{wanted} for {group} columns of {list(shape)} per scale")
+    return Fp4Coding(parts=parts, label="mxfp4" if exponents else "nvfp4", shape=shape, grid=grid)
 
 
 def _one_global(parts: Parts) -> None:
@@ -121,4 +117,4 @@ def _one_global(parts: Parts) -> None:
         raise misfit(parts, role, f"one value{f', or {math.prod(lead)}' if lead else ''}")
 
 
-FORMAT = Fp4()
+FORMAT = Format("fp4", _looks_like, _coding)

@@ -16,20 +16,10 @@ from typing import ClassVar
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, look_up
+from specdec.checkpoints.quantised.coding import Coding, Format, look_up
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, only
-from specdec.checkpoints.quantised.scales import (
-    EXPONENTS,
-    Grid,
-    blocks,
-    check_dtype,
-    label,
-    load_scales,
-    misfit,
-    tiled,
-    whole,
-)
+from specdec.checkpoints.quantised.scales import EXPONENTS, Grid, blocks, check_dtype, label, misfit, tiled, whole
 
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).view(256, 1)  # by byte
 _USUAL = (128, 128)
@@ -46,9 +36,6 @@ class Fp8Coding(Coding):
     @property
     def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return numbers
-
-    def scales(self) -> torch.Tensor:
-        return load_scales(self.parts, "scale").reshape(self.grid.shape)
 
     @property
     def kept_as(self) -> str:
@@ -72,50 +59,32 @@ def numbers(codes: torch.Tensor) -> torch.Tensor:
     return look_up(_E4M3, octets.flatten()).view(octets.shape)
 
 
-class Fp8:
-    """The format: e4m3 codes."""
+def _looks_like(parts: Parts) -> bool:
+    return parts.dtype == "F8_E4M3" and len(parts.shape) > 0 and not parts.codes.endswith(("_packed", "_blocks"))
 
-    name = "fp8"
 
-    def looks_like(self, parts: Parts) -> bool:
-        return parts.dtype == "F8_E4M3" and len(parts.shape) > 0 and not parts.codes.endswith(("_packed", "_blocks"))
-
-    def coding(self, parts: Parts, hints: Hints) -> Coding:
-        only(parts, "scale")
-        check_dtype(parts, "scale")
-        grid = _grid(parts, hints)
-        return Fp8Coding(parts=parts, label=_label(parts, grid), shape=parts.shape, grid=grid)
+def _coding(parts: Parts, hints: Hints) -> Coding:
+    only(parts, "scale")
+    check_dtype(parts, "scale")
+    grid = _grid(parts, hints)
+    return Fp8Coding(parts=parts, label=_label(parts, grid), shape=parts.shape, grid=grid)
 
 
 def _grid(parts: Parts, hints: Hints) -> Grid:
     shape, given = parts.shape, parts.shape_of("scale")
-    exponents = parts.dtype_of("scale") in EXPONENTS
-    for size in hints.blocks:
-        found = tiled(shape, given, *size)
-        if found is not None:
-            return found
-    blockwise = parts.original("scale").endswith("scale_inv")  # the name that only block scales have
-    if not (blockwise and hints.blocks):
-        found = whole(shape, given)
-        if found is not None:
-            return found
-    if exponents:
-        found = tiled(shape, given, 1, 32)
-        if found is not None:
-            return found
+    grids = [tiled(shape, given, *size) for size in hints.blocks]
+    if not (hints.blocks and parts.original("scale").endswith("scale_inv")):  # the name that only block scales have
+        grids.append(whole(shape, given))
+    if parts.dtype_of("scale") in EXPONENTS:
+        grids.append(tiled(shape, given, 1, 32))
     if not hints.blocks:
-        for rows, columns in (_USUAL, *((1, group) for group in _GROUPS)):
-            found = tiled(shape, given, rows, columns)
-            if found is not None:
-                return found
-    raise misfit(parts, "scale", _wanted(parts, hints))
-
-
-def _wanted(parts: Parts, hints: Hints) -> str:
+        grids += [tiled(shape, given, *size) for size in (_USUAL, *((1, group) for group in _GROUPS))]
+    for grid in filter(None, grids):
+        return grid
     size = hints.blocks[0] if hints.blocks else _USUAL
     source = " (config.json)" if hints.blocks else ""
-    count = [*parts.shape[:-2], *blocks(parts.shape, *size)]
-    return f"{count} for blocks of {size[0]}x{size[1]}{source}"
+    count = [*shape[:-2], *blocks(shape, *size)]
+    raise misfit(parts, "scale", f"{count} for blocks of {size[0]}x{size[1]}{source}")
 
 
 def _label(parts: Parts, grid: Grid) -> str:
@@ -127,4 +96,4 @@ def _label(parts: Parts, grid: Grid) -> str:
     return f"fp8 {size}"
 
 
-FORMAT = Fp8()
+FORMAT = Format("fp8", _looks_like, _coding)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, unpack
+from specdec.checkpoints.quantised.coding import Coding, Format, unpack
 from specdec.checkpoints.quantised.fp4 import Fp4Coding
 from specdec.checkpoints.quantised.fp8 import Fp8Coding
 from specdec.checkpoints.quantised.hints import Hints
@@ -44,7 +44,7 @@ class AffineCoding(Coding):
         return functools.partial(unpack, bits=self.bits)
 
     def scales(self) -> torch.Tensor:
-        return load_scales(self.parts, "mlx_scale", signed=True).reshape(self.grid.shape)
+        return load_scales(self.parts, self.role, signed=True).reshape(self.grid.shape)
 
     def biases(self) -> torch.Tensor:
         return load_scales(self.parts, "mlx_bias", signed=True).reshape(self.grid.shape)
@@ -58,19 +58,20 @@ class AffineCoding(Coding):
         return "mlx-affine"
 
     def packed(self, index: int) -> dict[str, torch.Tensor]:
-        roles = {"scale": "mlx_scale", "bias": "mlx_bias"}
-        parts = {part: self.matrix(self.parts.original(role), index) for part, role in roles.items()}
-        return {"codes": self.matrix(self.parts.codes, index), **parts}
+        names = {
+            "codes": self.parts.codes,
+            "scale": self.parts.original("mlx_scale"),
+            "bias": self.parts.original("mlx_bias"),
+        }
+        return {part: self.matrix(name, index) for part, name in names.items()}
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class MlxFp4Coding(Fp4Coding):
-    """MXFP4 or NVFP4 in words."""
+class MlxNvfp4Coding(Fp4Coding):
+    """NVFP4 in words, its e4m3 scales stored as bytes, without one for the whole tensor."""
 
     def scales(self) -> torch.Tensor:
-        if self.label == "mxfp4":
-            return load_scales(self.parts, "mlx_scale").reshape(self.grid.shape)
-        name = self.parts.original("mlx_scale")
+        name = self.parts.original(self.role)
         scales = read(self.parts.checkpoint, name).view(torch.float8_e4m3fn).to(torch.float32)
         if not bool((scales >= 0).all()):
             raise self.parts.error(f"the scale {name} holds NaN or a negative value", try_=AGAIN)
@@ -79,52 +80,40 @@ class MlxFp4Coding(Fp4Coding):
     def packed(self, index: int) -> dict[str, torch.Tensor]:
         return {
             "codes": self.matrix(self.parts.codes, index, torch.uint8),
-            "scale": self.matrix(self.parts.original("mlx_scale"), index, torch.float8_e4m3fn),
+            "scale": self.matrix(self.parts.original(self.role), index, torch.float8_e4m3fn),
             "global_scale": torch.ones(1),
         }
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class MlxFp8Coding(Fp8Coding):
-    """MXFP8 in words."""
-
-    def scales(self) -> torch.Tensor:
-        return load_scales(self.parts, "mlx_scale").reshape(self.grid.shape)
+_CODINGS: dict[str, type[Fp4Coding | Fp8Coding]] = {"mxfp4": Fp4Coding, "mxfp8": Fp8Coding, "nvfp4": MlxNvfp4Coding}
 
 
-class Mlx:
-    """The format: uint32 words with ``scales``."""
+def _looks_like(parts: Parts) -> bool:
+    return parts.dtype == "U32" and parts.codes.endswith("weight") and "mlx_scale" in parts.roles
 
-    name = "mlx"
 
-    def looks_like(self, parts: Parts) -> bool:
-        return parts.dtype == "U32" and parts.codes.endswith("weight") and "mlx_scale" in parts.roles
-
-    def coding(self, parts: Parts, hints: Hints) -> Coding:
-        mode, group, bits = _sizes(parts, hints)
-        if len(parts.shape) < 2 or parts.shape[-1] * 32 % bits:
-            raise parts.error(
-                f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of {bits}-bit codes"
-            )
-        shape = (*parts.shape[:-1], parts.shape[-1] * 32 // bits)
-        grid = tiled(shape, parts.shape_of("mlx_scale"), 1, group)
-        if grid is None or shape[-1] % group:
-            wanted = [*shape[:-1], shape[-1] / group if shape[-1] % group else shape[-1] // group]
-            raise misfit(parts, "mlx_scale", f"{wanted} for {bits} bits and groups of {group} columns (config.json)")
-        if mode == "affine":
-            only(parts, "mlx_scale", "mlx_bias")
-            for role in ("mlx_scale", "mlx_bias"):
-                check_dtype(parts, role, FLOATS)
-            if parts.shape_of("mlx_bias") != parts.shape_of("mlx_scale"):
-                raise misfit(parts, "mlx_bias", f"{list(parts.shape_of('mlx_scale'))}, as the scales")
-            return AffineCoding(
-                parts=parts, label=f"mlx-affine {bits} bits g{group}", shape=shape, grid=grid, bits=bits
-            )
+def _coding(parts: Parts, hints: Hints) -> Coding:
+    mode, group, bits = _sizes(parts, hints)
+    if len(parts.shape) < 2 or parts.shape[-1] * 32 % bits:
+        raise parts.error(
+            f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of {bits}-bit codes"
+        )
+    shape, given = (*parts.shape[:-1], parts.shape[-1] * 32 // bits), parts.shape_of("mlx_scale")
+    grid = tiled(shape, given, 1, group)
+    if grid is None or shape[-1] % group:
+        wanted = [*shape[:-1], shape[-1] / group if shape[-1] % group else shape[-1] // group]
+        raise misfit(parts, "mlx_scale", f"{wanted} for {bits} bits and groups of {group} columns (config.json)")
+    if mode != "affine":
         only(parts, "mlx_scale")
         check_dtype(parts, "mlx_scale", ("U8",))
-        if mode == "mxfp8":
-            return MlxFp8Coding(parts=parts, label=mode, shape=shape, grid=grid)
-        return MlxFp4Coding(parts=parts, label=mode, shape=shape, grid=grid)
+        return _CODINGS[mode](parts=parts, label=mode, shape=shape, grid=grid, role="mlx_scale")
+    only(parts, "mlx_scale", "mlx_bias")
+    for role in ("mlx_scale", "mlx_bias"):
+        check_dtype(parts, role, FLOATS)
+    if parts.shape_of("mlx_bias") != given:
+        raise misfit(parts, "mlx_bias", f"{list(given)}, as the scales")
+    label = f"mlx-affine {bits} bits g{group}"
+    return AffineCoding(parts=parts, label=label, shape=shape, grid=grid, bits=bits, role="mlx_scale")
 
 
 def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:
@@ -159,4 +148,4 @@ def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:
     return mode, group, bits
 
 
-FORMAT = Mlx()
+FORMAT = Format("mlx", _looks_like, _coding)

@@ -16,7 +16,7 @@ from typing import ClassVar
 import attrs
 import torch
 
-from specdec.checkpoints.quantised.coding import Coding, unpack
+from specdec.checkpoints.quantised.coding import Coding, Format, unpack
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import FLOATS, Parts, only
 from specdec.checkpoints.quantised.scales import (
@@ -25,7 +25,6 @@ from specdec.checkpoints.quantised.scales import (
     blocks,
     check_dtype,
     label,
-    load_scales,
     matrices,
     misfit,
     read,
@@ -50,9 +49,6 @@ class IntCoding(Coding):
         if not self.packed_codes:
             return lambda raw: raw.to(torch.float32)
         return lambda raw: unpack_signed(raw, self.bits)[:, : self.shape[-1]]
-
-    def scales(self) -> torch.Tensor:
-        return load_scales(self.parts, "scale").reshape(self.grid.shape)
 
     def offsets(self) -> torch.Tensor | None:
         if "zero_point" not in self.parts.roles:
@@ -87,31 +83,15 @@ def unpack_signed(words: torch.Tensor, bits: int) -> torch.Tensor:
     return unpack(words, bits).sub_(2 ** (bits - 1))
 
 
-class Packed:
-    """The format: int32 words."""
-
-    name = "packed int"
-
-    def looks_like(self, parts: Parts) -> bool:
-        return parts.dtype == "I32" and parts.codes.endswith("_packed")
-
-    def coding(self, parts: Parts, hints: Hints) -> Coding:
-        only(parts, "scale", "shape", "zero_point", "g_idx")
-        shape = _stated_shape(parts)
-        return _coding(parts, hints, shape, _bits(parts, shape[-1], hints), packed=True)
+def _words(parts: Parts, hints: Hints) -> Coding:
+    only(parts, "scale", "shape", "zero_point", "g_idx")
+    shape = _stated_shape(parts)
+    return _coding(parts, hints, shape, _bits(parts, shape[-1], hints), packed=True)
 
 
-class PlainInt:
-    """The format: one int8 a value."""
-
-    name = "int8"
-
-    def looks_like(self, parts: Parts) -> bool:
-        return parts.dtype == "I8" and parts.dtype_of("scale") in (*FLOATS, None) and len(parts.shape) > 0
-
-    def coding(self, parts: Parts, hints: Hints) -> Coding:
-        only(parts, "scale", "zero_point", "g_idx")
-        return _coding(parts, hints, parts.shape, 8, packed=False)
+def _plain(parts: Parts, hints: Hints) -> Coding:
+    only(parts, "scale", "zero_point", "g_idx")
+    return _coding(parts, hints, parts.shape, 8, packed=False)
 
 
 def _coding(parts: Parts, hints: Hints, shape: tuple[int, ...], bits: int, *, packed: bool) -> Coding:
@@ -162,23 +142,15 @@ def _bits(parts: Parts, columns: int, hints: Hints) -> int:
 
 def _grid(parts: Parts, hints: Hints, shape: tuple[int, ...]) -> Grid:
     given = parts.shape_of("scale")
-    for size in hints.groups:
-        found = tiled(shape, given, 1, size)
-        if found is not None:
-            return found
-    if hints.channels or not hints.groups:
-        found = whole(shape, given)
-        if found is not None:
-            return found
-    for rows, columns in hints.blocks:
-        found = tiled(shape, given, rows, columns)
-        if found is not None:
-            return found
     _, rows, columns = matrices(shape)
-    if not hints.groups and len(given) == len(shape) and given[:-1] == shape[:-1] and given[-1]:
-        found = tiled(shape, given, 1, columns // given[-1]) if columns % given[-1] == 0 else None
-        if found is not None:
-            return found
+    grids = [tiled(shape, given, 1, size) for size in hints.groups]
+    if hints.channels or not hints.groups:
+        grids.append(whole(shape, given))
+    grids += [tiled(shape, given, *size) for size in hints.blocks]
+    if not hints.groups and len(given) == len(shape) and given[-1] and columns % given[-1] == 0:
+        grids.append(tiled(shape, given, 1, columns // given[-1]))
+    for grid in filter(None, grids):
+        return grid
     if hints.groups:
         wanted = [*shape[:-2], *blocks(shape, 1, hints.groups[0])]
         raise misfit(parts, "scale", f"{wanted} for groups of {hints.groups[0]} columns of {list(shape)} (config.json)")
@@ -206,4 +178,9 @@ def _packed_offsets(parts: Parts, shape: tuple[int, ...], grid: Grid, bits: int)
     )
 
 
-PACKED, PLAIN = Packed(), PlainInt()
+PACKED = Format("packed int", lambda parts: parts.dtype == "I32" and parts.codes.endswith("_packed"), _words)
+PLAIN = Format(
+    "int8",
+    lambda parts: parts.dtype == "I8" and parts.dtype_of("scale") in (*FLOATS, None) and len(parts.shape) > 0,
+    _plain,
+)

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
+from specdec.backends.metal.arrays import from_host  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.backends.metal.quantised import PACKED_FORMATS, PackedMatrix  # noqa: E402
+from specdec.backends.metal.quantised import PackedMatrix  # noqa: E402
 from specdec.backends.ops import Routing  # noqa: E402
-from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint  # noqa: E402
+from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_checkpoint  # noqa: E402
 from specdec.checkpoints.quantised import StoredMatrix  # noqa: E402
 from specdec.config import RunConfig, TargetConfig  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
 from specdec.errors import ConfigError  # noqa: E402
 from specdec.models.loading import load_target  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
-from specdec.testing import OpsSubject  # noqa: E402
-from specdec.testing.registry import Subject, check_subjects  # noqa: E402
+from specdec.testing import OpsSubject, Subject, check_subjects  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.metal.oracle import to_host  # noqa: E402
 from tests.checkpoints.quantised import mlx_layout  # noqa: E402
@@ -36,8 +36,7 @@ from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT  # noqa
 
 DTYPES = ("float32", "float16", "bfloat16")
 exact = pytest.mark.skipif(
-    MetalOps(mx.float32).capabilities.parity is not Parity.BITWISE,
-    reason="rows are the same bits on MLX's CPU device on Linux only",
+    MetalOps(mx.float32).parity is not Parity.BITWISE, reason="rows are the same bits on MLX's CPU device on Linux only"
 )
 
 
@@ -50,8 +49,8 @@ class Stack:
         self.values = values.astype(np.float64)
         config = {"quantization": {"bits": bits, "group_size": group}}
         checkpoint = Checkpoint.open(write_checkpoint(folder, config, {f"x.{name}": p for name, p in parts.items()}))
-        held = StoredWeights(checkpoint, dtype=torch.float32, keeps=PACKED_FORMATS)
-        self.matrices: Any = held.matrices("x.weight")
+        held = Weights(checkpoint, canonical_names(checkpoint.names), dtype=torch.float32, keeps=MetalOps.keeps)
+        self.matrices: Any = held.stored_stack("x.weight")
         assert all(isinstance(matrix, StoredMatrix) for matrix in self.matrices)
 
 
@@ -85,7 +84,7 @@ def test_every_product_has_the_values_of_the_decoded_weight(
         length, experts, rng = groups * group, 3, np.random.default_rng(seed)
         stack = Stack(tmp_path_factory.mktemp("x"), (experts, features, length), bits, group, stored, seed)
         w, up, _ = stack.values
-        given_x = ops.hidden(torch.from_numpy(rng.standard_normal((rows, length)).astype(np.float32))).array
+        given_x = from_host(torch.from_numpy(rng.standard_normal((rows, length)).astype(np.float32)), ops.dtype)
         x = to_host(given_x).astype(np.float64)
         matrix, other = (ops.weight(one) for one in stack.matrices[:2])
         assert isinstance(matrix, PackedMatrix)
@@ -103,7 +102,7 @@ def test_every_product_has_the_values_of_the_decoded_weight(
         scores = np.exp(x @ w.T - (x @ w.T).max(1, keepdims=True))
         scores /= scores.sum(1, keepdims=True)
         close(weights, np.take_along_axis(scores, to_host(ids).astype(int), 1))  # not rounded to act
-        each = ops.hidden(torch.from_numpy(rng.standard_normal((rows, experts * length)).astype(np.float32))).array
+        each = from_host(torch.from_numpy(rng.standard_normal((rows, experts * length)).astype(np.float32)), ops.dtype)
         each = each.reshape(rows, experts, length)
         by_head = np.stack([to_host(each)[:, h] @ stack.values[h].T for h in range(experts)], axis=1)
         close(ops.project_heads(each, ops.stack(stack.matrices)), by_head, dtype, size)
@@ -127,7 +126,7 @@ def test_experts_stay_packed(tmp_path: Path, bits: int, dtype: str) -> None:
     stacks = [Stack(tmp_path / name, shape, bits, 32, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())]
     shared_gate = Stack(tmp_path / "shared", (1, 1, hidden), 8, 32, dtype, 9).matrices[0]
     x, residual = (
-        ops.hidden(torch.from_numpy(rng.standard_normal((7, hidden)).astype(np.float32))).array for _ in range(2)
+        from_host(torch.from_numpy(rng.standard_normal((7, hidden)).astype(np.float32)), ops.dtype) for _ in range(2)
     )
     chosen = (mx.array(rng.integers(0, 5, (7, 2)).astype(np.int32)), mx.array(rng.random((7, 2)).astype(np.float32)))
     found = []

@@ -1,49 +1,48 @@
-"""Wrong drafters. ``Honest`` is the right one that they derive from: stateless, with a law of its own."""
+"""Wrong drafters. ``Honest`` is the right one that they derive from: stateless, with a distribution of its own."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DrafterSnapshot, DraftNoise
-from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.sampling import Purpose, draw, uniforms
 
 VOCAB = 3  # ids that every test model has
 
 
-def _law(last: int) -> np.ndarray:
-    law = np.array([[5, 2, 1], [1, 4, 3], [2, 2, 4]], np.float32)[last % VOCAB]
-    return law / law.sum()
+def _probs(last: int) -> np.ndarray:
+    probs = np.array([[5, 2, 1], [1, 4, 3], [2, 2, 4]], np.float32)[last % VOCAB]
+    return probs / probs.sum()
 
 
 class Honest(Drafter):
-    """Drafts from a table of the last token; draws with the noise it is told to, and hands its law over."""
+    """Drafts from a table of the last token; draws with the noise that the context asks for."""
 
     purpose = Purpose.DRAFT
 
     def __init__(self, env=None) -> None:
         self.env = env
 
-    def token(self, context: Context, position: int, law: np.ndarray) -> int:
+    def token(self, context: Context, position: int, probs: np.ndarray) -> int:
         u = uniforms(context.sampling.seed, position, self.purpose, np.zeros(1, np.int64), context.cycle)[0]
-        return draw(law.astype(np.float64), float(u))
+        return draw(probs.astype(np.float64), float(u))
 
     def size(self, context: Context) -> int:
         return self.env.target.info.vocab_size if self.env is not None else VOCAB
 
-    def wide(self, law: np.ndarray, context: Context) -> np.ndarray:
-        return np.concatenate([law, np.zeros(self.size(context) - VOCAB, np.float32)])
+    def wide(self, probs: np.ndarray, context: Context) -> np.ndarray:
+        return np.concatenate([probs, np.zeros(self.size(context) - VOCAB, np.float32)])
 
     def propose(self, context: Context, depth: int) -> Draft:
         independent = context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0
-        last, tokens, laws = context[-1], [], []
+        last, tokens, rows = context[-1], [], []
         for row in range(depth):
-            law = _law(last)
-            last = self.token(context, len(context) + row, law) if independent else int(law.argmax())
+            probs = _probs(last)
+            last = self.token(context, len(context) + row, probs) if independent else int(probs.argmax())
             tokens.append(last)
-            laws.append(self.wide(law, context))
-        return Draft(tuple(tokens), np.stack(laws) if independent and tokens else None)
+            rows.append(self.wide(probs, context))
+        return Draft(tuple(tokens), np.stack(rows) if independent and tokens else None)
 
 
 class ListOfTokens(Honest):
@@ -100,22 +99,31 @@ class NoRewind(NgramDrafter):
         pass
 
 
-class NoSettle(MtpDrafter):
-    def __init__(self, env) -> None:
-        super().__init__(MtpConfig(), env)
+class LearnsOnlyFromCalls(Honest):
+    """Drafts only after tokens that were reported to it: over a restored state there are none."""
 
-    def settle(self, context):
-        pass
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.known = 0
+
+    def prefill(self, context, output):
+        self.known = len(context)
+
+    def observe(self, verdict, output, context):
+        self.known = len(context)
+
+    def propose(self, context, depth):
+        return super().propose(context, depth) if self.known >= len(context) - 1 else EMPTY_DRAFT
 
 
-class WideLaws(Honest):
+class WideProbs(Honest):
     def propose(self, context, depth):
         draft = super().propose(context, depth)
         return Draft(draft.tokens, None if draft.probs is None else draft.probs.astype(np.float64))
 
 
 class NotRenormalised(Honest):
-    """A pruned vocabulary whose law was not scaled back to 1."""
+    """A pruned vocabulary whose probabilities were not scaled back to 1."""
 
     def propose(self, context, depth):
         draft = super().propose(context, depth)
@@ -123,8 +131,8 @@ class NotRenormalised(Honest):
 
 
 class GreedyWithItsSoftmax(Honest):
-    def token(self, context, position, law):
-        return int(law.argmax())
+    def token(self, context, position, probs):
+        return int(probs.argmax())
 
 
 class DropsTheUnlikely(Honest):
@@ -189,10 +197,8 @@ class SavesItsLivingArray(Honest):
     def observe(self, verdict, output, context):
         self.length[0] = len(context)
 
-    def settle(self, context):
+    def snapshot(self, context):
         self.length[0] = len(context)
-
-    def snapshot(self):
         return DrafterSnapshot({"length": self.length})
 
     def propose(self, context, depth):
@@ -208,8 +214,8 @@ class NeedsItsSnapshot(SavesItsLivingArray):
         super().__init__(env)
         self.lost = self.saved is None and env is not None and env.state.length > 0
 
-    def snapshot(self):
-        return DrafterSnapshot({"length": self.length.copy()})
+    def snapshot(self, context):
+        return DrafterSnapshot({"length": np.array([len(context)])})
 
     def propose(self, context, depth):
         return EMPTY_DRAFT if self.lost else super().propose(context, depth)
@@ -218,8 +224,8 @@ class NeedsItsSnapshot(SavesItsLivingArray):
 class SavesAFloat(SavesItsLivingArray):
     """Metadata that a file's header does not hold."""
 
-    def snapshot(self):
-        return DrafterSnapshot({"length": self.length.copy()}, {"rate": 0.5})
+    def snapshot(self, context):
+        return DrafterSnapshot({"length": np.array([len(context)])}, {"rate": 0.5})
 
 
 class ReportsARateOfNothing(Honest):
@@ -241,8 +247,8 @@ class CountsSinceTheLastReport(Honest):
         self.cycles += 1
 
     def report(self):
-        told, self.cycles = self.cycles, 0
-        return {"cycles": told}
+        counted, self.cycles = self.cycles, 0
+        return {"cycles": counted}
 
 
 class ReportsItsLivingCounts(Honest):
@@ -279,12 +285,12 @@ BROKEN = {
     MovesTheGlobalGenerator: ("D5",),
     CountsItsOwnCycles: ("D6", "D7", "D8"),
     NoRewind: ("D7",),
-    NoSettle: ("D8",),
-    WideLaws: ("D9",),
+    LearnsOnlyFromCalls: ("D8",),
+    WideProbs: ("D9",),
     NotRenormalised: ("D9",),
     GreedyWithItsSoftmax: ("D10",),
     DropsTheUnlikely: ("D10",),
-    UsesHiddenStatesUndeclared: ("D11",),
+    UsesHiddenStatesUndeclared: ("D11", "D13"),
     DecodesForItself: ("D12",),
     FailsAtDepthFive: ("D13",),
     DrawsWithAcceptanceNoise: ("D14",),

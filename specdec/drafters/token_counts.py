@@ -1,0 +1,115 @@
+"""Counting token ids, and choosing the draft vocabulary that covers most of them.
+
+Zhao et al. 2025, "FR-Spec", arXiv:2502.14856, rank by frequency in a corpus; ranking by the model's own outputs covers
+more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from specdec.drafters.draft_vocabulary import DraftVocabulary, tokenizer_hash
+from specdec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from specdec.contract import ModelInfo
+    from specdec.text import Tokenizer
+
+    Counts = NDArray[np.int64]
+
+HELD_OUT = 10  # one block of text in this many is not counted, but measured
+BLOCK = 256  # tokens of a block
+SIZES = tuple(1024 * 2**i for i in range(8))  # whose coverage is reported: 1k to 128k
+
+
+def always_kept(tokenizer: Tokenizer) -> list[int]:
+    """Ids that every draft vocabulary has, ascending: special and added tokens, and those of single bytes."""
+    core = tokenizer.core
+    kept = {*core.get_added_tokens_decoder(), *tokenizer.special_ids, *tokenizer.eos_ids}
+    if tokenizer.bos_id is not None:
+        kept.add(tokenizer.bos_id)
+    for piece, token in core.get_vocab(with_added_tokens=False).items():
+        is_byte = len(piece) == 1 if tokenizer.decodes_bytes else len(piece) == 6 and piece.startswith("<0x")
+        if is_byte:
+            kept.add(token)
+    return sorted(kept)
+
+
+@attrs.define
+class TokenCounts:
+    """Counts of token ids, and a sample of the text that is kept out of them to measure on.
+
+    Text comes as documents; every tenth block of 256 tokens is held out, whole documents long or parts of them.
+    """
+
+    vocab_size: int
+    counted: Counts = attrs.field(init=False)
+    held_out: Counts = attrs.field(init=False)
+    _filled: int = attrs.field(default=0, init=False)  # tokens so far: which block is next
+
+    def __attrs_post_init__(self) -> None:
+        self.counted = np.zeros(self.vocab_size, dtype=np.int64)
+        self.held_out = np.zeros(self.vocab_size, dtype=np.int64)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Count the tokens of a document, or of the next part of one."""
+        ids = np.asarray(tokens, dtype=np.int64)
+        at = 0
+        while at < len(ids):
+            end = min(len(ids), at + BLOCK - self._filled % BLOCK)
+            held = self._filled // BLOCK % HELD_OUT == HELD_OUT - 1
+            np.add.at(self.held_out if held else self.counted, ids[at:end], 1)
+            self._filled += end - at
+            at = end
+
+    @property
+    def total(self) -> int:
+        """Tokens seen."""
+        return self._filled
+
+    def ranking(self, always: Collection[int], known: int) -> NDArray[np.int64]:
+        """All ids below ``known``: those of ``always`` first, then by count, equal counts by ascending id.
+
+        What was never counted comes last, lowest ids first: in a merged vocabulary these are the shortest pieces.
+        """
+        ids = np.arange(known)
+        first = np.zeros(known, dtype=bool)
+        first[list(always)] = True
+        return np.lexsort((ids, -self.counted[:known], ~first))
+
+    def coverage(self, ranking: Sequence[int] | NDArray[np.int64], sizes: Iterable[int]) -> dict[int, float]:
+        """Share of the held-out tokens among the first ``size`` of a ranking; {} where nothing was held out."""
+        total = int(self.held_out.sum())
+        if not total:
+            return {}
+        reached = np.cumsum(self.held_out[np.asarray(ranking)])
+        return {size: float(reached[min(size, len(reached)) - 1] / total) for size in sizes}
+
+
+def make_vocabulary(
+    counts: TokenCounts, tokenizer: Tokenizer, info: ModelInfo, size: int, made: Mapping[str, Any]
+) -> DraftVocabulary:
+    """The ``size`` most useful ids by these counts. Raises: ConfigError for a size that cannot be had."""
+    always = [token for token in always_kept(tokenizer) if token < info.vocab_size]
+    known = min(tokenizer.vocab_size, info.vocab_size)
+    if not len(always) <= size <= known:
+        raise ConfigError(
+            f"a draft vocabulary of this model has {len(always)} to {known} ids, asked for {size}",
+            reason=f"{len(always)} ids are special tokens or single bytes and always kept",
+        )
+    ranking = counts.ranking(always, known)
+    sizes = sorted({size, *(s for s in SIZES if len(always) <= s < known)})
+    return DraftVocabulary(
+        tokens=tuple(ranking[:size].tolist()),
+        vocab_size=info.vocab_size,
+        tokenizer=tokenizer_hash(tokenizer),
+        model=info.fingerprint,
+        made=made,
+        coverage=counts.coverage(ranking, sizes),
+    )
