@@ -493,7 +493,7 @@ def ties_to_the_highest_id(patch):
 @killed_by(device_ties_go_by_id)
 def device_ties_to_the_highest_id(patch):
     def wrong(self):
-        return [len(row) - 1 - int(row[::-1].argmax()) for row in self._rows]
+        return [len(row) - 1 - int(row[::-1].argmax()) for row in self.rows()]
 
     patch.setattr(arrays.CpuLogits, "argmax", wrong)
 
