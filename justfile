@@ -25,7 +25,7 @@ docs out="docs/_build":
 
 # docs/models.md, written by the tests that compare families and formats with other code
 models-map:
-    SPECDEC_MODELS_MAP=docs/models.md pytest tests/models tests/drafters/test_mtp_drafts.py \
+    SPECDEC_MODELS_MAP=docs/models.md pytest -m "" tests/models tests/drafters/test_mtp_drafts.py \
         tests/checkpoints/quantised -k "equal or after_prefill or decoded"
 
 # the program output in docs/getting-started.md

@@ -22,6 +22,9 @@ class NumpyHidden(ArrayHidden):
     def concatenate(arrays):
         return np.concatenate(arrays)
 
+    def rows(self):
+        return self.array
+
 
 class RowCache(Cache):
     """Keys and values of one attention layer. What stands at and behind ``length`` is provisional or stale."""

@@ -166,7 +166,7 @@ class Logits(abc.ABC):
 
 
 class Hidden(abc.ABC):
-    """Hidden states of T rows, opaque: whoever holds them can slice, join and hand them back, nothing else."""
+    """Hidden states of T rows, left on the device: they can be sliced, joined and handed back to the target."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -179,6 +179,10 @@ class Hidden(abc.ABC):
     @abc.abstractmethod
     def join(self, others: Sequence[Hidden]) -> Hidden:
         """These rows followed by those of ``others``."""
+
+    @abc.abstractmethod
+    def rows(self) -> Float32:
+        """All of them on the host, ``[T, H]`` float32: costly, for a drafter that computes with them there."""
 
 
 class DraftHead(abc.ABC):

@@ -177,17 +177,15 @@ class _Examined:
         from specdec.records.probes import PROBES, write_probe
 
         folder = PROBES.folder()
-        self.not_stored = refused
-        if not refused and folder is None:
-            self.not_stored = f"{PROBES.switch}=off"
-        elif not refused and not self.info.fingerprint:
+        if refused or folder is None:
+            self.not_stored = refused or f"{PROBES.switch}=off"
+        elif not self.info.fingerprint:
             self.not_stored = "the target has no fingerprint, so the record would fit any other"
-        if self.not_stored or folder is None:
-            return
-        try:
-            self.path = write_probe(self.record, folder)
-        except UnsupportedError as error:
-            self.unwritable, self.not_stored = error, error.message
+        else:
+            try:
+                self.path = write_probe(self.record, folder)
+            except UnsupportedError as error:
+                self.unwritable, self.not_stored = error, error.message
 
     def to_dict(self) -> dict[str, Any]:
         """The object under ``model`` of ``doctor --json``."""

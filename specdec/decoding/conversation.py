@@ -1,4 +1,4 @@
-"""A conversation over one session: what a turn shares with the turns before is not computed again. Prints nothing."""
+"""A conversation over one session: the text that a turn shares with earlier turns is not computed again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from specdec.decoding.result import Result
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.text import common_prefix
 
 _SAVED = "conversation"  # key of Session.extra
 _ROLES = ("system", "user", "assistant")
@@ -61,7 +62,7 @@ class Conversation:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What the session holds."""
+        """All tokens of the session."""
         return self._session.tokens
 
     @property
@@ -138,7 +139,7 @@ class Conversation:
         return self._lm.tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, **self._template)
 
     def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation: the session's own where its text goes on, else the rendered text's."""
+        """Token ids of a conversation: the session's own where its text continues, else those of the rendered text."""
         tokenizer = self._lm.tokenizer
         rendered = self._render(messages)
         held = self._session.tokens
@@ -155,12 +156,7 @@ class Conversation:
             self._session.rewind(min(end, len(self._session.tokens)))
             return
         rendered = self._lm.tokenizer.encode(self._render(self._messages, prompt=False), add_special=False)
-        shared = 0
-        for ours, theirs in zip(self._session.tokens, rendered, strict=False):
-            if ours != theirs:
-                break
-            shared += 1
-        self._session.rewind(shared)
+        self._session.rewind(common_prefix(self._session.tokens, rendered))
 
     def _written(self, result: Result) -> str:
         """The answer as the template should see it, special tokens such as those around its thinking included."""
@@ -171,7 +167,7 @@ class Conversation:
         return tokenizer.decode(body, skip_special=False)
 
     def _finish(self, question: str, answer: str, *, answered: bool) -> None:
-        """The answer is over: keep the turn, or forget it where nothing was said."""
+        """End the answer: keep the turn, or forget it where nothing was generated."""
         if answered:
             self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             self._ends.append(len(self._session.tokens))
@@ -199,7 +195,7 @@ class Answer:
             result = self._stream.result
             self._close(self._conversation._written(result), answered=bool(result.tokens))
             raise
-        except KeyboardInterrupt:  # in the middle of a pass: what was said stays
+        except KeyboardInterrupt:  # in the middle of a pass: the text so far stays
             self._close(self._text, answered=bool(self._text))
             raise
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -28,25 +28,32 @@ from specdec.text import Tokenizer
 
 
 @attrs.frozen(kw_only=True)
-class DrafterPart:
-    """A drafter's spec with its configuration and what its ``prepare`` returned; makes one drafter per sequence."""
+class _Part:
+    """A spec with its configuration and what its ``prepare`` returned."""
 
-    spec: DrafterSpec
+    spec: Any
     config: Any = None
     shared: Any = None
+
+    def prepared(self, env: PrepareEnv) -> Self:
+        """The part after its spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
+        prepare = self.spec.prepare
+        if prepare is None:
+            return self
+        return attrs.evolve(self, shared=registry().build(self.spec, lambda: prepare(self.config, env)))
+
+
+@attrs.frozen(kw_only=True)
+class DrafterPart(_Part):
+    """A drafter, chosen and configured; makes one drafter object per sequence."""
+
+    spec: DrafterSpec
 
     @classmethod
     def of(cls, choice: Choice) -> DrafterPart:
         """The drafter that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
         spec = registry().drafter(choice.name, asked_by=_asked_by(choice, "drafter"))
         return cls(spec=spec, config=structure_choice(choice, spec.config, "drafter"))
-
-    def prepared(self, env: PrepareEnv) -> DrafterPart:
-        """The part after its spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
-        prepare = self.spec.prepare
-        if prepare is None:
-            return self
-        return attrs.evolve(self, shared=registry().build(self.spec, lambda: prepare(self.config, env)))
 
     @property
     def needs(self) -> Needs:
@@ -61,25 +68,16 @@ class DrafterPart:
 
 
 @attrs.frozen(kw_only=True)
-class DepthPart:
-    """A depth policy's spec with its configuration and shared state; makes one policy per generation."""
+class DepthPart(_Part):
+    """A depth policy, chosen and configured; makes one policy object per generation."""
 
     spec: DepthPolicySpec
-    config: Any = None
-    shared: Any = None
 
     @classmethod
     def of(cls, choice: Choice) -> DepthPart:
         """The policy that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
         spec = registry().depth_policy(choice.name, asked_by=_asked_by(choice, "depth"))
         return cls(spec=spec, config=structure_choice(choice, spec.config, "depth"))
-
-    def prepared(self, env: PrepareEnv) -> DepthPart:
-        """The part after its spec's ``prepare``. Raises: SpecdecError."""
-        prepare = self.spec.prepare
-        if prepare is None:
-            return self
-        return attrs.evolve(self, shared=registry().build(self.spec, lambda: prepare(self.config, env)))
 
     def make(self) -> DepthPolicy:
         """A policy for one generation. Raises: PluginError when its factory fails."""

@@ -17,6 +17,7 @@ from specdec.decoding.session_file import SavedSession, read_session, write_sess
 from specdec.decoding.settings import override_generation
 from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.text import common_prefix
 
 
 class Session:
@@ -110,11 +111,7 @@ class Session:
         self._must_be_idle()
         wanted = self._lm.encode(prompt)
         self._check_fits(len(wanted))
-        shared = 0
-        for ours, theirs in zip(self._sequence.tokens, wanted, strict=False):
-            if ours != theirs:
-                break
-            shared += 1
+        shared = common_prefix(self._sequence.tokens, wanted)
         self.rewind(shared)
         self._sequence.tokens.extend(wanted[shared:])
         return shared

@@ -31,14 +31,14 @@ from specdec.contract import (
 )
 from specdec.drafters.follower import DraftRow, Follower, restored
 from specdec.drafters.gate import DraftGate
-from specdec.drafters.retokenise import Transcript, common_prefix, continuation, differences
+from specdec.drafters.retokenise import Transcript, continuation, differences
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
 from specdec.sampling import draft_token
+from specdec.text import Tokenizer, common_prefix
 
 if TYPE_CHECKING:
     from specdec.contract import Float32
-    from specdec.text import Tokenizer
 
 OTHER_TOKENS = "the saved state holds other tokens"
 _SHOWN = 3  # examples that an error gives

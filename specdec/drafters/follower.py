@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.contract import DrafterSnapshot, ForwardPass, Logits, Snapshot, State
-from specdec.drafters.retokenise import common_prefix
+from specdec.text import common_prefix
 
 if TYPE_CHECKING:
     from specdec.contract import Float32

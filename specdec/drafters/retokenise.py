@@ -14,9 +14,9 @@ Two rules make a drafter's state a function of the committed tokens, however the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from specdec.text import IncrementalDecoder, Tokenizer
+from specdec.text import IncrementalDecoder, Tokenizer, common_prefix
 
 LONGEST_SEGMENT = 64  # characters; text without spaces is cut here
 WINDOW = 8  # committed tokens at most that are tokenised again together with a draft's text
@@ -168,16 +168,6 @@ def _last_word(target: Tokenizer, tokens: Sequence[int]) -> list[int]:
         if (target.piece(tokens[at]) or "").startswith(_WORD_STARTS):
             return list(tokens[at:])
     return list(tokens)
-
-
-def common_prefix(one: Iterable[int], other: Iterable[int]) -> int:
-    """How many leading tokens two sequences share."""
-    shared = 0
-    for ours, theirs in zip(one, other, strict=False):
-        if ours != theirs:
-            break
-        shared += 1
-    return shared
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:

@@ -53,10 +53,20 @@ class Control:
     """Plain decoding of the same tokens in passes of ``rows`` rows, against passes of one row."""
 
     rows: int
-    compared: int  # token positions
-    equal_rows: int  # of them: logits equal bit for bit
-    argmax_disagreements: int
-    largest_difference: float  # between two logits of the same position and token
+    compared: int = 0  # token positions
+    equal_rows: int = 0  # of them: logits equal bit for bit
+    argmax_disagreements: int = 0
+    largest_difference: float = 0.0  # between two logits of the same position and token
+
+    def after(self, alone: np.ndarray, together: np.ndarray) -> Control:
+        """With another pass: the logits ``[rows, V]`` of its rows alone, and of the pass."""
+        return attrs.evolve(
+            self,
+            compared=self.compared + len(alone),
+            equal_rows=self.equal_rows + int((alone == together).all(axis=1).sum()),
+            argmax_disagreements=self.argmax_disagreements + int((alone.argmax(1) != together.argmax(1)).sum()),
+            largest_difference=max(self.largest_difference, float(np.abs(alone - together).max())),
+        )
 
     @property
     def equal_share(self) -> float:
@@ -176,12 +186,14 @@ def audit(
     history = list(prompt)
     context = Context(history, sampling, generated_from=len(prompt))
     single = _prefilled(lm, prompt, len(forced))
-    control = _ControlRun(lm, _prefilled(lm, prompt, len(forced)), rows) if rows > 1 else None
+    several = _prefilled(lm, prompt, len(forced)) if rows > 1 else single
+    control = Control(rows=rows)
+    fed = [prompt[-1], *forced[:-1]]
 
     divergences: list[Divergence] = []
     gaps: list[float] = []
-    for position, token in enumerate(forced):
-        pending = history[-1]
+    alone: list[np.ndarray] = []
+    for position, (pending, token) in enumerate(zip(fed, forced, strict=True)):
         logits = lm.target.decode(single, [pending]).need_logits()
         lm.target.commit(single, 1)
         deciding = Rows(logits, (), context)
@@ -191,8 +203,13 @@ def audit(
         gaps.append(float(best - second))
         if token != chosen:
             divergences.append(Divergence(position, token, chosen, float(best - values[token]), gaps[-1]))
-        if control is not None:
-            control.take(pending, logits.rows()[0])
+        if rows > 1:
+            alone.append(logits.rows()[0].copy())
+        if alone and (len(alone) == rows or position == len(forced) - 1):
+            block = fed[position + 1 - len(alone) : position + 1]
+            control = control.after(np.stack(alone), lm.target.decode(several, block).need_logits().rows())
+            lm.target.commit(several, len(block))
+            alone = []
         history.append(token)
         if progress is not None:
             progress(position + 1, len(forced))
@@ -204,7 +221,7 @@ def audit(
         parity=lm.info.parity.value,
         divergences=tuple(divergences),
         gaps=tuple(gaps),
-        control=None if control is None else control.report(),
+        control=control if rows > 1 else None,
     )
 
 
@@ -214,42 +231,6 @@ def _prefilled(lm: LanguageModel, prompt: Sequence[int], room: int) -> State:
     for at in range(0, len(prompt) - 1, PREFILL_CHUNK):
         lm.target.prefill(state, prompt[at : min(at + PREFILL_CHUNK, len(prompt) - 1)])
     return state
-
-
-class _ControlRun:
-    """Collects the logits of single rows, then runs as many rows in one pass and compares."""
-
-    def __init__(self, lm: LanguageModel, state: State, rows: int) -> None:
-        self._target, self._state, self._rows = lm.target, state, rows
-        self._tokens: list[int] = []
-        self._alone: list[np.ndarray] = []
-        self._found = Control(rows=rows, compared=0, equal_rows=0, argmax_disagreements=0, largest_difference=0.0)
-
-    def take(self, token: int, logits: np.ndarray) -> None:
-        """A token that was fed, and the logits ``[V]`` float32 that it gave as the only row."""
-        self._tokens.append(token)
-        self._alone.append(logits.copy())
-        if len(self._tokens) == self._rows:
-            self._compare()
-
-    def _compare(self) -> None:
-        alone, found = np.stack(self._alone), self._found
-        together = self._target.decode(self._state, self._tokens).need_logits().rows()
-        self._found = attrs.evolve(
-            found,
-            compared=found.compared + len(alone),
-            equal_rows=found.equal_rows + int((alone == together).all(axis=1).sum()),
-            argmax_disagreements=found.argmax_disagreements + int((alone.argmax(1) != together.argmax(1)).sum()),
-            largest_difference=max(found.largest_difference, float(np.abs(alone - together).max())),
-        )
-        self._target.commit(self._state, len(self._tokens))
-        self._tokens, self._alone = [], []
-
-    def report(self) -> Control:
-        """What was found; the last pass may have fewer rows."""
-        if self._tokens:
-            self._compare()
-        return self._found
 
 
 # --- a run from a file -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The conformance kit: proves a plugin right, or shows the smallest case in which it is wrong.
+"""The conformance kit: checks a plugin against its contract, and shows the smallest case in which it is wrong.
 
     from specdec.testing import parametrize_checks
 
@@ -6,9 +6,8 @@
     def test_contract(check):
         check()
 
-The same without pytest: ``specdec check NAME`` or ``check_plugin("NAME").raise_for_failures()``. Clauses and their
-reasons stand in ``docs/contract``. Needs hypothesis (``pip install specdec-framework[testing]``), no weights and no
-network.
+Without pytest: ``specdec check NAME`` or ``check_plugin("NAME").raise_for_failures()``. The clauses and their reasons
+are in ``docs/contract``. Needs hypothesis (``pip install specdec-framework[testing]``), no weights and no network.
 """
 
 from __future__ import annotations
@@ -17,54 +16,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec.testing.models import Memory, StrictForwardPass, TableModel
+    from specdec.testing.checks import CONTRACT, Check, check, expect, not_applicable
+    from specdec.testing.clauses import iter_checks
     from specdec.testing.numerics import Fit, goodness_of_fit
-    from specdec.testing.registry import (
-        CONTRACT,
-        Check,
-        CheckFailure,
+    from specdec.testing.pytest_plugin import parametrize_checks
+    from specdec.testing.reports import CheckFailure, Outcome, Report, Status, check_plugin, check_subjects, run_check
+    from specdec.testing.strict_pass import StrictForwardPass
+    from specdec.testing.subjects import (
         DepthPolicySubject,
         DrafterSubject,
         ForwardPassSubject,
         OpsSubject,
-        Outcome,
-        Report,
-        Status,
         Subject,
         VerifierSubject,
-        check,
-        check_plugin,
-        expect,
-        iter_checks,
-        not_applicable,
-        parametrize_checks,
+        as_subject,
     )
+    from specdec.testing.table_model import Memory, TableModel
 
-_HOME = {
-    "specdec.testing.models": ("Memory", "StrictForwardPass", "TableModel"),
-    "specdec.testing.numerics": ("Fit", "goodness_of_fit"),
-    "specdec.testing.registry": (
-        "CONTRACT",
-        "Check",
-        "CheckFailure",
-        "DepthPolicySubject",
-        "DrafterSubject",
-        "ForwardPassSubject",
-        "OpsSubject",
-        "Outcome",
-        "Report",
-        "Status",
-        "Subject",
-        "VerifierSubject",
-        "check",
-        "check_plugin",
-        "expect",
-        "iter_checks",
-        "not_applicable",
-        "parametrize_checks",
-    ),
-}
-_NAMES = {name: module for module, names in _HOME.items() for name in names}
+_MODULES = ("table_model", "strict_pass", "numerics", "subjects", "checks", "clauses", "reports", "pytest_plugin")
 
 __all__ = [
     "CONTRACT",
@@ -83,21 +52,23 @@ __all__ = [
     "Subject",
     "TableModel",
     "VerifierSubject",
+    "as_subject",
     "check",
     "check_plugin",
+    "check_subjects",
     "expect",
     "goodness_of_fit",
     "iter_checks",
     "not_applicable",
     "parametrize_checks",
+    "run_check",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'specdec.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(_NAMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+def __getattr__(name: str) -> Any:  # lazy: pytest imports this package in every run
+    if name in __all__:
+        for module in _MODULES:
+            found = getattr(importlib.import_module(f"specdec.testing.{module}"), name, None)
+            if found is not None:
+                return found
+    raise AttributeError(f"module 'specdec.testing' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Numbers for checks: a chi-square test without SciPy, tolerances with their derivation, NaN filling."""
+"""The numbers that checks decide by: a chi-square test, and tolerances with their derivation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 @attrs.frozen
 class Fit:
-    """How well counts fit a law. ``impossible`` lists cells of probability 0 that occurred: no luck explains those."""
+    """How well counts fit a distribution. ``impossible`` lists the cells of probability 0 that occurred."""
 
     p_value: float
     statistic: float
@@ -31,23 +31,23 @@ class Fit:
     impossible: tuple[int, ...] = ()
 
     def passes(self, threshold: float) -> bool:
-        """Whether the counts may come from the law, at this level of false alarms."""
+        """Whether the counts may come from the distribution, at this rate of false alarms."""
         return not self.impossible and self.p_value >= threshold
 
     def __str__(self) -> str:
         if self.impossible:
-            return (
-                f"{len(self.impossible)} outcome(s) of probability 0 occurred, the first is cell {self.impossible[0]}"
-            )
+            return f"{len(self.impossible)} outcome(s) of probability 0 occurred, first cell {self.impossible[0]}"
         return f"chi-square {self.statistic:.1f} with {self.freedom} degrees of freedom, p = {self.p_value:.1e}"
 
 
-def goodness_of_fit(counts: Sequence[int] | NDArray[np.int64], law: Sequence[float] | NDArray[np.float64]) -> Fit:
+def goodness_of_fit(
+    counts: Sequence[int] | NDArray[np.int64], probabilities: Sequence[float] | NDArray[np.float64]
+) -> Fit:
     """Pearson's chi-square of counts against the probabilities of the same cells.
 
     Cells expected fewer than ``MERGE_BELOW`` times are merged, smallest first, until no such cell is left.
     """
-    observed, expected = np.asarray(counts, np.float64).ravel(), np.asarray(law, np.float64).ravel()
+    observed, expected = np.asarray(counts, np.float64).ravel(), np.asarray(probabilities, np.float64).ravel()
     if observed.shape != expected.shape:
         raise ValueError(f"{observed.size} counts and {expected.size} probabilities")
     impossible = tuple(int(cell) for cell in np.flatnonzero((expected <= 0) & (observed > 0)))
@@ -67,47 +67,16 @@ def goodness_of_fit(counts: Sequence[int] | NDArray[np.int64], law: Sequence[flo
 
 
 def chi_square_tail(statistic: float, freedom: int) -> float:
-    """Probability that a chi-square variable exceeds ``statistic``: ``Q(freedom / 2, statistic / 2)``."""
-    return 1.0 if freedom <= 0 or statistic <= 0 else _upper_gamma(freedom / 2.0, statistic / 2.0)
+    """Probability that a chi-square variable of ``freedom`` degrees exceeds ``statistic``.
 
-
-def _upper_gamma(a: float, x: float) -> float:
-    """The regularised upper incomplete gamma function, by series for small x, else by Lentz's continued fraction.
-
-    Source: DLMF 8.11.4 (series) and 8.9.2 (fraction), https://dlmf.nist.gov/8.
+    Source: Abramowitz and Stegun 1964, 26.4.4 and 26.4.5: finite sums, odd and even degrees of freedom.
     """
-    log_scale = a * math.log(x) - x - math.lgamma(a)
-    if x < a + 1.0:
-        term = total = 1.0 / a
-        n = a
-        while abs(term) > abs(total) * 1e-15:
-            n += 1.0
-            term *= x / n
-            total += term
-        return max(0.0, 1.0 - total * math.exp(log_scale))
-    tiny = 1e-300
-    b = x + 1.0 - a
-    c, d = 1.0 / tiny, 1.0 / b
-    h = d
-    for i in range(1, 10_000):
-        an = -i * (i - a)
-        b += 2.0
-        d = 1.0 / (an * d + b or tiny)
-        c = b + an / c or tiny
-        h *= d * c
-        if abs(d * c - 1.0) < 1e-15:
-            break
-    return math.exp(log_scale) * h
-
-
-def binomial_interval(successes: int, trials: int, z: float = 4.5) -> tuple[float, float]:
-    """Wilson's score interval for a rate; z = 4.5 is missed 7 times in a million."""
-    if trials == 0:
-        return 0.0, 1.0
-    rate, square = successes / trials, z * z
-    centre = (rate + square / (2 * trials)) / (1 + square / trials)
-    half = z * math.sqrt(rate * (1 - rate) / trials + square / (4 * trials * trials)) / (1 + square / trials)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    if freedom <= 0 or statistic <= 0:
+        return 1.0
+    half = statistic / 2
+    tail = math.erfc(math.sqrt(half)) if freedom % 2 else 0.0
+    powers = [freedom / 2 - i for i in range(1, freedom // 2 + 1)]
+    return tail + sum(math.exp(power * math.log(half) - half - math.lgamma(power + 1)) for power in powers)
 
 
 def dot_tolerance(dtype: str, length: int, magnitude: NDArray[np.float64], roundings: int = 1) -> NDArray[np.float64]:
@@ -124,7 +93,7 @@ def dot_tolerance(dtype: str, length: int, magnitude: NDArray[np.float64], round
 def fill_with_nan(owner: object) -> int:
     """Fill every writable floating-point array among an object's attributes with NaN; returns how many there were.
 
-    For buffers whose contents must not matter: a value that is read from one shows up as NaN.
+    For buffers whose contents must not matter: a value that is read from one makes the result NaN.
     """
     filled = 0
     for array in vars(owner).values():

@@ -1,41 +1,44 @@
-"""The pytest plugin of the kit: a line that says what runs, ``--specdec-contract`` and ``--specdec-seed``.
+"""pytest's side of the kit: ``parametrize_checks``, two options, and a header line that says what runs.
 
-Registered by the entry point ``specdec`` in the group ``pytest11``; the checks do not need it.
+Registered by the entry point ``specdec`` in the group ``pytest11``. A run that does not use the kit imports none of it.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pytest
 
-contract: str | None = None
-"""The contract to test against, over what the tests claim; None where the command line does not say."""
-seed: int = 0
-"""The seed of all drawn cases."""
+T = TypeVar("T")
+
+_contract: str | None = None  # --specdec-contract, which overrides what the tests claim
+_seed: int = 0  # --specdec-seed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Our options."""
+    """The options of the kit."""
     group = parser.getgroup("specdec")
     group.addoption(
-        "--specdec-contract", metavar="DATE", default=None, help="test plugins against this contract, such as 2027.1"
+        "--specdec-contract", metavar="DATE", default=None, help="check plugins against this contract, such as 2026.1"
     )
     group.addoption("--specdec-seed", metavar="N", type=int, default=0, help="seed of the cases that checks draw")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the options over."""
-    global contract, seed
-    contract, seed = config.getoption("--specdec-contract"), config.getoption("--specdec-seed")
+    """Read the options."""
+    global _contract, _seed
+    _contract, _seed = config.getoption("--specdec-contract"), config.getoption("--specdec-seed")
 
 
 def pytest_report_collectionfinish() -> str | list[str]:
-    """One line: contract, seed, and which backends this machine runs. None in a run that does not use the kit."""
-    if "specdec.testing.registry" not in sys.modules:  # installed is not used: other people's runs stay as they are
+    """One line with the contract, the seed and the backends of this machine; nothing where the kit is not in use."""
+    if "specdec.testing.checks" not in sys.modules:
         return []
     from specdec.registry import Kind, registry
-    from specdec.testing.registry import CONTRACT
+    from specdec.testing.checks import CONTRACT
 
     backends = []
     for entry in registry().entries(Kind.BACKEND):
@@ -45,4 +48,67 @@ def pytest_report_collectionfinish() -> str | list[str]:
         except Exception as error:  # noqa: BLE001  (a header shows what is broken, it does not break)
             reason = f"{type(error).__name__}: {error}"
         backends.append(entry.spec.name if reason is None else f"{entry.spec.name} (not here: {reason})")
-    return f"specdec: contract {contract or CONTRACT}, seed {seed}, backends: {', '.join(backends) or 'none'}"
+    return f"specdec: contract {_contract or CONTRACT}, seed {_seed}, backends: {', '.join(backends) or 'none'}"
+
+
+def parametrize_checks(
+    *,
+    drafter: Any = None,
+    verifier: Any = None,
+    forward_pass: Any = None,
+    depth_policy: Any = None,
+    ops: Any = None,
+    contract: str | None = None,
+    known_failures: Mapping[str, str] | None = None,
+    seed: int | None = None,
+    effort: float = 1.0,
+) -> Callable[[T], T]:
+    """Decorate a test ``def test_contract(check): check()``: pytest runs it once for each check.
+
+    Args:
+        drafter: a DrafterSpec, or a factory that takes the sequence's ``env`` or nothing; the others likewise.
+        contract: the version that the plugin claims; newer clauses warn instead of failing.
+        known_failures: ``{id: reason}``. One that passes is a failure.
+        seed: of all drawn cases; None takes pytest's ``--specdec-seed`` (0 unless given).
+    Raises: ConfigError for a known failure that no check here has as its id.
+    """
+    from specdec.errors import ConfigError
+    from specdec.testing.checks import CONTRACT, Check
+    from specdec.testing.clauses import expect_ids, iter_checks
+    from specdec.testing.reports import Status, run_check
+    from specdec.testing.subjects import Subject, as_subject
+
+    known = dict(known_failures or {})
+    expect_ids(known)
+    given = dict(zip(Subject, (drafter, verifier, forward_pass, depth_policy, ops), strict=True))
+    chosen = [subject for subject in Subject if given[subject] is not None]
+    if not chosen:
+        raise ConfigError("parametrize_checks needs something to check", **{"try": "parametrize_checks(drafter=...)"})
+    for id_ in known:
+        if id_[0] not in [subject.letter for subject in chosen]:
+            raise ConfigError(f"known_failures names {id_}, and no such subject is checked here")
+
+    def item(check: Check) -> Callable[[], None]:
+        def run() -> None:
+            outcome = run_check(
+                check,
+                as_subject(check.subject, given[check.subject]),
+                seed=seed if seed is not None else _seed,
+                effort=effort,
+                contract=_contract or contract or CONTRACT,
+                known=known.get(check.id),
+            )
+            if outcome.status is Status.FAILED and outcome.failure is not None:
+                raise outcome.failure
+            if outcome.status is Status.KNOWN:
+                pytest.xfail(outcome.detail)
+            if outcome.status is Status.NOT_APPLICABLE:
+                pytest.skip(outcome.detail)
+            if outcome.status in (Status.ADVICE, Status.NEWER):
+                warnings.warn(f"{outcome.status.value}: {outcome.detail}", stacklevel=2)
+
+        return run
+
+    items = [pytest.param(item(check), id=check.id) for subject in chosen for check in iter_checks(subject)]
+    mark: Any = pytest.mark.parametrize("check", items)
+    return mark  # type: ignore[no-any-return]

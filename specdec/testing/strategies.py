@@ -1,11 +1,10 @@
-"""Hypothesis strategies for laws, drafts and sequences of calls. Zeros, one-hots and ties are drawn often.
+"""Hypothesis strategies for distributions, drafts and sequences of calls. Zeros, one-hots and ties are drawn often.
 
 Needs hypothesis: ``pip install specdec-framework[testing]``.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +21,13 @@ if TYPE_CHECKING:
 
 
 def weights(size: int, largest: int = 8) -> st.SearchStrategy[list[int]]:
-    """Integer weights of a law, not all zero; small ones, so that ties, zeros and one-hots are common."""
+    """Integer weights, not all zero; small ones, so that ties, zeros and one-hots are common."""
     return st.lists(st.integers(0, largest), min_size=size, max_size=size).filter(any)
 
 
 def distributions(size: int) -> st.SearchStrategy[Float64]:
-    """Laws ``[size]`` float64."""
+    """Distributions ``[size]`` float64."""
     return weights(size).map(lambda drawn: np.array(drawn, np.float64) / sum(drawn))
-
-
-def rational_laws(size: int) -> st.SearchStrategy[tuple[Fraction, ...]]:
-    """Laws as fractions, for exact enumeration."""
-    return weights(size).map(lambda drawn: tuple(Fraction(weight, sum(drawn)) for weight in drawn))
 
 
 def logits(rows: int, vocab: int) -> st.SearchStrategy[NDArray[np.float32]]:
@@ -52,9 +46,9 @@ def tokens(vocab: int, *, min_size: int = 0, max_size: int = 12) -> st.SearchStr
 
 
 @st.composite
-def drafts(draw: st.DrawFn, vocab: int, depth: int, *, laws: bool = False) -> Draft:
-    """Honest drafts of exactly ``depth`` tokens; with ``laws`` each has positive probability in its law."""
-    if not laws:
+def drafts(draw: st.DrawFn, vocab: int, depth: int, *, with_probs: bool = False) -> Draft:
+    """Honest drafts of exactly ``depth`` tokens; in ``probs``, if asked for, each has a positive probability."""
+    if not with_probs:
         return Draft(tuple(draw(st.lists(st.integers(0, vocab - 1), min_size=depth, max_size=depth))))
     rows = [draw(distributions(vocab)) for _ in range(depth)]
     chosen = tuple(draw(st.sampled_from(np.flatnonzero(row).tolist())) for row in rows)
@@ -87,12 +81,19 @@ def samplings(draw: st.DrawFn, vocab: int, *, greedy: bool | None = None) -> Sam
     )
 
 
+def generations(vocab: int) -> dict[str, st.SearchStrategy[Any]]:
+    """``prompt``, ``depths`` (taken in turn) and ``sampling`` of a generation by the engine."""
+    prompts = st.one_of(tokens(vocab, min_size=1), st.just([1, 2, 3, 1, 2, 3, 1, 2]))
+    depths = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+    return {"prompt": prompts, "depths": depths, "sampling": samplings(vocab)}
+
+
 # --- sequences of calls ----------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Call:
-    """One step of a sequence of calls; what ``name`` means with these numbers is up to who plays it."""
+    """One step of a sequence of calls; the check that draws it decides what ``name`` does with the numbers."""
 
     name: str
     numbers: tuple[int, ...] = ()

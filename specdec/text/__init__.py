@@ -3,6 +3,6 @@
 from specdec.text.chat_template import ChatTemplate
 from specdec.text.incremental import IncrementalDecoder
 from specdec.text.stop import StopMatcher
-from specdec.text.tokenizer import Tokenizer
+from specdec.text.tokenizer import Tokenizer, common_prefix
 
-__all__ = ["ChatTemplate", "IncrementalDecoder", "StopMatcher", "Tokenizer"]
+__all__ = ["ChatTemplate", "IncrementalDecoder", "StopMatcher", "Tokenizer", "common_prefix"]

@@ -205,3 +205,13 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     given = ((key, tokenizer_config.get(key)) for key in SPECIAL_TOKEN_KEYS)
     plain = ((key, value.get("content") if isinstance(value, Mapping) else value) for key, value in given)
     return {key: value for key, value in plain if isinstance(value, str)}
+
+
+def common_prefix(one: Iterable[int], other: Iterable[int]) -> int:
+    """How many leading tokens two sequences share."""
+    shared = 0
+    for ours, theirs in zip(one, other, strict=False):
+        if ours != theirs:
+            break
+        shared += 1
+    return shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 from hypothesis import strategies as st
@@ -15,16 +16,19 @@ class Rows(Hidden):
     """Hidden states that say which position and which token they are of."""
 
     def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
-        self.rows = list(rows)
+        self.made_of = list(rows)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.made_of)
 
     def __getitem__(self, rows: slice) -> Rows:
-        return Rows(self.rows[rows])
+        return Rows(self.made_of[rows])
 
     def join(self, others: Sequence[Hidden]) -> Rows:
-        return Rows([row for part in (self, *others) for row in part.rows])  # type: ignore[attr-defined]
+        return Rows([row for part in (self, *others) for row in part.made_of])  # type: ignore[attr-defined]
+
+    def rows(self) -> NoReturn:
+        raise AssertionError("a ledger does not look into hidden states")
 
 
 class Ledger(RuleBasedStateMachine):
@@ -40,7 +44,7 @@ class Ledger(RuleBasedStateMachine):
     def feed(self, tokens: list[int], hidden: Hidden) -> None:
         assert isinstance(hidden, Rows)
         assert len(tokens) == len(hidden)
-        self.cache += zip(hidden.rows, tokens, strict=True)
+        self.cache += zip(hidden.made_of, tokens, strict=True)
         self.pairs.fed += len(tokens)
 
     @rule(chunk=st.lists(st.integers(0, 9), min_size=1, max_size=6))
@@ -96,7 +100,7 @@ class Ledger(RuleBasedStateMachine):
             else:
                 assert following == self.owed
         last = self.pairs.last
-        assert last is None or last.rows == [(len(self.tokens) - 1, self.tokens[-1])]  # type: ignore[attr-defined]
+        assert last is None or last.made_of == [(len(self.tokens) - 1, self.tokens[-1])]  # type: ignore[attr-defined]
 
 
 test_any_story_feeds_true_pairs = Ledger.TestCase
@@ -108,6 +112,6 @@ def test_going_on_from_saved_pairs() -> None:
     pairs.add([3], Rows([(7, 3)]), 7)
     tokens, hidden = pairs.take(2)
     assert tokens == [8, 9, 3, 2]
-    assert [position for position, _ in hidden.rows] == [4, 5, 6, 7]  # type: ignore[attr-defined]
+    assert [position for position, _ in hidden.made_of] == [4, 5, 6, 7]  # type: ignore[attr-defined]
     with pytest.raises(IndexError):
         pairs.take()

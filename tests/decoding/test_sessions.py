@@ -253,10 +253,10 @@ Change = Callable[[dict[str, Any], dict[str, Any]], object]
 def rewrite(file: pathlib.Path, target: pathlib.Path, change: Change) -> None:
     """``file`` with its description and tensors changed."""
     with safetensors.safe_open(file, framework="pt") as opened:
-        described = json.loads(opened.metadata()["specdec.decoding.session"])
+        described = json.loads(opened.metadata()["specdec.session"])
         tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}
     change(described, tensors)
-    save_file(tensors, target, {"specdec.decoding.session": json.dumps(described)})
+    save_file(tensors, target, {"specdec.session": json.dumps(described)})
 
 
 def test_a_file_cut_anywhere_is_refused(saved: tuple[Any, pathlib.Path], refuses: Callable[..., str]) -> None:

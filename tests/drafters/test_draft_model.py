@@ -35,8 +35,8 @@ from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftMode
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.registry import Registry
 from specdec.testing import Memory, TableModel
-from specdec.testing.end_to_end import run_engine
-from specdec.testing.models import TableLogits
+from specdec.testing.engine_run import run_engine
+from specdec.testing.table_model import TableLogits
 from specdec.text import Tokenizer
 from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
@@ -473,7 +473,7 @@ def test_with_a_ratio_test_the_output_has_the_target_s_law(monkeypatch, rule, ga
     assert lengths == {2} if not gate else True
 
     def law(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
-        return tuple(_fractions(target.law([*prompt, *prefix])))
+        return tuple(_fractions(target.distribution([*prompt, *prefix])))
 
     def verify(target_law: Any, handed: Any, drafted: Any, accepts: Any) -> Any:
         return getattr(rejection, rule)(target_law, handed, drafted, accepts)

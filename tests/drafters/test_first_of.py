@@ -31,10 +31,9 @@ from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
 from specdec.hookspecs import hookimpl
 from specdec.registry import BUILT_INS, Registry, use_registry
-from specdec.testing import TableModel
-from specdec.testing.end_to_end import run_engine
-from specdec.testing.playing import Played
-from specdec.testing.registry import DrafterSubject
+from specdec.testing import DrafterSubject, TableModel
+from specdec.testing.engine_run import run_engine
+from specdec.testing.scripted_session import ScriptedSession
 from specdec.verifiers.strict import StrictVerifier
 from tests.drafters.composed import composed
 
@@ -123,7 +122,7 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
     """Any opinions, any outcomes, drafts that the engine cuts: the same calls reach every child, counts are right."""
     made.clear()
     choices = [Choice("noted", {"number": number, "every": every}) for number, every in enumerate(everys)]
-    played = Played.start(subject(*choices))
+    played = ScriptedSession.start(subject(*choices))
     played.feed([1, 2, 3], chunk=2)
     expected = {number: [0, 0, 0] for number in range(len(everys))}
     for depth, accepted, next_token, cut in cycles:

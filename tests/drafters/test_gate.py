@@ -23,7 +23,7 @@ from specdec.drafters.gate import DraftGate
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
 from specdec.testing import TableModel
-from specdec.testing.models import TableLogits
+from specdec.testing.table_model import TableLogits
 from specdec.verifiers import rejection
 from tests.verifiers.enumeration import distance, emitted, joint_of
 
@@ -144,7 +144,7 @@ def drafts(model: TableModel, config: MtpConfig, shared: Any, monkeypatch: pytes
 
 def output_distance(model: TableModel, found: list[Any], rule: Any) -> float:
     def target(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
-        law = [Fraction(float(p)) for p in model.law([*PROMPT, *prefix])]
+        law = [Fraction(float(p)) for p in model.distribution([*PROMPT, *prefix])]
         return tuple(p / sum(law) for p in law)
 
     got, _ = emitted(rule, target, iter(found), VOCAB, JOINT)

@@ -19,9 +19,8 @@ from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
 from specdec.errors import ConfigError, ContractError, PromptError, StateError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
-from specdec.testing import TableModel, parametrize_checks
-from specdec.testing.playing import Played
-from specdec.testing.registry import Subject, as_subject
+from specdec.testing import Subject, TableModel, as_subject, parametrize_checks
+from specdec.testing.scripted_session import ScriptedSession
 from tests import tiny
 
 VOCAB = 277
@@ -330,7 +329,7 @@ def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
 def test_the_kit_played_both_heads() -> None:
     """The settings above really reach the pruned head, the full one, and the gate."""
     subject: Any = as_subject(Subject.DRAFTER, _spec(ManyTurns))
-    played = Played.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
+    played = ScriptedSession.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
     played.feed([1, 2, 3, 1])
     played.generated_from = 4
     for number in range(30):
@@ -344,7 +343,7 @@ def test_the_kit_played_both_heads() -> None:
 def test_a_rewind_takes_back_added_ids_and_misses() -> None:
     """As a drafter that never saw what was rewound: the kit sees this only where the id would be drafted."""
     subject: Any = as_subject(Subject.DRAFTER, _spec(ManyTurns))
-    played = Played.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
+    played = ScriptedSession.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
     played.feed([2, 3, 0, 2])
     played.generated_from = 4
     for token in (4, 1, 4, 1, 4):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
-from specdec.drafters.retokenise import LONGEST_SEGMENT, WINDOW, Transcript, common_prefix, continuation, differences
+from specdec.drafters.retokenise import LONGEST_SEGMENT, WINDOW, Transcript, continuation, differences
+from specdec.text import common_prefix
 from tests.drafters.two_tokenizers import WORDS, byte_level, letters, sentence_piece
 
 TOKENIZERS = {

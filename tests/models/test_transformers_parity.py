@@ -25,7 +25,11 @@ FAMILIES = {"qwen3_5": tiny.QWEN3_5_SHAPES, "qwen3": tiny.QWEN3_SHAPES, **SHAPES
 TOKENS = 83  # longer than one chunk of transformers' delta rule (64), and no multiple of anything
 FLOAT32_BOUND = 1e-4
 
-CASES = [(family, name) for family, shapes in FAMILIES.items() for name in shapes]
+CASES = [
+    pytest.param(family, name, marks=[pytest.mark.slow] * (number > 1))
+    for family, shapes in FAMILIES.items()
+    for number, name in enumerate(shapes)
+]
 FEEDS: dict[str, Sequence[tuple[str, int]]] = {
     "whole": [("prefill", TOKENS)],
     "chunks": [("prefill", 1), ("prefill", 37), ("prefill", 2), ("decode", 16), ("decode", 3), ("prefill", 24)],

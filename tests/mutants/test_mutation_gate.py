@@ -26,9 +26,8 @@ from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import EMPTY_DRAFT, NO_NEEDS, Draft, Logits, MtpPairs, Sampling
 from specdec.drafters.ngram import NgramDrafter
 from specdec.sampling import Purpose, Rows
-from specdec.testing import OpsSubject, Subject, TableModel, iter_checks
-from specdec.testing.models import Memory
-from specdec.testing.registry import as_subject, run_check
+from specdec.testing import OpsSubject, Subject, TableModel, as_subject, iter_checks, run_check
+from specdec.testing.table_model import Memory
 from specdec.verifiers import margin, rejection, strict
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from tests.selection import cases

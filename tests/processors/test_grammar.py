@@ -18,7 +18,7 @@ from specdec.decoding.loop import run_cycle
 from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors.grammar import GrammarConfig, GrammarProcessor
-from specdec.testing.models import TableModel
+from specdec.testing.table_model import TableModel
 from specdec.verifiers.strict import StrictVerifier
 from tests.processors import words
 

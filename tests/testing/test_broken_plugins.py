@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, iter_checks
-from specdec.testing.registry import as_subject, run_check
+from specdec.testing import DrafterSubject, OpsSubject, Status, Subject, as_subject, iter_checks, run_check
 from tests.selection import cases
 from tests.testing.broken import drafters, ops, policies, targets, verifiers
 
@@ -42,7 +41,7 @@ def some(kinds, sample: int):
 
 
 def _drafter(kind):
-    return DrafterSubject(make=kind, needs=kind.needs)
+    return DrafterSubject(make=kind)
 
 
 @pytest.mark.parametrize("kind", some(drafters.BROKEN, 4))

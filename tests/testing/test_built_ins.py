@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.config import Choice
-from specdec.contract import DrafterEnv, ForwardPass, Need, PrepareEnv
+from specdec.contract import ForwardPass, Needs, PrepareEnv, Sampling
 from specdec.drafters.draft_model import DraftModel, DraftModelConfig
 from specdec.drafters.draft_model import specdec_drafters as draft_model_specs
 from specdec.drafters.first_of import Child, FirstOfConfig
@@ -21,10 +21,13 @@ from specdec.testing import (
     Memory,
     OpsSubject,
     StrictForwardPass,
+    Subject,
     TableModel,
+    as_subject,
+    check_subjects,
     parametrize_checks,
 )
-from specdec.testing.registry import Subject, as_subject, check_subjects
+from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
@@ -91,7 +94,7 @@ def first_of(*choices: Choice) -> DrafterSubject:
     """``first_of`` over registered drafters; a ``draft_model`` among them gets a toy."""
     spec = first_of_specs()[0]
     config = FirstOfConfig(drafters=choices)
-    needs = frozenset[Need]().union(*(registry().drafter(choice.name).needs for choice in choices))
+    needs = Needs(mtp=any(choice.name == "mtp" for choice in choices))
 
     def prepare(target: ForwardPass) -> tuple[Child, ...]:
         def load(asked):
@@ -186,22 +189,12 @@ def test_causal_lm_over_random_weights(make_target, family, kernels):
 
 def test_the_mtp_drafter_over_a_real_head(make_target):
     """Beyond ``TableModel``: hidden states, pairs and rewinds over the tiny family's own head, strictly."""
-    from specdec.testing import StrictForwardPass
-    from specdec.testing.end_to_end import run_engine
-
     target = make_target("qwen3_5", kernels=tiny.kernels_available()[-1])
-    from specdec.contract import Sampling
-    from specdec.drafters.mtp import MtpConfig, MtpDrafter
-
-    prompt = [5, 9, 2, 7, 5, 9, 2]
+    subject = as_subject(Subject.DRAFTER, mtp_specs()[0])
+    verifier, prompt, depths = StrictVerifier(), [5, 9, 2, 7, 5, 9, 2], [3, 0, 1, 0, 0, 5]
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=4)):
-        expected, _ = run_engine(target, StrictVerifier(), None, prompt, 24, [0], sampling)
-
-        def make(env: DrafterEnv) -> MtpDrafter:
-            return MtpDrafter(MtpConfig(), env)
-
-        got, stats = run_engine(
-            StrictForwardPass(target), StrictVerifier(), make, prompt, 24, [3, 0, 1, 0, 0, 5], sampling
-        )
-        assert got == expected
+        strict = StrictForwardPass(target)
+        got, stats = run_engine(strict, verifier, subject.make, prompt, 24, depths, sampling, needs=subject.needs)
+        assert got == plain_decoding(target, verifier, prompt, 24, sampling)
         assert not stats.inactive_reason
+        assert sum(stats.offered) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 
 import numpy as np
@@ -13,49 +12,47 @@ from click.testing import CliRunner
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import Ops
-from specdec.contract import DepthPolicySpec, ForwardPass
+from specdec.contract import DepthPolicySpec, ForwardPass, Needs
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
 from specdec.errors import ConfigError, ContractError, UnknownNameError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
 from specdec.testing import (
+    Check,
     CheckFailure,
     Memory,
     Status,
     StrictForwardPass,
     Subject,
     TableModel,
+    as_subject,
     check_plugin,
+    expect,
     goodness_of_fit,
     iter_checks,
     parametrize_checks,
+    run_check,
 )
-from specdec.testing.numerics import binomial_interval, chi_square_tail
-from specdec.testing.registry import Broken, Check, Run, as_subject, expect, run_check
+from specdec.testing.checks import Broken, Run
+from specdec.testing.numerics import chi_square_tail
 from tests.processes import run_specdec
+from tests.testing import contract_pages
 from tests.testing.broken import drafters, policies
 from tests.testing.broken.targets import RunsCycles
-
-CONTRACT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "contract"
-
 
 # --- the written contract --------------------------------------------------------------------------------------------
 
 
-def clauses(subject: Subject) -> dict[str, tuple[str, str]]:
-    """Id -> sentence and reason, as the document has them."""
-    text = (CONTRACT / f"{subject.document}.md").read_text(encoding="utf-8")
-    found = re.findall(r"^## ([A-Z]\d+)(?: \(advice\))?\n\n(.+?)\n\n\*Why:\* (.+?)(?=\n\n|\n*\Z)", text, re.S | re.M)
-    assert len(found) == len(re.findall(r"^## ", text, re.M)), "a clause lacks its sentence or its reason"
-    return {id_: (" ".join(sentence.split()), reason) for id_, sentence, reason in found}
-
-
 @pytest.mark.parametrize("subject", Subject, ids=lambda subject: subject.document)
-def test_every_clause_has_its_check_and_every_check_its_clause(subject):
-    written, checks = clauses(subject), {check.id: check for check in iter_checks(subject)}
-    assert written.keys() == checks.keys()
-    for id_, check in checks.items():
-        assert written[id_][0] == check.sentence.replace("``", "`"), id_
+def test_every_clause_is_headed_by_its_sentence_and_has_a_reason(subject):
+    text = contract_pages.page(subject).read_text(encoding="utf-8")
+    clauses = contract_pages.CLAUSE.findall(text)
+    assert [id_ for id_, *_ in clauses] == re.findall(r"^## (\S+)", text, re.M)
+    assert {id_ for id_, *_ in clauses} == {check.id for check in iter_checks(subject)}
+    assert {id_ for id_, _, advice, _ in clauses if advice} == {
+        check.id for check in iter_checks(subject) if check.kind == "advice"
+    }
+    assert text == contract_pages.updated(subject), "run python -m tests.testing.contract_pages"
 
 
 def test_clauses_are_numbered_without_gaps():
@@ -72,7 +69,7 @@ def test_a_failure_says_clause_case_and_replay():
     text = str(outcome.failure)
     assert outcome.status is Status.FAILED
     for part in (
-        "D1:",
+        "D1 A draft has at most ``depth`` tokens",
         "the draft is too long",
         "smallest case",
         "got:",
@@ -116,7 +113,7 @@ def _later(kind: str = "contract") -> Check:
 
 def test_a_later_contract_reports_and_does_not_fail():
     subject = as_subject(Subject.DRAFTER, none_specs()[0])
-    assert run_check(_later(), subject, contract="2027.1").status is Status.NEWER
+    assert run_check(_later(), subject, contract="2026.1").status is Status.NEWER
     assert run_check(_later(), subject, contract="2031.1").status is Status.FAILED
     assert run_check(_later("advice"), subject, contract="2031.1").status is Status.ADVICE
 
@@ -249,10 +246,10 @@ def test_the_command_prints_one_object_and_says_by_its_status_how_it_went():
 
 
 def test_the_command_fails_a_broken_plugin(monkeypatch):
-    from specdec.testing import named
+    from specdec.testing import reports
 
     subjects = ([("broken", Subject.DEPTH_POLICY, as_subject(Subject.DEPTH_POLICY, policies.GrowsForEver))], [])
-    monkeypatch.setattr(named, "subjects_named", lambda *arguments: subjects)
+    monkeypatch.setattr(reports, "registered_subjects", lambda *arguments: subjects)
     done = _command("broken")
     assert done.exit_code == 1
     assert "fails P4" in done.stdout
@@ -270,8 +267,8 @@ def test_an_unknown_name_ends_with_status_two():
 def test_the_table_model_follows_its_table():
     table = np.array([[0.1, 0.9], [1.0, 0.0]])
     model = TableModel(table)
-    assert model.law([0]) == pytest.approx([0.1, 0.9])
-    assert model.law([0, 1]) == pytest.approx([1.0, 0.0])
+    assert model.distribution([0]) == pytest.approx([0.1, 0.9])
+    assert model.distribution([0, 1]) == pytest.approx([1.0, 0.0])
     state = model.new_state(8)
     logits = model.decode(state, [0, 1]).need_logits().rows()
     assert np.exp(logits) == pytest.approx(np.array([[0.1, 0.9], [1.0, 0.0]]))
@@ -290,31 +287,22 @@ def test_only_attention_can_be_cut_anywhere():
     assert reached == {Memory.ATTENTION: 5, Memory.CONVOLUTION: 3, Memory.RECURRENT: 3}
 
 
-def _strict(mtp: bool = True):
-    model = StrictForwardPass(TableModel.random(4, mtp=mtp, tilt=0.3))
-    state = model.new_state(12)
+def _strict():
+    model = StrictForwardPass(TableModel.random(4, mtp=True, tilt=0.3))
+    state = model.new_state(12, Needs(mtp=True, final_hidden=True))
     return model, state, model.prefill(state, [1, 2, 3])
 
 
 def _misuses():
-    def other_hidden(model, state, output):
-        _, _, foreign = _strict()
-        model.prefill_mtp(state, [2], foreign.hidden[:1])
-
     def stale_logits(model, state, output):
         logits = model.decode(state, [1]).need_logits()
         model.decode(state, [2])
         logits.argmax()
 
-    def rejected_hidden(model, state, output):
-        hidden = model.decode(state, [1, 2]).need_hidden()
-        model.commit(state, 1)
-        model.prefill_mtp(state, [2, 3, 1], output.hidden)
-        model.prefill_mtp(state, [2, 2], hidden)
-
-    def chained_as_true(model, state, output):
-        step = model.decode_mtp(state, [2], output.hidden[:1])
-        model.decode_mtp(state, [3], step.need_hidden())
+    def stale_draft_logits(model, state, output):
+        seen = []
+        model.draft_mtp(state, 1, 2, choose=lambda logits, drafted: seen.append(logits) or 1)
+        seen[0].argmax()
 
     return {
         "commit without a decode": lambda m, s, o: m.commit(s, 1),
@@ -329,14 +317,16 @@ def _misuses():
         "no tokens": lambda m, s, o: m.prefill(s, []),
         "over the capacity": lambda m, s, o: m.prefill(s, [1] * 10),
         "a state of another model": lambda m, s, o: m.decode(_strict()[1], [1]),
-        "hidden states of another model": other_hidden,
         "hidden states by index": lambda m, s, o: o.hidden[0],
-        "a gap in the pairs": lambda m, s, o: m.prefill_mtp(s, [3], o.hidden[1:2]),
-        "a pair with another token": lambda m, s, o: m.prefill_mtp(s, [3], o.hidden[:1]),
-        "the hidden state of a rejected row": rejected_hidden,
-        "a chained hidden state as a true one": chained_as_true,
-        "a true hidden state as a chained one": lambda m, s, o: m.decode_mtp(s, [2], o.hidden[:1], provisional=True),
+        "hidden states of another model": lambda m, s, o: o.hidden.join([_strict()[2].hidden]),
+        "a hook of the target": lambda m, s, o: m.prefill_mtp(s, [2], o.hidden[:1]),
+        "a pass of the head": lambda m, s, o: m.decode_mtp(s, [2], o.hidden[:1]),
+        "a draft before commit": lambda m, s, o: (m.decode(s, [1]), m.draft_mtp(s, 1, 2)),
+        "a draft head of another model": lambda m, s, o: m.draft_mtp(s, 1, 2, head=_strict()[0].draft_head([1])),
+        "drafts from two pending tokens": lambda m, s, o: (m.draft_mtp(s, 1, 2), m.draft_mtp(s, 2, 2)),
+        "a draft from a token that does not follow": lambda m, s, o: (m.draft_mtp(s, 1, 2), m.decode(s, [2])),
         "stale logits": stale_logits,
+        "stale logits of a draft": stale_draft_logits,
         "rewind forwards": lambda m, s, o: m.rewind(s, 4),
     }
 
@@ -349,19 +339,16 @@ def test_the_strict_wrapper_refuses(misuse):
 
 
 def test_the_strict_wrapper_allows_what_is_promised():
-    model, state, output = _strict()
-    model.prefill_mtp(state, [2, 3], output.hidden[:2])
-    step = model.decode_mtp(state, [1], output.hidden[2:])
-    model.decode_mtp(state, [2], step.need_hidden()[-1:], provisional=True)
+    model, state, _ = _strict()
+    assert len(model.draft_mtp(state, 1, 3)) == 3
     logits = model.decode(state, [1, 2]).need_logits()
     model.commit(state, 1)
     assert len(logits.argmax()) == 2  # commit is no pass
-    copy = model.restore(model.snapshot(state))
-    assert copy.length == 4
-    assert model.rewind(copy, 2) == 2
-    assert (
-        check_plugin(model).ok is False
-    )  # it raises its own errors for misuse, so F7 fails: it is a wrapper for callers
+    copy = model.restore(model.snapshot(state), state.needs)
+    assert copy.length == copy.pairs.length == 4
+    assert model.restore(model.snapshot(state), Needs(final_hidden=True)).pairs is None
+    assert model.rewind(copy, 2) == 1  # the token before brings back the hidden state that the next pair needs
+    assert not check_plugin(model).ok  # misuse raises its own errors, so F7 fails: it is a wrapper for callers
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -385,12 +372,6 @@ def test_an_impossible_outcome_fails_at_once():
     fit = goodness_of_fit([10, 10, 1], [0.5, 0.5, 0.0])
     assert fit.impossible == (2,)
     assert not fit.passes(1e-9)
-
-
-def test_wilson_intervals_cover():
-    assert binomial_interval(0, 0) == (0.0, 1.0)
-    low, high = binomial_interval(50, 100, z=1.96)
-    assert (low, high) == (pytest.approx(0.4038, abs=1e-3), pytest.approx(0.5962, abs=1e-3))
 
 
 def test_explore_shrinks_and_keeps_the_global_generators():

@@ -10,8 +10,8 @@ from hypothesis import given
 
 from specdec.contract import Draft, Sampling
 from specdec.errors import UnsupportedError
-from specdec.testing.models import TableLogits
-from specdec.testing.verifier import Case, cases, emitted
+from specdec.testing.table_model import TableLogits
+from specdec.testing.verifier_cases import Case, cases, emitted
 from specdec.verifiers.margin import MarginConfig, MarginVerifier
 from specdec.verifiers.strict import StrictVerifier
 from specdec.verifiers.typical import TypicalConfig, TypicalVerifier

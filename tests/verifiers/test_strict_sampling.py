@@ -11,11 +11,11 @@ from hypothesis import given
 from specdec import sampling as production
 from specdec.contract import Context, Draft, LogitsProcessor, Sampling
 from specdec.sampling import Purpose, Rows, gumbel, philox, survivors, uniforms
-from specdec.testing import strategies
-from specdec.testing.end_to_end import ScriptedDrafter, run_engine
-from specdec.testing.models import Memory, StrictForwardPass, TableLogits, TableModel
+from specdec.testing import Memory, StrictForwardPass, TableModel, strategies
+from specdec.testing.engine_run import ScriptedDrafter, run_engine
 from specdec.testing.numerics import goodness_of_fit
-from specdec.testing.verifier import Case, cases
+from specdec.testing.table_model import TableLogits
+from specdec.testing.verifier_cases import Case, cases
 from specdec.verifiers.strict import StrictVerifier
 from tests.selection import examples
 
@@ -76,7 +76,7 @@ def check_rows_have_their_own_history(case: Case):
     """F(row i) is F(plain decoding after y + x_1..x_i)."""
     rows = Rows(TableLogits(case.rows), case.draft.tokens, case.context())
     for row in range(len(case.draft.tokens) + 1):
-        np.testing.assert_allclose(rows.distribution(row), case.law(row), atol=1e-9)
+        np.testing.assert_allclose(rows.distribution(row), case.distribution(row), atol=1e-9)
 
 
 @examples(200)

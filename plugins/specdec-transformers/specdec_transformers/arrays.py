@@ -32,6 +32,10 @@ class TorchHidden(Hidden):
     def join(self, others: Sequence[Hidden]) -> TorchHidden:
         return TorchHidden(torch.cat([self.array, *(own_hidden(other) for other in others)]))
 
+    def rows(self) -> Float32:
+        rows: Float32 = self.array.float().cpu().numpy()
+        return rows
+
 
 def own_hidden(hidden: Hidden) -> Tensor:
     """The tensor of a hidden state. Raises: ContractError for one of another engine."""

@@ -21,6 +21,10 @@ class CpuHidden(ArrayHidden):
     def concatenate(arrays: list[Any]) -> Any:
         return torch.cat(arrays)
 
+    def rows(self) -> Float32:
+        rows: Float32 = self.array.float().numpy()
+        return rows
+
 
 class CpuLogits(HostLogits):
     """``[T, V]`` float32, a tensor."""

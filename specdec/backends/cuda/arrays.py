@@ -52,6 +52,10 @@ class CudaHidden(ArrayHidden):
     def concatenate(arrays: list[Any]) -> Any:
         return torch.cat(arrays)
 
+    def rows(self) -> Float32:
+        rows: Float32 = self.array.float().cpu().numpy()
+        return rows
+
 
 class HeadProducts(Protocol):
     """The three ways through an output head that logits need, for some rows of hidden states."""

@@ -71,6 +71,9 @@ class MetalHidden(ArrayHidden):
     def __getitem__(self, rows: slice) -> MetalHidden:
         return MetalHidden(self._array, self._rows[rows])
 
+    def rows(self) -> Float32:
+        return np.array(self.array.astype(mx.float32))
+
 
 def _started(array: mx.array) -> mx.array:
     mx.async_eval(array)

@@ -25,8 +25,7 @@ from specdec.backends.ops import DeltaShape, Rope, Routing
 from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
-from specdec.testing import OpsSubject
-from specdec.testing.registry import Subject, check_subjects
+from specdec.testing import OpsSubject, Subject, check_subjects
 
 FEW = settings(max_examples=8)
 CLAUSES = [f"O{number}" for number in range(1, 21)]

@@ -12,8 +12,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
-from specdec.testing import OpsSubject  # noqa: E402
-from specdec.testing.registry import Subject, as_subject, check_subjects  # noqa: E402
+from specdec.testing import OpsSubject, Subject, as_subject, check_subjects  # noqa: E402
 from tests import tiny  # noqa: E402
 
 

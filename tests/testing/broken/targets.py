@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
-from specdec.contract import DraftHead, ForwardOutput
+from specdec.contract import NO_NEEDS, DraftHead, MtpPairs
 from specdec.errors import StateError
 from specdec.sampling import Purpose, gumbel
-from specdec.testing.models import Memory, TableHead, TableLogits, TableModel
+from specdec.testing.table_model import Memory, TableHead, TableHidden, TableLogits, TableModel
 from tests.decoding.fake_device import FakeExecutor
 
 
@@ -60,7 +60,7 @@ class OtherBitsInWidePasses(TableModel):
         output = super().decode(state, tokens)
         if len(tokens) < 9:
             return output
-        return ForwardOutput(TableLogits(output.logits.rows() * np.float32(1 + 2**-22)), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(output.logits.rows() * np.float32(1 + 2**-22)))
 
 
 class OtherBitsInLongPrompts(TableModel):
@@ -87,7 +87,7 @@ class TiesToTheHighestId(TableModel):
 
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
-        return ForwardOutput(_HighTies(output.logits.rows()), output.hidden)
+        return attrs.evolve(output, logits=_HighTies(output.logits.rows()))
 
 
 class _HighTies(TableLogits):
@@ -99,7 +99,7 @@ class _HighTies(TableLogits):
 class LogitsFromPrefill(TableModel):
     def prefill(self, state, tokens):
         output = super().prefill(state, tokens)
-        return ForwardOutput(TableLogits(self._row(state.point)[None]), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(self._row(state.point)[None]))
 
 
 class LastPlaceUnusable(TableModel):
@@ -132,27 +132,27 @@ class SharedScratch(TableModel):
 
 
 class HeadlessCrash(TableModel):
-    def decode_mtp(self, state, tokens, hidden, *, provisional=False):
-        return self._mtp(state, tokens, hidden, provisional=provisional).nothing
+    def draft_mtp(self, state, pending, depth, **options):
+        return super().draft_mtp(state, pending, depth, **options) if state.pairs else state.pairs.fed
 
 
 class KeepsProvisionalPairs(TableModel):
-    def decode_mtp(self, state, tokens, hidden, *, provisional=False, head=None):
-        if not provisional and len(state.mtp) > state.mtp_true:
-            state.mtp[state.mtp_true - 1] = state.mtp[-1]
-        return super().decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
+    """The last pair fed becomes that of a provisional step."""
+
+    def _mtp(self, state, tokens, hidden, *, provisional):
+        if not provisional and len(state.mtp) > state.pairs.fed:
+            state.mtp[state.pairs.fed - 1] = state.mtp[-1]
+        return super()._mtp(state, tokens, hidden, provisional=provisional)
 
 
 class DraftsTheRunnerUp(TableModel):
     """A draft in one call whose chained steps take the second best token."""
 
-    def draft_greedy(self, state, tokens, hidden, depth):
-        step = self.decode_mtp(state, tokens, hidden)
-        drafted = step.logits.argmax()
-        while len(drafted) < depth:
-            step = self.decode_mtp(state, drafted[-1:], step.hidden[-1:], provisional=True)
-            drafted.append(step.logits.topk(2)[0][0][1])
-        return tuple(drafted)
+    def draft_mtp(self, state, pending, depth, *, head=None, choose=None):
+        def runner_up(logits, drafted):
+            return logits.topk(2)[0][0][1 if drafted else 0]
+
+        return super().draft_mtp(state, pending, depth, head=head, choose=choose or runner_up)
 
 
 class SeesTheFuture(TableModel):
@@ -160,7 +160,7 @@ class SeesTheFuture(TableModel):
         output = super().decode(state, tokens)
         rows = output.logits.rows().copy()
         rows[0, tokens[-1]] += np.float32(0.5) * (len(tokens) == 4)
-        return ForwardOutput(TableLogits(rows), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(rows))
 
 
 class OneRowOnly(TableModel):
@@ -174,12 +174,67 @@ class HiddenStatesOverwritten(TableModel):
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
         buffers = self.__dict__.setdefault("buffers", {})
-        old = buffers.get(len(tokens))
-        if old is not None:
-            old.points = output.hidden.points
-            return ForwardOutput(output.logits, old)
-        buffers[len(tokens)] = output.hidden
+        for hidden in (output.hidden, *output.boundaries.values()):
+            if hidden is not None:
+                buffers.setdefault((len(tokens), hidden.boundary), hidden).points = hidden.points
+        boundaries = {k: buffers[len(tokens), k] for k in output.boundaries}
+        return attrs.evolve(output, hidden=output.hidden and buffers[len(tokens), None], boundaries=boundaries)
+
+
+class GivesHiddenStatesUnasked(TableModel):
+    def decode(self, state, tokens):
+        return attrs.evolve(super().decode(state, tokens), hidden=TableHidden(self, state.provisional))
+
+
+class KeepsALedgerUnasked(TableModel):
+    def new_state(self, capacity, needs=NO_NEEDS):
+        state = super().new_state(capacity, needs)
+        state.pairs = MtpPairs() if self.info.mtp_layers else None
+        return state
+
+
+class RepeatsTheLastPromptRow(TableModel):
+    """Every row of a prompt chunk is given the hidden states of the last one."""
+
+    def prefill(self, state, tokens):
+        output = super().prefill(state, tokens)
+        for hidden in (output.hidden, *output.boundaries.values()):
+            if hidden is not None:
+                hidden.points = hidden.points[-1:] * len(hidden)
         return output
+
+
+class BoundariesByPlace(TableModel):
+    """The n-th boundary that is asked for is given the n-th boundary of the model."""
+
+    def _output(self, state, points, rows, logits=None):
+        output = super()._output(state, points, rows, logits)
+        return attrs.evolve(
+            output, boundaries={k: TableHidden(self, points, n) for n, k in enumerate(output.boundaries)}
+        )
+
+
+class LosesCommittedPairs(TableModel):
+    """A commit of three rows adds only the first one to the ledger."""
+
+    def _keep(self, state, tokens, points):
+        before = state.pairs.length if state.pairs else 0
+        super()._keep(state, tokens, points)
+        if state.pairs and len(points) == 3:
+            state.pairs.cut(before + 1)
+
+
+class RestoresWithoutPairs(TableModel):
+    def restore(self, snapshot, needs=NO_NEEDS):
+        return super().restore(attrs.evolve(snapshot, meta={}), needs)
+
+
+class RewindsWithoutTheLedger(TableModel):
+    def rewind(self, state, length):
+        pairs, state.pairs = state.pairs, None
+        reached = super().rewind(state, length)
+        state.pairs = pairs
+        return reached
 
 
 class NoiseOfAnotherRow(TableModel):
@@ -187,7 +242,7 @@ class NoiseOfAnotherRow(TableModel):
 
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
-        return ForwardOutput(_LateNoise(output.logits.rows()), output.hidden)
+        return attrs.evolve(output, logits=_LateNoise(output.logits.rows()))
 
 
 class _LateNoise(TableLogits):
@@ -206,13 +261,13 @@ class AddressesByPlace(TableModel):
             return output
         placed = np.full((1, self.vocab), -np.inf, np.float32)
         placed[:, : len(head.tokens)] = output.logits.rows()[:, list(head.tokens)]
-        return ForwardOutput(TableLogits(placed), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(placed))
 
 
 class ZeroOutsideTheHead(TableModel):
     def decode_mtp(self, state, tokens, hidden, *, provisional=False, head=None):
         output = super().decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
-        return ForwardOutput(TableLogits(np.maximum(output.logits.rows(), np.float32(-1e4))), output.hidden)
+        return attrs.evolve(output, logits=TableLogits(np.maximum(output.logits.rows(), np.float32(-1e4))))
 
 
 class ExtendsWithoutTheFormer(TableModel):
@@ -256,35 +311,12 @@ class BestInPlaceOfTheSum(TableModel):
 
     def decode(self, state, tokens):
         output = super().decode(state, tokens)
-        return ForwardOutput(_NoSum(output.logits.rows()), output.hidden)
+        return attrs.evolve(output, logits=_NoSum(output.logits.rows()))
 
 
 class _NoSum(TableLogits):
     def logsumexp(self):
         return self._rows.max(axis=1).tolist()
-
-
-class _GoesOnBehindTheEnd(FakeExecutor):
-    def submit(self, depth):
-        self.over, self.left = False, max(self.left, 1)
-        super().submit(depth)
-
-
-class _LosesWhatIsTakenBack(FakeExecutor):
-    def keep(self, tokens):
-        pass
-
-
-class _IgnoresStopTokens(FakeExecutor):
-    def __init__(self, target, state, context, draft, *, stop_tokens, limit):
-        super().__init__(target, state, context, draft, stop_tokens=(), limit=limit)
-
-
-class _KeepsARowTooFew(FakeExecutor):
-    def settle(self):
-        if len(self.emitted) > 1:
-            self.emitted = self.emitted[:-1]
-        super().settle()
 
 
 class RunsCycles(TableModel):
@@ -296,25 +328,56 @@ class RunsCycles(TableModel):
         return self.executor(self, state, context, draft, **options)
 
 
-class GoesOnBehindTheEnd(RunsCycles):
-    executor = _GoesOnBehindTheEnd
+class _GoesOn(FakeExecutor):
+    def submit(self, depth):
+        self.over, self.left = False, max(self.left, 1)
+        super().submit(depth)
 
 
-class LosesWhatIsTakenBack(RunsCycles):
-    executor = _LosesWhatIsTakenBack
+class GoesOnAfterTheEnd(RunsCycles):
+    executor = _GoesOn
+
+
+class _KeepsAll(FakeExecutor):
+    def keep(self, tokens):
+        pass
+
+
+class KeepsWhatIsTakenBack(RunsCycles):
+    executor = _KeepsAll
+
+
+class _NoStop(FakeExecutor):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **{**options, "stop_tokens": ()})
 
 
 class IgnoresStopTokens(RunsCycles):
-    executor = _IgnoresStopTokens
+    executor = _NoStop
 
 
-class KeepsARowTooFew(RunsCycles):
-    executor = _KeepsARowTooFew
+class _FewerRows(FakeExecutor):
+    def settle(self):
+        self.emitted = self.emitted[: max(1, len(self.emitted) - 1)]
+        super().settle()
+
+
+class CommitsARowTooFew(RunsCycles):
+    executor = _FewerRows
+
+
+class _NeverZero(FakeExecutor):
+    def submit(self, depth):
+        super().submit(max(depth, 1))
+
+
+class DraftsAtDepthZero(RunsCycles):
+    executor = _NeverZero
 
 
 BROKEN = {
     (ForgetsInLongPrompts, ()): ("F1", "F2", "F3", "F4", "F5", "F6", "F7", "F10", "F12"),
-    (GoesOnFromProvisionalRows, ()): ("F2", "F7"),
+    (GoesOnFromProvisionalRows, ()): ("F2", "F7", "F21"),
     (ClaimsTheRewind, (("memory", Memory.RECURRENT),)): ("F3",),
     (SharesItsSnapshot, ()): ("F4",),
     (OtherBitsInWidePasses, ()): ("F5",),
@@ -326,11 +389,18 @@ BROKEN = {
     (TraceOfRejectedRows, ()): ("F11",),
     (SharedScratch, ()): ("F12",),
     (HeadlessCrash, ()): ("F13",),
-    (KeepsProvisionalPairs, (("mtp", True),)): ("F13",),
+    (KeepsProvisionalPairs, (("mtp", True),)): ("F13", "F20", "F22"),
     (SeesTheFuture, ()): ("F14", "F5"),
     (NoiseOfAnotherRow, ()): ("F15",),
     (OneRowOnly, ()): ("F16",),
-    (HiddenStatesOverwritten, (("mtp", True),)): ("F17",),
+    (HiddenStatesOverwritten, ()): ("F17",),
+    (GivesHiddenStatesUnasked, ()): ("F9",),
+    (KeepsALedgerUnasked, (("mtp", True),)): ("F9", "F13"),
+    (RepeatsTheLastPromptRow, ()): ("F21", "F17"),
+    (BoundariesByPlace, ()): ("F21",),
+    (LosesCommittedPairs, (("mtp", True),)): ("F22", "F13"),
+    (RestoresWithoutPairs, (("mtp", True),)): ("F22",),
+    (RewindsWithoutTheLedger, (("mtp", True),)): ("F22",),
     (BestInPlaceOfTheSum, ()): ("F8",),
     (AddressesByPlace, (("mtp", True),)): ("F19",),
     (ZeroOutsideTheHead, (("mtp", True),)): ("F19",),
@@ -338,8 +408,9 @@ BROKEN = {
     (ExtendsInPlace, (("mtp", True),)): ("F19",),
     (TakesAnyIdIntoAHead, (("mtp", True),)): ("F19",),
     (DraftsTheRunnerUp, (("mtp", True),)): ("F18",),
-    (GoesOnBehindTheEnd, (("mtp", True),)): ("F20",),
-    (LosesWhatIsTakenBack, (("mtp", True),)): ("F20",),
+    (GoesOnAfterTheEnd, (("mtp", True),)): ("F20",),
+    (KeepsWhatIsTakenBack, (("mtp", True),)): ("F20",),
     (IgnoresStopTokens, (("mtp", True),)): ("F20",),
-    (KeepsARowTooFew, (("mtp", True),)): ("F20",),
+    (CommitsARowTooFew, (("mtp", True),)): ("F20",),
+    (DraftsAtDepthZero, (("mtp", True),)): ("F20",),
 }

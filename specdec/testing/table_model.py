@@ -1,6 +1,6 @@
-"""Targets without weights: a Markov chain whose law is known, and a wrapper that accepts only what is promised.
+"""``TableModel``: a target without weights, a Markov chain whose distribution is known.
 
-``TableModel`` needs numpy alone. Its state comes in three kinds, because rollback is where they differ: attention keeps
+It needs numpy alone. Its state comes in three kinds, because rollback is where they differ: attention keeps
 an entry per token and can be cut anywhere, a convolution window and a recurrent accumulator can only go back to points
 that they kept.
 """
@@ -8,9 +8,8 @@ that they kept.
 from __future__ import annotations
 
 import enum
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
@@ -106,17 +105,18 @@ class _Point:
 
 
 class TableHidden(Hidden):
-    """The points after T rows; the model that made them is the only one that takes them back."""
+    """The points after T rows, at a layer boundary or after the final norm (None); only their model takes them back."""
 
-    def __init__(self, owner: TableModel, points: Sequence[_Point]) -> None:
+    def __init__(self, owner: TableModel, points: Sequence[_Point], boundary: int | None = None) -> None:
         self.owner = owner
         self.points = tuple(points)
+        self.boundary = boundary
 
     def __len__(self) -> int:
         return len(self.points)
 
     def __getitem__(self, rows: slice) -> TableHidden:
-        return TableHidden(self.owner, self.points[rows])
+        return TableHidden(self.owner, self.points[rows], self.boundary)
 
     def join(self, others: Sequence[Hidden]) -> TableHidden:
         points = list(self.points)
@@ -124,7 +124,13 @@ class TableHidden(Hidden):
             if not isinstance(other, TableHidden) or other.owner is not self.owner:
                 raise ContractError("hidden states of another model cannot be joined")
             points += other.points
-        return TableHidden(self.owner, points)
+        return TableHidden(self.owner, points, self.boundary)
+
+    def rows(self) -> Float32:
+        """Tokens, and what the accumulator is to 23 bits; other numbers at each boundary."""
+        place = 0 if self.boundary is None else self.boundary + 1
+        values = [[*point.tail, (point.accumulator ^ place) % 2**23] for point in self.points]
+        return np.array(values, np.float32).reshape(-1, self.owner.order + 1)
 
 
 class TableState(State):
@@ -159,8 +165,8 @@ class TableModel(ForwardPass):
     """A Markov chain over a small vocabulary: ``logits = log(table[last n tokens])``, tilted by all the past or not.
 
     Args:
-        table: ``[V, ..., V]`` with n + 1 axes: the law of the next token, by the last n tokens, oldest first. Zeros are
-            allowed and become ``-inf``. A sequence starts as if n tokens 0 stood before it.
+        table: ``[V, ..., V]`` with n + 1 axes: probabilities of the next token, by the last n tokens, oldest first.
+            Zeros are allowed and become ``-inf``. A sequence starts as if n tokens 0 stood before it.
         memory: the kind of state.
         tilt: nats by which a pseudo-random function of *all* earlier tokens moves each logit, so that a state which
             lost or doubled a token shows. Not with CONVOLUTION, which has no such memory.
@@ -223,8 +229,8 @@ class TableModel(ForwardPass):
         """A random chain.
 
         Args:
-            peak: Dirichlet concentration; small values give peaked laws.
-            zeros: share of entries that are forbidden (at least one per law stays).
+            peak: Dirichlet concentration; small values give peaked distributions.
+            zeros: share of entries that are forbidden (at least one per row stays).
             mtp: give it an MTP head that is right more often than chance.
         """
         rng = np.random.default_rng(seed)
@@ -248,7 +254,7 @@ class TableModel(ForwardPass):
             max_rows=max_rows,
         )
 
-    # --- the law ---------------------------------------------------------------------------------------------------
+    # --- the distribution ------------------------------------------------------------------------------------------
 
     def logits(self, history: Sequence[int]) -> Float32:
         """Logits ``[V]`` after ``history``, from nothing but its tokens: what every pass is compared with."""
@@ -257,12 +263,12 @@ class TableModel(ForwardPass):
             point = self._step(point, token)
         return self._row(point)
 
-    def law(self, history: Sequence[int]) -> Float64:
-        """The law ``[V]`` of the token after ``history`` at temperature 1."""
+    def distribution(self, history: Sequence[int]) -> Float64:
+        """The distribution ``[V]`` of the token after ``history`` at temperature 1."""
         logits = self.logits(history).astype(np.float64)
         weights: Float64 = np.exp(logits - logits.max())
-        law: Float64 = weights / weights.sum()
-        return law
+        probs: Float64 = weights / weights.sum()
+        return probs
 
     def _step(self, point: _Point, token: int) -> _Point:
         return _Point((*point.tail[1:], token), _fold(point.accumulator, token))
@@ -315,12 +321,11 @@ class TableModel(ForwardPass):
     def _output(
         self, state: TableState, points: Sequence[_Point], rows: int, logits: Logits | None = None
     ) -> ForwardOutput:
-        hidden = TableHidden(self, points)
         return ForwardOutput(
             rows=rows,
             logits=logits,
-            hidden=hidden if state.needs.final_hidden else None,
-            boundaries=dict.fromkeys(state.needs.boundaries, hidden),
+            hidden=TableHidden(self, points) if state.needs.final_hidden else None,
+            boundaries={k: TableHidden(self, points, k) for k in state.needs.boundaries},
         )
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
@@ -452,8 +457,9 @@ class TableModel(ForwardPass):
         state.entries = points if self.memory is Memory.ATTENTION else []
         if state.pairs is not None and "mtp_length" in snapshot.meta:
             state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
-            if state.held:
-                state.pairs.resume(len(state.mtp), [], TableHidden(self, [state.point]))
+            state.pairs.fed = len(state.mtp)
+            if state.pairs.fed < state.held:
+                state.pairs.resume(state.pairs.fed, [], TableHidden(self, [state.point]))
         return state
 
     def _own(self, state: State) -> TableState:
@@ -473,348 +479,3 @@ def _fold(accumulator: int, token: int) -> int:
     """One step over a token; depends on the order, and cannot be undone."""
     word = ((accumulator ^ (accumulator >> 29)) * 0xBF58476D1CE4E5B9 + (token + 1) * _GOLDEN) & _MASK
     return word ^ (word >> 32)
-
-
-# --- the strict wrapper ----------------------------------------------------------------------------------------------
-
-
-class StrictLogits(Logits):
-    """Logits until the next pass of their kind: no longer life is promised, and a device reuses the buffer."""
-
-    def __init__(self, inner: Logits, state: StrictState, rows: int, *, mtp: bool = False) -> None:
-        if len(inner) != rows:
-            raise ContractError(f"a pass with {rows} rows of logits to give has {len(inner)}")
-        self._inner, self._state, self._mtp = inner, state, mtp
-        self._pass = self._passes()
-
-    def _passes(self) -> int:
-        return self._state.mtp_passes if self._mtp else self._state.passes
-
-    def _alive(self) -> Logits:
-        if self._passes() != self._pass:
-            raise ContractError("logits were read after the next pass over their state")
-        return self._inner
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def argmax(self) -> list[int]:
-        return self._alive().argmax()
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        return self._alive().topk(k)
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        if len(tokens) > len(self._inner):
-            raise ContractError(f"gather takes at most {len(self._inner)} tokens, one per row, got {len(tokens)}")
-        return self._alive().gather(tokens)
-
-    def logsumexp(self) -> list[float]:
-        return self._alive().logsumexp()
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        return self._alive().noisy_argmax(row, scale, seed, position)
-
-    def rows(self) -> Float32:
-        rows = self._alive().rows()
-        rows.flags.writeable = False  # a reader that writes would change what others read
-        return rows
-
-
-_Row = tuple[int, int]  # position, serial number: two rows at one position differ
-
-
-class StrictHidden(Hidden):
-    """Hidden states with their origin: which pass, which position, target or MTP head."""
-
-    def __init__(self, inner: Hidden, owner: StrictForwardPass, rows: Sequence[_Row], *, chained: bool) -> None:
-        self.inner, self.owner, self.rows_of, self.chained = inner, owner, tuple(rows), chained
-
-    def __len__(self) -> int:
-        return len(self.rows_of)
-
-    def __getitem__(self, rows: slice) -> StrictHidden:
-        rows_: object = rows  # what callers really hand over
-        if not isinstance(rows_, slice) or rows_.step not in (None, 1):
-            raise ContractError(f"hidden states are cut by slices of step 1, got {rows!r}")
-        return StrictHidden(self.inner[rows], self.owner, self.rows_of[rows], chained=self.chained)
-
-    def join(self, others: Sequence[Hidden]) -> StrictHidden:
-        parts = []
-        rows = list(self.rows_of)
-        for other in others:
-            if not isinstance(other, StrictHidden) or other.owner is not self.owner or other.chained != self.chained:
-                raise ContractError("only hidden states of one model and one kind can be joined")
-            parts.append(other.inner)
-            rows += other.rows_of
-        return StrictHidden(self.inner.join(parts), self.owner, rows, chained=self.chained)
-
-
-class StrictHead(DraftHead):
-    """A draft head with its origin."""
-
-    def __init__(self, inner: DraftHead, owner: StrictForwardPass) -> None:
-        self.inner, self.owner = inner, owner
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        return self.inner.tokens
-
-    def extended(self, tokens: Sequence[int]) -> StrictHead:
-        if tokens:
-            self.owner._check_tokens(tokens, "extended")
-        return StrictHead(self.inner.extended(tokens), self.owner)
-
-
-class StrictState(State):
-    """The wrapped state, and what its owner may do with it next."""
-
-    def __init__(self, inner: State, owner: StrictForwardPass) -> None:
-        self.inner = inner
-        self.needs, self.pairs = inner.needs, inner.pairs
-        self.owner = weakref.ref(owner)
-        self.passes = self.mtp_passes = 0  # logits of an earlier number are stale
-        self.tokens: list[int] = []  # committed
-        self.rows: list[_Row] = []  # of the committed tokens
-        self.decoded: tuple[list[int], list[_Row]] | None = None
-        self.chaining = False  # provisional entries may follow
-
-    @property
-    def length(self) -> int:
-        return self.inner.length
-
-    @property
-    def capacity(self) -> int:
-        return self.inner.capacity
-
-    def nbytes(self) -> int:
-        return self.inner.nbytes()
-
-
-class StrictForwardPass(ForwardPass):
-    """Accepts what the contract promises and raises ContractError for anything else, however lenient ``inner`` is.
-
-    Run an engine or a drafter over it to find what leans on one backend's leniency: token types, row counts, the order
-    of decode and commit, hidden states of another pass, gaps and untrue pairs in the MTP cache, stale logits.
-    """
-
-    def __init__(self, inner: ForwardPass) -> None:
-        self.inner = inner
-        self.info = inner.info
-        self._serial = 0
-
-    def _number(self, first: int, count: int) -> list[_Row]:
-        self._serial += count
-        return [(first + i, self._serial - count + i) for i in range(count)]
-
-    def _own(self, state: State) -> StrictState:
-        if not isinstance(state, StrictState) or state.owner() is not self:
-            raise ContractError(f"a state of another model: {type(state).__name__}")
-        return state
-
-    def _settled(self, state: State, what: str) -> StrictState:
-        state = self._own(state)
-        if state.decoded is not None:
-            raise ContractError(f"{what} after a decode that was not committed (commit(state, 0) drops its rows)")
-        return state
-
-    def _check_tokens(self, tokens: Sequence[int], what: str) -> list[int]:
-        if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
-            raise ContractError(f"{what} takes a sequence of tokens, got {type(tokens).__name__}")
-        for token in tokens:
-            if type(token) is not int:
-                raise ContractError(f"{what} takes plain ints, got {token!r} of type {type(token).__name__}")
-            if not 0 <= token < self.info.vocab_size:
-                raise ContractError(f"{what} got token {token}, outside 0 to {self.info.vocab_size - 1}")
-        if not tokens:
-            raise ContractError(f"{what} takes at least one token")
-        return list(tokens)
-
-    def _check_room(self, state: StrictState, rows: int, what: str) -> None:
-        if state.length + rows > state.capacity:
-            raise ContractError(f"{what} of {rows} rows: {state.length} of {state.capacity} tokens are held")
-
-    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> StrictState:
-        if type(capacity) is not int or not 1 <= capacity <= self.info.max_positions:
-            raise ContractError(f"a state holds 1 to {self.info.max_positions} tokens, asked for {capacity!r}")
-        return StrictState(self.inner.new_state(capacity, needs), self)
-
-    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        state, tokens = self._settled(state, "prefill"), self._check_tokens(tokens, "prefill")
-        self._check_room(state, len(tokens), "prefill")
-        rows = self._number(state.length, len(tokens))
-        output = self.inner.prefill(state.inner, tokens)
-        state.passes += 1
-        state.tokens += tokens
-        state.rows += rows
-        self._same_length(state)
-        return self._output(state, output, rows if state.needs.prompt_rows == "all" else rows[-1:], len(tokens), None)
-
-    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        state, tokens = self._own(state), self._check_tokens(tokens, "decode")
-        if len(tokens) > self.info.max_rows:
-            raise ContractError(f"decode takes 1 to {self.info.max_rows} rows, got {len(tokens)}")
-        self._check_room(state, len(tokens), "decode")
-        rows = self._number(state.length, len(tokens))
-        output = self.inner.decode(state.inner, tokens)
-        state.passes += 1
-        state.decoded = tokens, rows
-        logits = StrictLogits(output.need_logits(), state, len(tokens))
-        return self._output(state, output, rows, len(tokens), logits)
-
-    def _output(
-        self, state: StrictState, output: ForwardOutput, rows: Sequence[_Row], count: int, logits: Logits | None
-    ) -> ForwardOutput:
-        """What a pass gave, with nothing in it that ``needs`` did not ask for."""
-        needs = state.needs
-        if output.rows != count or tuple(output.boundaries) != needs.boundaries:
-            raise ContractError(f"a pass of {count} rows gave {output.rows}, with boundaries {list(output.boundaries)}")
-        if (output.hidden is None) == needs.final_hidden:
-            raise ContractError("a pass gives hidden states where they are asked for, and only there")
-        return ForwardOutput(
-            rows=count,
-            logits=logits,
-            hidden=self._hidden(output.hidden, rows, chained=False),
-            boundaries={k: StrictHidden(hidden, self, rows, chained=False) for k, hidden in output.boundaries.items()},
-        )
-
-    def commit(self, state: State, rows: int) -> None:
-        state = self._own(state)
-        if state.decoded is None:
-            raise ContractError("commit without a decode before it")
-        tokens, numbers = state.decoded
-        if type(rows) is not int or not 0 <= rows <= len(tokens):
-            raise ContractError(f"commit takes 0 to {len(tokens)} rows of the last decode, got {rows!r}")
-        self.inner.commit(state.inner, rows)
-        state.decoded = None
-        state.tokens += tokens[:rows]
-        state.rows += numbers[:rows]
-        self._same_length(state)
-
-    def _same_length(self, state: StrictState) -> None:
-        if state.inner.length != len(state.tokens):
-            raise ContractError(f"{len(state.tokens)} tokens were committed, the state says {state.inner.length}")
-
-    def _hidden(self, hidden: Hidden | None, rows: Sequence[_Row], *, chained: bool) -> StrictHidden | None:
-        if hidden is None:
-            return None
-        if len(hidden) != len(rows):
-            raise ContractError(f"a pass of {len(rows)} rows gave hidden states of {len(hidden)}")
-        return StrictHidden(hidden, self, rows, chained=chained)
-
-    # --- the MTP head ----------------------------------------------------------------------------------------------
-
-    def _check_pairs(
-        self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
-    ) -> tuple[StrictState, list[int], StrictHidden]:
-        state = self._settled(state, "an MTP pass")
-        tokens = self._check_tokens(tokens, "an MTP pass")
-        if not isinstance(hidden, StrictHidden) or hidden.owner is not self:
-            raise ContractError("an MTP pass was given hidden states of another model")
-        if len(hidden) != len(tokens):
-            raise ContractError(f"an MTP pass pairs tokens with hidden states: {len(tokens)} and {len(hidden)}")
-        if provisional:
-            if not hidden.chained or not state.chaining:
-                raise ContractError("a provisional MTP pass feeds the output of the MTP pass before it")
-            return state, tokens, hidden
-        if hidden.chained:
-            raise ContractError("a true pair has a hidden state of the target, not of the MTP head")
-        return state, tokens, hidden
-
-    def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
-        state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=False)
-        self.inner.prefill_mtp(state.inner, tokens, hidden.inner)
-        self._paired(state, tokens)
-        state.chaining = False
-
-    def draft_head(self, tokens: Sequence[int]) -> StrictHead:
-        return StrictHead(self.inner.draft_head(self._check_tokens(tokens, "draft_head")), self)
-
-    def decode_mtp(
-        self,
-        state: State,
-        tokens: Sequence[int],
-        hidden: Hidden,
-        *,
-        provisional: bool = False,
-        head: DraftHead | None = None,
-    ) -> ForwardOutput:
-        if not self.info.mtp_layers:
-            raise no_mtp_head(self.info)
-        state, tokens, hidden = self._check_pairs(state, tokens, hidden, provisional=provisional)
-        if head is None:  # a pass that makes no heads may know nothing of them
-            output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional)
-        elif isinstance(head, StrictHead) and head.owner is self:
-            output = self.inner.decode_mtp(state.inner, tokens, hidden.inner, provisional=provisional, head=head.inner)
-        else:
-            raise ContractError("an MTP pass was given a draft head that this object's draft_head did not make")
-        if provisional:
-            state.mtp_passes += 1
-        else:
-            self._paired(state, tokens)
-        state.chaining = True
-        rows = self._number(state.length, len(tokens))
-        return ForwardOutput(
-            rows=len(tokens),
-            logits=StrictLogits(output.need_logits(), state, 1, mtp=True),
-            hidden=self._hidden(output.hidden, rows, chained=True),
-        )
-
-    def draft_mtp(
-        self,
-        state: State,
-        pending: int,
-        depth: int,
-        *,
-        head: DraftHead | None = None,
-        choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
-    ) -> tuple[int, ...]:
-        state = self._settled(state, "draft_mtp")
-        self._check_tokens([pending], "draft_mtp")
-        if type(depth) is not int or depth < 0:
-            raise ContractError(f"draft_mtp takes a depth of at least 0, got {depth!r}")
-        if head is not None and not (isinstance(head, StrictHead) and head.owner is self):
-            raise ContractError("draft_mtp was given a draft head that this object's draft_head did not make")
-        inner_head = head.inner if isinstance(head, StrictHead) else None
-        inner = state.inner
-
-        def watched(logits: Logits, drafted: Sequence[int]) -> int | None:
-            assert choose is not None
-            state.mtp_passes += 1
-            return choose(StrictLogits(logits, state, 1, mtp=True), drafted)
-
-        return self.inner.draft_mtp(inner, pending, depth, head=inner_head, choose=None if choose is None else watched)
-
-    def _paired(self, state: StrictState, tokens: list[int]) -> None:
-        state.mtp_passes += 1
-
-    # --- going back ------------------------------------------------------------------------------------------------
-
-    def rewind(self, state: State, length: int) -> int:
-        state = self._settled(state, "rewind")
-        if type(length) is not int or not 0 <= length <= state.length:
-            raise ContractError(f"rewind takes 0 to {state.length} tokens, got {length!r}")
-        reached = self.inner.rewind(state.inner, length)
-        if not 0 <= reached <= length or state.inner.length != reached:
-            raise ContractError(f"rewind to {length} says {reached}, and the state holds {state.inner.length}")
-        state.passes += 1
-        state.chaining = False
-        del state.tokens[reached:], state.rows[reached:]
-        return reached
-
-    def snapshot(self, state: State) -> Snapshot:
-        state = self._settled(state, "snapshot")
-        taken = self.inner.snapshot(state.inner)
-        if taken.length != state.length:
-            raise ContractError(f"a snapshot of {state.length} tokens says {taken.length}")
-        state.chaining = False
-        remembered: dict[str, Any] = {"strict.tokens": np.array(state.tokens, np.int64)}
-        return attrs.evolve(taken, arrays={**taken.arrays, **remembered})
-
-    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> StrictState:
-        arrays = {name: array for name, array in snapshot.arrays.items() if not name.startswith("strict.")}
-        state = StrictState(self.inner.restore(attrs.evolve(snapshot, arrays=arrays), needs), self)
-        state.tokens = [int(token) for token in snapshot.arrays["strict.tokens"]]
-        state.rows = self._number(0, len(state.tokens))
-        self._same_length(state)
-        return state

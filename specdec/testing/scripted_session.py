@@ -1,9 +1,9 @@
-"""A sequence driven by hand: the engine's calls in the engine's order, with outcomes that the test chooses."""
+"""``ScriptedSession``: calls a drafter as the engine does, with outcomes that a check chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
@@ -28,10 +28,9 @@ from specdec.contract import (
     Verdict,
 )
 from specdec.errors import ContractError
-from specdec.testing.models import Memory, StrictForwardPass, TableModel
-
-if TYPE_CHECKING:
-    from specdec.testing.registry import DrafterSubject
+from specdec.testing.strict_pass import StrictForwardPass
+from specdec.testing.subjects import DrafterSubject
+from specdec.testing.table_model import Memory, TableModel
 
 CAPACITY = 256
 
@@ -108,15 +107,7 @@ class DrafterView(ForwardPass):
         return self.inner.restore(snapshot, needs)
 
 
-_SETTINGS = ("sampling", "generated_from", "cycle", "draft_noise")
-
-
-@attrs.frozen
-class Seen:
-    """What was in a context when it was handed out."""
-
-    tokens: list[int]
-    settings: dict[str, Any]
+SETTINGS = ("sampling", "generated_from", "cycle", "draft_noise")
 
 
 @attrs.frozen
@@ -131,11 +122,11 @@ class Kept:
 
 
 @attrs.define
-class Played:
+class ScriptedSession:
     """One sequence: its tokens, its state, its drafter.
 
-    ``sealed``: hidden states and the MTP head only as declared, the state out of reach. Off, a drafter that breaks
-    those clauses still plays, so that each check finds its own clause only.
+    ``sealed``: hidden states and the MTP head only as declared, the state out of reach. Unsealed, a drafter that breaks
+    those clauses still works, so that each check finds its own clause only.
     """
 
     subject: DrafterSubject
@@ -149,7 +140,8 @@ class Played:
     tokens: list[int] = attrs.field(factory=list)
     cycles: int = 0
     generated_from: int = 0
-    contexts: list[tuple[Context, Seen]] | None = None  # every context handed out, and what was in it, when asked for
+    contexts: list[tuple[Context, list[int], dict[str, Any]]] | None = None
+    """When it is a list: every context handed out, with the tokens and settings that it had then."""
 
     @classmethod
     def start(
@@ -164,7 +156,7 @@ class Played:
         shared: Any = None,
         snapshot: Snapshot | None = None,
         saved: DrafterSnapshot | None = None,
-    ) -> Played:
+    ) -> ScriptedSession:
         """An empty sequence, or one over a restored snapshot."""
         if model is None:
             model = target_for(subject, memory)
@@ -177,17 +169,13 @@ class Played:
         return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
 
     def context(self, upto: int | None = None) -> Context:
-        """A context over a copy of the tokens, so that a drafter which writes to it spoils nothing here."""
+        """A context over a copy of the tokens: a drafter that writes to it changes nothing here."""
+        tokens, noise = self.tokens[:upto], self.noise
         context = Context(
-            self.tokens[:upto],
-            self.sampling,
-            generated_from=self.generated_from,
-            cycle=self.cycles,
-            draft_noise=self.noise,
+            tokens, self.sampling, generated_from=self.generated_from, cycle=self.cycles, draft_noise=noise
         )
         if self.contexts is not None:
-            settings = {name: getattr(context, name) for name in _SETTINGS}
-            self.contexts.append((context, Seen(list(context), settings)))
+            self.contexts.append((context, list(context), {name: getattr(context, name) for name in SETTINGS}))
         return context
 
     def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
@@ -200,12 +188,12 @@ class Played:
             self.drafter.prefill(self.context(at + len(part)), output)
 
     def propose(self, depth: int) -> Draft:
-        """Begin a cycle: the drafter's answer as it is."""
+        """Begin a cycle: the drafter's answer, unchanged."""
         self.cycles += 1
         return self.drafter.propose(self.context(), depth)
 
     def finish(self, draft: Draft, accepted: int, next_token: int) -> None:
-        """End the cycle: decode, decide as told, commit, observe."""
+        """End the cycle with this outcome: decode, commit, observe."""
         drafted = usable(draft, len(draft.tokens), self.model.info.vocab_size).tokens
         accepted = min(accepted, len(drafted))
         if accepted < len(drafted) and next_token == drafted[accepted]:
@@ -221,9 +209,7 @@ class Played:
             self.cycles += 1
             draft = Draft()
         else:
-            draft = usable(self.propose(depth), depth, self.model.info.vocab_size)
-            if cut is not None:
-                draft = Draft(draft.tokens[:cut], None if draft.probs is None else draft.probs[:cut])
+            draft = usable(self.propose(depth), depth if cut is None else min(depth, cut), self.model.info.vocab_size)
         self.finish(draft, accepted, next_token)
         return draft
 
@@ -234,31 +220,27 @@ class Played:
         if self.state.length > max(length - 1, 0):
             self.drafter.rewind(self.model.rewind(self.state, max(length - 1, 0)))
 
-    def rebuilt(self) -> Played:
-        """Save and restore: a new drafter over the restored state."""
-        return self._like(self.model.snapshot(self.state))
-
     def keep(self) -> Kept:
         """Copy what a session copies, in its order."""
         state = self.model.snapshot(self.state)
         saved = self.drafter.snapshot(self.context())
         return Kept(list(self.tokens), self.cycles, self.generated_from, state, saved)
 
-    def restored(self, kept: Kept, saved: DrafterSnapshot | None) -> Played:
+    def restored(self, kept: Kept, saved: DrafterSnapshot | None = None) -> ScriptedSession:
         """A new drafter over the kept state, with or without what the old one saved."""
         other = self._like(kept.state, saved)
         other.tokens, other.cycles, other.generated_from = list(kept.tokens), kept.cycles, kept.generated_from
         return other
 
-    def fresh(self) -> Played:
+    def fresh(self) -> ScriptedSession:
         """A new drafter and a new state which saw the same tokens in one chunk."""
-        other = self._like(None)
-        tokens, other.tokens = other.tokens, []
-        other.feed(tokens)
+        other = self._like(None, None)
+        other.cycles, other.generated_from = self.cycles, self.generated_from
+        other.feed(self.tokens)
         return other
 
-    def _like(self, snapshot: Snapshot | None, saved: DrafterSnapshot | None = None) -> Played:
-        other = Played.start(
+    def _like(self, snapshot: Snapshot | None, saved: DrafterSnapshot | None) -> ScriptedSession:
+        return ScriptedSession.start(
             self.subject,
             model=self.model,
             sampling=self.sampling,
@@ -268,15 +250,12 @@ class Played:
             shared=self.shared,
             saved=saved,
         )
-        other.tokens, other.cycles, other.generated_from = list(self.tokens), self.cycles, self.generated_from
-        return other
 
 
 def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> StrictForwardPass:
     """A strict model that has what the drafter needs."""
-    return StrictForwardPass(
-        TableModel.random(vocab, memory=memory, tilt=0.7, mtp=subject.needs.mtp, max_positions=4 * CAPACITY)
-    )
+    mtp = subject.needs.mtp
+    return StrictForwardPass(TableModel.random(vocab, memory=memory, tilt=0.7, mtp=mtp, max_positions=4 * CAPACITY))
 
 
 def usable(draft: Draft, depth: int, vocab: int) -> Draft:
@@ -291,7 +270,7 @@ def usable(draft: Draft, depth: int, vocab: int) -> Draft:
 
 
 def drafts_equal(one: Draft, other: Draft) -> bool:
-    """Same tokens, same laws to the bit."""
+    """The same tokens, the same distributions to the bit."""
     if tuple(one.tokens) != tuple(other.tokens) or (one.probs is None) != (other.probs is None):
         return False
     return one.probs is None or other.probs is None or bool(np.array_equal(one.probs, other.probs))

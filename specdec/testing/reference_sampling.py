@@ -1,9 +1,10 @@
-"""The law of a row, written out token by token: what ``specdec.sampling`` is compared with. Slow and obvious."""
+"""The distribution of the next token, computed one token at a time: what ``specdec.sampling`` is compared with."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     Float64 = NDArray[np.float64]
 
 
-def processed_by_hand(
+def reference_logits(
     logits: Sequence[float], history: Sequence[int], sampling: Sampling, generated_from: int
 ) -> list[float]:
     """Logits after bias, penalties over ``history``, bans and processors; before temperature."""
@@ -36,16 +37,16 @@ def processed_by_hand(
     return values
 
 
-def law_by_hand(
+def reference_distribution(
     logits: Sequence[float], history: Sequence[int], sampling: Sampling, generated_from: int = 0
 ) -> Float64:
-    """The law ``[V]`` of the token after ``history``; one-hot at temperature 0. Equals go by ascending id."""
-    values = processed_by_hand(logits, history, sampling, generated_from)
+    """The distribution ``[V]`` of the token after ``history``; one-hot at temperature 0. Ties go to the lowest id."""
+    values = reference_logits(logits, history, sampling, generated_from)
     ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))
-    law = np.zeros(len(values))
+    distribution = np.zeros(len(values))
     if sampling.temperature == 0:
-        law[ranked[0]] = 1.0
-        return law
+        distribution[ranked[0]] = 1.0
+        return distribution
     best = values[ranked[0]]
     weights = {token: math.exp((values[token] - best) / sampling.temperature) for token in ranked}
     kept = [token for token in ranked if values[token] > -math.inf]
@@ -63,5 +64,17 @@ def law_by_hand(
         kept = [token for token in kept if weights[token] >= sampling.min_p * weights[kept[0]]]
     total = sum(weights[token] for token in kept)
     for token in kept:
-        law[token] = weights[token] / total
-    return law
+        distribution[token] = weights[token] / total
+    return distribution
+
+
+def joint_distribution(next_token: Callable[[list[int]], Float64], length: int, vocab: int) -> Float64:
+    """The distribution of the next ``length`` tokens, ``[vocab ** length]``, first token most significant.
+
+    Args:
+        next_token: the distribution ``[vocab]`` after the given new tokens.
+    """
+    joint = np.zeros((vocab,) * length)
+    for outcome in itertools.product(range(vocab), repeat=length):
+        joint[outcome] = math.prod(next_token(list(outcome[:i]))[token] for i, token in enumerate(outcome))
+    return joint.ravel()

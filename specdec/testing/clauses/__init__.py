@@ -1,0 +1,48 @@
+"""The checks, one for each clause of ``docs/contract``, in a module for each kind of plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from specdec.errors import ConfigError, did_you_mean
+from specdec.testing.checks import CHECKS, Check
+from specdec.testing.clauses import (
+    depth_policy,
+    drafter,
+    executor,
+    forward_pass,
+    hidden_states,
+    mtp_head,
+    ops,
+    verifier,
+)
+from specdec.testing.subjects import Subject
+
+__all__ = [
+    "depth_policy",
+    "drafter",
+    "executor",
+    "expect_ids",
+    "forward_pass",
+    "hidden_states",
+    "iter_checks",
+    "mtp_head",
+    "ops",
+    "verifier",
+]
+
+
+def iter_checks(subject: Subject | None = None) -> Iterator[Check]:
+    """All checks, or those of one subject, by kind of plugin and number."""
+    order = list(Subject)
+    for check in sorted(CHECKS.values(), key=lambda one: (order.index(one.subject), int(one.id[1:]))):
+        if subject is None or check.subject is subject:
+            yield check
+
+
+def expect_ids(ids: Iterable[str]) -> None:
+    """Raises: ConfigError for an id that no check has, with the nearest one."""
+    known = [check.id for check in iter_checks()]
+    for id_ in ids:
+        if id_ not in known:
+            raise ConfigError(f"there is no check {id_!r}.{did_you_mean(id_, known)}", available=", ".join(known))

@@ -1,0 +1,117 @@
+"""Checks of the hidden states that a target gives: clauses F9, F17 and F21."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.contract import NO_NEEDS, ForwardOutput, Hidden, Needs
+from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable
+from specdec.testing.subjects import ForwardPassSubject
+from specdec.testing.target_under_test import TargetUnderTest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Float32 = NDArray[np.float32]
+
+
+def _all_needs(target: TargetUnderTest) -> Needs:
+    """Everything that this target gives: the final state, and the first, a middle and the last boundary."""
+    layers = target.info.layers
+    needs = Needs(final_hidden=target.info.gives_hidden, boundaries=(0, (layers + 1) // 2, layers) if layers else ())
+    if not needs.hidden:
+        not_applicable("this target gives no hidden states")
+    return needs
+
+
+def _given(output: ForwardOutput) -> dict[str, Hidden]:
+    """The hidden states of a pass, by name."""
+    final = {} if output.hidden is None else {"final": output.hidden}
+    return {**final, **{f"boundary {k}": hidden for k, hidden in output.boundaries.items()}}
+
+
+@check("F9")
+def outputs(subject: ForwardPassSubject, run: Run) -> None:
+    """A pass gives what its state was made for and nothing else: decode logits of every row, both the hidden states."""
+    target = TargetUnderTest(subject)
+    rows = min(2, target.info.max_rows)
+    asked = Needs(final_hidden=target.info.gives_hidden, boundaries=range(target.info.layers + 1)[:2])
+    for needs in (NO_NEEDS, asked, Needs(mtp=True)) if target.info.mtp_layers else (NO_NEEDS, asked):
+        state = target.state(needs=needs)
+        tokens = target.tokens(range(5 + rows))
+        outputs = target.model.prefill(state, tokens[:5]), target.model.decode(state, tokens[5:])
+        expect(outputs[0].logits is None, "prefill gives logits", got=outputs[0].logits)
+        expect_equal(len(outputs[1].need_logits()), rows, "decode does not give a row of logits per token")
+        for output, count in zip(outputs, (5, rows), strict=True):
+            expect_equal(output.rows, count, "a pass does not say how many rows it had", needs=needs)
+            expect_equal(output.hidden is not None, needs.final_hidden, "the final state is not as asked", needs=needs)
+            expect_equal(tuple(output.boundaries), needs.boundaries, "boundaries are not as asked", needs=needs)
+            for name, hidden in _given(output).items():
+                parts = [len(one) for one in (hidden, hidden[-1:], hidden[:0], hidden[:1].join([hidden, hidden[1:]]))]
+                expect_equal(parts, [count, 1, 0, 2 * count], f"{name} or a part of it has the wrong number of rows")
+        expect_equal(state.pairs is not None, needs.mtp, "the ledger of MTP pairs is not as asked", needs=needs)
+
+
+@check("F17")
+def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
+    """Hidden states stay what they were, whatever passes run later: a drafter may hold them for many cycles."""
+    target = TargetUnderTest(subject)
+    model, tokens, needs = target.model, target.tokens(range(8)), _all_needs(target)
+    state = target.state(needs=needs)
+    held = [(_given(model.prefill(state, tokens[:3])), 3)]
+    for token in tokens[3:]:
+        rows = [token, target.token(77)][: target.info.max_rows]
+        held.append((_given(model.decode(state, rows)), 1))
+        model.commit(state, 1)
+    for name, wanted in _rows_one_by_one(target, tokens, needs).items():
+        parts = [given[name][:rows] for given, rows in held]  # cut late: a cut may copy
+        got = parts[0].join(parts[1:]).rows()
+        target.expect_close(got, wanted, f"{name}: hidden states that were held are not what they were")
+
+
+def _rows_one_by_one(target: TargetUnderTest, tokens: Sequence[int], needs: Needs) -> dict[str, Float32]:
+    """Hidden states of all tokens, ``[T, H]`` by name, by passes of one row, read at once."""
+    state = target.state(needs=needs)
+    seen: list[dict[str, Float32]] = []
+    for token in tokens:
+        output = target.model.decode(state, [token])
+        seen.append({name: hidden.rows().copy() for name, hidden in _given(output).items()})
+        target.model.commit(state, 1)
+    return {name: np.concatenate([one[name] for one in seen]) for name in seen[0]}
+
+
+@check("F21")
+def any_passes(subject: ForwardPassSubject, run: Run) -> None:
+    """Hidden states do not depend on chunks, rows of a pass or other needs: BITWISE to the bit, NUMERIC closely."""
+    target = TargetUnderTest(subject)
+    tokens, everything = target.tokens(range(8)), _all_needs(target)
+    most = min(len(tokens), target.info.max_rows)
+    wanted = _rows_one_by_one(target, tokens, everything)
+
+    def expect_rows(output: ForwardOutput, rows: slice, what: str) -> None:
+        for name, hidden in _given(output).items():
+            got, truth = hidden.rows(), wanted[name][rows]
+            expect_equal(got.shape, (len(truth), target.info.hidden_size), f"{name} has the wrong shape")
+            target.expect_close(got, truth, f"{name}: {what} gives other hidden states", rows=rows)
+
+    singles = [Needs(boundaries=(k,)) for k in everything.boundaries]
+    for needs in (everything, *singles, Needs(final_hidden=everything.final_hidden)):
+        for chunk in (most, 3):
+            state = target.state(needs=needs)
+            for at in range(0, len(tokens), chunk):
+                part = slice(at, min(at + chunk, len(tokens)))
+                expect_rows(target.model.prefill(state, tokens[part]), part, f"prefill in chunks of {chunk}")
+        for kept in (most, 1):
+            state = target.state(needs=needs)
+            target.model.decode(state, target.tokens([50, 51][:most]))
+            expect_rows(target.model.decode(state, tokens[:most]), slice(0, most), f"decode of {most} rows")
+            target.model.commit(state, kept)
+            after = slice(kept, min(kept + min(2, most), len(tokens)))
+            if tokens[after]:
+                expect_rows(target.model.decode(state, tokens[after]), after, f"decode after {kept} committed rows")
+        last = Needs(final_hidden=needs.final_hidden, boundaries=needs.boundaries, prompt_rows="last")
+        output = target.model.prefill(target.state(needs=last), tokens[:most])
+        expect_rows(output, slice(most - 1, most), "prefill with prompt_rows = 'last'")

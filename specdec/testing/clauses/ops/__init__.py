@@ -1,0 +1,11 @@
+"""Checks of a backend's operations against their float64 definitions in ``specdec.backends.ops``: clauses O1 to O20.
+
+Sizes are odd on purpose: no multiple of a vector, a tile or a block. Inputs are rounded to the activation dtype first
+and read back, so that only the operation's own error counts.
+"""
+
+from __future__ import annotations
+
+from specdec.testing.clauses.ops import attention, delta_rule, dense, experts, rows_and_caches
+
+__all__ = ["attention", "delta_rule", "dense", "experts", "rows_and_caches"]

@@ -1,0 +1,90 @@
+"""Checks of positions and attention: clauses O5, O6 and O19."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specdec.backends.ops import Rope
+from specdec.testing.checks import Run, check
+from specdec.testing.clauses.ops.bench import EPS, ROWS, Bench, rms_normed, sigmoid, softmax
+from specdec.testing.clauses.ops.layers import HEAD_DIM, LATENT, LATENT_VALUES, AttentionLayer, LatentLayer
+from specdec.testing.numerics import fill_with_nan
+from specdec.testing.subjects import OpsSubject
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
+
+CAPACITY = 40
+PASSES = ((1, 0, True), (1, 17, False), (4, 3, True), (16, 5, False), (19, 2, True), (5, 31, True))
+"""Rows of the pass, rows in the cache, with a gate or without."""
+
+
+@check("O5")
+def norm_rope(subject: OpsSubject, run: Run) -> None:
+    """``norm_rope`` norms each head where it has a weight, then turns pairs (j, j + R/2) by the row's own position."""
+    bench = Bench(subject, run)
+    for rows in ROWS:
+        for rotary, position, normed in ((HEAD_DIM, 0, True), (8, 777, True), (HEAD_DIM, 3, False)):
+            rope = Rope.of(1e4, rotary)
+            wide = bench.heads(bench.normal(rows, 3, 2 * HEAD_DIM))
+            x = wide[:, :, :HEAD_DIM]  # a strided view, as of an interleaved projection
+            weight = bench.vector(bench.normal(HEAD_DIM), plus=1.0) if normed else None
+            y = rms_normed(bench.host(x), bench.host(weight)) if normed else bench.host(x)
+            angles = (position + np.arange(rows))[:, None] * np.array(rope.inv_freq)
+            cos, sin, half = np.cos(angles)[:, None], np.sin(angles)[:, None], rotary // 2
+            left, right = y[..., :half], y[..., half:rotary]
+            wanted = np.concatenate([left * cos - right * sin, right * cos + left * sin, y[..., rotary:]], -1)
+            size = np.abs(y).max(-1, keepdims=True)
+            bound = size * (3 * bench.eps + 2.0**-16 + (position + rows) * 2.0**-22)
+            got = bench.ops.norm_rope(x, weight, EPS, rope, position)
+            bench.close(got, wanted, bound, "norm_rope", rows=rows, rotary=rotary, position=position, normed=normed)
+
+
+def _attention(q: Float64, keys: Float64, values: Float64, scale: float) -> Float64:
+    """Causal attention; rows of q are the last rows of keys."""
+    rows, heads, _ = q.shape
+    out = np.zeros_like(q)
+    for t in range(rows):
+        seen = len(keys) - rows + t + 1
+        for h in range(heads):
+            kv = h // (heads // keys.shape[1])
+            out[t, h] = softmax(keys[:seen, kv] @ q[t, h] * scale) @ values[:seen, kv]
+    return out
+
+
+@check("O6")
+def attend(subject: OpsSubject, run: Run) -> None:
+    """``attend`` is causal softmax attention over cached and own rows, with grouped heads and the sigmoid gate."""
+    bench = Bench(subject, run)
+    for rows, before, gated in PASSES:
+        layer = AttentionLayer(bench, before + rows, gated=gated)
+        cache = layer.cache(CAPACITY)
+        fill_with_nan(cache)
+        if before:
+            layer.in_passes([before], cache)
+        q, k, v = bench.host(layer.q)[before:], bench.host(layer.k), bench.host(layer.v)
+        wanted = _attention(q, k, v, HEAD_DIM**-0.5) * (sigmoid(bench.host(layer.gate)[before:]) if gated else 1.0)
+        [got] = layer.outputs(cache, before, before + rows)
+        bound = np.abs(v).max() * (2 * bench.eps + 1e-5)
+        bench.close(got, wanted.reshape(rows, -1), bound, "attend", rows=rows, cached=before, gated=gated)
+
+
+@check("O19")
+def attend_latent(subject: OpsSubject, run: Run) -> None:
+    """``attend_latent`` is causal softmax attention in which all heads read whole rows and mix their first values."""
+    bench = Bench(subject, run)
+    for rows, before, _ in PASSES:
+        layer = LatentLayer(bench, before + rows)
+        cache = layer.cache(CAPACITY)
+        fill_with_nan(cache)
+        if before:
+            layer.in_passes([before], cache)
+        [got] = layer.outputs(cache, before, before + rows)
+        keys = bench.host(layer.row)[:, None]  # one head that all query heads read
+        wanted = _attention(bench.host(layer.q)[before:], keys, keys, LATENT**-0.5)[..., :LATENT_VALUES]
+        bound = np.abs(keys).max() * (2 * bench.eps + 1e-5)
+        bench.close(got, wanted, bound, "attend_latent", rows=rows, cached=before)

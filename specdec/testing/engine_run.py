@@ -1,0 +1,76 @@
+"""A generation by the engine's own cycles, with a target, a verifier and a drafter that a check chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, ForwardPass, Needs, Sampling, Verifier
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.loop import run_cycle
+from specdec.decoding.statistics import RunStats
+from specdec.testing.scripted_session import CAPACITY
+
+MakeDrafter = Callable[[DrafterEnv], Drafter]
+
+
+class ScriptedDrafter(Drafter):
+    """Drafts the tokens that a function of the history and the token's number in the draft gives."""
+
+    def __init__(self, script: Callable[[list[int], int], int]) -> None:
+        self._script = script
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        history = list(context)
+        for number in range(depth):
+            history.append(self._script(history, number))
+        return Draft(tuple(history[len(context) :]))
+
+
+def run_engine(
+    target: ForwardPass,
+    verifier: Verifier,
+    make: MakeDrafter | None,
+    prompt: Sequence[int],
+    count: int,
+    depths: Sequence[int],
+    sampling: Sampling,
+    *,
+    needs: Needs = NO_NEEDS,
+    shared: Any = None,
+    capacity: int = CAPACITY,
+) -> tuple[list[int], RunStats]:
+    """``count`` tokens after ``prompt``; ``depths`` are taken in turn. Without a drafter: plain decoding."""
+    state = target.new_state(capacity, needs)
+    env = DrafterEnv(target=target, state=state, shared=shared)
+    drafter = ScriptedDrafter(lambda history, number: 0) if make is None else make(env)
+    tokens = list(prompt)
+    context = Context(tokens, sampling, generated_from=len(prompt), draft_noise=verifier.draft_noise)
+    sequence = LiveSequence(
+        target=target, state=state, drafter=drafter, verifier=verifier, tokens=tokens, context=context
+    )
+    stats = RunStats()
+    if len(prompt) > 1:
+        output = target.prefill(state, tokens[:-1])
+        if make is not None:
+            drafter.prefill(Context(tokens[:-1], sampling), output)
+    cycle = 0
+    while len(tokens) < len(prompt) + count:
+        room = len(prompt) + count - len(tokens)
+        depth = 0 if make is None else min(depths[cycle % len(depths)], room - 1, target.info.max_rows - 1)
+        run_cycle(sequence, depth, len, stats)
+        cycle += 1
+    stats.inactive_reason = sequence.failure
+    return tokens[len(prompt) :], stats
+
+
+def plain_decoding(
+    target: ForwardPass,
+    verifier: Verifier,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling,
+    capacity: int = CAPACITY,
+) -> list[int]:
+    """``count`` tokens after ``prompt``, without drafts: what speculation is compared with."""
+    return run_engine(target, verifier, None, prompt, count, [0], sampling, capacity=capacity)[0]

@@ -1,0 +1,230 @@
+"""Running checks: the outcome of each, and the report about a plugin."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import attrs
+import numpy as np
+
+from specdec.config import Choice, structure_choice
+from specdec.errors import ConfigError, SpecdecError
+from specdec.testing.checks import CONTRACT, Broken, Check, NotApplicable, Run
+from specdec.testing.clauses import expect_ids, iter_checks
+from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
+
+
+class CheckFailure(SpecdecError, AssertionError):
+    """A failed check: the clause, the smallest case, what was got and expected, and how to run it again."""
+
+
+class Status(enum.Enum):
+    """How a check ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    KNOWN = "known failure"
+    """Failed, and listed among the known failures with a reason."""
+    NEWER = "newer contract"
+    """Failed a clause of a later contract than the plugin claims."""
+    ADVICE = "advice"
+    """Failed a clause that is only advice."""
+    NOT_APPLICABLE = "not applicable"
+
+
+@attrs.frozen
+class Outcome:
+    """The result of one check."""
+
+    check: Check
+    status: Status
+    seconds: float
+    detail: str = ""  # the failure's text, or the reason
+    failure: CheckFailure | None = attrs.field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "id": self.check.id,
+            "sentence": self.check.sentence,
+            "kind": self.check.kind,
+            "contract": self.check.contract,
+            "status": self.status.value,
+            "detail": self.detail,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def run_check(
+    check: Check,
+    given: AnySubject,
+    *,
+    seed: int = 0,
+    effort: float = 1.0,
+    contract: str = CONTRACT,
+    known: str | None = None,
+    replay: str = "",
+    shrink: bool = True,
+) -> Outcome:
+    """Run one check.
+
+    Args:
+        contract: the version that the plugin claims.
+        known: why a failure is expected; a check that passes then counts as failed.
+        replay: the command that runs this check again, for the failure's text.
+        shrink: search for the smallest failing case; otherwise the first one is reported.
+    """
+    started, error = perf_counter(), None
+    try:
+        check.run(given, Run(seed, effort, shrink=shrink))
+    except NotApplicable as reason:
+        return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, str(reason))
+    except Exception as raised:  # noqa: BLE001  (whatever a plugin raises is its failure)
+        error = raised
+    seconds = perf_counter() - started
+    if error is None and known is None:
+        return Outcome(check, Status.PASSED, seconds)
+    if error is None:
+        status, text = Status.FAILED, f"{check.id} is listed as a known failure, and it passes"
+        failure = CheckFailure(text, reason=known, **{"try": "take it off the list"})
+        return Outcome(check, status, seconds, str(failure), failure)
+    broken = Broken.by(error, {})
+    failure = CheckFailure(
+        f"{check.id} {check.sentence}",
+        broken=broken.what,
+        smallest_case=", ".join(f"{name} = {_short(value)}" for name, value in broken.case.items()) or None,
+        got=None if broken.got is None else _short(broken.got),
+        expected=None if broken.expected is None else _short(broken.expected),
+        replay=replay or f"Run(seed={seed})",
+        effort=None if effort == 1.0 else effort,
+        more=f"docs/contract/{check.subject.document}.md, clause {check.id} (contract {check.contract})",
+    )
+    failure.__cause__ = error
+    if known is not None:
+        return Outcome(check, Status.KNOWN, seconds, known, failure)
+    status = Status.ADVICE if check.kind == "advice" else Status.FAILED if check.contract <= contract else Status.NEWER
+    return Outcome(check, status, seconds, str(failure), failure)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        value = np.array2string(value, precision=4, separator=", ", threshold=40, max_line_width=10**6)
+    text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    return text if len(text) <= 400 else f"{text[:397]}..."
+
+
+@attrs.frozen
+class Report:
+    """The outcomes of all checks of one plugin."""
+
+    name: str
+    contract: str
+    seed: int
+    outcomes: tuple[Outcome, ...]
+    notes: tuple[str, ...] = ()  # what was not checked, and why
+
+    @property
+    def failures(self) -> list[Outcome]:
+        """The outcomes that fail the plugin."""
+        return [one for one in self.outcomes if one.status is Status.FAILED]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every clause of the contract holds, known failures aside."""
+        return not self.failures
+
+    def raise_for_failures(self) -> Report:
+        """Raises: CheckFailure with the text of the first failure and the ids of all."""
+        failed = self.failures
+        if failed:
+            ids = ", ".join(one.check.id for one in failed)
+            raise CheckFailure(f"{self.name} fails {ids}\n{failed[0].detail}") from failed[0].failure
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that ``specdec check --json`` prints."""
+        counts = {status.value: sum(one.status is status for one in self.outcomes) for status in Status}
+        return {
+            "name": self.name,
+            "contract": self.contract,
+            "seed": self.seed,
+            "ok": self.ok,
+            "counts": counts,
+            "notes": list(self.notes),
+            "checks": [one.to_dict() for one in self.outcomes],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {'passes' if self.ok else 'fails'} contract {self.contract}"]
+        for one in self.outcomes:
+            if one.status is not Status.PASSED:
+                lines += [f"{one.check.id} {one.status.value}", *(f"  {line}" for line in one.detail.splitlines())]
+        return "\n".join([*lines, *self.notes])
+
+
+def check_subjects(
+    name: str,
+    subjects: Mapping[Subject, AnySubject] | Sequence[Labelled],
+    *,
+    seed: int = 0,
+    effort: float = 1.0,
+    contract: str = CONTRACT,
+    known_failures: Mapping[str, str] | None = None,
+    only: Iterable[str] | None = None,
+    notes: Sequence[str] = (),
+    replay: str = "",
+    progress: Callable[[Outcome], None] | None = None,
+) -> Report:
+    """Run the checks of every subject; the arguments are those of ``check_plugin``.
+
+    Raises: ConfigError for an id that no check has.
+    """
+    known = dict(known_failures or {})
+    wanted = None if only is None else set(only)
+    expect_ids([*known, *(wanted or ())])
+    given = subjects.items() if isinstance(subjects, Mapping) else [(subject, one) for _, subject, one in subjects]
+    outcomes = []
+    for subject, under_test in given:
+        for check in iter_checks(subject):
+            if wanted is not None and check.id not in wanted:
+                continue
+            again = replay and f"{replay} --only {check.id}"
+            reason = known.get(check.id)
+            outcome = run_check(
+                check, under_test, seed=seed, effort=effort, contract=contract, known=reason, replay=again
+            )
+            outcomes.append(outcome)
+            if progress is not None:
+                progress(outcome)
+    return Report(name, contract, seed, tuple(outcomes), tuple(notes))
+
+
+def check_plugin(plugin: Any, *, config: Any = None, options: Mapping[str, Any] | None = None, **how: Any) -> Report:
+    """Run every check on a plugin.
+
+    Args:
+        plugin: a registered name (all kinds that it is registered as are checked), a spec, or a verifier, a target or
+            one of the Subject classes.
+        config: the plugin's own config object; None takes its defaults.
+        options: the same as plain data, structured into the plugin's config class.
+        **how: ``seed``, ``effort`` (a factor on the number of cases), ``contract`` (the version that the plugin
+            claims), ``known_failures`` ({id: reason}), ``only`` (ids), ``progress`` (called with each Outcome).
+    Raises: UnknownNameError when nothing is registered under the name.
+    """
+    if isinstance(plugin, str):
+        subjects, notes = registered_subjects(plugin, config, options)
+        how.setdefault("replay", f"specdec check {plugin} --seed {how.get('seed', 0)}")
+        return check_subjects(plugin, subjects, notes=notes, **how)
+    kind = subject_of(plugin)
+    if kind is None:
+        raise ConfigError(
+            f"check_plugin takes a name, a spec, a verifier or a target, got {type(plugin).__name__}",
+            try_="parametrize_checks(drafter=...) or one of the Subject classes for a factory",
+        )
+    if options is not None:
+        config = structure_choice(Choice(plugin.name, options), plugin.config, kind.document)
+    name = getattr(plugin, "name", type(plugin).__name__)
+    return check_subjects(str(name), {kind: as_subject(kind, plugin, config)}, **how)

@@ -1,0 +1,236 @@
+"""What can be checked: plugins of five kinds, given as a registered name, a spec, an object or a factory."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from specdec.config import Choice, structure_choice
+from specdec.contract import (
+    NO_NEEDS,
+    BackendSpec,
+    DepthPolicy,
+    DepthPolicySpec,
+    Drafter,
+    DrafterEnv,
+    DrafterSpec,
+    ForwardPass,
+    Needs,
+    PrepareEnv,
+    Verifier,
+    VerifierSpec,
+)
+from specdec.errors import SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
+from specdec.records.cost_table import CostTable
+from specdec.registry import Entry, Kind, registry
+from specdec.testing.table_model import TableModel
+
+if TYPE_CHECKING:
+    from specdec.backends.ops import Ops
+
+
+class Subject(enum.Enum):
+    """The kind of plugin that a check is about: the letter of its clause ids, and the name of its contract page."""
+
+    DRAFTER = ("D", "drafter")
+    VERIFIER = ("V", "verifier")
+    FORWARD_PASS = ("F", "forward_pass")
+    DEPTH_POLICY = ("P", "depth_policy")
+    OPS = ("O", "ops")
+
+    @property
+    def letter(self) -> str:
+        """The first letter of its clause ids."""
+        return self.value[0]
+
+    @property
+    def document(self) -> str:
+        """The name of its page in ``docs/contract``, and of its argument of ``parametrize_checks``."""
+        return self.value[1]
+
+
+@attrs.frozen(kw_only=True)
+class DrafterSubject:
+    """How to build a drafter for a sequence."""
+
+    make: Callable[[DrafterEnv], Drafter]
+    needs: Needs = NO_NEEDS
+    prepare: Callable[[ForwardPass], Any] = lambda target: None
+
+
+@attrs.frozen(kw_only=True)
+class VerifierSubject:
+    """How to build a verifier; ``bound`` in nats, for a BOUNDED verifier that states none itself."""
+
+    make: Callable[[], Verifier]
+    bound: float | None = None
+
+
+@attrs.frozen(kw_only=True)
+class ForwardPassSubject:
+    """How to build a target; ``make`` may return the same one each time."""
+
+    make: Callable[[], ForwardPass]
+
+
+@attrs.frozen(kw_only=True)
+class DepthPolicySubject:
+    """How to build a depth policy for a sequence."""
+
+    make: Callable[[], DepthPolicy]
+
+
+@attrs.frozen(kw_only=True)
+class OpsSubject:
+    """How to build a backend's operations."""
+
+    make: Callable[[], Ops]
+
+
+AnySubject = DrafterSubject | VerifierSubject | ForwardPassSubject | DepthPolicySubject | OpsSubject
+
+_CLASSES: Mapping[Subject, type] = {
+    Subject.DRAFTER: DrafterSubject,
+    Subject.VERIFIER: VerifierSubject,
+    Subject.FORWARD_PASS: ForwardPassSubject,
+    Subject.DEPTH_POLICY: DepthPolicySubject,
+    Subject.OPS: OpsSubject,
+}
+_TYPES: Mapping[Subject, tuple[type, ...]] = {
+    Subject.DRAFTER: (DrafterSpec,),
+    Subject.VERIFIER: (VerifierSpec, Verifier),
+    Subject.FORWARD_PASS: (ForwardPass,),
+    Subject.DEPTH_POLICY: (DepthPolicySpec, DepthPolicy),
+    Subject.OPS: (),
+}
+
+
+def subject_of(plugin: Any) -> Subject | None:
+    """The kind of a spec or an object; None for a factory, which may build anything."""
+    for subject, types in _TYPES.items():
+        if isinstance(plugin, (*types, _CLASSES[subject])):
+            return subject
+    return None
+
+
+def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
+    """What the checks of ``subject`` take, from a spec (with its config), an object or a factory."""
+    if isinstance(given, AnySubject):
+        return given
+    if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec):
+        return _from_spec(given, config)
+    if subject is Subject.DRAFTER:
+        return _from_drafter_factory(given)
+    is_object = isinstance(given, Verifier | ForwardPass | DepthPolicy) or not callable(given)
+    made: AnySubject = _CLASSES[subject](make=(lambda: given) if is_object else given)
+    return made
+
+
+def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec, config: Any) -> AnySubject:
+    options = config if config is not None else spec.config()
+    if isinstance(spec, VerifierSpec):
+        return VerifierSubject(make=lambda: spec.factory(options))
+    prepare = spec.prepare
+    if isinstance(spec, DrafterSpec):
+
+        def prepared(target: ForwardPass) -> Any:
+            return None if prepare is None else prepare(options, PrepareEnv(target=target))
+
+        needs = spec.needs
+        if not isinstance(needs, Needs):
+            needs = needs(options, prepared(TableModel.random(mtp=True)))
+        return DrafterSubject(make=lambda env: spec.factory(options, env), needs=needs, prepare=prepared)
+    if prepare is None:
+        return DepthPolicySubject(make=lambda: spec.factory(options))
+    # each policy is prepared anew: what one generation learns from another is not under test
+    return DepthPolicySubject(make=lambda: spec.factory(options, prepare(options, _policy_env())))
+
+
+def _policy_env() -> PrepareEnv:
+    """What ``prepare`` of a depth policy gets: a small target and a made-up cost table."""
+    table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
+    return PrepareEnv(target=TableModel.random(mtp=True), costs=lambda file=None: table)
+
+
+def _from_drafter_factory(factory: Any) -> DrafterSubject:
+    """A factory takes the sequence's environment, or nothing; it may have an attribute ``needs``."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(factory).parameters.values()
+    takes_env = any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
+    make = factory if takes_env else (lambda env: factory())
+    return DrafterSubject(make=make, needs=getattr(factory, "needs", NO_NEEDS))
+
+
+# --- registered names ------------------------------------------------------------------------------------------------
+
+_KINDS = {
+    Kind.DRAFTER: Subject.DRAFTER,
+    Kind.VERIFIER: Subject.VERIFIER,
+    Kind.DEPTH_POLICY: Subject.DEPTH_POLICY,
+    Kind.BACKEND: Subject.OPS,
+}
+_DTYPES = ("float32", "bfloat16")
+
+Labelled = tuple[str, Subject, AnySubject]
+
+
+def registered_subjects(
+    name: str, config: Any = None, options: Mapping[str, Any] | None = None
+) -> tuple[list[Labelled], list[str]]:
+    """Everything registered as ``name`` (a plugin's distribution counts too), and notes about what cannot be checked.
+
+    Raises: UnknownNameError when there is none; UnsupportedError when nothing about it can be checked; PluginError when
+        its plugin failed to load.
+    """
+    entries = registry().entries()
+    found = [entry for entry in entries if name in (entry.spec.name, entry.origin.distribution)]
+    if not found:
+        for failure in registry().failures:
+            if failure.fatal and failure.stands_for(name):
+                registry().drafter(name, asked_by="specdec check")  # raises with the plugin's own error
+        known = sorted({entry.spec.name for entry in entries})
+        raise UnknownNameError(
+            f"nothing is registered as {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
+        )
+    subjects: list[Labelled] = []
+    notes: list[str] = []
+    for entry in found:
+        _add(entry, config, options, subjects, notes)
+    if not subjects:
+        raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
+    return subjects, notes
+
+
+def _add(
+    entry: Entry, config: Any, options: Mapping[str, Any] | None, subjects: list[Labelled], notes: list[str]
+) -> None:
+    spec: Any = entry.spec
+    label, subject = f"{entry.kind.value} {spec.name}", _KINDS.get(entry.kind)
+    if subject is None:
+        reason = "it needs a checkpoint; try parametrize_checks(forward_pass=...)"
+        notes.append(
+            f"{label} was not checked: {reason if entry.kind is Kind.MODEL else 'no clause is about its kind'}"
+        )
+        return
+    if config is None:
+        config = structure_choice(Choice(spec.name, dict(options or {})), spec.config, f"check.{spec.name}")
+    if not isinstance(spec, BackendSpec):
+        subjects.append((label, subject, as_subject(subject, spec, config)))
+        return
+    unavailable = spec.available()
+    if unavailable is not None:
+        notes.append(f"{label} was not checked: {unavailable}")
+        return
+    backend = spec.factory(config)
+    for dtype in _DTYPES:
+        try:
+            backend.choose_dtype(dtype, dtype)
+        except SpecdecError as refused:
+            notes.append(f"{label} was not checked in {dtype}: {refused.message}")
+            continue
+        subjects.append((f"{label}, {dtype}", subject, OpsSubject(make=partial(backend.ops, dtype))))
