@@ -60,14 +60,11 @@ class _Buffers:
 
     def fill(self, other: _Buffers) -> None:
         """Become a copy of ``other``."""
-        for ours, theirs in zip(self._all(), other._all(), strict=True):
+        for ours, theirs in zip(attrs.astuple(self, recurse=False), attrs.astuple(other, recurse=False), strict=True):
             ours.copy_(theirs)
 
     def copy(self) -> _Buffers:
         return _Buffers(**{name: held.clone() for name, held in attrs.asdict(self, recurse=False).items()})
-
-    def _all(self) -> tuple[Tensor, ...]:
-        return attrs.astuple(self, recurse=False)
 
 
 class CycleGraphs:
@@ -96,26 +93,22 @@ class CycleGraphs:
             stops=torch.full((STOPS,), -1, dtype=torch.int32, device=place),
         )
         self._graphs: dict[tuple[int, ...], Graph] = {}
-        self._heads: tuple[Any, ...] = ()
+        self._heads: tuple[Any, ...] = (None,) * 4
         self._added: DenseWeight | None = None  # rows that the present sequence added to a pruned head
         self._added_ids: Tensor | None = None
-        self._owner: CudaExecutor | None = None
+        self.owner: CudaExecutor | None = None  # the sequence that the buffers serve at present
 
     @contextlib.contextmanager
     def turn_of(self, executor: CudaExecutor) -> Iterator[_Buffers]:
         """The buffers with what this sequence left in them; the one that had them keeps a copy."""
         with self._target.lock, contextlib.nullcontext() if self._mtp is None else self._mtp.lock:
-            if self._owner is not executor:
-                if self._owner is not None:
-                    self._owner.kept.fill(self.buffers)
+            if self.owner is not executor:
+                if self.owner is not None:
+                    self.owner.kept.fill(self.buffers)
                 self.buffers.fill(executor.kept)
                 self._take_added(executor.added)
-                self._owner = executor
+                self.owner = executor
             yield self.buffers
-
-    def release(self) -> None:
-        """The sequence whose turn it is needs the buffers no more."""
-        self._owner = None
 
     def tables(self, buffers: _Buffers) -> tuple[Tensor, Tensor]:
         """The target's rows of the address table, and the head's."""
@@ -148,12 +141,12 @@ class CycleGraphs:
         """The graph of a cycle of ``depth`` draft tokens; its head takes in up to ``fed`` pairs, or none of them."""
         added = None if executor.added is None else self._added
         heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)  # kept: graphs know addresses alone
-        if len(heads) != len(self._heads) or any(a is not b for a, b in zip(heads, self._heads, strict=True)):
+        if any(new is not old for new, old in zip(heads, self._heads, strict=True)):
             self._graphs.clear()
             self._heads = heads
         key = (fed, depth, *executor.bounds)
         if key not in self._graphs:
-            caches = [executor.target.caches, executor.mtp.caches if executor.mtp else []]
+            caches = executor.target.caches, executor.mtp.caches if executor.mtp else []
             of_target, of_mtp = (
                 [CapturedCache(held, row, bound) for held, row in zip(of, table, strict=True)]
                 for of, table, bound in zip(caches, self.tables(self.buffers), executor.bounds, strict=True)
@@ -345,7 +338,7 @@ class CudaExecutor(Executor):
             if self.mtp is not None:
                 self.mtp.table.copy_(mtp_table)
                 left = buffers.waiting[: last.waiting + last.kept].clone()
-            graphs.release()
+            graphs.owner = None
         self._setup.closed(left)
 
     # --- what the host knows ---------------------------------------------------------------------------------------
