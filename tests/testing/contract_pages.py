@@ -37,12 +37,12 @@ def _signature(class_: type) -> str:
     attributes, methods = [], []
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_"):
-            attributes.append(f"    {ast.unparse(item.target)}: {ast.unparse(item.annotation)}\n")
+            attributes.append(f"    {ast.unparse(item.target)}: {ast.unparse(item.annotation)}\n".replace("'", '"'))
         elif isinstance(item, ast.FunctionDef) and (item.name in SPECIAL or not item.name.startswith("_")):
             if "property" in [ast.unparse(decorator) for decorator in item.decorator_list]:
                 attributes.append(f"    {item.name}: {ast.unparse(item.returns or ast.Constant(None))}\n")
             else:
-                header = "\n".join(lines[item.lineno - 1 : item.body[0].lineno - 1])
+                header = "\n".join(lines[item.lineno - 1 : item.body[0].lineno - 1]).split("  # noqa")[0]
                 if len(header) > 116 and "\n" not in header:  # no room for the dots
                     header = header.replace("(", "(\n        ", 1).replace(") ->", "\n    ) ->")
                 methods.append(f"{header} ...\n")

@@ -192,12 +192,14 @@ def _outcome(id_: str, given: object):
 
 
 def test_ops_that_a_backend_lacks_are_told_and_no_failure():
-    told = {id_: _outcome(id_, lambda: LacksOps(torch.float32)) for id_ in ("O16", "O17", "O18", "O19", "O20", "O12")}
-    skipped = {id_: outcome.detail for id_, outcome in told.items() if outcome.status is Status.NOT_APPLICABLE}
+    outcomes = {
+        id_: _outcome(id_, lambda: LacksOps(torch.float32)) for id_ in ("O16", "O17", "O18", "O19", "O20", "O12")
+    }
+    skipped = {id_: outcome.detail for id_, outcome in outcomes.items() if outcome.status is Status.NOT_APPLICABLE}
     assert skipped.keys() == {"O16", "O17", "O18", "O19"}
     for id_, reason in {"O16": "no project_heads", "O17": "no experts here", "O19": "no latent attention"}.items():
         assert reason in skipped[id_]
-    assert told["O20"].status is told["O12"].status is Status.PASSED
+    assert outcomes["O20"].status is outcomes["O12"].status is Status.PASSED
 
 
 def test_an_op_that_refuses_only_some_cases_is_a_failure():
@@ -240,9 +242,9 @@ def _command(*arguments: str):
 def test_the_command_prints_one_object_and_says_by_its_status_how_it_went():
     done = _command("ngram", "--json", "--effort", "0.1", "-s", "max_order=3")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["ok"]
-    assert [check["id"] for check in told["checks"]] == [check.id for check in iter_checks(Subject.DRAFTER)]
+    outcomes = json.loads(done.stdout)
+    assert outcomes["ok"]
+    assert [check["id"] for check in outcomes["checks"]] == [check.id for check in iter_checks(Subject.DRAFTER)]
 
 
 def test_the_command_fails_a_broken_plugin(monkeypatch):
@@ -363,8 +365,8 @@ def test_the_chi_square_tail_has_the_values_of_the_tables(statistic, freedom, ta
 
 
 def test_goodness_of_fit_has_the_false_alarms_it_states():
-    rng, law = np.random.default_rng(1), np.array([0.4, 0.3, 0.2, 0.0996, 0.0004])
-    values = [goodness_of_fit(rng.multinomial(2_000, law), law).p_value for _ in range(600)]
+    rng, probs = np.random.default_rng(1), np.array([0.4, 0.3, 0.2, 0.0996, 0.0004])
+    values = [goodness_of_fit(rng.multinomial(2_000, probs), probs).p_value for _ in range(600)]
     assert 0.02 < np.mean(np.array(values) < 0.05) < 0.09
 
 

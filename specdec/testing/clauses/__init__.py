@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from specdec.errors import ConfigError, did_you_mean
 from specdec.testing.checks import CHECKS, Check
-from specdec.testing.clauses import (
+from specdec.testing.clauses import (  # noqa: F401  (importing them registers the checks)
     depth_policy,
     drafter,
     executor,
@@ -17,19 +17,6 @@ from specdec.testing.clauses import (
     verifier,
 )
 from specdec.testing.subjects import Subject
-
-__all__ = [
-    "depth_policy",
-    "drafter",
-    "executor",
-    "expect_ids",
-    "forward_pass",
-    "hidden_states",
-    "iter_checks",
-    "mtp_head",
-    "ops",
-    "verifier",
-]
 
 
 def iter_checks(subject: Subject | None = None) -> Iterator[Check]:

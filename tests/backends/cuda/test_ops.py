@@ -159,7 +159,14 @@ def stored(form: str, n: int, k: int, seed: int, block: tuple[int, int] = (16, 3
             numbers=fp8.numbers,
         )
     scale = (torch.rand(n, k // 16, generator=draw) + 0.1).to(torch.float8_e4m3fn)
-    return fp4.stored_nvfp4(codes, scale, torch.tensor([0.25]), k, torch.float32)
+    return StoredMatrix(
+        format=form,
+        shape=(n, k),
+        parts={"codes": codes, "scale": scale, "global_scale": torch.tensor([0.25])},
+        meta={"block_rows": 1, "block_columns": 16, "group": 16, "bits": 4},
+        dtype=torch.float32,
+        numbers=fp4.numbers,
+    )
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "nvfp4"])

@@ -19,9 +19,9 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.arrays import from_host  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.backends.metal.quantised import PackedMatrix  # noqa: E402
+from specdec.backends.metal.quantised import PACKED_FORMATS, PackedMatrix  # noqa: E402
 from specdec.backends.ops import Routing  # noqa: E402
-from specdec.checkpoints import Checkpoint, Weights, canonical_names, write_checkpoint  # noqa: E402
+from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint  # noqa: E402
 from specdec.checkpoints.quantised import StoredMatrix  # noqa: E402
 from specdec.config import RunConfig, TargetConfig  # noqa: E402
 from specdec.contract import Parity  # noqa: E402
@@ -36,7 +36,8 @@ from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT  # noqa
 
 DTYPES = ("float32", "float16", "bfloat16")
 exact = pytest.mark.skipif(
-    MetalOps(mx.float32).parity is not Parity.BITWISE, reason="rows are the same bits on MLX's CPU device on Linux only"
+    MetalOps(mx.float32).capabilities.parity is not Parity.BITWISE,
+    reason="rows are the same bits on MLX's CPU device on Linux only",
 )
 
 
@@ -49,8 +50,8 @@ class Stack:
         self.values = values.astype(np.float64)
         config = {"quantization": {"bits": bits, "group_size": group}}
         checkpoint = Checkpoint.open(write_checkpoint(folder, config, {f"x.{name}": p for name, p in parts.items()}))
-        held = Weights(checkpoint, canonical_names(checkpoint.names), dtype=torch.float32, keeps=MetalOps.keeps)
-        self.matrices: Any = held.stored_stack("x.weight")
+        held = StoredWeights(checkpoint, dtype=torch.float32, keeps=PACKED_FORMATS)
+        self.matrices: Any = held.matrices("x.weight")
         assert all(isinstance(matrix, StoredMatrix) for matrix in self.matrices)
 
 

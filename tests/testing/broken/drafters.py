@@ -1,4 +1,4 @@
-"""Wrong drafters. ``Honest`` is the right one that they derive from: stateless, with a law of its own."""
+"""Wrong drafters. ``Honest`` is the right one that they derive from: stateless, with a distribution of its own."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from specdec.sampling import Purpose, draw, uniforms
 VOCAB = 3  # ids that every test model has
 
 
-def _law(last: int) -> np.ndarray:
-    law = np.array([[5, 2, 1], [1, 4, 3], [2, 2, 4]], np.float32)[last % VOCAB]
-    return law / law.sum()
+def _probs(last: int) -> np.ndarray:
+    probs = np.array([[5, 2, 1], [1, 4, 3], [2, 2, 4]], np.float32)[last % VOCAB]
+    return probs / probs.sum()
 
 
 class Honest(Drafter):
-    """Drafts from a table of the last token; draws with the noise it is told to, and hands its law over."""
+    """Drafts from a table of the last token; draws with the noise that the context asks for."""
 
     purpose = Purpose.DRAFT
 
     def __init__(self, env=None) -> None:
         self.env = env
 
-    def token(self, context: Context, position: int, law: np.ndarray) -> int:
+    def token(self, context: Context, position: int, probs: np.ndarray) -> int:
         u = uniforms(context.sampling.seed, position, self.purpose, np.zeros(1, np.int64), context.cycle)[0]
-        return draw(law.astype(np.float64), float(u))
+        return draw(probs.astype(np.float64), float(u))
 
     def size(self, context: Context) -> int:
         return self.env.target.info.vocab_size if self.env is not None else VOCAB
 
-    def wide(self, law: np.ndarray, context: Context) -> np.ndarray:
-        return np.concatenate([law, np.zeros(self.size(context) - VOCAB, np.float32)])
+    def wide(self, probs: np.ndarray, context: Context) -> np.ndarray:
+        return np.concatenate([probs, np.zeros(self.size(context) - VOCAB, np.float32)])
 
     def propose(self, context: Context, depth: int) -> Draft:
         independent = context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0
-        last, tokens, laws = context[-1], [], []
+        last, tokens, rows = context[-1], [], []
         for row in range(depth):
-            law = _law(last)
-            last = self.token(context, len(context) + row, law) if independent else int(law.argmax())
+            probs = _probs(last)
+            last = self.token(context, len(context) + row, probs) if independent else int(probs.argmax())
             tokens.append(last)
-            laws.append(self.wide(law, context))
-        return Draft(tuple(tokens), np.stack(laws) if independent and tokens else None)
+            rows.append(self.wide(probs, context))
+        return Draft(tuple(tokens), np.stack(rows) if independent and tokens else None)
 
 
 class ListOfTokens(Honest):
@@ -116,14 +116,14 @@ class LearnsOnlyFromCalls(Honest):
         return super().propose(context, depth) if self.known >= len(context) - 1 else EMPTY_DRAFT
 
 
-class WideLaws(Honest):
+class WideProbs(Honest):
     def propose(self, context, depth):
         draft = super().propose(context, depth)
         return Draft(draft.tokens, None if draft.probs is None else draft.probs.astype(np.float64))
 
 
 class NotRenormalised(Honest):
-    """A pruned vocabulary whose law was not scaled back to 1."""
+    """A pruned vocabulary whose probabilities were not scaled back to 1."""
 
     def propose(self, context, depth):
         draft = super().propose(context, depth)
@@ -131,8 +131,8 @@ class NotRenormalised(Honest):
 
 
 class GreedyWithItsSoftmax(Honest):
-    def token(self, context, position, law):
-        return int(law.argmax())
+    def token(self, context, position, probs):
+        return int(probs.argmax())
 
 
 class DropsTheUnlikely(Honest):
@@ -247,8 +247,8 @@ class CountsSinceTheLastReport(Honest):
         self.cycles += 1
 
     def report(self):
-        told, self.cycles = self.cycles, 0
-        return {"cycles": told}
+        counted, self.cycles = self.cycles, 0
+        return {"cycles": counted}
 
 
 class ReportsItsLivingCounts(Honest):
@@ -286,7 +286,7 @@ BROKEN = {
     CountsItsOwnCycles: ("D6", "D7", "D8"),
     NoRewind: ("D7",),
     LearnsOnlyFromCalls: ("D8",),
-    WideLaws: ("D9",),
+    WideProbs: ("D9",),
     NotRenormalised: ("D9",),
     GreedyWithItsSoftmax: ("D10",),
     DropsTheUnlikely: ("D10",),

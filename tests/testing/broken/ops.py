@@ -264,7 +264,7 @@ class HeadByPlace(ReferenceOps):
 
 class EqualLogitsByPlace(ReferenceOps):
     def _pruned_logits(self, values, rows):
-        return _ByPlace(values, rows)
+        return _ByPlace(values, rows.ids, rows.vocab_size)
 
 
 class _ByPlace(PrunedLogits):

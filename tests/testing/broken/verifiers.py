@@ -76,7 +76,7 @@ def _after(context, tokens):
 
 
 class ResamplesFromTheTarget(Ratio):
-    """After a rejection the target's law instead of the residual."""
+    """After a rejection the target's distribution instead of the residual."""
 
     def verify(self, draft, logits, context):
         verdict = super().verify(draft, logits, context)
@@ -88,7 +88,7 @@ class ResamplesFromTheTarget(Ratio):
 
 
 class NoiseByCycle(Verifier):
-    """The right law on another path: EXACT is not what it is."""
+    """The right distribution on another path: it is not EXACT."""
 
     guarantee = Guarantee.EXACT
 
@@ -96,10 +96,10 @@ class NoiseByCycle(Verifier):
         check_rows(draft, logits)
         rows = Rows(logits, draft.tokens, context)
         for row in range(len(draft.tokens) + 1):
-            law = rows.distribution(row)
+            probs = rows.distribution(row)
             with np.errstate(divide="ignore"):
-                scores = np.log(law) + gumbel(
-                    context.sampling.seed, len(context) + row, np.arange(len(law)), Purpose.TOKEN, context.cycle
+                scores = np.log(probs) + gumbel(
+                    context.sampling.seed, len(context) + row, np.arange(len(probs)), Purpose.TOKEN, context.cycle
                 )
             token = int(scores.argmax())
             if row == len(draft.tokens) or token != draft.tokens[row]:
