@@ -303,12 +303,12 @@ class MtpPairs:
 
     def cut(self, length: int) -> None:
         """Forget all positions from ``length`` on. Where ``knows`` says no, the same token ``length`` must follow."""
-        if length > self.fed:
+        if length > self.fed and self._hidden:
             hidden = self._hidden[0].join(self._hidden[1:])
             self._hidden, self._tokens = [hidden[: length - self.fed]], self._tokens[: length - self.fed - 1]
         else:
             marked = self._marks.get(length)
-            self.fed = length if marked is None else length - 1
+            self.fed = min(length, self.fed) if marked is None else length - 1
             self._hidden, self._tokens = [] if marked is None else [marked], []
         self._marks = {at: hidden for at, hidden in self._marks.items() if at <= length}
 
