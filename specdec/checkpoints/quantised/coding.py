@@ -64,7 +64,7 @@ class Coding(ABC):
         """Convert rows of stored codes ``[R, W]`` to float32 ``[R, K]``."""
 
     def scales(self) -> torch.Tensor:
-        """All scales combined: float32 ``[M or 1, A, B]`` in ``grid``'s shape. Raises: CheckpointError for bad values."""
+        """All scales combined: float32 ``[M or 1, A, B]``, as ``grid``. Raises: CheckpointError for bad values."""
         return load_scales(self.parts, self.role).reshape(self.grid.shape)
 
     @property
