@@ -27,7 +27,7 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
         revision: a branch, tag or commit of a hub id.
         progress: show huggingface_hub's progress bars.
 
-        Raises: CheckpointError if the folder does not exist or holds no checkpoint, or the download fails.
+    Raises: CheckpointError if the folder does not exist or holds no checkpoint, or the download fails.
     """
     if model == "demo":
         return _demo()
