@@ -51,7 +51,7 @@ class TargetUnderTest:
     def draft(
         self, state: State, pending: int, depth: int, *, head: DraftHead | None = None, forced: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], list[Float32]]:
-        """Draft in single steps, greedily or with tokens ``forced``; returns the draft and its steps' logits ``[V]``."""
+        """Draft in single steps, greedily or with tokens ``forced``; returns draft and logits ``[V]`` of each step."""
         seen: list[Float32] = []
 
         def choose(logits: Logits, drafted: Sequence[int]) -> int:

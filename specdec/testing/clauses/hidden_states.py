@@ -35,7 +35,7 @@ def _given(output: ForwardOutput) -> dict[str, Hidden]:
 
 @check("F9")
 def outputs(subject: ForwardPassSubject, run: Run) -> None:
-    """A pass returns exactly what its state was made for: decode logits of every row, and the hidden states."""
+    """A pass returns exactly what its state was made for: hidden states, and from decode the logits of every row."""
     target = TargetUnderTest(subject)
     rows = min(2, target.info.max_rows)
     asked = Needs(final_hidden=target.info.gives_hidden, boundaries=range(target.info.layers + 1)[:2])
