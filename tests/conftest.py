@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and tests interrupt what they run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
