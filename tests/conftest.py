@@ -20,15 +20,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# A shell that starts the suite in the background has it ignore Ctrl-C, and tests interrupt what they run.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():  # triton reads it when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and tests interrupt what they run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # cost tables of tiny models do not belong in the user's cache; the workers of a run share this folder
 _COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")
