@@ -56,7 +56,7 @@ class DraftModelConfig:
     model: str = attrs.field(validator=_filled)  # a folder, a hub id, or "demo" (embedded)
     backend: str = attrs.field(default="auto", validator=_filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
-    tokenizers: str = attrs.field(default="ids", validator=one_of("ids", "text"))  # "text": the draft model has its own tokenizer
+    tokenizers: str = attrs.field(default="ids", validator=one_of("ids", "text"))  # "text": the model has its own
     min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # stop below this probability
     min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
 
@@ -312,7 +312,7 @@ def check_vocabularies(
             for i, ours, theirs in wrong[:_SHOWN]
         )
         raise UnsupportedError(
-            f"the draft model has a different vocabulary: {len(wrong)} token ids differ",
+            f"{len(wrong)} token ids differ between the draft model and the target",
             asked_for_by=asked,
             ids=examples + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""),
             try_='drafter.tokenizers = "text", or a draft model of the same family',

@@ -98,7 +98,7 @@ class Transcript:
         self._close(len(self._segment))
         self.text = ""
         same = self._specials[token]
-        if same is not None and same in self._draft.special_ids and self.ids != [same]:  # the bos token is already there
+        if same is not None and same in self._draft.special_ids and self.ids != [same]:  # the bos token is there
             self.ids.append(same)
             self.closed += 1
 

@@ -29,7 +29,7 @@ class AdaptiveConfig:
 
     max_depth: int = attrs.field(default=6, validator=between(1, MAX_DEPTH))
     window: int = attrs.field(default=48, validator=between(4, 4096))  # cycles that acceptance remembers
-    min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # relative gain below which the depth stays
+    min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # relative; below it the depth stays
     first_probe: int = attrs.field(default=64, validator=between(1, 65536))  # tokens until a trial, doubled each time
     last_probe: int = attrs.field(default=1024, validator=between(1, 65536))  # tokens between trials at most
     costs: str | None = None  # a file with this machine's costs; measured at load and kept if None
