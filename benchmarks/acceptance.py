@@ -1,9 +1,10 @@
-"""The embedded model: acceptance by prompt class and lookahead position on held-out prompts.
+"""Measure the embedded model's acceptance on held-out prompts, by prompt class and lookahead position.
 
     python -m benchmarks.acceptance [--tokens 64] [--depth 4] [--json FILE]
 
-Prints counters, rates and intervals by class. The prompts are those that training set aside
-(``tools/train_demo/held_out_prompts.json``), decoded greedily. ``specdec accept`` measures the same with other prompts.
+Prints counters, rates and intervals by class. The prompts were held out from training
+(``tools/train_demo/held_out_prompts.json``) and are decoded greedily. ``specdec accept`` does the same for other
+prompts.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ SHOWN = ("offered", "reached", "accepted", "cumulative", "cumulative_interval", 
 
 
 def measure(tokens: int, depth: int) -> dict[str, Any]:
-    """Counters, rates and intervals by class; rates of a class pool its prompts."""
-    held_out = json.loads(PROMPTS.read_text(encoding="utf-8"))  # with the turns of a conversation spelt out
+    """Counters, rates and intervals by class; class rates pool their prompts."""
+    held_out = json.loads(PROMPTS.read_text(encoding="utf-8"))  # conversation turns are spelt out
     prompts = {name: [Prompt(kind=name, text=text) for text in texts] for name, texts in held_out.items()}
     report = measure_acceptance(specdec.load(depth=depth), prompts, depth=depth, max_new_tokens=tokens)
     classes = {

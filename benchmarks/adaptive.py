@@ -1,13 +1,13 @@
-"""Adaptive depth: what a useless head costs under it, and how near it comes to the best fixed depth.
+"""Compare adaptive depth with plain decoding under a useless head, and with the best fixed depth.
 
     python -m benchmarks.adaptive [--part random_head demo bookkeeping] [--tokens 400] [--warm 200] [--repeats 5]
                                   [--deepest 4] [--model FOLDER] [--json FILE]
 
 Prints costs, tokens per second and their ratio to the first arm; ``bookkeeping`` is the policy's own time per cycle.
-``random_head``: the embedded model with its MTP tensors replaced by noise, plain against adaptive. ``demo``: the
-embedded model as it is, adaptive against fixed depths, by prompt class. Arms take turns (A B B A) in one process, every
-generation in a session of its own, and all outputs must be equal. "From the start": a language model that has just been
-loaded with its cost table, so that nothing is known of acceptance. "Warm": after ``--warm`` tokens of generations.
+``random_head``: the embedded model with noise for MTP tensors, plain against adaptive. ``demo``: the unchanged embedded
+model, adaptive against fixed depths, by prompt class. Arms alternate (A B B A) in one process, every generation in its
+own session, and all outputs must be equal. "From the start": a newly loaded language model with its cost table and no
+knowledge of acceptance. "Warm": after ``--warm`` generated tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 
 def with_random_head(folder: Path, seed: int = 0) -> Path:
-    """A copy of the embedded model whose MTP matrices are noise of the same scale; the norms stay."""
+    """A copy of the embedded model with noise of the same scale for MTP matrices; norms are unchanged."""
     checkpoint = Checkpoint.open(locate("demo"))
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -49,7 +49,7 @@ def with_random_head(folder: Path, seed: int = 0) -> Path:
 
 
 def fresh(lm: specdec.LanguageModel) -> None:
-    """Forget what earlier generations of this language model learnt."""
+    """Reset what this language model learnt from earlier generations."""
     if isinstance(lm.depth.shared, Learnt):
         lm.depth.shared.last = None
 
@@ -57,10 +57,10 @@ def fresh(lm: specdec.LanguageModel) -> None:
 def compare(
     arms: dict[str, specdec.LanguageModel], prompt: list[int], options: argparse.Namespace, *, keep: bool
 ) -> dict[str, Any]:
-    """Tokens per second of each arm, the median of its generations, and relative to the first arm: the median over
-    turns (A B B A) of the quotient of their seconds, which a slow minute of the machine does not move.
+    """Tokens per second of each arm (median of its generations), and relative to the first arm.
 
-    ``keep``: adaptive arms go on learning.
+    The ratio is the median over rounds (A B B A) of the quotient of seconds, which machine slowdowns do not affect.
+    ``keep``: adaptive arms keep learning.
     """
     rates: dict[str, list[float]] = {name: [] for name in arms}
     relative: dict[str, list[float]] = {name: [] for name in arms}
@@ -88,8 +88,10 @@ def compare(
 
 
 def random_head(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """Plain decoding against the adaptive depth with a head that is never right: the embedded model's replaced by
-    noise, or that of ``--model`` as it is (the checkpoint of ``benchmarks.shape_0_8b``)."""
+    """Plain decoding against adaptive depth with a head that is never right.
+
+    The head is the embedded model's with noise, or that of ``--model`` (the checkpoint of ``benchmarks.shape_0_8b``).
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or str(with_random_head(Path(folder)))
         adaptive = specdec.load(path, drafter="mtp", depth="adaptive")
@@ -101,7 +103,7 @@ def random_head(prompts: dict[str, list[int]], options: argparse.Namespace) -> d
 
 
 def demo(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
-    """The adaptive depth against fixed ones, by prompt class."""
+    """Adaptive depth against fixed depths, by prompt class."""
     fixed = {f"fixed {depth}": specdec.load(drafter="mtp", depth=depth) for depth in range(options.deepest + 1)}
     lm = specdec.load(drafter="mtp", depth={"name": "adaptive", "max_depth": max(options.deepest, 1)})
     classes: dict[str, Any] = {}
@@ -115,7 +117,7 @@ def demo(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str
 
 
 def warm_up(lm: specdec.LanguageModel, prompt: list[int], options: argparse.Namespace) -> None:
-    """Learn anew, from ``--warm`` tokens."""
+    """Reset and learn from ``--warm`` tokens."""
     fresh(lm)
     lm.generate(prompt, max_new_tokens=options.warm, ignore_eos=True)
 
@@ -132,7 +134,7 @@ def cost_figures(lm: specdec.LanguageModel) -> dict[str, Any]:
 
 
 def bookkeeping(prompts: dict[str, list[int]], options: argparse.Namespace, cycles: int = 20000) -> dict[str, float]:
-    """Microseconds that the policy itself takes per cycle, at depth 0 and at its deepest."""
+    """Microseconds per cycle in the policy itself, at depth 0 and at its deepest."""
     found = {}
     for depth in (0, 6):
         policy, stats = AdaptivePolicy(AdaptiveConfig()), Stats()

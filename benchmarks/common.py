@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, turns, random checkpoints, the embedded model in two arms, and the record."""
+"""Shared by the benchmarks: options, interleaving, random checkpoints, the embedded model in two arms, and records."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PROMPTS = {
     "instruction": "Write a Python function `area(width, height)` that: returns the area of a rectangle.",
 }
 CHAT = ("verbose thinking", "instruction")
-BYTE_TOKENS = 200  # of a vocabulary; random weights do not care which tokens they see
+BYTE_TOKENS = 200  # vocabulary size; random weights work with any tokens
 
 
 # --- a script --------------------------------------------------------------------------------------------------------
 
 
 def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """Options from their defaults (a list takes several values, ``None`` is a folder or file), and ``--json FILE``."""
+    """Parse options from their defaults (lists take several values, ``None`` is a path), and ``--json FILE``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {**defaults, "json": None}.items():
         first = default[0] if isinstance(default, list) else default
@@ -44,7 +44,7 @@ def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
             f"--{name.replace('_', '-')}", type=kind, default=default, nargs="+" if isinstance(default, list) else None
         )
     options = parser.parse_args()
-    options.machine = machine()  # before the measurement makes its own load
+    options.machine = machine()  # before the measurement adds its own load
     return options
 
 
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(result: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print the machine and the result as JSON, and write them where asked."""
+    """Print the machine and the result as JSON, and write them to ``--json`` if given."""
     text = json.dumps({"machine": options.machine, **result}, indent=2)
     print(text)
     if options.json is not None:
@@ -80,7 +80,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, *, warm_up: int = 0) -> dict[str, list[float]]:
-    """Seconds of every call, ``repeats`` times, there and back in turns, after ``warm_up`` rounds that do not count."""
+    """Seconds of every call, ``repeats`` times, in alternating order, after ``warm_up`` uncounted rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(warm_up + repeats):
         for name in calls if repeat % 2 == 0 else reversed(calls):
@@ -89,12 +89,12 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, *, warm_up: i
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; robust against a neighbour's load, unlike the mean."""
+    """The median: robust against load from neighbours, unlike the mean."""
     return statistics.median(values)
 
 
 def resident_bytes(label: str = "VmRSS") -> int:
-    """Resident set of this process, or with ``VmHWM`` its largest one so far (Linux)."""
+    """Resident set size of this process, or its peak with ``VmHWM`` (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{label}:"))
 
@@ -153,7 +153,7 @@ def random_checkpoint(
 ) -> None:
     """Write random weights in the published layout, with a tokenizer of one token per byte.
 
-    ``stored(name, shape, generator)`` gives what a tensor is stored as; bfloat16 values by default.
+    ``stored(name, shape, generator)`` returns the stored form of a tensor; bfloat16 values by default.
     """
     from specdec.checkpoints import text_config
     from specdec.models.weights import dry_run
@@ -177,7 +177,7 @@ def bfloat16(name: str, shape: tuple[int, ...], generator: torch.Generator) -> d
 
 
 def byte_tokenizer(folder: Path, size: int = 256) -> None:
-    """Write a tokenizer of one token for each of the first ``size`` bytes."""
+    """Write a tokenizer with one token for each of the first ``size`` bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
@@ -188,7 +188,7 @@ def byte_tokenizer(folder: Path, size: int = 256) -> None:
 
 @contextlib.contextmanager
 def shape_0_8b(folder: Path | None) -> Iterator[Path]:
-    """The 0.8B shape with random weights: in ``folder``, written where it is not there yet, or a temporary one."""
+    """The 0.8B shape with random weights, in ``folder`` (written if missing) or a temporary one."""
     with tempfile.TemporaryDirectory() as temporary:
         there = folder or Path(temporary)
         if not (there / "model.safetensors").exists():
@@ -205,7 +205,7 @@ def encoded_prompts(tokenizer: Any) -> dict[str, list[int]]:
 
 
 def measured_prompts() -> dict[str, list[Prompt]]:
-    """``PROMPTS`` by class, as measurements take them."""
+    """``PROMPTS`` by class, in the form that measurements take."""
     return {name: [Prompt(kind=name, text=text, chat=name in CHAT)] for name, text in PROMPTS.items()}
 
 

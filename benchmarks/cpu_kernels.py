@@ -1,13 +1,13 @@
-"""Time the CPU kernels on the shapes of Qwen3.5-0.8B against this machine's own read bandwidth.
+"""Time the CPU kernels on the shapes of Qwen3.5-0.8B against this machine's read bandwidth.
 
     python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head] [--plain 1]
 
-Everything is measured in one process and interleaved: each round reads a large buffer once, in pieces of a few
-milliseconds (the bandwidth to divide by), then times every op for every T in turn, each call on another copy of its
-weights or caches, so that nothing is served from a cache. Minima are printed, of the pieces and of the calls: on a
-shared machine only they measure the kernel. ``--plain 1`` reads weights as a checkpoint holds them, unpacked.
+Measurements are interleaved in one process. Each round reads a large buffer once, in pieces of a few milliseconds (the
+reference bandwidth), then times every op for every T in turn. Each call uses another copy of its weights or caches, so
+that nothing is cached. Prints minima of the pieces and calls, since on a shared machine only minima measure the kernel.
+``--plain 1`` reads weights as a checkpoint holds them, unpacked.
 
-``of BW`` is (bytes that must move) / time / bandwidth; ``x T=1`` is the price of more rows in one pass.
+``of BW`` is (bytes that must move) / time / bandwidth; ``x T=1`` is the cost of more rows in a pass.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 3584, 248320
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 8, 2, 256, 2048
 DELTA = DeltaShape(key_heads=16, value_heads=16, key_dim=128, value_dim=128, kernel=4)
 ROWS = (1, 2, 4, 8, 16)
-ROTATE_BYTES = 160 << 20  # more than any L3 that this runs on keeps of it
+ROTATE_BYTES = 160 << 20  # exceeds any L3
 STREAM_BYTES, PIECE = 2 << 30, 64 << 20
 
 
 @attrs.frozen
 class Case:
-    """One op: ``run(n, copy)``, how many copies rotate, and the bytes that a call with n rows has to move."""
+    """One op: ``run(n, copy)``, the number of rotating copies, and the bytes that a call with n rows must move."""
 
     name: str
     run: Callable[[int, int], object]
@@ -73,7 +73,7 @@ def cases(ops: NativeOps, plain: bool) -> list[Case]:
         products("head", lambda x, w: ops.head(x, w[0]), HIDDEN, VOCABULARY),
         products("linear 256 x 768 (hot)", lambda x, w: ops.linear(x, w[0]), 256, 768),
     ]
-    found[-1] = attrs.evolve(found[-1], copies=1)  # a small model stays in L2: overhead is what counts
+    found[-1] = attrs.evolve(found[-1], copies=1)  # a small model stays in L2, where overhead dominates
 
     kv_bytes = 2 * CONTEXT * KV_HEADS * HEAD_DIM * size
     kv = [ops.new_kv(CONTEXT + 16, KV_HEADS, HEAD_DIM) for _ in range(-(-ROTATE_BYTES // kv_bytes))]
@@ -114,7 +114,7 @@ def cases(ops: NativeOps, plain: bool) -> list[Case]:
     logits = {n: ops.head(rows(n, 64), torch.randn(VOCABULARY, 64).to(dtype)) for n in ROWS}
 
     def small(name: str, run: Callable[[int, int], object], values: Callable[[int], int], copies: int = 1) -> None:
-        """An op that moves so many values, in the cache."""
+        """An op that moves ``values`` values, in the cache."""
         found.append(Case(name, run, copies, lambda n: size * values(n)))
 
     def gate(n: int, copy: int) -> Tensor:
@@ -154,8 +154,8 @@ def main() -> None:
                 bandwidth = max(bandwidth, PIECE / took)
             repeats = max(1, 24 // case.copies)
             for copy in range(case.copies * repeats):
-                for n in (ROWS, ROWS[::-1])[copy % 2]:  # ABBA: no n always follows the same one
-                    # A second n on the same copy would find it in the cache: each n has its own place in the rotation.
+                for n in (ROWS, ROWS[::-1])[copy % 2]:  # ABBA: varies the order of n
+                    # A second n on the same copy would find it cached, so each n has its own place in the rotation.
                     own = (copy + ROWS.index(n) * case.copies // len(ROWS)) % case.copies
                     elapsed = seconds(functools.partial(case.run, n, own))
                     best[case.name, n] = min(best.get((case.name, n), elapsed), elapsed)
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def prefill(ops: NativeOps, rows: int = 512) -> None:
-    """Arithmetic rate of a long pass, beside torch's own product."""
+    """Arithmetic rate of a long pass, next to torch's product."""
     x, w = torch.randn(rows, HIDDEN).to(ops.dtype), torch.randn(INTERMEDIATE, HIDDEN).to(ops.dtype)
     packed = w.clone()
     ops.pack(packed)

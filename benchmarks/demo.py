@@ -1,9 +1,9 @@
-"""The embedded model: speculative against plain decoding, and plain decoding against transformers' ``generate``.
+"""Compare the embedded model's speculative and plain decoding, and plain decoding with transformers' ``generate``.
 
     python -m benchmarks.demo [--tokens 128] [--repeats 5] [--depth 2 3] [--json FILE]
 
-Prints tokens per second and ratios by prompt class and depth. Arms take turns in one process, and the outputs of
-speculative and plain decoding must be equal. ``specdec bench`` compares any model in the same way.
+Prints tokens per second and ratios by prompt class and depth. Arms alternate in one process; speculative and plain
+outputs must be equal. ``specdec bench`` compares any model in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specdec.checkpoints import locate
 
 
 def against_transformers(tokens: int, repeats: int) -> dict[str, Any]:
-    """Tokens per second of our plain decoding and of transformers' ``generate``, same weights and prompt."""
+    """Tokens per second of our plain decoding and of transformers' ``generate``, on the same weights and prompt."""
     from transformers import AutoModelForCausalLM
 
     lm = specdec.load(drafter="none")

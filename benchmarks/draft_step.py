@@ -1,11 +1,11 @@
-"""A draft step of the MTP head in units of a plain decode step, with the full output head and with pruned ones.
+"""Time an MTP draft step relative to a plain decode step, with the full output head and with pruned ones.
 
     python -m benchmarks.draft_step [--folder DIR] [--context 256] [--repeats 15] [--rows 8192 16384] [--json FILE]
 
-Prints milliseconds and ratios, best and median. The model has the 0.8B shape and random weights (``--folder`` keeps
-it). A step is one MTP pass over one pair, its logits, and the choice of the token; a plain step is one row of the
-target and its choice. All kinds take turns in one process, so that the ratios share whatever the machine did meanwhile.
-``--extra`` ids are added to the smallest head, as a sequence adds them.
+Prints milliseconds and ratios, best and median. The model has the 0.8B shape and random weights (kept in ``--folder``).
+A draft step is one MTP pass over one pair, its logits, and the choice of the token; a plain step is one target row and
+its choice. All kinds alternate in one process, so that ratios share the machine's changes. ``--extra`` ids are added to
+the smallest head, as a sequence adds them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(folder: Path, context: int, repeats: int, sizes: list[int], extra: i
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(repeats + 1):
         for name, (taken,) in in_turns(calls, 1).items():
-            times[name] += [taken] if number else []  # the first of each is warm-up
+            times[name] += [taken] if number else []  # the first run is warm-up
         target.prefill_mtp(state, tokens[:1], hidden[-1:])  # a true pair drops the chained entries
     best = {name: min(values) for name, values in times.items()}
     middle = {name: median(values) for name, values in times.items()}

@@ -1,12 +1,11 @@
-"""What a cycle costs beside the operations: the embedded model, wall-clock against the time inside the kernels.
+"""Measure the host time of a cycle: the embedded model's wall-clock time minus the time inside kernels.
 
     python -m benchmarks.host_time [--tokens 128] [--repeats 20] [--depth 0 2] [--json FILE]
 
-Kernels of recorded passes are timed in C++, around each of them, and so is the head of a draft that runs in one call.
-The target's output head and the choice of a token are timed around the calls that start them, so that a microsecond of
-calling counts as theirs. Everything else is host time: drafter, verifier, policy, session, detokenizer and the start of
-passes. A second table splits the host time by function, from a profile of separate runs; the profiler's own cost is in
-its numbers, so read its shares.
+Kernels of recorded passes, and the head of a draft that runs in one call, are timed in C++. The target's output head
+and the choice of a token are timed around their calls, so about a microsecond of call overhead counts as theirs. All
+other time is host time: drafter, verifier, policy, session, detokenizer and the start of passes. A second table splits
+it by function, from a profile of separate runs; it includes the profiler's own cost, so read only the shares.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SHOWN = 14
 
 
 class Timed:
-    """A kernel that is called on its own, with the time that it took."""
+    """A separately called kernel, with its time."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -42,7 +41,7 @@ class Timed:
 
 
 def kernel_seconds(target: Any, timed: list[Timed]) -> dict[str, float]:
-    """Seconds by kernel since the counters were last read."""
+    """Seconds by kernel since the last reading."""
     spent: dict[str, float] = {}
     for passes in (*target._target_passes.values(), target._mtp_passes):
         programs = [p for r in passes.recordings.values() if r is not None for p in (r.run, r.replay, r.windows)]
@@ -57,9 +56,9 @@ def kernel_seconds(target: Any, timed: list[Timed]) -> dict[str, float]:
 
 
 def measure(lm: Any, begin: Callable[[], Callable[[], Any]], repeats: int) -> dict[str, Any]:
-    """Milliseconds per cycle: wall-clock, kernels, and the host's share, the medians of ``repeats`` generations.
+    """Milliseconds per cycle: wall-clock, kernels, and host; medians of ``repeats`` generations.
 
-    ``begin()`` runs the prompt and gives the function that generates.
+    ``begin()`` runs the prompt and returns the function that generates.
     """
     target = lm.target
     if isinstance(target._target_passes[()], EagerPasses):
@@ -102,7 +101,7 @@ def measure(lm: Any, begin: Callable[[], Callable[[], Any]], repeats: int) -> di
 
 
 def profile(begin: Callable[[], Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Milliseconds per cycle inside our functions, themselves only, the kernels' callers left out; largest first."""
+    """Milliseconds per cycle inside our functions, exclusive of callees and without kernel callers; largest first."""
     profiler = cProfile.Profile()
     cycles = 0
     for _ in range(repeats):
@@ -121,7 +120,7 @@ def profile(begin: Callable[[], Callable[[], Any]], repeats: int) -> dict[str, f
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record of one depth, for people."""
+    """The record of one depth as text."""
     lines = [
         f"depth {record['depth']}: {record['cycles']} cycles of {record['tokens_per_cycle']:.2f} tokens",
         f"  wall     {record['wall_ms']:7.3f} ms per cycle",

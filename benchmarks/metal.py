@@ -1,19 +1,19 @@
-"""The metal backend on this machine, in one command: kernels, row costs of the 0.8B shape, the demo model.
+"""Benchmark the metal backend on this machine: kernels, row costs of the 0.8B shape, the demo model.
 
     python -m benchmarks.metal [--only kernels,models,demo] [--repeats 7] [--folder DIR] [--json FILE]
     python -m benchmarks.metal --smoke        tiny sizes: shows that everything runs, and measures nothing
 
-Prints tables in Markdown, to be pasted into a report, and writes all figures with ``--json``. Needs MLX. Without a
-Metal device it runs on MLX's CPU device, slowly, and says so in the first line: own kernels are then their MLX
-references, and no figure says anything about a GPU. The 0.8B checkpoints (random weights, bfloat16 and 4 bits, 2 GB)
-are written into a temporary folder unless ``--folder`` names one.
+Prints Markdown tables for a report, and writes all figures with ``--json``. Needs MLX. Without a Metal device it runs
+slowly on MLX's CPU device and says so in the first line: own kernels are then their MLX references, and no figure
+describes a GPU. The 0.8B checkpoints (random weights, bfloat16 and 4 bits, 2 GB) go to a temporary folder unless
+``--folder`` names one.
 
-How it measures. All in one process; arms take turns within each repeat, ratios are taken within a repeat, medians are
-printed. A kernel is timed in chains: each call needs the result of the one before through two tiny operations, and
-reads another copy of its weights or caches, so that nothing comes from a cache. The graph of a chain is built before
-the clock starts. A link is what such a chain takes per call without a kernel; it is printed, not subtracted. ``of
-stream`` is the bytes that a call must move, over its time, over the bandwidth of reading a large array in this process.
-``bits`` compares every row of a call with the same row alone, ``off`` the values with those of the first arm.
+Everything runs in one process. Arms alternate within each repeat, ratios are taken within a repeat, and medians are
+printed. A kernel is timed in chains: each call depends on the previous one through two tiny operations and reads
+another copy of its weights or caches, so that nothing is cached. A chain's graph is built before the clock starts. A
+link is the time per call of such a chain without a kernel; it is printed, not subtracted. ``of stream`` is the bytes
+that a call must move, over its time, over the bandwidth of reading a large array in this process. ``bits`` compares
+every row of a call with the same row alone, ``off`` compares values with those of the first arm.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec
 from specdec.backends.metal.quantised import PackedMatrix
 
 PARTS = ("kernels", "models", "demo")
-GROUP, BITS = 64, 4  # of the quantised weights
+GROUP, BITS = 64, 4  # of quantised weights
 EXACT_ROWS = 8  # rows of a call whose bits are compared
 
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """What is run, and how large."""
+    """What to run, and its sizes."""
 
     rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     hidden: int = 1024
@@ -61,10 +61,10 @@ class Sizes:
     head_dim: int = 256
     delta_heads: int = 16
     delta_dim: int = 128
-    experts: tuple[int, int, int, int] = (64, 8, 512, 2048)  # E, of which k per row, features, length
+    experts: tuple[int, int, int, int] = (64, 8, 512, 2048)  # E, k per row, features, length
     contexts: tuple[int, ...] = (256, 2048, 8192)
     stream_bytes: int = 1 << 30
-    rotate_bytes: int = 512 << 20  # copies of weights that a chain goes through, more than a GPU's last-level cache
+    rotate_bytes: int = 512 << 20  # total size of rotating copies, above a GPU's last-level cache
     chain_seconds: float = 0.05
     chain_calls: int = 100  # at most
     demo_tokens: int = 128
@@ -114,15 +114,15 @@ Run = Callable[[int, int, int, mx.array], mx.array]
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One way to compute one thing.
+    """One implementation of one operation.
 
     Attributes:
-        what: the operation and its sizes; arms of one ``what`` compute the same.
+        what: the operation and its sizes; arms with the same ``what`` compute the same.
         arm: whose kernel.
-        run: ``run(first, rows, copy, link)`` gives ``[rows, ...]`` from the rows ``first`` to ``first + rows``;
-            ``link`` is a zero of shape ``[1]`` that has to be added to an input.
+        run: ``run(first, rows, copy, link)`` returns ``[rows, ...]`` for the rows ``first`` to ``first + rows``;
+            ``link`` is a zero of shape ``[1]`` that must be added to an input.
         moved: bytes that a call must move.
-        copies: how many copies of weights or caches rotate.
+        copies: number of rotating copies of weights or caches.
     """
 
     what: str
@@ -133,7 +133,7 @@ class Case:
 
 
 class Lab:
-    """Random arrays, and where own kernels run."""
+    """Random arrays, and the device of our kernels."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -148,7 +148,7 @@ class Lab:
         return made
 
     def copies(self, nbytes: int) -> int:
-        """How many copies of so many bytes a chain has to go through."""
+        """How many copies of that size a chain needs."""
         return max(1, min(64, -(-self.sizes.rotate_bytes // nbytes)))
 
     def stock_product(self, x: mx.array, weight: mx.array | PackedMatrix) -> mx.array:
@@ -160,7 +160,7 @@ class Lab:
 
 
 def cases(lab: Lab) -> Iterator[list[Case]]:
-    """Groups of arms that compute the same, each with its inputs."""
+    """Groups of equivalent arms, each with its inputs."""
     sizes = lab.sizes
     values = sizes.delta_heads * sizes.delta_dim
     shapes = {
@@ -180,7 +180,7 @@ def cases(lab: Lab) -> Iterator[list[Case]]:
 
 
 def _pair(lab: Lab, what: str, stock: Run, own: Run, *, moved: int, copies: int = 1) -> list[Case]:
-    """MLX's own way and ours."""
+    """MLX's implementation and ours."""
     return [
         Case(what=what, arm=arm, run=run, moved=moved, copies=copies) for arm, run in (("stock", stock), (lab.own, own))
     ]
@@ -217,7 +217,7 @@ def _packed(lab: Lab, *shape: int) -> PackedMatrix:
 
 
 def _experts(lab: Lab) -> Iterator[list[Case]]:
-    """One matrix of the experts that a router chose, other ones for every row."""
+    """One matrix of the experts that a router chose, different ones for every row."""
     count, slots, features, length = lab.sizes.experts
     x = lab.normal(max(lab.sizes.rows), 1, length)
     ids = mx.argsort(lab.normal(max(lab.sizes.rows), count), axis=-1)[:, :slots].astype(mx.int32)
@@ -250,7 +250,7 @@ def _wide(weight: PackedMatrix) -> PackedMatrix:
 
 
 def _heads(lab: Lab) -> Iterator[list[Case]]:
-    """The choice of a token: logits and argmax against one kernel without logits."""
+    """The choice of a token: logits and argmax, against one kernel without logits."""
     sizes = lab.sizes
     x = lab.normal(max(sizes.rows), sizes.hidden)
     for storage, make, nbytes in _stored(lab, sizes.vocab, sizes.hidden):
@@ -297,7 +297,7 @@ def _attention(lab: Lab, context: int) -> list[Case]:
 
 
 def _delta(lab: Lab) -> list[Case]:
-    """Rows of the delta rule. A call begins with row 0: a row alone is the last one of a call that ends with it."""
+    """Rows of the delta rule. A call begins with row 0, so a row alone is the last row of a call that ends with it."""
     sizes, most = lab.sizes, max(lab.sizes.rows)
     heads, dim = sizes.delta_heads, sizes.delta_dim
     nbytes = 2 * heads * dim * dim * 4  # read and written
@@ -331,7 +331,7 @@ def _unit(x: mx.array) -> mx.array:
 
 
 def _with_state(out: mx.array, state: mx.array) -> mx.array:
-    """The result, in need of the matrix: a call that leaves it uncomputed would be cheap."""
+    """The result, made dependent on the matrix: a call that leaves it uncomputed would be cheap."""
     return out + (state[0, 0, :1] * 0).astype(out.dtype)
 
 
@@ -349,7 +349,7 @@ class Timed:
 
 
 def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed], float]:
-    """Every arm of every case, and the seconds of a link of the chains."""
+    """Every arm of every case, and the seconds of a chain's link."""
     sizes = lab.sizes
     link = _seconds_of(lab, lambda first, rows, copy, zero: zero + 1.0, 1, 1)
     timed: list[Timed] = []
@@ -386,7 +386,7 @@ def time_kernels(lab: Lab, repeats: int, bandwidth: float) -> tuple[list[Timed],
 
 
 def _seconds_of(lab: Lab, run: Run, rows: int, copies: int) -> float:
-    """Seconds per call of a chain, in which each call waits for the one before."""
+    """Seconds per call of a chain, in which each call waits for the previous one."""
 
     def chain(calls: int) -> float:
         zero = mx.zeros(1)
@@ -403,7 +403,7 @@ def _seconds_of(lab: Lab, run: Run, rows: int, copies: int) -> float:
 
 
 def _bits(case: Case, sizes: Sizes) -> str:
-    """In calls of which row counts a row has other bits than alone."""
+    """The row counts at which a row has other bits than alone."""
     zero = mx.zeros(1, dtype=mx.bfloat16)
     most = min(EXACT_ROWS, max(sizes.rows))
     alone = np.concatenate([_host(case.run(row, 1, 0, zero)) for row in range(most)])
@@ -502,7 +502,7 @@ def measure_demo(sizes: Sizes) -> dict[str, Any]:
 
 
 def device() -> dict[str, Any]:
-    """MLX and what it runs on."""
+    """MLX and its device."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     info = mx.device_info() if on_gpu else {}
     return {
@@ -515,7 +515,7 @@ def device() -> dict[str, Any]:
 
 
 def markdown(record: dict[str, Any]) -> Iterator[str]:
-    """The lines to paste."""
+    """The lines of the report."""
     where = record["device"]
     yield f"## specdec on {where['device']} (MLX {where['mlx']})"
     yield ""

@@ -1,10 +1,10 @@
-"""Prefill of the 0.8B shape against transformers' on the same weights, interleaved in one process.
+"""Compare prefill of the 0.8B shape with transformers on the same weights, interleaved in one process.
 
     python -m benchmarks.prefill [--tokens 4096] [--repeats 2] [--folder DIR] [--json FILE]
 
-Prints seconds, tokens per second and our speed-up. transformers runs in bfloat16 with each attention implementation of
-``--attention``; its fastest run counts, and ours. Both sides compute all layers for all tokens and keep their caches;
-neither computes logits of more than the last token.
+Prints seconds, tokens per second and our speed-up. transformers runs in bfloat16 with each attention implementation in
+``--attention``; the fastest run of each side counts. Both sides compute all layers for all tokens and keep their
+caches, and compute logits only for the last token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.common import BYTE_TOKENS, arguments, in_turns, save, shape_0_8b
 
 
 def transformers_prefill(folder: Path, attention: str, tokens: list[int]) -> Callable[[], Any]:
-    """A call that runs the prompt through transformers' own model with an empty cache."""
+    """A call that runs the prompt through transformers' model with an empty cache."""
     from transformers import Qwen3_5ForCausalLM
 
     model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention).eval()
@@ -33,7 +33,7 @@ def transformers_prefill(folder: Path, attention: str, tokens: list[int]) -> Cal
 
 
 def our_prefill(folder: Path, tokens: list[int]) -> Callable[[], Any]:
-    """A call that runs the prompt through our model in a fresh state, and the last token's logits."""
+    """A call that runs the prompt through our model in a fresh state and computes the last token's logits."""
     import specdec
 
     target = specdec.load(str(folder), dtype="bfloat16").target

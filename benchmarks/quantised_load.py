@@ -1,11 +1,11 @@
-"""Peak resident memory and time of loading a quantised checkpoint, against the size of the decoded weights.
+"""Measure peak resident memory and time of loading a quantised checkpoint, relative to the decoded weights' size.
 
     python -m benchmarks.quantised_load [--format fp8|nvfp4] [--layers N] [--folder DIR] [--json FILE]
 
 A dense Qwen3.5 of about 1 GB with random codes is written to a temporary folder unless ``--folder`` names one. Each
-measurement runs in a fresh process: "weights" checks and decodes every weight and keeps them all, "load" is
-``load_target`` with everything that it builds. The peak is ``VmHWM`` less the resident set before the checkpoint is
-opened (interpreter, torch, kernels). Prints bytes, their ratio and seconds. Linux only.
+measurement runs in a fresh process: "weights" checks, decodes and keeps every weight; "load" runs ``load_target``. The
+peak is ``VmHWM`` minus the resident set before opening the checkpoint (interpreter, torch, kernels). Prints bytes,
+their ratio and seconds. Linux only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def stored(kind: str, name: str, shape: tuple[int, ...], generator: torch.Genera
 
 
 def measure(folder: Path, what: str) -> dict[str, Any]:
-    """Load in this process, which must be fresh, and say what it took."""
+    """Load in this process, which must be fresh, and report the cost."""
     from specdec.backends.cpu.compiler import load_kernels
     from specdec.checkpoints import Checkpoint, StoredWeights, check_weights
     from specdec.checkpoints.quantised import formats_of

@@ -1,4 +1,4 @@
-"""The embedded model: what a cycle costs when tokens are sampled, against greedy cycles, interleaved in one process.
+"""Compare the cost of sampled and greedy cycles on the embedded model, interleaved in one process.
 
     python -m benchmarks.sampling [--tokens 128] [--repeats 9] [--depth 2] [--json FILE]
 

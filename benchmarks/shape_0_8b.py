@@ -1,8 +1,8 @@
-"""The 0.8B shape with random weights in BF16: decode against stream-read bandwidth, rows, memory.
+"""Measure the 0.8B shape with random BF16 weights: decode against stream-read bandwidth, rows, memory.
 
     python -m benchmarks.shape_0_8b [--context 256] [--repeats 15] [--folder DIR] [--json FILE]
 
-Prints shares of the bandwidth, what more rows cost, and the memory that loading takes. The checkpoint (1.5 GB) is
+Prints shares of the bandwidth, the cost of more rows, and the memory that loading takes. The checkpoint (1.5 GB) is
 written to a temporary folder unless ``--folder`` names one.
 """
 
@@ -21,15 +21,15 @@ import torch
 from benchmarks.common import BYTE_TOKENS, arguments, median, resident_bytes, save, seconds, shape_0_8b
 
 ROWS = (1, 2, 4, 8, 16)
-STREAM_BYTES = 1 << 30  # many times what a cache holds
+STREAM_BYTES = 1 << 30  # many times the cache size
 
 
 def measure(folder: Path, context: int, repeats: int) -> dict[str, Any]:
     """Times of passes by row count and of reading as many bytes, interleaved.
 
-    On a machine with neighbours the bandwidth changes from minute to minute, so shares and ratios are taken within each
-    repeat, where their parts are milliseconds apart, and the medians of those are what counts. Fastest times are
-    recorded too; those of different arms may belong to different minutes.
+    On a shared machine the bandwidth changes from minute to minute, so shares and ratios are taken within each repeat,
+    where their parts are milliseconds apart; their medians count. Fastest times are recorded too, but those of
+    different arms may belong to different minutes.
     """
     import specdec
 
@@ -87,7 +87,7 @@ def measure(folder: Path, context: int, repeats: int) -> dict[str, Any]:
 
 
 def _streams() -> dict[str, Callable[[int], Any]]:
-    """Ways to read so many bytes of memory as fast as possible: torch's sum, and the kernels' own read."""
+    """Ways to read that many bytes as fast as possible: torch's sum, and the kernels' own read."""
     from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
 
     words = torch.ones(STREAM_BYTES // 8, dtype=torch.int64)

@@ -1,15 +1,16 @@
-"""The contracts between the engine and its plugins. Imports no tensor library.
+"""The contracts between specdec and its plugins. Imports no tensor library.
 
-Axes, everywhere: T rows (token positions in one pass), K drafted tokens, V vocabulary, H hidden, L layers.
+Axes: T rows (token positions in one pass), K drafted tokens, V vocabulary, H hidden, L layers.
 
-The invariant that all of them share: *n* tokens are committed, every state holds tokens ``0..n-2``, and token
-``n-1`` is **pending**: it rides as row 0 of the next verification pass, so no pass is spent on it alone.
+All contracts share one invariant: *n* tokens are committed, every state holds tokens ``0..n-2``, and token ``n-1`` is
+**pending**. The pending token is row 0 of the next verification pass, so no pass is spent on it alone.
 """
 
 from __future__ import annotations
 
 import abc
 import enum
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
@@ -39,24 +40,24 @@ class Guarantee(enum.Enum):
     EXACT = "exact"
     """Same seed, same tokens as plain decoding (given BITWISE parity)."""
     DISTRIBUTION = "distribution"
-    """The output follows the same law as plain decoding."""
+    """The output has the same distribution as plain decoding."""
     BOUNDED = "bounded"
     """Every committed token is within a stated bound of the target's best."""
     HEURISTIC = "heuristic"
-    """No bound; quality is argued by measurement."""
+    """No bound; only measurements show the quality."""
 
 
 @attrs.frozen(kw_only=True)
 class ModelInfo:
-    """What a loaded target is; everything a drafter or the engine may ask before the first pass."""
+    """Facts about a loaded target, known before the first pass."""
 
     family: str  # the name its ModelSpec was registered under, such as "qwen3_5"
     vocab_size: int
     hidden_size: int
     max_positions: int  # tokens a sequence may hold, prompt included
     mtp_layers: int  # 0: no MTP head
-    layers: int = 0  # decoder layers whose boundaries ``Needs`` can name; 0: the target gives none of them
-    gives_hidden: bool = True  # whether the state after the final norm can be had
+    layers: int = 0  # decoder layers, whose boundaries ``Needs`` can name; 0: the target gives no hidden states there
+    gives_hidden: bool = True  # whether the target gives the state after the final norm
     max_rows: int  # rows that one decode() takes, the pending token included
     parity: Parity
     parity_reason: str = ""  # how the parity was established, or why it was downgraded
@@ -69,35 +70,35 @@ class ModelInfo:
 
 
 def _ascending(boundaries: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(boundaries)))
+    return tuple(sorted(set(map(operator.index, boundaries))))
 
 
 @attrs.frozen(kw_only=True)
 class Needs:
-    """What a drafter needs from its target beside tokens. What is not asked for is neither computed nor kept.
+    """What a drafter needs from its target besides tokens. What is not requested is neither computed nor kept.
 
-    Boundary k of a model with L layers is the residual stream between layers, before any norm: k = 0 is the output of
-    the embedding, k = L the output of the last layer.
+    Boundary k of a model with L layers is the residual stream that enters layer k, before any norm: k = 0 is the output
+    of the embedding, and k = L is the output of the last layer.
 
     Attributes:
-        mtp: the checkpoint's multi-token-prediction head, and in every state the pairs that feed it (``MtpPairs``).
+        mtp: the checkpoint's multi-token-prediction head, and the pairs that feed it (``State.pairs``).
         final_hidden: ``ForwardOutput.hidden``, the hidden state after the final norm.
-        boundaries: ``ForwardOutput.boundaries`` at these layer boundaries, ascending, without duplicates.
-        prompt_rows: the rows of a prompt chunk that hidden states are wanted for; ``decode`` gives them for all rows.
+        boundaries: ``ForwardOutput.boundaries`` at these layer boundaries; sorted, without duplicates.
+        prompt_rows: "last" if only the last row of a prompt chunk is needed. ``decode`` always gives all rows.
     """
 
     mtp: bool = False
     final_hidden: bool = False
     boundaries: tuple[int, ...] = attrs.field(default=(), converter=_ascending)
-    prompt_rows: Literal["all", "last"] = "all"
+    prompt_rows: Literal["all", "last"] = attrs.field(default="all", validator=attrs.validators.in_(("all", "last")))
 
     @property
     def hidden(self) -> bool:
-        """Whether any hidden state is asked for."""
+        """Whether any hidden state is requested."""
         return self.final_hidden or bool(self.boundaries)
 
     def __or__(self, other: Needs) -> Needs:
-        """What serves both."""
+        """The union: what serves both drafters."""
         rows = {needs.prompt_rows for needs in (self, other) if needs.hidden}
         return Needs(
             mtp=self.mtp or other.mtp,
@@ -107,7 +108,7 @@ class Needs:
         )
 
     def unmet(self, info: ModelInfo) -> str | None:
-        """What the target cannot give, for an error that begins "the drafter 'x' needs"; None where it gives all."""
+        """What the target cannot give, as the end of "the drafter 'x' needs ..."; None if it gives everything."""
         if self.mtp and not info.mtp_layers:
             return f"an MTP head, and this {info.family} checkpoint has none"
         if self.boundaries and not info.layers:
@@ -126,7 +127,7 @@ NO_NEEDS = Needs()
 
 
 class Logits(abc.ABC):
-    """The target's logits for T rows, left on the device until somebody asks. Ties go to the lowest id."""
+    """The target's logits for T rows, left on the device until they are read. Ties go to the lowest id."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -154,15 +155,15 @@ class Logits(abc.ABC):
         return sums
 
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        """``argmax_v(scale * logits[row, v] + G(seed, position, v))`` on the device, where the backend can.
+        """``argmax_v(scale * logits[row, v] + G(seed, position, v))`` on the device, if the backend offers it.
 
-        G is the noise of ``specdec.sampling.gumbel``. None: not offered, the caller computes it from ``rows()``.
+        G is the noise of ``specdec.sampling.gumbel``. With None, the caller computes it from ``rows()``.
         """
         return None
 
     @abc.abstractmethod
     def rows(self) -> Float32:
-        """All logits on the host, ``[T, V]`` float32. The costly one: a verifier asks only when it must."""
+        """All logits on the host, ``[T, V]`` float32. Costly: a verifier reads them only if it must."""
 
 
 class Hidden(abc.ABC):
@@ -182,11 +183,11 @@ class Hidden(abc.ABC):
 
     @abc.abstractmethod
     def rows(self) -> Float32:
-        """All of them on the host, ``[T, H]`` float32: costly, for a drafter that computes with them there."""
+        """All states on the host, ``[T, H]`` float32. Costly; for drafters that compute there."""
 
 
 class DraftHead(abc.ABC):
-    """An output head cut to a draft vocabulary: opaque, but for the ids. Made by ``ForwardPass.draft_head``."""
+    """An output head cut to a draft vocabulary, made by ``ForwardPass.draft_head``. Opaque except for the ids."""
 
     @property
     @abc.abstractmethod
@@ -195,7 +196,7 @@ class DraftHead(abc.ABC):
 
     @abc.abstractmethod
     def extended(self, tokens: Sequence[int]) -> DraftHead:
-        """A head with these ids too; the rows that it has already are shared, not copied.
+        """A head with these ids as well; it shares the rows it already has.
 
         Raises: PromptError for ids outside the vocabulary.
         """
@@ -206,11 +207,11 @@ class ForwardOutput:
     """What one pass gives.
 
     Attributes:
-        rows: T, the tokens that went through.
+        rows: T, the number of tokens in the pass.
         logits: of all rows after ``decode``, of the last row after ``decode_mtp``; None after ``prefill``.
-        hidden: states after the final norm where ``Needs.final_hidden`` asks for them, else None; after ``decode_mtp``
-            those that a chained step starts from.
-        boundaries: residual stream by layer boundary, as ``Needs.boundaries`` asks for.
+        hidden: states after the final norm if ``Needs.final_hidden``, else None; after ``decode_mtp``, the states that
+            a chained step starts from.
+        boundaries: the residual stream by layer boundary, for ``Needs.boundaries``.
 
     Hidden states have T rows, or one (the last) after a ``prefill`` with ``Needs.prompt_rows == "last"``.
     """
@@ -221,20 +222,20 @@ class ForwardOutput:
     boundaries: Mapping[int, Hidden] = attrs.field(factory=dict)
 
     def need_logits(self) -> Logits:
-        """The logits of a pass that must have them."""
+        """``logits``, of a pass that must have them."""
         if self.logits is None:
             raise AssertionError("this pass was asked for no logits")
         return self.logits
 
     def need_hidden(self) -> Hidden:
-        """The hidden states of a pass that must have them."""
+        """``hidden``, of a pass that must have it."""
         if self.hidden is None:
             raise AssertionError("this pass gives no hidden states")
         return self.hidden
 
 
-WAITING_ROWS = 8  # pairs that the pass of a first draft token takes in; more of them are fed before it
-IDLE_ROWS = 256  # pairs that wait through a run of depth 0: in a long pass a row costs a tenth of a pass of its own
+WAITING_ROWS = 8  # most pairs in the pass that gives the first draft token; any more are fed before it
+IDLE_ROWS = 256  # pairs that may wait while nothing is drafted; one long pass is cheaper than many short ones
 
 
 class MtpPairs:
@@ -242,14 +243,14 @@ class MtpPairs:
 
     Pair j is (h_j, x_{j+1}): the target's hidden state of position j after the final norm, and the token after it.
     Pairs ``0 .. fed - 1`` are in the cache. The hidden states of positions ``fed .. length - 1`` wait; the token of the
-    last one is still pending. A target adds what it commits; the passes of the head move ``fed`` on.
+    last one is still pending. The target adds what it commits; the head's passes advance ``fed``.
     """
 
     def __init__(self) -> None:
         self.fed = 0
         self._hidden: list[Hidden] = []  # of positions fed .. length - 1
-        self._tokens: list[int] = []  # that follow them: all but the pending one
-        self._marks: dict[int, Hidden] = {}  # by length: the last hidden state at points that a rewind may return to
+        self._tokens: list[int] = []  # the tokens after them, without the pending one
+        self._marks: dict[int, Hidden] = {}  # length -> last hidden state there, for a rewind
 
     @property
     def waiting(self) -> int:
@@ -258,7 +259,7 @@ class MtpPairs:
 
     @property
     def length(self) -> int:
-        """Positions known: those of the state, unless a state was built without the ledger."""
+        """Positions known. Less than the state's length if the state was built without the ledger."""
         return self.fed + self.waiting
 
     @property
@@ -267,17 +268,19 @@ class MtpPairs:
         return self._hidden[-1][-1:] if self._hidden else None
 
     def add(self, tokens: Sequence[int], hidden: Hidden, length: int) -> None:
-        """Take in committed rows: their tokens and hidden states. ``length``: what the state held before them.
+        """Add committed rows: their tokens and hidden states. ``length`` is the state's length before them.
 
-        A state that was built without the ledger has lost hidden states for good; nothing can be added behind them.
+        Does nothing after a gap: a state that was built without the ledger has lost hidden states for good.
         """
         if length != self.length:
             return
-        self._tokens += tokens if self._hidden else tokens[1:]  # x_0 is in no pair; after a cut x_fed is in the cache
+        self._tokens += (
+            tokens if self._hidden else tokens[1:]
+        )  # x_0 is in no pair, and after a cut the pair of x_fed is in the cache
         self._hidden.append(hidden)
 
     def take(self, pending: int | None = None) -> tuple[list[int], Hidden]:
-        """Remove the pairs that wait, for a pass of the head; without ``pending`` the last hidden state stays."""
+        """Remove the waiting pairs, for a pass of the head. Without ``pending``, the last hidden state stays."""
         tokens, hidden = self._tokens, self._hidden[0].join(self._hidden[1:]) if self._hidden[1:] else self._hidden[0]
         self._tokens = []
         if pending is None:
@@ -287,22 +290,22 @@ class MtpPairs:
         return [*tokens, pending], hidden
 
     def resume(self, fed: int, tokens: Sequence[int], hidden: Hidden) -> None:
-        """Go on from ``fed`` pairs in the cache and these that wait; ``tokens`` without the pending one."""
+        """Continue from ``fed`` pairs in the cache and these waiting ones; ``tokens`` lacks the pending token."""
         self.fed, self._tokens, self._hidden = fed, list(tokens), [hidden]
 
     def mark(self, points: Iterable[int]) -> None:
-        """Keep the last hidden state for a rewind to the present length, and of earlier marks those at ``points``."""
+        """Keep the last hidden state, for a rewind to the present length. Earlier marks stay only at ``points``."""
         if self.last is not None:
             self._marks[self.length] = self.last
         kept = set(points)
         self._marks = {length: hidden for length, hidden in self._marks.items() if length in kept}
 
     def knows(self, length: int) -> bool:
-        """Whether ``cut(length)`` leaves the next pair complete: position ``length - 1`` waits, or was marked."""
+        """Whether the next pair is known after ``cut(length)``: position ``length - 1`` waits, or was marked."""
         return length == 0 or length > self.fed or length in self._marks
 
     def cut(self, length: int) -> None:
-        """Forget all positions from ``length`` on. Where ``knows`` says no, the same token ``length`` must follow."""
+        """Forget the positions from ``length`` on. If ``knows(length)`` is False, the same token must come next."""
         if length > self.fed and self._hidden:
             hidden = self._hidden[0].join(self._hidden[1:])
             self._hidden, self._tokens = [hidden[: length - self.fed]], self._tokens[: length - self.fed - 1]
@@ -314,11 +317,11 @@ class MtpPairs:
 
 
 class State(abc.ABC):
-    """One sequence's caches. Everything in it is committed or provisional; ``commit`` moves the line.
+    """One sequence's caches. Their contents are committed or provisional; ``commit`` moves the line.
 
     Attributes:
         needs: what the state was made for.
-        pairs: the ledger of MTP pairs where ``needs.mtp``, else None.
+        pairs: the ledger of MTP pairs if ``needs.mtp``, else None.
     """
 
     needs: Needs = NO_NEEDS
@@ -332,7 +335,7 @@ class State(abc.ABC):
     @property
     @abc.abstractmethod
     def capacity(self) -> int:
-        """Tokens that fit, provisional ones included."""
+        """Tokens that fit, including provisional ones."""
 
     @abc.abstractmethod
     def nbytes(self) -> int:
@@ -351,18 +354,19 @@ class ForwardPass(abc.ABC):
 
     @abc.abstractmethod
     def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
-        """An empty state for up to ``capacity`` tokens, that gives and keeps what ``needs`` asks for.
+        """An empty state for up to ``capacity`` tokens, which gives and keeps what ``needs`` requests.
 
-        Raises: PromptError when ``capacity`` is above ``info.max_positions``.
+        Raises: PromptError if ``capacity`` is not 1 to ``info.max_positions``; UnsupportedError if the target
+        cannot give what ``needs`` requests.
         """
 
     @abc.abstractmethod
     def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
         """Append a prompt chunk of any length, committed at once; gives no logits.
 
-        Any chunking leaves the same state: the same bits where parity is BITWISE, for chunks of up to ``info.max_rows``
-        tokens at least. A backend that computes longer chunks with other bits says so in ``info.parity_reason``.
-        With ``state.pairs``, the pairs of the chunk pass through the MTP head (``prefill_mtp``), and one waits.
+        Any chunking leaves the same state. With BITWISE parity it has the same bits, at least for chunks of up to
+        ``info.max_rows`` tokens; a backend whose longer chunks have other bits says so in ``info.parity_reason``.
+        If the state has ``pairs``, those of the chunk go through the MTP head (``prefill_mtp``); the last one waits.
         """
 
     @abc.abstractmethod
@@ -380,10 +384,10 @@ class ForwardPass(abc.ABC):
         """
 
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:  # noqa: B027
-        """Append true pairs to the MTP cache: ``tokens[t]`` is the token after the one whose hidden is ``hidden[t]``.
+        """Append true pairs to the MTP cache: ``tokens[t]`` follows the token whose hidden state is ``hidden[t]``.
 
-        Drops provisional entries first and moves ``state.pairs.fed`` on. The default does nothing: a model without a
-        head has no such cache.
+        Drops provisional entries first and advances ``state.pairs.fed``. The default does nothing, for models without a
+        head.
         """
 
     def decode_mtp(
@@ -397,15 +401,15 @@ class ForwardPass(abc.ABC):
     ) -> ForwardOutput:
         """One MTP pass over pairs; logits of the **last** row only, hidden states (after ``mtp.norm``) of all rows.
 
-        ``provisional=False``: the pairs are true ones; they replace provisional entries, stay, and move
-        ``state.pairs.fed`` on. ``provisional=True``: a chained step; the entries go with the next true pair.
-        ``head``: compute the logits of its ids only. They are still addressed by token id; every other id has -inf.
-        A caller passes only heads that ``draft_head`` of this object made, so a pass without them may leave it out.
+        ``provisional=False``: true pairs. They replace provisional entries, stay, and advance ``state.pairs.fed``.
+        ``provisional=True``: a chained step. Its entries are dropped by the next true pair.
+        ``head``: compute the logits of its ids only. They are still addressed by token id; all other ids have -inf.
+        Only heads that ``draft_head`` of this object made are passed, so a target without them may omit the argument.
         """
         raise no_mtp_head(self.info)
 
     def feed_mtp(self, state: State) -> None:
-        """Run the pairs that wait through the head, all but the last one, whose token is pending."""
+        """Run the waiting pairs through the head, except the last one, whose token is pending."""
         pairs = state.pairs
         if pairs is not None and pairs.waiting > 1:
             self.prefill_mtp(state, *pairs.take())
@@ -421,25 +425,25 @@ class ForwardPass(abc.ABC):
     ) -> tuple[int, ...]:
         """Draft up to ``depth`` tokens after ``pending`` with the MTP head.
 
-        The pairs that wait go through the head in one pass, whose last row gives the first token; every other token
-        comes from a chained step over the token before it and the head's own output.
+        The waiting pairs go through the head in one pass, whose last row gives the first token. Each further
+        token comes from a chained step over the token before it and the head's own output.
 
         Args:
             pending: the last committed token.
             head: a pruned head to draft with, as in ``decode_mtp``.
-            choose: the next token from a step's logits (one row) and the tokens drafted so far; None ends the draft.
-                The default is the argmax.
+            choose: returns the next token, given a step's logits (one row) and the tokens drafted so far; None ends the
+                draft. The default is the argmax.
 
-        Returns nothing where no position is committed yet.
-        Raises: StateError where the state was made without ``Needs.mtp``, or has lost hidden states;
-        UnsupportedError for a model without a head.
+        Returns an empty tuple if no position is committed yet.
+        Raises: StateError if the state was made without ``Needs.mtp`` or has lost hidden states; UnsupportedError for a
+        model without a head.
         """
         pairs = self._pairs_to_draft_from(state)
         if depth < 1 or not pairs.waiting:
             return ()
         if pairs.waiting > WAITING_ROWS:
             self.feed_mtp(state)
-        options: dict[str, Any] = {} if head is None else {"head": head}  # a pass that makes no heads need not know it
+        options: dict[str, Any] = {} if head is None else {"head": head}  # a target without such heads may not know it
         output = self.decode_mtp(state, *pairs.take(pending), **options)
         drafted: list[int] = []
         while True:
@@ -468,25 +472,23 @@ class ForwardPass(abc.ABC):
     def device_executor(
         self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
     ) -> Executor | None:
-        """Cycles that the device runs without asking the host, where this pass can do that: greedy, no filters.
+        """Greedy cycles without filters that the device runs by itself; None if this target does not offer them.
 
-        From here on the state belongs to the executor, until its ``close``. Generation ends on the device after the
-        first of ``stop_tokens`` and after ``limit`` >= 1 tokens; later cycles emit nothing and change nothing.
-        Tokens, state and drafts are those of the host's executor (``specdec.decoding.cycle``).
+        The state belongs to the executor until ``close``. Generation ends on the device after the first of
+        ``stop_tokens`` and after ``limit`` >= 1 tokens; later cycles emit nothing and change nothing. Tokens, state and
+        drafts are those of the host's executor (``specdec.decoding.cycle``).
 
         Args:
-            context: the committed tokens, a live view.
+            context: a live view of the committed tokens.
             draft: how to draft.
-
-        None: not offered, for these arguments or at all, and nothing has changed.
         """
         return None
 
     def draft_head(self, tokens: Sequence[int]) -> DraftHead:
-        """The head that ``decode_mtp`` drafts with, cut to ``tokens``: its rows, gathered once into their own memory.
+        """The head that ``decode_mtp`` drafts with, cut to ``tokens``. Its rows are gathered once into memory.
 
         Source: Zhao et al. 2025, "FR-Spec", arXiv:2502.14856, section 3.
-        Raises: UnsupportedError where a pass offers none; PromptError for ids outside the vocabulary.
+        Raises: UnsupportedError if the target offers none; PromptError for ids outside the vocabulary.
         """
         raise UnsupportedError(
             f"this {self.info.family} target offers no pruned draft head", try_="the drafter without a draft vocabulary"
@@ -496,21 +498,21 @@ class ForwardPass(abc.ABC):
     def rewind(self, state: State, length: int) -> int:
         """Go back to at most ``length`` tokens and return the length reached.
 
-        Attention caches reach ``length`` or one token less; a recurrent state reaches the nearest point it kept (0 at
-        worst). The caller prefills the tokens in between again.
+        Attention caches reach ``length`` or one token less; a recurrent state reaches the nearest point it has kept, at
+        worst 0. The caller prefills the tokens in between again.
 
         Raises: StateError when ``length`` is above the committed length or negative.
         """
 
     @abc.abstractmethod
     def snapshot(self, state: State) -> Snapshot:
-        """A copy of everything committed; independent of what happens to ``state`` later."""
+        """A copy of everything committed, independent of what happens to ``state`` later."""
 
     @abc.abstractmethod
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
         """A new state equal, bit for bit, to the one that ``snapshot`` was taken from, made for ``needs``.
 
-        Where ``needs.mtp`` asks for pairs that the snapshot does not have, ``state.pairs`` stays behind the state.
+        If ``needs.mtp`` requests pairs that the snapshot lacks, ``state.pairs`` is shorter than the state.
         """
 
     def to_host(self, array: Any) -> Any:
@@ -525,10 +527,10 @@ class ForwardPass(abc.ABC):
 
 @attrs.frozen
 class DeviceDraft:
-    """Drafting that a device can do by itself: greedily, with the target's MTP head.
+    """Drafting that a device can do by itself: greedy, with the target's MTP head.
 
     Attributes:
-        mtp: False where nothing is ever drafted: cycles of depth 0 only.
+        mtp: False if nothing is ever drafted, so that all cycles have depth 0.
         head: a pruned head to draft with; None for the full one.
     """
 
@@ -538,12 +540,12 @@ class DeviceDraft:
 
 @attrs.frozen
 class Outcome:
-    """What one cycle came to, before it is kept.
+    """The result of one cycle, before any of it is kept.
 
     Attributes:
-        drafted: the K draft tokens; -1 from where the logits of a head on the device were not finite.
+        drafted: the K draft tokens; -1 from the first step whose logits on a device were not finite.
         accepted: how many of them the verifier accepted.
-        emitted: the tokens that it gives: accepted ones and the next token, cut where a device ended generation.
+        emitted: the accepted tokens and the next token, cut where a device ended generation.
         deviations: of the emitted tokens, as in ``Verdict``.
         draft_seconds: wall-clock; 0 from a device, which runs a cycle in one piece.
         verify_seconds: likewise.
@@ -558,22 +560,22 @@ class Outcome:
 
 
 class Executor(abc.ABC):
-    """Who runs the cycles of one generation: draft, verify, decide, commit.
+    """Runs the cycles of one generation: draft, verify, decide, commit.
 
-    ``submit`` and ``collect`` come in pairs, ``keep`` follows every ``collect``. On a device, a cycle may be submitted
-    before the one ahead of it is collected: the host then works while the device does.
+    Every ``submit`` has its ``collect``, and ``keep`` follows every ``collect``. On a device, a cycle may be submitted
+    before the previous one is collected, so that host and device work at the same time.
     """
 
     @abc.abstractmethod
     def submit(self, depth: int) -> None:
-        """Start a cycle of at most ``depth`` >= 0 draft tokens behind those in flight.
+        """Queue a cycle of at most ``depth`` >= 0 draft tokens.
 
-        The caller sees to the room: every cycle in flight may append ``depth + 1`` rows.
+        The caller makes sure there is room: every cycle in flight may append ``depth + 1`` rows.
         """
 
     @abc.abstractmethod
     def collect(self) -> Outcome:
-        """The outcome of the oldest cycle in flight, when it is there.
+        """Wait for the oldest cycle in flight and return its outcome.
 
         Raises: ContractError when the verifier breaks its contract, or the target's logits are not finite.
         """
@@ -582,12 +584,13 @@ class Executor(abc.ABC):
     def keep(self, tokens: int) -> None:
         """Keep the first ``tokens`` tokens that the last collected cycle emitted; the last one becomes pending.
 
-        The caller has appended them to the sequence. Fewer than all, and at least one, only with no cycle in flight.
+        The caller has already appended them to the sequence. ``tokens`` is at least 1, and fewer than all only if
+        no cycle is in flight.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Leave the target's state as single passes would. No cycle may be in flight."""
+        """Leave the target's state as single passes would have left it. No cycle may be in flight."""
 
 
 @attrs.frozen
@@ -627,11 +630,10 @@ def no_mtp_pairs(info: ModelInfo) -> SpecdecError:
 
 
 class LogitsProcessor(abc.ABC):
-    """A user's own step between logits and choice (a mask, a bias). One object per sequence.
+    """A step between logits and choice, such as a mask or a bias. One object per sequence.
 
-    It is called for every row with *that row's* history, drafted tokens included, in any order: rows of a rejected
-    draft are followed by shorter histories. What it returns may depend on its arguments only; anything it keeps
-    between calls is a cache.
+    It is called for every row with *that row's* history, including drafted tokens, in any order: after a rejection the
+    histories get shorter again. The result may depend on the arguments only; anything kept between calls is a cache.
     """
 
     @abc.abstractmethod
@@ -639,7 +641,7 @@ class LogitsProcessor(abc.ABC):
         """New logits ``[V]`` for the token after ``history``; ``-inf`` forbids a token."""
 
     def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
-        """How many leading tokens of a draft could be chosen at all; the rest is cut before verification."""
+        """The number of leading draft tokens that could be chosen at all; the rest is cut before verification."""
         return len(draft)
 
 
@@ -663,7 +665,7 @@ class Sampling:
     min_new_tokens: int = 0  # end tokens are banned before this many were generated
     end_tokens: tuple[int, ...] = ()  # what min_new_tokens bans
     processors: tuple[LogitsProcessor, ...] = ()
-    logprobs: int | None = None  # also report log-probabilities: of the chosen token, and of so many best ones
+    logprobs: int | None = None  # also report log-probabilities: of the chosen token and of this many best ones
     seed: int = 0
 
 
@@ -671,9 +673,9 @@ class DraftNoise(enum.Enum):
     """The randomness a drafter should draw with at temperature above 0."""
 
     COUPLED = "coupled"
-    """The noise that will decide the position too: drafts agree with the decision far more often."""
+    """The same noise that decides the position, so that drafts agree with the decision far more often."""
     INDEPENDENT = "independent"
-    """Noise of its own, and the draft's law handed over with it: what a ratio test needs."""
+    """Separate noise, with the draft's distribution handed over: what a ratio test needs."""
 
 
 class Context(Sequence[int]):
@@ -683,7 +685,7 @@ class Context(Sequence[int]):
         sampling: how tokens are chosen.
         generated_from: position of the first generated token (the prompt's length).
         cycle: number of the cycle, unique within a sequence; part of the noise keys of ratio tests.
-        draft_noise: what the verifier wants drafts to be drawn with.
+        draft_noise: the noise that the verifier wants drafts to be drawn with.
     """
 
     __slots__ = ("_tokens", "cycle", "draft_noise", "generated_from", "sampling")
@@ -719,7 +721,7 @@ class Context(Sequence[int]):
 
 @attrs.frozen
 class Draft:
-    """K drafted tokens. ``probs`` is None for a point mass, else the law each was drawn from, ``[K, V]`` float32."""
+    """K drafted tokens. ``probs`` ``[K, V]`` float32 are the distributions they were drawn from; None: point masses."""
 
     tokens: tuple[int, ...] = ()
     probs: Float32 | None = None
@@ -741,10 +743,10 @@ NO_DEVIATION = Deviation()
 
 @attrs.frozen
 class Verdict:
-    """A decision: the first ``accepted`` draft tokens stay, ``next_token`` follows them (the new pending token).
+    """A decision: the first ``accepted`` draft tokens stay, and ``next_token``, the new pending token, follows them.
 
-    ``deviations`` names the accepted tokens that an exact verifier would not have chosen: lookahead position and gap in
-    nats to the best logit. By position, so that a block which is cut keeps only its own.
+    ``deviations`` lists the accepted tokens that an exact verifier would not have chosen: their lookahead position and
+    the gap to the best logit in nats.
     """
 
     accepted: int
@@ -753,27 +755,27 @@ class Verdict:
 
     @property
     def deviation(self) -> Deviation:
-        """The deviations in two numbers."""
+        """The deviations as two numbers."""
         if not self.deviations:
             return NO_DEVIATION
         return Deviation(len(self.deviations), max(gap for _, gap in self.deviations))
 
     def cut(self, kept: int, last: int) -> Verdict:
-        """The verdict when only the first ``kept`` of its tokens stay: the last of them, ``last``, becomes pending."""
+        """The verdict if only its first ``kept`` tokens stay; the last of them, ``last``, becomes pending."""
         inside = tuple(entry for entry in self.deviations if entry[0] < kept)
         return Verdict(kept - 1, last, inside)
 
 
 class Drafter(abc.ABC):
-    """Guesses the next tokens of one sequence. One object per sequence; heavy parts live in its spec's ``prepare``.
+    """Guesses the next tokens of one sequence. One object per sequence; its spec's ``prepare`` holds the heavy parts.
 
-    The engine reports every token once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle.
+    Every token is reported once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle.
     """
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:  # noqa: B027
         """See a prompt chunk that the target has just taken in: the last ``output.rows`` tokens of ``context``.
 
-        Here, and only here, ``context`` has no pending token: it is what the target's state holds.
+        Only here does ``context`` lack the pending token: it is what the target's state holds.
         """
 
     @abc.abstractmethod
@@ -781,33 +783,33 @@ class Drafter(abc.ABC):
         """At most ``depth`` tokens to follow ``context``; an empty draft means "no opinion"."""
 
     def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:  # noqa: B027
-        """See what became of the draft.
+        """See the outcome of the draft.
 
         ``output`` has a row per verified token (pending, x_1..x_K), of which the first ``verdict.accepted + 1`` were
         committed; ``context`` ends with the accepted tokens and ``verdict.next_token``.
         """
 
     def device_draft(self, context: Context) -> DeviceDraft | None:
-        """How a device would draft exactly what ``propose`` would, under the settings in ``context``.
+        """How a device can draft exactly what ``propose`` would, under the settings in ``context``.
 
-        A drafter that says so does nothing but that: while a device runs the cycles, it is asked for no draft and shown
-        no verdict. None, the default: ``propose`` is asked for every draft.
+        While a device runs the cycles, neither ``propose`` nor ``observe`` is called. None, the default: every draft
+        comes from ``propose``.
         """
         return None
 
     def rewind(self, length: int) -> None:  # noqa: B027
-        """Forget everything after the first ``length`` tokens that the target's state holds."""
+        """Forget everything after the first ``length`` tokens in the target's state."""
 
     def snapshot(self, context: Context) -> DrafterSnapshot | None:
-        """A copy of the drafter's own state that is costly to build again; None where there is none.
+        """A copy of the drafter's own state that is costly to rebuild; None if there is none.
 
         It comes back as ``DrafterEnv.saved`` when a session is forked or loaded. A drafter must also work without it:
-        it has then seen none of the tokens, and reads them from ``context``.
+        it has then seen none of the tokens and reads them from ``context``.
         """
         return None
 
     def report(self) -> Mapping[str, Any]:
-        """What a result should tell about this drafter (``stats.draft``): plain JSON data since it was built."""
+        """What a result reports about this drafter (``stats.draft``), as plain JSON data."""
         return {}
 
 
@@ -816,7 +818,7 @@ class Verifier(abc.ABC):
 
     guarantee: ClassVar[Guarantee]
     bound: float | None = None
-    """What a BOUNDED verifier promises per token: the largest gap, in nats, to the best logit."""
+    """For a BOUNDED verifier: the largest gap to the best logit, in nats, that a token may have."""
     draft_noise: ClassVar[DraftNoise] = DraftNoise.COUPLED
 
     @abc.abstractmethod
@@ -831,32 +833,32 @@ class Verifier(abc.ABC):
         """
 
     def is_argmax(self, sampling: Sampling) -> bool:
-        """Whether under these settings it does nothing but accept what equals the target's argmax, and go on with that.
+        """Whether, with these settings, it accepts exactly the tokens that equal the target's argmax.
 
-        This is the one decision that a device may take by itself. The default is False.
+        A device may then take the decision by itself. The default is False.
         """
         return False
 
 
 @attrs.frozen
 class CycleRecord:
-    """One cycle as observers and policies see it; seconds are wall-clock."""
+    """One cycle, as observers and policies see it. Seconds are wall-clock."""
 
     position: int  # committed tokens before the cycle
     depth: int  # tokens asked for
-    offered: int  # tokens drafted, after what cannot be used was cut
+    offered: int  # tokens drafted, after unusable ones were cut
     accepted: int
     emitted: tuple[int, ...]  # committed by this cycle
     draft_seconds: float
     verify_seconds: float
     commit_seconds: float
-    on_device: bool = False  # the device ran it in one piece: verify_seconds has all of its time
-    drafted: tuple[int, ...] = ()  # the draft as verified
+    on_device: bool = False  # the device ran it as a whole: verify_seconds holds all of its time
+    drafted: tuple[int, ...] = ()  # the draft that was verified
 
 
 @attrs.define(kw_only=True)
 class Stats:
-    """Counters of a generation so far: the engine's own, to be read. Lists run over lookahead positions.
+    """Read-only counters of a generation so far. Lists are indexed by lookahead position.
 
     ``offered[i]``: drafts that had a token at position i. ``reached[i]``: those whose earlier tokens were all
     accepted. ``accepted[i]``: those whose token i was accepted too.
@@ -886,15 +888,15 @@ class DepthPolicy(abc.ABC):
 
     @property
     def reason(self) -> str:
-        """Why the depth is 0 at present; what a result says when no token was drafted for that reason."""
+        """Why the depth is 0 at present; empty otherwise. A result quotes it if nothing was drafted."""
         return ""
 
     @abc.abstractmethod
     def next_depth(self, stats: Stats) -> int:
-        """The depth of the next cycle; 0 is plain decoding. The engine caps it by rows, room and budget."""
+        """The depth of the next cycle; 0 is plain decoding. It is capped by rows, room and budget."""
 
     def record(self, cycle: CycleRecord) -> None:  # noqa: B027
-        """See what the last cycle did and cost."""
+        """See the result and the cost of the last cycle."""
 
 
 # --- what plugins register -----------------------------------------------------------------------------------------
@@ -902,14 +904,14 @@ class DepthPolicy(abc.ABC):
 
 @attrs.frozen
 class NoConfig:
-    """The configuration of a plugin that takes none."""
+    """The configuration of a plugin that has no options."""
 
 
 @attrs.frozen(kw_only=True)
 class DrafterEnv:
     """What a drafter is built with: the target, this sequence's state, and what ``prepare`` returned.
 
-    ``saved`` is what ``Drafter.snapshot`` of a drafter of the same name gave, when a session was forked or loaded.
+    ``saved`` is the ``Drafter.snapshot`` of a drafter of the same name, after a session was forked or loaded.
     """
 
     target: ForwardPass
@@ -928,7 +930,7 @@ class PrepareEnv:
         load: loads a second model, ``TargetConfig -> (ForwardPass, tokenizer)``; its notices join the target's.
         costs: what a pass and a draft cost here, ``(file=None) -> CostTable``: the table in ``file``, or the
             kept or newly measured one; only for a depth policy. Raises: UnsupportedError where there is none.
-        notices: sentences that the user should read; append to it.
+        notices: sentences for the user; append to it.
     """
 
     target: ForwardPass
@@ -942,8 +944,8 @@ class PrepareEnv:
 class DrafterSpec:
     """``factory(config, env)`` makes one drafter per sequence; ``prepare(config, env)`` runs once per pipeline.
 
-    ``prepare`` gets a ``PrepareEnv``; what it returns is every drafter's ``env.shared``. ``needs`` may depend on it:
-    ``needs(config, shared)`` of a head whose checkpoint names the layers that it reads.
+    ``prepare`` gets a ``PrepareEnv``; its result is every drafter's ``env.shared``. ``needs`` may be a function
+    ``needs(config, shared)``, for a head whose checkpoint names the layers it reads.
     """
 
     name: str
@@ -954,7 +956,7 @@ class DrafterSpec:
     help: str = ""
 
     def needs_of(self, config: Any, shared: Any) -> Needs:
-        """``needs`` for this configuration, and what ``prepare`` returned."""
+        """``needs``, for this configuration and the result of ``prepare``."""
         return self.needs if isinstance(self.needs, Needs) else self.needs(config, shared)
 
 
@@ -990,10 +992,10 @@ class ProcessorEnv:
 
 @attrs.frozen(kw_only=True)
 class DepthPolicySpec:
-    """``factory(config)`` makes one policy per generation, or ``factory(config, shared)`` where there is a ``prepare``.
+    """``factory(config)`` makes one policy per generation, or ``factory(config, shared)`` if there is a ``prepare``.
 
-    ``prepare(config, env)`` runs once per pipeline, when the drafter is ready. What it returns may carry knowledge from
-    one generation to the next; a policy reads it when it is made.
+    ``prepare(config, env)`` runs once per pipeline, when the drafter is ready. Its result may carry knowledge from one
+    generation to the next; a policy reads it when it is made.
     """
 
     name: str
@@ -1007,9 +1009,9 @@ class DepthPolicySpec:
 class BackendSpec:
     """``factory(config)`` makes a backend; ``available()`` gives None, or why this machine cannot run it.
 
-    ``preference()`` is what ``target.backend = "auto"`` goes by: a number where the hardware that the backend is for is
-    here, usable or not, else None. The largest number is taken first (``cpu`` has 0); where that backend is not
-    available, the load says so and goes on with the next.
+    ``target.backend = "auto"`` goes by ``preference()``: a number if the backend's hardware is present, usable or not,
+    else None. The largest number is tried first (``cpu`` has 0); if that backend is not available, the load says so and
+    tries the next.
     """
 
     name: str
@@ -1021,7 +1023,7 @@ class BackendSpec:
 
 
 class FamilyConfig(Protocol):
-    """What specdec reads of any family's config, whatever else the family keeps in it."""
+    """What specdec reads from the config of any family."""
 
     @property
     def vocab_size(self) -> int:
@@ -1033,11 +1035,11 @@ class FamilyConfig(Protocol):
 
     @property
     def layers(self) -> int:
-        """Decoder layers, the MTP head's left out."""
+        """Decoder layers, without those of the MTP head."""
 
     @property
     def max_positions(self) -> int:
-        """Tokens that a sequence may hold."""
+        """Most tokens that a sequence may hold."""
 
     @property
     def mtp_layers(self) -> int:

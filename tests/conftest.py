@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,9 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():  # triton reads it when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and tests interrupt what they run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # cost tables of tiny models do not belong in the user's cache; the workers of a run share this folder
 _COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")

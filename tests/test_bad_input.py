@@ -390,6 +390,7 @@ def test_the_command_line_refuses_an_unknown_key_and_a_token_outside(folder: pat
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_generates_from_the_sound_checkpoint(folder: pathlib.Path) -> None:
     """The way to the errors above is the way that works."""
     done = run("generate", "-m", str(folder), "-p", "the", "-n", "5", "--ignore-eos", "--json", status=0)

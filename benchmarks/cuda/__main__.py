@@ -1,11 +1,11 @@
-"""Build, check and time the CUDA backend, in one process, with every figure beside the bandwidth measured in it.
+"""Build, check and time the CUDA backend in one process, with figures relative to the bandwidth measured in it.
 
     python -m benchmarks.cuda --out FOLDER [--stage check,models,kernels,transformers,demo] [--shapes 0.8b,4b,9b]
                               [--minutes 4] [--total 9.5] [--earlier cuda.json] [--again] [--plot] [--smoke]
 
-Stages run in the order in which they are named.
+Stages run in the order given.
 
-    stream        the bandwidth of a stream read; always measured first, named or not
+    stream        the bandwidth of a stream read; always measured first
     check         every kernel: row invariance (equal bits), distance from float64; whole models: 64 greedy tokens
                   plain, verified at depth 1, 3 and 7, op by op and from graphs: the same ids and bits of logits
     models        device time of decode, verify(T), draft steps and bookkeeping; generations, plain and speculative
@@ -13,12 +13,11 @@ Stages run in the order in which they are named.
     transformers  the same weights in transformers' generate, at its best setting
     demo          the embedded model, plain and speculative, by class of prompt
 
-FOLDER/cuda.json is written anew after every figure, so a time limit loses none; another run in the same folder, or one
-with --earlier, adds to it and leaves out what is complete (unless --again). Weights are random and made on the device.
+FOLDER/cuda.json is rewritten after every figure, so a time limit loses none. Another run in the same folder, or one
+with --earlier, adds to it and skips completed parts (unless --again). Weights are random and created on the device.
 
-The exit status is 1 where a parity gate failed or a part ended with an error, 2 where there is no device, 0 otherwise:
-a missed target is no error.
-With --smoke everything runs on the host, with kernels interpreted and a toy shape; no figure of it is a measurement.
+The exit status is 1 if a parity gate or a part failed, 2 if there is no device, otherwise 0; a missed target is not an
+error. With --smoke everything runs on the host with interpreted kernels and a toy shape; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
 
 STAGES = ("stream", "check", "models", "kernels", "transformers", "demo")
 ORDER = ("0.8b", "4b", "9b")
-DEPTHS = (3, 4, 2, 1)  # of generations, the likely best ones first
+DEPTHS = (3, 4, 2, 1)  # of generations, the most promising first
 
 
 class Deadline:
-    """Minutes that a stage and the whole run may take; looked at between measurements."""
+    """Minutes that a stage and the whole run may take, checked between measurements."""
 
     def __init__(self, minutes: float, total: float) -> None:
         self._minutes, self._total = minutes, total
@@ -58,13 +57,13 @@ class Deadline:
         self._stage_began = perf_counter()
 
     def passed(self) -> bool:
-        """Whether nothing more should be started."""
+        """Whether the time is up."""
         now = perf_counter()
         return now - self._stage_began > 60 * self._minutes or now - self._began > 60 * self._total
 
 
 class Session:
-    """One run of the script: what is measured, where it is kept, and what went wrong."""
+    """One run of the script: its measurements, their file, and the failures."""
 
     def __init__(self, lab: Lab, record: Record, options: argparse.Namespace, shapes: Sequence[Shape]) -> None:
         import torch
@@ -76,7 +75,7 @@ class Session:
         self.bandwidth = 0.0
 
     def run(self) -> int:
-        """All stages; the exit status."""
+        """Run all stages; return the exit status."""
         from benchmarks.cuda.timing import stream_bandwidth
 
         with self.part("stream", "all") as part:
@@ -122,7 +121,7 @@ class Session:
         try:
             with self.part(stage, name) as part:
                 measure(part)
-        except Exception as error:  # noqa: BLE001  whatever it is, the other parts' figures are worth having
+        except Exception as error:  # noqa: BLE001  any error: the other parts still run
             traceback.print_exc()
             self.failures.append(f"{stage} {name} ended with {type(error).__name__}: {error}")
         self.say(f"{stage} {name}: {perf_counter() - began:.1f} s")
@@ -130,14 +129,14 @@ class Session:
 
     @contextlib.contextmanager
     def part(self, stage: str, name: str) -> Iterator[dict[str, Any]]:
-        """A part of the record, with the card's state around it."""
+        """A part of the record, with the card's state before and after."""
         from benchmarks.cuda.timing import watched
 
         with self.record.measuring(stage, name) as part, watched(part, real=self.lab.real):
             yield part
 
     def clean(self) -> None:
-        """Give memory back between parts."""
+        """Free memory between parts."""
         import torch
 
         if self.lab.real:
@@ -286,7 +285,7 @@ class Session:
         self.failed("the embedded model", broken)
 
     def failed(self, what: str, failures: Sequence[str]) -> None:
-        """Keep what a gate found."""
+        """Record the result of a gate."""
         for text in failures:
             self.failures.append(f"{what}: {text}")
             self.say(f"  FAILED {what}: {text}")
@@ -294,7 +293,7 @@ class Session:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def report(self) -> int:
-        """Print the table; 1 where anything failed."""
+        """Print the table; return 1 if anything failed."""
         from benchmarks.cuda import report
 
         data = self.record.data
@@ -313,7 +312,7 @@ class Session:
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Reads names with commas between them."""
+    """Parse comma-separated names."""
 
     def read(text: str) -> list[str]:
         names = text.split(",")
@@ -348,12 +347,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--stage", type=_some_of(STAGES), default=list(STAGES), metavar=",".join(STAGES))
     parser.add_argument("--shapes", type=_some_of(ORDER), default=list(ORDER), metavar=",".join(ORDER))
-    parser.add_argument("--minutes", type=float, default=1e9, help="that a stage may take; nothing is started after")
-    parser.add_argument("--total", type=float, default=1e9, help="minutes that all may take")
-    parser.add_argument("--earlier", type=Path, help="a cuda.json to go on from, where the folder has none")
-    parser.add_argument("--again", action="store_true", help="measure parts that are complete, too")
-    parser.add_argument("--plot", action="store_true", help="draw cuda.png beside the figures")
-    parser.add_argument("--smoke", action="store_true", help="on the host, interpreted, a toy: no measurement")
+    parser.add_argument("--minutes", type=float, default=1e9, help="time limit of a stage; nothing is started after it")
+    parser.add_argument("--total", type=float, default=1e9, help="time limit of the whole run, in minutes")
+    parser.add_argument("--earlier", type=Path, help="a cuda.json to continue, if the folder has none")
+    parser.add_argument("--again", action="store_true", help="measure completed parts again")
+    parser.add_argument("--plot", action="store_true", help="draw cuda.png next to the figures")
+    parser.add_argument("--smoke", action="store_true", help="interpreted on the host with a toy shape: no measurement")
     options = parser.parse_args(arguments)
     from specdec.errors import SpecdecError
 

@@ -1,6 +1,6 @@
-"""The kernels one by one, on the sizes of a shape: checked, timed, and compared with cuBLAS at one row.
+"""Check and time each kernel at the sizes of a shape, and compare products with cuBLAS at one row.
 
-Every call of a rotation reads another copy of its weights or caches, so that nothing comes from the cache.
+Every call in a rotation reads another copy of its weights or caches, so that nothing is cached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.backends.ops import DeltaShape
 ROWS = (1, 2, 4, 8, 16)
 EPS = 1e-6
 RING = 32
-CALLS = 16  # of one graph, at least: the gap between two graphs is no kernel's time
+CALLS = 16  # minimum per graph: excludes the gap between graphs from kernel times
 _ACCEPT_KEYS = 8  # rows of a cycle in the bookkeeping case: K + 1
 
 
@@ -32,12 +32,12 @@ class Case:
     """One kernel at one size.
 
     Attributes:
-        run: ``run(rows, copy)`` with the rows as a slice of 0..15; a sequence kernel is only given slices from 0.
-        alone: whether a row may be run by itself, by its slice (products); else rows build on those before them.
-        copies: how many copies of weights or caches rotate.
-        moved: bytes that a call with so many rows must move.
-        reference: the same in float64, of copy 0; None: not compared here.
-        tolerance: of the norm of the difference over that of the reference.
+        run: ``run(rows, copy)`` with the rows as a slice of 0..15; a sequence kernel only gets slices from 0.
+        alone: whether a slice of one row may run by itself (products); otherwise rows depend on earlier ones.
+        copies: number of rotating copies of weights or caches.
+        moved: bytes that a call with that many rows must move.
+        reference: the float64 result for copy 0; None: not compared here.
+        tolerance: bound on the norm of the difference over that of the reference.
         times: how often a decode of the whole model runs it.
     """
 
@@ -52,7 +52,7 @@ class Case:
 
 
 def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
-    """The kernels of a decode of ``shape``, each with its inputs; the next one is made when the last one is done."""
+    """The kernels of a decode of ``shape`` with their inputs, created one at a time."""
     place, hidden = lab.place, shape.hidden
     generator = torch.Generator(place).manual_seed(5)
     size = dtype.itemsize
@@ -61,13 +61,13 @@ def cases(shape: Shape, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
         made = torch.empty(sizes, dtype=dtype if act else torch.float32, device=place)
         return made.normal_(0.0, std, generator=generator)
 
-    few = lab.copies(1, most=8)  # calls of kernels that read next to nothing
+    few = lab.copies(1, most=8)  # for kernels that read almost nothing
     x = normal(MAX_ROWS, hidden)
     residual = normal(MAX_ROWS, hidden)
     scale = 1.0 + normal(hidden, std=0.1, act=False)
     rms = norm.Rms(scale, EPS)
     rounding = 4e-3 if dtype is torch.bfloat16 else 1e-5
-    summing = 2e-4 if dtype is torch.bfloat16 else 1e-5  # of results that stay float32
+    summing = 2e-4 if dtype is torch.bfloat16 else 1e-5  # for float32 results
 
     def product(
         name: str,
@@ -330,7 +330,7 @@ def _attention_cases(
 
 
 def _bookkeeping_case(shape: Shape, lab: Lab) -> Case:
-    """Accept, and the commit of all caches: what a cycle costs beside its passes."""
+    """Accept, and the commit of all caches: the cost of a cycle besides its passes."""
     place, depth, few = lab.place, _ACCEPT_KEYS - 1, lab.copies(1, most=8)
     drafted = torch.arange(depth, dtype=torch.int32, device=place)
     best = torch.arange(depth + 1, dtype=torch.int32, device=place)
@@ -359,7 +359,7 @@ def _bookkeeping_case(shape: Shape, lab: Lab) -> Case:
 def check(
     case: Case, counts: Sequence[int] = tuple(range(1, MAX_ROWS + 1)), alone: Sequence[int] = tuple(range(MAX_ROWS))
 ) -> dict[str, Any]:
-    """Bits of every row whatever the rows beside it, and distance from float64. ``failures`` names what is wrong."""
+    """Check each row's bits for any other rows, and the distance from float64. ``failures`` names the problems."""
     failures: list[str] = []
     whole = _results(case, slice(0, MAX_ROWS))
     if not case.moved(1):  # no rows to compare
@@ -398,7 +398,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _error(found: Tensor, reference: Tensor) -> float:
-    """Norm of the difference over that of the reference; of ids the share that differs."""
+    """Norm of the difference over that of the reference; for ids, the share that differs."""
     if not found.is_floating_point():
         return float((found.long() != reference.long()).float().mean())
     difference = torch.linalg.vector_norm(found.double() - reference.double())
@@ -409,7 +409,7 @@ def _error(found: Tensor, reference: Tensor) -> float:
 
 
 def time(case: Case, lab: Lab, bandwidth: float, counts: Sequence[int] = ROWS) -> dict[str, Any]:
-    """Seconds by rows, in turns; the share of the bandwidth, and what more rows cost."""
+    """Seconds by row count, interleaved; the share of the bandwidth, and the cost of more rows."""
     rounds = -(-CALLS // case.copies) if lab.real else 1
     bodies = {str(count): _rotation(case, slice(0, count), rounds) for count in counts}
     spreads = lab.compare(bodies, parts=case.copies * rounds)
@@ -440,7 +440,7 @@ def _rotation(case: Case, part: slice, rounds: int) -> Callable[[], None]:
 
 @attrs.frozen(kw_only=True)
 class Price:
-    """Our product at one row beside cuBLAS', both reading the same weights."""
+    """Our product at one row next to cuBLAS', both reading the same weights."""
 
     name: str
     n: int
@@ -458,7 +458,7 @@ class Price:
 
 
 def products(shape: Shape) -> list[tuple[str, int, int, int]]:
-    """Name, N, K and how often a decode multiplies, of every product of a shape; what is read together is one."""
+    """Name, N, K and count per decode of every product of a shape; products read together are one."""
     delta_shape = shape.family.delta
     values = delta_shape.value_heads * delta_shape.value_dim
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -476,7 +476,7 @@ def products(shape: Shape) -> list[tuple[str, int, int, int]]:
 
 
 def price(name: str, n: int, k: int, times: int, lab: Lab, dtype: torch.dtype) -> Price:
-    """Time ``gemm.linear`` and ``torch.nn.functional.linear`` at one row in turns, over the same rotating weights."""
+    """Time ``gemm.linear`` and ``torch.nn.functional.linear`` at one row, interleaved, on the same weights."""
     copies = lab.copies(n * k * dtype.itemsize)
     generator = torch.Generator(lab.place).manual_seed(n)
     weights = [

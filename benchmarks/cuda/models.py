@@ -1,8 +1,8 @@
 """Whole models of a shape: parity gates, device time of every kind of pass, and generations.
 
-A pass is timed as a graph of its own that holds everything a cycle needs of it: embedding, layers, head and the choice
-of the best token, over the tables of one sequence at the wanted context. Nothing is committed, so every replay computes
-the same rows. Generations go through ``LanguageModel.generate``, on whatever path it takes.
+A pass is timed as its own graph with everything that a cycle needs of it: embedding, layers, head and the choice of the
+best token, over one sequence's tables at the wanted context. Nothing is committed, so every replay computes the same
+rows. Generations go through ``LanguageModel.generate``, on whatever path it takes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from specdec.models.causal_lm import CausalLM, PrunedHead
 ROWS = (1, 2, 3, 4, 5, 8, 16)
 GATED_TOKENS = 64
 GATED_DEPTHS = (0, 1, 3, 7)
-PROMPTS = 3  # generations start from so many different tokens
-REFERENCE_TOLERANCE = 0.1  # logits of a bfloat16 model from float32 ones, norm of the difference over the norm
+PROMPTS = 3  # number of different start tokens of generations
+REFERENCE_TOLERANCE = 0.1  # bfloat16 against float32 logits: norm of the difference over the norm
 
 
 def prompt_of(shape: Shape, length: int, start: int = 0) -> list[int]:
-    """Meaningless tokens, all within the draft vocabulary."""
+    """Arbitrary tokens, all within the draft vocabulary."""
     return [(7 * i + 3 + 101 * start) % shape.draft_rows for i in range(length)]
 
 
@@ -63,7 +63,7 @@ class Model:
         self.build_seconds = perf_counter() - began
 
     def state(self, context: int, room: int) -> State:
-        """A sequence of ``context`` tokens whose caches, the MTP head's too, have room for the passes to come."""
+        """A sequence of ``context`` tokens whose caches, including the MTP head's, have room for the next passes."""
         target = self.target
         tokens = prompt_of(self.shape, context)
         state = target.new_state(context + room, Needs(mtp=True, final_hidden=True))
@@ -93,10 +93,10 @@ def gates(
     depths: Sequence[int] = GATED_DEPTHS,
     prompt_tokens: int = 24,
 ) -> dict[str, Any]:
-    """Plain decoding against everything that must have its bits, on random weights. ``failures`` says what had not.
+    """Plain decoding against everything that must have its bits, on random weights. ``failures`` lists differences.
 
     - the same passes op by op instead of from graphs;
-    - verification at every depth, with every number of accepted tokens forced in turn and wrong drafts behind them;
+    - verification at every depth, forcing every number of accepted tokens in turn, followed by wrong drafts;
     - generation with the MTP head at every depth, with the full and a pruned head.
     """
     failures: list[str] = []
@@ -135,7 +135,7 @@ def gates(
 def _plain(
     target: CausalLM, prompt: Sequence[int], tokens: int, capacity: int, failures: list[str]
 ) -> tuple[list[int], list[Any]]:
-    """Greedy tokens and the logits that chose them, a pass per token."""
+    """Greedy tokens and the logits that chose them, one pass per token."""
     state = target.new_state(capacity)
     target.prefill(state, prompt[:-1])
     pending, ids, rows = prompt[-1], [], []
@@ -169,7 +169,7 @@ def _compare(
 def _forced(
     target: CausalLM, prompt: Sequence[int], ids: Sequence[int], logits: Sequence[Any], depth: int, capacity: int
 ) -> list[str]:
-    """Verification of drafts of which 0, 1, ... ``depth`` tokens are right in turn; the first differing bits."""
+    """Verify drafts with 0, 1, ... ``depth`` right tokens in turn; return the first differing bits."""
     state = target.new_state(capacity)
     target.prefill(state, prompt[:-1])
     pending, done, cycle = prompt[-1], 0, 0
@@ -188,7 +188,7 @@ def _forced(
 
 
 def _against_host(model: Model, prompt: Sequence[int], failures: list[str]) -> dict[str, Any]:
-    """Logits beside those of the torch reference in float32 on the host, over the same weights; small shapes only."""
+    """Compare logits with the float32 torch reference on the host, over the same weights; small shapes only."""
     from specdec.backends.cpu.reference import ReferenceOps
 
     if model.shape.pass_bytes(1) > 4e9:
@@ -220,7 +220,7 @@ def _against_host(model: Model, prompt: Sequence[int], failures: list[str]) -> d
 def decode_body(model: Model, state: Any, rows: int) -> Callable[[], object]:
     """A target pass of ``rows`` rows with its head and the best tokens, over the tables of ``state``."""
     target = model.target
-    target.decode(state, prompt_of(model.shape, rows))  # takes the memory that so many rows need
+    target.decode(state, prompt_of(model.shape, rows))  # allocates memory for this row count
     target.commit(state, 0)
     caches = [CapturedCache(cache, cache.row, cache.bound) for cache in state.caches]
     run = state.target_pass.passes.body
@@ -277,7 +277,7 @@ def bookkeeping_body(model: Model, state: Any, depth: int) -> Callable[[], objec
 def passes(
     model: Model, bandwidth: float, out: dict[str, Any], write: Callable[[], None], rows: Sequence[int]
 ) -> Costs:
-    """Device times of all passes, into ``out`` one after the other; what they cost in a cycle."""
+    """Device times of all passes, written into ``out`` one by one; returns their cost in a cycle."""
     shape, lab = model.shape, model.lab
     state: Any = model.state(shape.context, 64)
     bound = shape.pass_bytes(1) / bandwidth
@@ -331,7 +331,7 @@ def passes(
 
 
 def _parts(lab: Lab) -> int:
-    """How often a short body stands in its graph: the gap between two graphs is no part of it."""
+    """How often to repeat a short body in its graph, to exclude the gap between graphs."""
     return 8 if lab.real else 1
 
 
@@ -357,12 +357,12 @@ def generations(
     depths: Sequence[int] = DEPTHS,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Wall-clock tokens per second, plain and by depth, in turns; returns what parity was broken.
+    """Wall-clock tokens per second, plain and by depth, interleaved; returns parity failures.
 
-    Two kinds of speculative generation: ``made``, where the weights' own head drafts what the target says in about the
-    profile's share of cases, and ``coin``, where a coin decides in place of the outcome (the engine's path, whatever
-    the device could do by itself). Neither is a result of a model. ``speedup`` takes the seconds of a cycle as they
-    were measured and the tokens of a cycle that the profile promises.
+    There are two kinds of speculative generation: ``made``, where the head of the weights drafts the target's tokens in
+    about the profile's share of cases, and ``coin``, where a coin replaces the outcome (on the engine's path, even if
+    the device could run cycles itself). Neither is a result of a model. ``speedup`` uses measured seconds per cycle and
+    the profile's expected tokens per cycle.
     """
     shape, failures = model.shape, []
     prompts = [prompt_of(shape, shape.context, start) for start in range(PROMPTS if model.lab.real else 1)]
@@ -412,7 +412,7 @@ def _generation(runs: dict[str, list[Any]], costs: Costs, depth: int) -> dict[st
         arm = found[name]
         arm["measured_speedup"] = arm["tokens_per_second"] / found["plain"]["tokens_per_second"]
         arm["speedup"] = expected_tokens(conditional(PROFILE, depth)) * plain / arm["seconds_per_cycle"]
-        arm["speedup_over_graph_decode"] = arm["speedup"] * costs.decode / plain  # plain decoding without its host time
+        arm["speedup_over_graph_decode"] = arm["speedup"] * costs.decode / plain  # excludes plain decoding's host time
         arm["identity"] = costs.cycle(depth) / arm["seconds_per_cycle"]
         arm["identity_holds"] = abs(arm["identity"] - 1) <= IDENTITY
     found["plain"]["identity"] = costs.decode / plain
@@ -426,5 +426,5 @@ def _generation(runs: dict[str, list[Any]], costs: Costs, depth: int) -> dict[st
 
 
 def made(shape: Shape, lab: Lab, folder: Path, dtype: torch.dtype) -> Model:
-    """The model whose speed is measured: weights that make the MTP head right about as often as the profile says."""
+    """The timed model, with weights that make the MTP head right about as often as the profile says."""
     return Model(shape, lab, folder, dtype, agreement=AGREEMENT)

@@ -1,4 +1,4 @@
-"""Kernels that the dense shapes do not run: quantised weights, experts, latent attention, sampling in the head."""
+"""Kernels outside the dense shapes: quantised weights, experts, latent attention, sampling in the head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.backends.ops import Routing
 
 @attrs.frozen(kw_only=True)
 class Sizes:
-    """Of published models: a product of Qwen3.5-9B, the experts of Qwen3.5-35B-A3B, DeepSeek-V3's latent attention."""
+    """Published sizes: a product of Qwen3.5-9B, the experts of Qwen3.5-35B-A3B, DeepSeek-V3's latent attention."""
 
     features: int = 12288
     columns: int = 4096
@@ -50,7 +50,7 @@ TOY_SIZES = Sizes(
 
 
 def cases(sizes: Sizes, lab: Lab, dtype: torch.dtype) -> Iterator[Case]:
-    """One after the other, so that no more than one holds memory."""
+    """Yield cases one by one, so that only one holds memory."""
     place = lab.place
     generator = torch.Generator(place).manual_seed(7)
     rounding = 4e-3 if dtype is torch.bfloat16 else 1e-5
@@ -97,7 +97,7 @@ def _packed(name: str, make: Callable[[], Weight], x: Tensor, rms: norm.Rms, lab
 
 
 def _sampled(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], k: int) -> Case:
-    """Rows have noise of their own positions, so a row alone is another draw: only prefixes are compared."""
+    """Rows use the noise of their positions, so a row alone is another draw: only prefixes are compared."""
     weight = DenseWeight(normal(sizes.vocabulary, k, std=k**-0.5))
     x = normal(MAX_ROWS, k)
     noise = head.Noise.of(3, 100, 0.8, lab.place)
@@ -110,7 +110,7 @@ def _sampled(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], k: int) -> C
 
 
 def _experts(sizes: Sizes, lab: Lab, normal: Callable[..., Tensor], tolerance: float) -> Case:
-    """One set of experts; the choices rotate, so that few experts come from the cache."""
+    """One set of experts; the choices rotate, so that few experts are cached."""
     hidden, inner, count = sizes.hidden, sizes.inner, sizes.experts
     x, residual = normal(MAX_ROWS, hidden), normal(MAX_ROWS, hidden)
 

@@ -1,4 +1,4 @@
-"""Beside others: the same shapes in transformers' ``generate``, over the same weights; and the embedded model."""
+"""Compare with transformers' ``generate`` on the same shapes and weights; and measure the embedded model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dynamic cache": {},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
 }
-"""What ``generate`` is tried with, most promising first; the fastest one counts."""
-SKIPPED_STEPS = 4  # the first ones of a generation are not counted: prompt, warm-up of a graph
+"""Settings to try ``generate`` with, most promising first; the fastest counts."""
+SKIPPED_STEPS = 4  # uncounted first steps: prompt and graph warm-up
 
 
 def hf_model(shape: Shape, lab: Lab, dtype: torch.dtype, *, agreement: float | None) -> Any:
@@ -48,13 +48,13 @@ def hf_model(shape: Shape, lab: Lab, dtype: torch.dtype, *, agreement: float | N
 
 
 class Theirs:
-    """``generate`` at one setting; seconds per token by a stamp after every step."""
+    """``generate`` at one setting; seconds per token from a timestamp after every step."""
 
     def __init__(self, model: Any, lab: Lab, settings: dict[str, Any]) -> None:
         from transformers import StoppingCriteria
 
         class Stamps(StoppingCriteria):
-            """Never stops; keeps the time of every step."""
+            """Never stops; records the time of every step."""
 
             def __init__(self) -> None:
                 self.times: list[float] = []
@@ -99,7 +99,7 @@ def beside_transformers(
     skip: Callable[[str, str], None],
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Tokens per second of ours, plain and speculative, and of ``generate`` at each setting, in turns."""
+    """Our tokens per second, plain and speculative, and ``generate``'s at each setting, interleaved."""
     import transformers
 
     shape, lab = model.shape, model.lab
@@ -130,7 +130,7 @@ def beside_transformers(
         try:
             for _ in range(2 if lab.real else 1):
                 arm.run(prompt, tokens)
-        except Exception as error:  # noqa: BLE001  a setting that this model of theirs does not take
+        except Exception as error:  # noqa: BLE001  a setting that this model does not support
             skip(setting, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
             continue
         warm_up = perf_counter() - began
@@ -165,7 +165,7 @@ def beside_transformers(
 def demo(
     lab: Lab, out: dict[str, Any], write: Callable[[], None], *, tokens: int, repeats: int, depths: Sequence[int]
 ) -> list[str]:
-    """The embedded model on the device: plain against speculative by class of prompt; returns broken parity."""
+    """Measure the embedded model on the device, plain against speculative, by class; returns parity failures."""
     import specdec
 
     backend = "cuda" if lab.real else "cpu"

@@ -1,4 +1,4 @@
-"""The file that keeps the figures: written anew after every one of them, so that a time limit loses nothing."""
+"""The file of figures, rewritten after each one, so that a time limit loses nothing."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _software() -> dict[str, Any]:
 
 
 class Record:
-    """``results[stage][part]`` is a dict of figures; each says in which run of the script it was measured.
+    """``results[stage][part]`` is a dict of figures and the run that measured it.
 
     Args:
-        folder: where ``cuda.json`` is kept; what it holds already is kept too, and replaced part by part.
-        earlier: another such file to start from, where ``folder`` has none yet.
-        facts: what this run is, beside the machine's description.
+        folder: where ``cuda.json`` is kept; existing parts are kept until replaced.
+        earlier: another such file to start from, if ``folder`` has none yet.
+        facts: description of this run, besides the machine's.
     """
 
     def __init__(self, folder: Path, *, earlier: Path | None = None, facts: dict[str, Any] | None = None) -> None:
@@ -63,18 +63,18 @@ class Record:
         return results
 
     def part(self, stage: str, name: str) -> dict[str, Any]:
-        """An empty dict in the place of ``results[stage][name]``, to be filled."""
+        """An empty dict at ``results[stage][name]``, to be filled."""
         fresh: dict[str, Any] = {"run": self.run}
         self.results.setdefault(stage, {})[name] = fresh
         return fresh
 
     def has(self, stage: str, name: str) -> bool:
-        """Whether that part was measured to its end, now or in an earlier run."""
+        """Whether that part was completed, now or in an earlier run."""
         return bool(self.results.get(stage, {}).get(name, {}).get("complete"))
 
     @contextlib.contextmanager
     def measuring(self, stage: str, name: str) -> Iterator[dict[str, Any]]:
-        """A part that is written when it is done, and as far as it came where it fails."""
+        """A part that is written when it is done, or partially if it fails."""
         part = self.part(stage, name)
         began = perf_counter()
         try:
@@ -85,16 +85,16 @@ class Record:
             self.write()
 
     def skip(self, stage: str, name: str, reason: str) -> None:
-        """Something that was not measured, and why."""
+        """Record that something was not measured, and why."""
         self.data["skipped"].append({"run": self.run, "stage": stage, "part": name, "reason": reason})
         self.write()
 
     def skipped(self) -> list[dict[str, Any]]:
-        """What this run left out."""
+        """What this run skipped."""
         return [entry for entry in self.data["skipped"] if entry["run"] == self.run]
 
     def write(self) -> None:
-        """Replace the file in one step."""
+        """Replace the file atomically."""
         self.data["runs"][self.run]["seconds"] = perf_counter() - self._began
         beside = self.path.with_suffix(".part")
         beside.write_text(json.dumps(self.data, indent=1) + "\n")

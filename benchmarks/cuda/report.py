@@ -1,4 +1,4 @@
-"""What was asked, what was found: the table of targets, figures and ratios, and the chart."""
+"""Report targets, figures and ratios as a table and a chart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Line:
     shape: str
     quantity: str
     target: float
-    least: bool  # the figure should reach the target; else it should stay below
+    least: bool  # True: the figure should reach the target; False: stay below
     predicted: float | None
     figure: float | None  # None: not measured
     note: str = ""
@@ -47,7 +47,7 @@ class Line:
 
 
 def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
-    """Every target, with its figure where there is one."""
+    """Every target, with its figure if measured."""
     for name, shape in SHAPES.items():
         model = results.get("models", {}).get(name, {})
         predicted = predict(shape)
@@ -101,7 +101,7 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
 
 
 def _speedup(model: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The best depth's speed-up: by generations where there were some, else by the identity over passes."""
+    """The best depth's speed-up: from generations if any were timed, else from the identity over passes."""
     generation = model.get("generation", {})
     found = [(entry[arm]["speedup"], depth, arm) for depth, entry in generation.items() for arm in ("made", "coin")]
     if found:
@@ -124,7 +124,7 @@ def _at(tree: Any, *keys: str) -> float | None:
 
 
 def print_kernels(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """One line per kernel: microseconds, share of the stream read, price of more rows."""
+    """One line per kernel: microseconds, share of the stream read, cost of more rows."""
     for name, found in results.get("kernels", {}).items():
         print(f"\nkernels of {name}")
         for case, entry in found.get("cases", {}).items():
@@ -139,7 +139,7 @@ def print_kernels(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def print_table(data: Mapping[str, Any], *, real: bool) -> list[Line]:
-    """The table last, since the end of an output is what is read."""
+    """Print the table last, where readers look first."""
     results = data["results"]
     print_kernels(results)
     found = list(lines(results))
@@ -161,7 +161,7 @@ def print_table(data: Mapping[str, Any], *, real: bool) -> list[Line]:
 
 
 def plot(found: list[Line], path: Path) -> None:
-    """Figure over target, a bar each. Raises: UnsupportedError without matplotlib."""
+    """Draw a bar of figure over target for each. Raises: UnsupportedError without matplotlib."""
     from matplotlib.figure import Figure
 
     from specdec.measuring.plots import COLOURS, save_figure

@@ -1,13 +1,12 @@
-"""Shapes that are measured, the bytes that their passes read, and what the model of decoding predicts for them.
+"""Benchmarked shapes, the bytes that their passes read, and the predicted decoding times.
 
-Bytes of a pass of T rows behind a context: every matrix once, keys and values of the context once, and the recurrent
-states read once and written T times (a state is kept per row, so that rolling back costs nothing).
+A pass of T rows reads every matrix once, the context's keys and values once, and the recurrent states once; it writes
+the states T times (one state is kept per row, so that rollback is free).
 
     t = bytes / (STREAMED * bandwidth) + kernels * GAP
 
-``STREAMED`` (what a large streaming product reaches of the stream-read bandwidth) and ``GAP`` (seconds from one kernel
-to the next one that needs its result, inside a graph) are assumptions of the predictions; they are what the first
-measurements should replace.
+``STREAMED`` (share of the stream-read bandwidth that a large product reaches) and ``GAP`` (seconds between dependent
+kernels inside a graph) are assumptions, to be replaced by measurements.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from benchmarks.common import qwen3_5_config
 from specdec.measuring.synthetic import PROFILES
 
 CONTEXT = 2048
-DRAFT_ROWS = 32768  # of a pruned draft head
+DRAFT_ROWS = 32768  # rows of a pruned draft head
 BANDWIDTH = 4.3e12  # bytes per second of a stream read on an H200, until measured
 STREAMED = 0.93
 GAP = 1.5e-6
-PER_ROW = 1.0e-6  # seconds of one more row of the recurrence, per linear layer
+PER_ROW = 1.0e-6  # seconds per additional row of the recurrence, per linear layer
 DRAFT_STREAMED = 0.8  # the matrices of a draft step are smaller
 DRAFT_LATENCY = 30e-6
 BOOKKEEPING = 6e-6  # accept and commit
-DEPTHS = (1, 2, 3, 4)  # as deep as the profile "mixed" was published
+DEPTHS = (1, 2, 3, 4)  # as far as the profile "mixed" was published
 
-# kernels of the design: what one launch does is named in docs/performance.md
+# kernels of the design; docs/performance.md describes each launch
 DELTA_LAYER_KERNELS = 5
 ATTENTION_LAYER_KERNELS = 7
 PASS_KERNELS = 6  # embedding, final norm, head, fold of the head's tiles, the table in, the commit
@@ -41,7 +40,7 @@ PASS_KERNELS = 6  # embedding, final norm, head, fold of the head's tiles, the t
 
 @attrs.frozen(kw_only=True)
 class Targets:
-    """What is asked of a shape: least fractions and speed-ups, largest ratios. None: nothing is."""
+    """Targets of a shape: minimum fractions and speed-ups, maximum ratios. None: no target."""
 
     decode_of_bound: float | None = None
     verify_4: float | None = None
@@ -89,7 +88,7 @@ class Shape:
         return config | {"layer_types": self._layer_types()}
 
     def _layer_types(self) -> list[str]:
-        """Every fourth layer attends; of fewer than four the last one does."""
+        """Every fourth layer attends; with fewer than four, the last one does."""
         every = min(4, self.layers)
         return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(self.layers)]
 
@@ -135,17 +134,17 @@ class Shape:
 
     @property
     def state_bytes(self) -> int:
-        """Of all recurrent states, once."""
+        """Bytes of all recurrent states, once."""
         return self.delta_layers * self.value_heads * self.linear_dim**2 * 4
 
     def pass_bytes(self, rows: int, context: int | None = None) -> int:
-        """What a target pass of ``rows`` rows must move, its head included."""
+        """Bytes that a target pass of ``rows`` rows must move, with its head."""
         at = self.context if context is None else context
         matrices = 2 * self._values(mtp=False) + self.head_bytes
         return matrices + self.kv_bytes(at, self.attention_layers) + (1 + rows) * self.state_bytes
 
     def draft_bytes(self, head_rows: int, context: int | None = None) -> int:
-        """What one MTP step must move."""
+        """Bytes that one MTP step must move."""
         at = self.context if context is None else context
         return 2 * self._values(mtp=True) + 2 * head_rows * self.hidden + self.kv_bytes(at, 1)
 
@@ -201,11 +200,11 @@ TOY = Shape(
     draft_rows=48,
     context=3,
 )
-"""For runs without a device: all layer kinds, no size."""
+"""For runs without a device: all layer kinds, minimal sizes."""
 
 AGAINST_TRANSFORMERS = {"speculative": 5.0, "plain": 2.0}
-INVARIANCE_PRICE = 1.05  # our product at one row over cuBLAS', at most
-IDENTITY = 0.03  # what a generation may take more or less than its parts
+INVARIANCE_PRICE = 1.05  # our product at one row over cuBLAS': upper limit
+IDENTITY = 0.03  # allowed deviation of a generation from the sum of its parts
 PROFILE = PROFILES["mixed"]
 
 
@@ -231,13 +230,13 @@ class Costs:
         return self.verify[depth + 1] + depth * self.draft + self.bookkeeping
 
     def speedup(self, depth: int, cumulative: Sequence[float] = PROFILE) -> float:
-        """Tokens per second of cycles of ``depth`` over those of plain decoding."""
+        """Tokens per second at ``depth``, relative to plain decoding."""
         from specdec.measuring.speed_model import expected_tokens
 
         return expected_tokens(conditional(cumulative, depth)) * self.decode / self.cycle(depth)
 
     def best(self, cumulative: Sequence[float] = PROFILE) -> tuple[int, float]:
-        """The depth with the largest speed-up among those whose pass was timed, and that speed-up."""
+        """The depth with the largest speed-up among the timed ones, and that speed-up."""
         depths = [depth for depth in DEPTHS if depth + 1 in self.verify]
         return max(((depth, self.speedup(depth, cumulative)) for depth in depths), key=lambda pair: pair[1])
 
@@ -247,7 +246,7 @@ class Costs:
 
 @attrs.frozen(kw_only=True)
 class Prediction:
-    """What the model says of a shape, in seconds."""
+    """Predictions for a shape, in seconds."""
 
     bound: float  # of a decode, at the full bandwidth
     kernels: int
@@ -267,7 +266,7 @@ class Prediction:
 
 
 def predict(shape: Shape, bandwidth: float = BANDWIDTH, gap: float = GAP) -> Prediction:
-    """The model of the module's docstring; more rows add the bytes of their states and a step of the recurrence."""
+    """The prediction of the module docstring; more rows add bytes of states and steps of the recurrence."""
     kernels = shape.delta_layers * DELTA_LAYER_KERNELS + shape.attention_layers * ATTENTION_LAYER_KERNELS + PASS_KERNELS
 
     def verify(rows: int) -> float:

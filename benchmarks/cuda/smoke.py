@@ -1,6 +1,6 @@
-"""A stand-in for the GPU: kernels in Triton's interpreter, graphs as lists of launches, a toy shape, a few tokens.
+"""A stand-in for the GPU: Triton's interpreter, graphs as lists of launches, a toy shape, a few tokens.
 
-It shows that the benchmark's own code runs, and nothing about speed. Import this before anything that imports triton.
+It shows that the benchmark's own code runs; it measures nothing. Import it before anything that imports triton.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.cuda.timing import Lab
 
 
 def lab() -> Lab:
-    """One on the host. Raises: UnsupportedError where triton was imported for a device."""
+    """Set up a host device. Raises: UnsupportedError if triton was imported for a device."""
     from specdec.backends.cuda.kernels.launch import interpreting
     from specdec.errors import UnsupportedError
 
@@ -32,8 +32,7 @@ def lab() -> Lab:
 
 
 def rows_alike() -> None:
-    """Let the interpreter multiply row by row: numpy's BLAS sums the rows of a matrix in ways that depend on their
-    place in it, which tensor cores do not."""
+    """Make the interpreter multiply row by row: numpy's BLAS sums rows in ways that depend on their position."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:

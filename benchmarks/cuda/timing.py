@@ -1,6 +1,6 @@
-"""Device time: graph replays between two events, arms in turns, and what the card was doing meanwhile.
+"""Device time: graph replays between two events, interleaved arms, and the card's state meanwhile.
 
-Without a device (``--smoke``) the same code runs on the host's clock, with the launches interpreted; its figures mean
+Without a device (``--smoke``) the same code runs on the host's clock with interpreted launches; its figures mean
 nothing.
 """
 
@@ -21,12 +21,12 @@ import triton.language as tl
 
 from specdec.backends.cuda.kernels.launch import launch
 
-STREAM_BYTES = 4 << 30  # read at once, many times what the cache holds
-STREAM_RUNS = 20  # the best of so many counts
+STREAM_BYTES = 4 << 30  # per read, many times the cache size
+STREAM_RUNS = 20  # the best one counts
 CACHE_BYTES = 60 << 20  # L2 of an H200; copies rotate over four times as much
 STEADY = 0.01  # warm-up ends when three windows agree to within this share
-WINDOWS = 12  # of warm-up, at most
-CLOCK_CHANGE = 0.02  # of the SM clock between two readings: above, the times between them are marked
+WINDOWS = 12  # maximum for the warm-up
+CLOCK_CHANGE = 0.02  # change of the SM clock above which the times in between are marked
 
 Body = Callable[[], object]
 
@@ -40,14 +40,14 @@ class Replayable(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Spread:
-    """Seconds of one thing, over the repeats."""
+    """Seconds of one measurement, over the repeats."""
 
     median: float
     low: float  # quartiles
     high: float
     repeats: int
     replays: int  # per repeat
-    steady: bool  # whether the warm-up came to rest
+    steady: bool  # whether the warm-up converged
 
     def to_dict(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -61,13 +61,13 @@ def spread(seconds: list[float], replays: int, *, steady: bool = True) -> Spread
 
 @attrs.define(kw_only=True)
 class Lab:
-    """Where things are timed.
+    """A timing environment.
 
     Attributes:
         device: of ``specdec.backends.cuda.device``, or the tests' stand-in.
         real: whether there is a GPU; otherwise no figure means anything.
-        replays: of what is timed, between two events; repeats: how many such times make a median, at least.
-        cache_bytes: what rotating copies must exceed four times.
+        replays: replays between two events; repeats: minimum number of such times in a median.
+        cache_bytes: rotating copies must exceed four times this.
     """
 
     device: Any
@@ -83,7 +83,7 @@ class Lab:
         return place
 
     def copies(self, nbytes: int, *, most: int = 64) -> int:
-        """How many copies of something keep a rotation out of the cache."""
+        """How many copies keep a rotation out of the cache."""
         return min(most, max(1, -(-4 * self.cache_bytes // max(nbytes, 1))))
 
     def capture(self, body: Body) -> Replayable:
@@ -98,7 +98,7 @@ class Lab:
         return graph
 
     def seconds(self, graph: Replayable, replays: int) -> float:
-        """Mean seconds of a replay, from one event to another."""
+        """Mean seconds of a replay, from one event to the next."""
         if self.real:
             seconds: float = self.device.seconds(graph.replay, replays)
             return seconds
@@ -108,7 +108,7 @@ class Lab:
         return (perf_counter() - began) / replays
 
     def warm(self, graph: Replayable, replays: int) -> bool:
-        """Replay until three windows in a row agree; False where they never did."""
+        """Replay until three windows in a row agree; False if they never do."""
         windows: list[float] = []
         if not self.real:
             return True
@@ -124,9 +124,9 @@ class Lab:
         return self.compare({"it": body}, parts=parts)["it"]
 
     def compare(self, bodies: Mapping[str, Body], *, parts: int = 1) -> dict[str, Spread]:
-        """The same for several bodies that take turns, there and back (A B B A).
+        """The same for several bodies, interleaved (A B B A).
 
-        ``replays`` counts parts: so many are timed between two events at least.
+        ``replays`` counts parts: at least that many are timed between two events.
         """
         graphs = {name: self.capture(body) for name, body in bodies.items()}
         replays = max(1, -(-self.replays // parts))
@@ -154,7 +154,7 @@ class _Again:
 
 @triton.jit
 def _read(source, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803  constexprs are capitals
-    """Sum of int32 ``source [count]`` by programs that stride over it; one number each, so that nothing is dropped."""
+    """Sum of int32 ``source [count]`` by strided programs; one number each, so that no read is optimised away."""
     total = tl.zeros([BLOCK], tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -172,7 +172,7 @@ def stream_kernel(words: torch.Tensor, programs: int = 132 * 8, block: int = 409
 
 
 def stream_bandwidth(lab: Lab) -> dict[str, Any]:
-    """Bytes per second of reading memory once, the best of twenty runs and of three ways to do it."""
+    """Bytes per second of reading memory once: the best of twenty runs and three methods."""
     words = torch.randint(0, 1000, (lab.stream_bytes // 4,), dtype=torch.int32, device=lab.place)
     programs = 132 * 8 if lab.real else 4
     floats = words.view(torch.float32)
@@ -188,7 +188,7 @@ def stream_bandwidth(lab: Lab) -> dict[str, Any]:
     best: dict[str, float] = {}
     for name, body in ways.items():
         graph = lab.capture(body)
-        # several reads between two events: the way from the first event to a graph's first kernel is not reading
+        # several reads between two events, to exclude the time from the first event to a graph's first kernel
         times = [lab.seconds(graph, 8 if lab.real else 1) for _ in range(STREAM_RUNS if lab.real else 2)]
         best[name] = words.nbytes / min(times)
     return {"bytes": words.nbytes, "bytes_per_second": max(best.values()), "ways": best}
@@ -204,7 +204,7 @@ _FIELDS = ("sm_mhz", "memory_mhz", "watts", "celsius", "throttle_reasons")
 
 
 def card() -> dict[str, Any]:
-    """Clocks, power, temperature and throttle reasons now, read with nvidia-smi, or why they cannot be had."""
+    """Clocks, power, temperature and throttle reasons from nvidia-smi, or why they are not available."""
     failure = ""
     for query in _QUERIES:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"]
@@ -228,7 +228,7 @@ def _number(text: str) -> float | str:
 
 @contextlib.contextmanager
 def watched(into: dict[str, Any], *, real: bool) -> Iterator[None]:
-    """Write the card's state before and after a section into ``into["card"]``, marked where the clock changed."""
+    """Write the card's state before and after a section into ``into["card"]``, marked if the clock changed."""
     before = card() if real else {"unknown": "no device"}
     yield
     after = card() if real else {"unknown": "no device"}

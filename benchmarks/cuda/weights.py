@@ -1,16 +1,15 @@
-"""Weights of a published shape, made on the device tensor by tensor, and language models over them.
+"""Weights of a published shape, created on the device tensor by tensor, and language models over them.
 
-No file of gigabytes is written or read. Every tensor has its own seed, so the same name gives the same bits each time.
+No large files are written or read. Every tensor has its own seed, so the same name always gives the same bits.
 
-Random weights draft nothing that is accepted, and a cycle that never accepts is no fair thing to time. ``agreement``
-makes weights whose MTP head is right in a given share of cases, by construction: what the layers add is scaled down to
-a trace (the work stays, the effect goes), all but the last MLP, so that the next token is a fixed function of the last
-one,
+With random weights no draft is accepted, and timing such cycles would be unfair. ``agreement`` makes weights whose MTP
+head is right in a given share of cases: layer outputs are scaled down to a trace (the work stays, the effect vanishes)
+except the last MLP's, so that the next token is a fixed function of the last one,
 
     argmax_v head[v] . s rms_norm(E[t] + mlp(rms_norm(E[t])))       s random signs (the final norm)
 
-The MTP head has the same MLP, and noise on s, as much as makes it agree that often. Speeds with such weights are
-timings, not results of a model.
+The MTP head has the same MLP, and enough noise on s to agree that often. Speeds with such weights are timings, not
+results of a model.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ from specdec.registry import registry
 from specdec.text import Tokenizer
 
 AGREEMENT = 0.78  # conditional, at every position: about the profile "mixed" (0.763, 0.817, 0.737, 0.863)
-TRACE = 1e-3  # what is left of the layers' outputs where agreement is made
-GAIN = 4.0  # of the one MLP that counts
-_TRIED = 1024  # tokens that the noise is tuned on
+TRACE = 1e-3  # scale of the other layers' outputs with agreement
+GAIN = 4.0  # of the MLP that decides
+_TRIED = 1024  # tokens used to tune the noise
 _BRANCHES = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
 class MadeWeights:
-    """What ``specdec.models.weights.Weights`` takes in place of a checkpoint's weights.
+    """A replacement for a checkpoint's weights, as ``specdec.models.weights.Weights`` takes them.
 
     Args:
-        shape: which tensors there are.
+        shape: determines the tensors.
         device, dtype: of the matrices; small vectors are float32.
-        agreement: how often the MTP head should be right; None for random weights throughout.
+        agreement: how often the MTP head should be right; None for random weights only.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class MadeWeights:
         if name.endswith("dt_bias"):
             return self._normal(name, size, 1.0, -2.0)
         if name.endswith("linear_attn.norm.weight"):
-            return self._normal(name, size, 0.1, 1.0)  # the one norm that is stored as it is
+            return self._normal(name, size, 0.1, 1.0)  # the only norm that is stored without an offset
         if name.endswith("conv1d.weight"):
             return self._normal(name, size, 0.5)
         if len(size) == 1:
@@ -106,7 +105,7 @@ class MadeWeights:
     # --- a head that agrees ------------------------------------------------------------------------------------------
 
     def _agreeing(self, name: str, size: tuple[int, ...]) -> Tensor | None:
-        """The tensors that make the next token a function of the last one; None for all others."""
+        """The tensors that make the next token a function of the last; None for all others."""
         hidden = self._shape.hidden
         last = f"layers.{self._shape.layers - 1}."
         if name.startswith(("mtp.layers.0.mlp.", f"{last}mlp.")):
@@ -117,7 +116,7 @@ class MadeWeights:
             return self._normal(name, size, TRACE * size[1] ** -0.5)
         if name.startswith(("embed_tokens", "lm_head")):
             made = self._normal(name, size, 1.0)
-            made /= made.float().square().mean(1, keepdim=True).sqrt()  # of one length, or few tokens would win it all
+            made /= made.float().square().mean(1, keepdim=True).sqrt()  # equal lengths, or a few tokens always win
             made[self._shape.draft_rows :] *= 0.5  # never the best: a pruned head misses nothing
             return made
         if name == "norm.weight":
@@ -142,7 +141,7 @@ class MadeWeights:
         return self._signs() * (1 + noise * self._normal("noise", (self._shape.hidden,), 1.0))
 
     def _tuned(self) -> float:
-        """The noise with which the head is right as often as asked, by bisection over random tokens."""
+        """Find the noise at which the head is right as often as requested, by bisection over random tokens."""
         if self._noise is None:
             low, high = 0.0, 4.0
             for _ in range(12):
@@ -153,7 +152,7 @@ class MadeWeights:
         return self._noise
 
     def agreement(self, noise: float) -> float:
-        """The share of tokens whose successor the head finds, with that much noise."""
+        """The share of tokens whose successor the head finds, at that noise."""
         embed = self["embed_tokens.weight"][: self._shape.draft_rows]
         head = embed if self._shape.tied else self["lm_head.weight"][: self._shape.draft_rows]
         tried = embed[:: max(1, len(embed) // _TRIED)]
@@ -187,7 +186,7 @@ def language_model(
     pruned: bool = False,
     capacity: int | None = None,
 ) -> LanguageModel:
-    """A pipeline over a target that is there already, with a fixed depth; ``folder`` takes two small files."""
+    """A pipeline over an existing target, with a fixed depth; ``folder`` gets two small files."""
     options: dict[str, Any] = {}
     if drafter == "mtp" and pruned:
         path = folder / f"{shape.name}-vocabulary.json"
@@ -211,7 +210,7 @@ def language_model(
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    """One token per byte; ids above stand for nothing."""
+    """One token per byte; higher ids have no text."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer(folder, 64)
     (folder / "config.json").write_text("{}")

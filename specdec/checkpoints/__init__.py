@@ -1,6 +1,6 @@
-"""Checkpoints: finding a folder, reading its tensors without copying them, naming them alike, checking the weights.
+"""Checkpoints: find a folder, memory-map its tensors, give them canonical names and check the weights.
 
-Nothing is unpickled and no code of a checkpoint runs.
+Nothing is unpickled, and no code from a checkpoint runs.
 """
 
 from specdec.checkpoints.fingerprint import fingerprint

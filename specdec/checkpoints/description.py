@@ -1,4 +1,4 @@
-"""What is in a checkpoint: the object that ``specdec info`` prints."""
+"""Describe a checkpoint: the object that ``specdec info`` prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.contract import FamilyConfig, ModelSpec
 
 _BLOCK = re.compile(r"\.experts\.|\.switch_mlp\.")
 _OWN_HEAD = ("lm_head.weight", "shared_head.head.weight")
-_MODULES = (  # in this order: the first that a name contains
+_MODULES = (  # the first match in a name wins
     ("embed_tokens", "embedding"),
     ("lm_head", "head"),
     ("shared_head.head", "head"),
@@ -31,7 +31,7 @@ _MODULES = (  # in this order: the first that a name contains
 
 @attrs.frozen(kw_only=True)
 class ModuleFormat:
-    """Weights of one kind of module that are stored in one format."""
+    """Weights of one kind of module, stored in one format."""
 
     module: str  # "attention", "experts", "mtp MLP", ...; "vectors" are norms, biases and the like
     format: str  # "bf16", "fp8-block 128x128", "nvfp4", "int4 g128", ...
@@ -42,30 +42,30 @@ class ModuleFormat:
 
 @attrs.frozen(kw_only=True)
 class StepBytes:
-    """Bytes that one pass of one row reads; of a routed block only the experts that a row chooses.
+    """Bytes that a pass of one row reads. Of routed experts, only the chosen ones count.
 
-    ``weights``: decoded to ``width`` bytes per parameter, which is how the CPU backend holds them. ``stored``: as the
-    files have them, which a backend reads that keeps weights packed; 0 where the files are not there.
+    ``weights`` counts decoded weights, ``width`` bytes per parameter, as the CPU backend holds them. ``stored`` counts
+    weights as the files hold them, for backends that keep them packed; it is 0 without weight files.
     """
 
     width: int
     weights: int
     stored: int
-    state: int  # recurrent and convolution state: read, and written once more
-    per_context_token: int  # keys and values, for every token of the context
-    mtp_weights: int  # one draft step of the MTP head, the output head included; 0 without one
+    state: int  # recurrent and convolution state, read and written
+    per_context_token: int  # keys and values
+    mtp_weights: int  # one MTP draft step, with the output head; 0 without a head
 
 
 @attrs.frozen(kw_only=True)
 class CheckpointReport:
-    """Facts read from the files; no weight is computed with."""
+    """Facts read from the files. Computes nothing with the weights."""
 
     path: str
-    family: str  # "" where no family reads the checkpoint
+    family: str  # "" if no family reads the checkpoint
     model_type: str
-    taken_by: str = ""  # for a checkpoint without a family: what would run it
+    taken_by: str = ""  # what runs a checkpoint that no family reads
     config: dict[str, Any] = attrs.field(factory=dict)  # the fields that the family reads
-    weights_present: bool = True  # False: only config.json was there, and every count follows from it
+    weights_present: bool = True  # False: counts come from config.json alone
     parameters: dict[str, int] = attrs.field(factory=dict)  # by part: "embedding", "layers", "head", "mtp"
     formats: list[ModuleFormat] = attrs.field(factory=list)
     dtypes: dict[str, int] = attrs.field(factory=dict)  # dtype in the files -> elements stored in it
@@ -77,12 +77,12 @@ class CheckpointReport:
     problems: list[str] = attrs.field(factory=list)  # all-zero or non-finite tensors, weights that cannot be decoded
     size_bytes: int = 0
     decode_step: StepBytes | None = None
-    state_bytes_per_token: int = 0  # bfloat16 keys and values, the MTP head's included
-    fixed_state_bytes: int = 0  # recurrent and convolution state, whatever the length
+    state_bytes_per_token: int = 0  # bfloat16 keys and values, with the MTP head's
+    fixed_state_bytes: int = 0  # recurrent and convolution state, for any length
 
     @property
     def total_parameters(self) -> int:
-        """All parameters but the MTP head's, the embedding counted once where it is tied."""
+        """All parameters except the MTP head's; a tied embedding counts once."""
         return sum(count for part, count in self.parameters.items() if part != "mtp")
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def describe(
     found: WeightCheck,
     headless: str = "",
 ) -> CheckpointReport:
-    """Put a checkpoint's facts together; ``expected`` and ``headless`` are of a dry run."""
+    """Describe a checkpoint; ``expected`` and ``headless`` come from a dry run."""
     formats = formats_of(checkpoint)
     return attrs.evolve(
         describe_config(str(checkpoint.path), checkpoint.config, spec, family, expected),
@@ -122,7 +122,7 @@ def describe(
 def describe_config(
     path: str, config: Mapping[str, Any], spec: ModelSpec, family: FamilyConfig, expected: Mapping[str, TensorSpec]
 ) -> CheckpointReport:
-    """What ``config.json`` alone says; ``expected`` is of a dry run."""
+    """Describe a model from ``config.json`` alone; ``expected`` comes from a dry run."""
     parameters: dict[str, int] = {}
     for name, tensor in expected.items():
         part = tensor.group if tensor.group != "model" else _part(name)
@@ -147,7 +147,7 @@ def describe_config(
 def describe_foreign(
     path: str, config: Mapping[str, Any], taken_by: str, checkpoint: Checkpoint | None
 ) -> CheckpointReport:
-    """What is known of a model that no family reads; ``checkpoint`` is None where only its config is there."""
+    """Describe a model that no family reads; ``checkpoint`` is None if only its config exists."""
     report = CheckpointReport(
         path=path, family="", model_type=str(config.get("model_type")), taken_by=taken_by, weights_present=False
     )
@@ -171,7 +171,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _by_module(formats: Mapping[str, TensorFormat], expected: Mapping[str, TensorSpec]) -> list[ModuleFormat]:
-    """Weights counted by kind of module and format, in the order of the files."""
+    """Count weights by kind of module and format, in file order."""
     found: dict[tuple[str, str], list[int]] = {}
     for name, stored in formats.items():
         tensor = expected.get(name)
@@ -194,7 +194,7 @@ def _module(name: str, shape: tuple[int, ...]) -> str:
 
 
 def _step(family: FamilyConfig, expected: Mapping[str, TensorSpec], formats: Mapping[str, TensorFormat]) -> StepBytes:
-    """What one row reads: every matrix once, but one row of an untied embedding, and the chosen experts only."""
+    """What one row reads: every matrix once, one row of an untied embedding, and the chosen experts."""
     width = 2
     weights = stored = mtp = 0.0
     head = 0

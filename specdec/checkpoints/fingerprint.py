@@ -1,4 +1,4 @@
-"""A short hash that distinguishes checkpoints without reading all of them."""
+"""Hash a checkpoint without reading all of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from specdec.checkpoints.reader import Checkpoint
 
-SAMPLED = 256  # values at either end of every tensor
+SAMPLED = 256  # values from each end of a tensor
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Hash of config.json, of every tensor's name, shape and dtype, and of the values at both ends of each.
+    """Hash config.json, every tensor's name, shape and dtype, and the values at both ends of each tensor.
 
-    Fine-tuning changes every tensor, so its ends distinguish two trainings; a full hash would read gigabytes.
+    Fine-tuning changes every tensor, so the ends are enough; a full hash would read gigabytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(checkpoint.config, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""From what a user calls a model ("demo", a folder, a hub id) to a folder that holds a checkpoint."""
+"""Resolve a model argument ("demo", a folder or a hub id) to a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from specdec.errors import CheckpointError, nearest
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# What is fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) never are.
+# Files fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) are never fetched.
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt")
-# Sub-folders hold other formats of the same weights (original/, onnx/, ...), consolidated*.safetensors a second copy.
+# Sub-folders (original/, onnx/, ...) hold other formats of the same weights; consolidated*.safetensors is a copy.
 HUB_IGNORED = ("*/*", "consolidated*.safetensors")
-_LISTED = 8  # names of files that an error lists
+_LISTED = 8  # file names listed in an error
 
 
 def locate(model: str, *, revision: str | None = None, progress: bool = True) -> Path:
-    """The folder of a checkpoint, downloaded first where ``model`` is a hub id that the cache lacks.
+    """Return a checkpoint's folder, downloading a hub id that is not in the cache.
 
     Args:
         model: "demo" (the embedded model), a folder, or a hub id such as "Qwen/Qwen3.5-4B". Text that starts with
-            ``.``, ``~`` or ``/`` is always a path; ``org/name`` is a path where such a folder exists, else a hub id.
+            ``.``, ``~`` or ``/`` is always a path; ``org/name`` is a path if that folder exists, else a hub id.
         revision: a branch, tag or commit of a hub id.
         progress: show huggingface_hub's progress bars.
 
-    Raises: CheckpointError when there is no such folder, it holds no checkpoint, or the hub does not give it.
+    Raises: CheckpointError if the folder does not exist or holds no checkpoint, or the download fails.
     """
     if model == "demo":
         return _demo()
@@ -42,7 +42,7 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``locate`` would ask the hub: the text looks like ``org/name``, and there is no such path."""
+    """Whether ``locate`` would ask the hub: the text looks like ``org/name`` and no such path exists."""
     if model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
         return False
     return not Path(model).exists()
@@ -63,7 +63,7 @@ def _demo() -> Path:
 
 
 def check_folder(path: Path) -> Path:
-    """``path`` when it is a folder with a config.json. Raises: CheckpointError that says what it is instead."""
+    """Return ``path`` if it is a folder with a config.json. Raises: CheckpointError saying what it is instead."""
     if not path.exists():
         raise _no_such_folder(str(path), path)
     if not path.is_dir():
@@ -85,7 +85,7 @@ def check_folder(path: Path) -> Path:
 
 
 def _what_else(files: Iterable[str]) -> str | None:
-    """What a folder without config.json seems to be, and what to use instead."""
+    """Guess what a folder without config.json is, and say what to use instead."""
     files = list(files)
     if "adapter_config.json" in files:
         return "it looks like a LoRA adapter, which is not read: merge it into its base model and save that"
@@ -101,7 +101,7 @@ def _what_else(files: Iterable[str]) -> str | None:
 
 
 def listed(names: Iterable[str], limit: int = _LISTED) -> str:
-    """At most ``limit`` names, then how many more there are."""
+    """At most ``limit`` names, then the number of the rest."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
@@ -123,12 +123,12 @@ def _no_such_folder(model: str, path: Path) -> CheckpointError:
 
 
 def _from_hub(model: str, revision: str | None, progress: bool) -> Path:
-    import huggingface_hub as hub  # here: it takes a moment to import, and folders do not need it
+    import huggingface_hub as hub  # imported late: it is slow, and folders do not need it
     from huggingface_hub import errors
 
     try:
         with _progress_bars(progress):
-            # the small file first: a repository of another format is refused before gigabytes are fetched
+            # fetch config.json first, to refuse an unusable repository before downloading gigabytes
             folder = hub.snapshot_download(model, revision=revision, allow_patterns=["config.json"])
             if not (Path(folder) / "config.json").is_file():
                 raise CheckpointError(
@@ -162,7 +162,7 @@ def _from_hub(model: str, revision: str | None, progress: bool) -> Path:
     except errors.HFValidationError as error:
         raise CheckpointError(f"{model!r} is neither a folder nor a hub id: {error}", try_=_MODELS) from error
     except Exception as error:
-        # a full disk, the hub's other answers, and the HTTP library's errors, whose classes differ between hub versions
+        # a full disk, other hub responses, and HTTP errors, whose classes differ between hub versions
         raise _failed(model, error) from error
     return check_folder(Path(folder))
 
@@ -188,7 +188,7 @@ def _failed(model: str, error: Exception) -> CheckpointError:
 
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub import utils  # its switch is for the whole process; it exports the names without saying so
+    from huggingface_hub import utils  # a process-wide switch that lacks type stubs
 
     if shown or utils.are_progress_bars_disabled():  # type: ignore[attr-defined]
         yield

@@ -1,6 +1,6 @@
-"""Names: one canonical form for the tensors and the config of text-only and vision-language checkpoints.
+"""Canonical names for the tensors and the config of text-only and vision-language checkpoints.
 
-The canonical form has ``embed_tokens.weight``, ``layers.{i}.…``, ``norm.weight``, ``lm_head.weight`` and ``mtp.…``.
+Canonical names are ``embed_tokens.weight``, ``layers.{i}.…``, ``norm.weight``, ``lm_head.weight`` and ``mtp.…``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from specdec.errors import CheckpointError
 
-# Text towers sit under "model.", "model.language_model." or "language_model.model."; MTP heads and output heads at the
-# top or under any of these. No canonical name starts with either word, so stripping both repeatedly covers all of them.
+# Text models sit under "model.", "model.language_model." or "language_model.model."; MTP and output heads at the top
+# or under any of these. No canonical name starts with either word, so stripping both repeatedly is safe.
 _WRAPPERS = ("model.", "language_model.")
-# First word of a name, wrappers stripped, of the parts that a text model does not use.
+# First words, after stripping, of parts that a text model does not use.
 _OTHER_TOWERS = frozenset(
     """visual vision_tower vision_model vision_encoder vision_embed_tokens embed_vision multi_modal_projector
     mm_projector image_newline audio_tower audio_model embed_audio talker code2wav""".split()
@@ -21,13 +21,13 @@ _OTHER_TOWERS = frozenset(
 
 
 class Names(dict[str, str]):
-    """Canonical name -> name in the files, of everything that may belong to the text model."""
+    """Canonical name -> name in the files, for everything that may belong to the text model."""
 
-    ignored: tuple[str, ...]  # names in the files of vision and audio towers
+    ignored: tuple[str, ...]  # file names of vision and audio tensors
 
 
 def canonical_name(name: str) -> str:
-    """The canonical form of a tensor's name; a name of no known form keeps what is left after the wrappers."""
+    """The canonical form of a tensor name; an unknown name only loses its wrappers."""
     while name.startswith(_WRAPPERS):
         name = name.split(".", 1)[1]
     return name
@@ -39,7 +39,7 @@ def is_ignored(name: str) -> bool:
 
 
 def canonical_names(names: Iterable[str]) -> Names:
-    """Map canonical names to the given ones. Raises: CheckpointError when two given names have one canonical name."""
+    """Map canonical names to the given ones. Raises: CheckpointError if two names share a canonical name."""
     found, ignored = Names(), []
     for name in names:
         canonical = canonical_name(name)
@@ -57,11 +57,11 @@ def canonical_names(names: Iterable[str]) -> Names:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the text model: ``text_config``, where there is one, over the fields at the root.
+    """The config of the text model: the fields of ``text_config``, if present, over those at the root.
 
-    So ``tie_word_embeddings``, ``quantization_config`` and the like count wherever they stand, ``text_config`` first,
-    and ``model_type`` is the text tower's. A null in ``text_config`` does not hide a value at the root.
-    Raises: CheckpointError when ``text_config`` is no object.
+    ``tie_word_embeddings``, ``quantization_config`` and the like may stand in either; ``text_config`` wins, except that
+    a null there does not hide a root value. ``model_type`` is the text model's.
+    Raises: CheckpointError if ``text_config`` is not an object.
     """
     inner = config.get("text_config")
     if inner is None:

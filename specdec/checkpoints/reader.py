@@ -1,7 +1,6 @@
-"""Reading a checkpoint folder: ``config.json`` and safetensors files, memory-mapped.
+"""Read a checkpoint folder: ``config.json`` and memory-mapped safetensors files.
 
-Headers are read here, so that an error can name the file, the tensor and the sizes; the mapping is safetensors' own.
-
+Headers are parsed here, so that errors can name the file, the tensor and the sizes; safetensors does the mapping.
 Source of the format: https://huggingface.co/docs/safetensors, section "Format".
 """
 
@@ -49,12 +48,12 @@ _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 @attrs.frozen
 class StoredTensor:
-    """One entry of a safetensors header."""
+    """One entry in a safetensors header."""
 
     file: Path
-    dtype: str  # as the file calls it: "BF16", "F8_E4M3", ...
+    dtype: str  # as in the file: "BF16", "F8_E4M3", ...
     shape: tuple[int, ...]
-    start: int  # of its bytes, after the header
+    start: int  # byte offset after the header
     stop: int
 
     @property
@@ -64,13 +63,13 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """An opened checkpoint folder. Make one with ``Checkpoint.open``.
+    """An open checkpoint folder. Create one with ``Checkpoint.open``.
 
     Attributes:
         path: the folder.
         config: ``config.json``.
         generation_config: ``generation_config.json``, or an empty dict.
-        notices: what a user should know about the files, one sentence each.
+        notices: notices for the user, one sentence each.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self.notices = notices
-        self.derived: dict[str, Any] = {}  # what was computed from the headers, by the name of the function
+        self.derived: dict[str, Any] = {}  # results computed from the headers, by function name
         self._tensors = tensors
         self._files: dict[Path, Any] = {}
         try:
@@ -117,7 +116,7 @@ class Checkpoint:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in. Raises: CheckpointError when torch has no such dtype."""
+        """The stored dtype of a tensor. Raises: CheckpointError if torch has no such dtype."""
         tensor = self._tensors[name]
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
@@ -128,7 +127,7 @@ class Checkpoint:
         return DTYPES[tensor.dtype]
 
     def stored_dtype(self, name: str) -> str:
-        """The dtype of a tensor as safetensors spells it, also one that torch lacks ("F4")."""
+        """The dtype of a tensor as safetensors spells it, including ones that torch lacks ("F4")."""
         return self._tensors[name].dtype
 
     def file_of(self, name: str) -> Path:
@@ -145,9 +144,9 @@ class Checkpoint:
         return sum(tensor.size for tensor in self._tensors.values())
 
     def load(self, name: str) -> torch.Tensor:
-        """A tensor on the host, in its stored dtype: memory-mapped, private, never copied.
+        """A tensor on the host in its stored dtype: memory-mapped and private, never copied.
 
-        Pages are read when they are touched, and writes to the tensor do not reach the file. It outlives ``close``.
+        Pages are read on first access. Writes to the tensor do not reach the file. It stays valid after ``close``.
         Raises: CheckpointError for a dtype that torch lacks.
         """
         self.dtype(name)
@@ -155,10 +154,10 @@ class Checkpoint:
         return tensor
 
     def rows(self, name: str, start: int, stop: int, *, axes: int = 1) -> torch.Tensor:
-        """Entries ``start`` to ``stop`` (excluded) of a tensor whose first ``axes`` axes count as one.
+        """Entries ``start`` to ``stop`` (exclusive) of a tensor whose first ``axes`` axes are flattened into one.
 
-        Read into memory of their own: unlike ``load`` this maps nothing, so reading a tensor piece by piece takes no
-        more memory than a piece. With no axes the tensor is one entry. Returns: ``[stop - start, *other axes]``.
+        Copies into new memory and maps nothing, so reading piece by piece needs only the memory of one piece. With
+        ``axes`` 0 the whole tensor is one entry. Returns: ``[stop - start, *other axes]``.
         Raises: CheckpointError for a dtype that torch lacks, or a file that ends early.
         """
         dtype, tensor = self.dtype(name), self._tensors[name]
@@ -188,7 +187,7 @@ class Checkpoint:
         return self._files[file]
 
     def close(self) -> None:
-        """Let go of the files; tensors that were loaded stay valid."""
+        """Close the files; loaded tensors stay valid."""
         self._files.clear()
 
     def __enter__(self) -> Checkpoint:
@@ -199,7 +198,7 @@ class Checkpoint:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises: CheckpointError with the line when it is none."""
+    """Read a JSON object from a file. Raises: CheckpointError, with the line, if it is not one."""
     value = _json(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file.name} holds a {type(value).__name__}, not an object", file=file)
@@ -207,7 +206,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _json(file: Path, hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
-    """A file's content; ``hook`` makes an object of its keys and values."""
+    """Parse a JSON file; ``hook`` builds objects from pairs of keys and values."""
     try:
         return json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=hook)
     except json.JSONDecodeError as error:
@@ -226,14 +225,14 @@ def _unreadable(file: Path, error: OSError) -> CheckpointError:
 
 
 def _read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """Every tensor of a folder by the name in the files, and what a user should know."""
+    """Every tensor of a folder by its name in the files, and notices for the user."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not index.is_file():
         if not single.is_file():
             raise _no_weights(folder)
         return read_header(single), ()
     weight_map = _read_index(index)
-    # An index that does not know the single file was left behind by a conversion; transformers takes the file too
+    # An index that does not name the single file is left over from a conversion; transformers prefers the file too
     if single.is_file() and SINGLE_FILE not in weight_map.values():
         return read_header(single), (
             f"{INDEX_FILE} was ignored: {SINGLE_FILE} is there and the index does not name it",
@@ -242,7 +241,7 @@ def _read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a folder has weights in any format, readable or not; one with a mere ``config.json`` has none."""
+    """Whether a folder has weights in any format, readable or not."""
     return any(entry.name.endswith(_WEIGHTS) or entry.name == INDEX_FILE for entry in folder.iterdir())
 
 
@@ -278,7 +277,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _read_shards(index: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Every tensor of every shard; the headers are the truth, and the index must not promise more."""
+    """Every tensor of every shard. The headers decide; the index must not list tensors that they lack."""
     folder = index.parent
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if not (folder / shard).is_file()]
@@ -319,7 +318,7 @@ class _DuplicateKeyError(Exception):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, refused where it has a key twice (``json`` would silently keep the last)."""
+    """Build a JSON object; refuse duplicate keys (``json`` would silently keep the last)."""
     result = dict(pairs)
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -328,7 +327,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bits(dtype: str) -> int | None:
-    """Bits per element, also of dtypes that torch lacks (F4, F6_E2M3, ...)."""
+    """Bits per element, including dtypes that torch lacks (F4, F6_E2M3, ...)."""
     if dtype in DTYPES:
         return DTYPES[dtype].itemsize * 8
     digits = dtype.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ").split("_")[0]
@@ -336,7 +335,7 @@ def _bits(dtype: str) -> int | None:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name. Raises: CheckpointError naming what is wrong with the file."""
+    """The tensors of a safetensors file by name. Raises: CheckpointError saying what is wrong with the file."""
     try:
         size = os.path.getsize(file)
         with open(file, "rb") as stream:
@@ -358,7 +357,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"the header of {file.name} has the tensor {error.key} twice", file=file) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the header of {file.name} is not valid JSON: {error}", file=file) from error
-    assert isinstance(header, dict)  # it starts with a brace
+    assert isinstance(header, dict)  # it starts with "{"
     header.pop("__metadata__", None)
     room = size - 8 - length
     tensors = {name: _entry(file, name, entry) for name, entry in header.items()}
@@ -375,7 +374,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
-    """One checked entry of a header."""
+    """Validate one header entry."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
@@ -394,7 +393,7 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
 
 
 def _foreign(file: Path, size: int, head: bytes) -> CheckpointError:
-    """What a file is that is called safetensors but is not."""
+    """Say what a broken safetensors file really is."""
     cure = "download it again"
     if size == 0:
         what = "is empty"

@@ -1,4 +1,4 @@
-"""The weight check: which tensors a checkpoint lacks, need not have, or has in another shape, as zeros, NaN or inf."""
+"""The weight check: find missing, unused, misshaped, all-zero and non-finite tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from specdec.checkpoints.reader import INDEX_FILE, Checkpoint
 from specdec.checkpoints.weights import unreadable
 from specdec.errors import CheckpointError, nearest
 
-_NAMED = 4  # names in one sentence
+_NAMED = 4  # names listed in a sentence
 _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-_COMPARED = 1000  # names that a missing one is compared with
+_COMPARED = 1000  # names compared with a missing one
 
 
 @attrs.frozen
 class TensorSpec:
-    """A tensor that a model is built from.
+    """A tensor that a model needs.
 
     Attributes:
-        shape: as ``config.json`` implies it.
-        group: "model", or the part that it belongs to ("mtp"), whose absence has its own explanation.
+        shape: shape implied by ``config.json``.
+        group: "model", or the part it belongs to ("mtp"), whose absence has its own explanation.
     """
 
     shape: tuple[int, ...]
@@ -36,35 +36,35 @@ class TensorSpec:
 
 @attrs.frozen(kw_only=True)
 class WeightCheck:
-    """What a weight check found. Names are canonical; a weight that is stored in several tensors has one.
+    """The result of a weight check. Names are canonical; a weight stored in several tensors has one name.
 
-    ``unused`` leaves out vision and audio towers (see ``ignored``) and scales of activations (see ``notices``).
+    ``unused`` excludes vision and audio towers (see ``ignored``) and activation scales (see ``notices``).
     """
 
     missing: list[str]
     unused: list[str]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name, got, expected
-    unreadable: list[tuple[str, str, str]]  # name, format that is not read or whose scales are broken, reason
-    all_zero: list[str]  # matrices only: a zero vector is an ordinary bias, or a norm stored as an offset from 1
+    unreadable: list[tuple[str, str, str]]  # name, unreadable format or one with broken scales, reason
+    all_zero: list[str]  # matrices only: zero biases, and norms stored as offsets from 1, are normal
     non_finite: list[str]
     ignored: list[str]  # names in the files
-    errors: list[CheckpointError]  # what the lists mean, the most telling first
+    errors: list[CheckpointError]  # the most informative first
     notices: list[str]  # one sentence each
 
     def raise_for_errors(self) -> None:
-        """Raise what makes the checkpoint unusable. Raises: CheckpointError naming file, tensor and shapes."""
+        """Raise the first error, if any. Raises: CheckpointError naming file, tensor and shapes."""
         if self.errors:
             raise self.errors[0]
 
 
 def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], headless: str = "") -> WeightCheck:
-    """Compare a checkpoint with what a model is built from, and read every expected value once.
+    """Compare a checkpoint with what a model needs, reading every expected value once.
 
-    Of quantised weights every scale is read, and every code where one can be NaN; nothing is kept decoded.
+    Of quantised weights it reads every scale, and every code if one can be NaN; nothing is kept decoded.
 
     Args:
-        checkpoint: an open one.
-        expected: canonical name -> spec, as ``specdec.models.weights.dry_run`` gives it.
+        checkpoint: an open checkpoint.
+        expected: canonical name -> spec, from ``specdec.models.weights.dry_run``.
         headless: why the model is built without the MTP head that its config promises, for the notices.
     """
     formats = formats_of(checkpoint)
@@ -123,7 +123,7 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], he
 
 
 def promised_head(checkpoint: Checkpoint, prefix: str) -> str:
-    """The sentence that config.json promises an MTP head and the files have no tensor under ``prefix``."""
+    """Say that config.json promises an MTP head and the files have no tensor under ``prefix``."""
     key = _mtp_key(checkpoint)
     promise = "" if key is None else f" ({key} = {text_config(checkpoint.config)[key]})"
     return f"config.json promises an MTP head{promise} but there are no {prefix}* tensors"
@@ -135,7 +135,7 @@ def _mtp_key(checkpoint: Checkpoint) -> str | None:
 
 
 def converted_by_mlx_lm(formats: Formats) -> bool:
-    """Whether names or shapes are those of a conversion by mlx-lm."""
+    """Whether names or shapes show a conversion by mlx-lm."""
     return any(
         ".switch_mlp." in name
         or any(tensor.endswith(".scales") for tensor in found.tensors[1:])
@@ -145,10 +145,10 @@ def converted_by_mlx_lm(formats: Formats) -> bool:
 
 
 def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
-    """Whether all values are finite, and whether all are zero. Raises: CheckpointError for a scale without meaning.
+    """Whether all values are finite, and whether all are zero. Raises: CheckpointError for an invalid scale.
 
-    For plain tensors one pass over the stored bits: minimum and maximum propagate NaN and expose infinities, and torch
-    computes them in the stored dtype, vectorised and without a copy, so this costs what reading the memory costs.
+    A plain tensor takes one pass over the stored bits: minimum and maximum propagate NaN and expose infinities, and
+    torch computes them in the stored dtype, vectorised and without a copy.
     """
     if found.coding is not None:
         return check(found.coding)
@@ -160,10 +160,10 @@ def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
 
 
 def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Equal, or a depthwise convolution ``[C, 1, kc]`` stored as ``[C, kc]`` or the other way round.
+    """Equal, or a depthwise convolution ``[C, 1, kc]`` stored as ``[C, kc]``, or vice versa.
 
-    ``[C, kc, 1]`` is not accepted although it has as many values: that is MLX's layout, and conversions that use it
-    have changed the norms too. A family that reads it asks for that shape.
+    ``[C, kc, 1]`` is not accepted: that is MLX's layout, and conversions that use it have changed the norms too. A
+    family that reads it asks for that shape.
     """
     if got == wanted or "conv" not in name:
         return got == wanted
@@ -171,7 +171,7 @@ def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> boo
 
 
 class _Findings:
-    """Turns lists of names into sentences for people."""
+    """Turn lists of names into messages."""
 
     def __init__(self, checkpoint: Checkpoint, formats: Formats, expected: Mapping[str, TensorSpec]) -> None:
         self._checkpoint = checkpoint
@@ -179,19 +179,19 @@ class _Findings:
         self._expected = expected
 
     def _original(self, name: str) -> str:
-        """The tensor in the files that holds a weight's values or codes."""
+        """The tensor in the files with a weight's values or codes."""
         return self._formats[name].tensors[0]
 
     def _file(self, name: str) -> Path:
         return self._checkpoint.file_of(self._original(name))
 
     def _source(self) -> Path:
-        """What lists the tensors: the index, or the only file."""
+        """The file that lists the tensors: the index, or the only file."""
         files = {self._checkpoint.file_of(name) for name in self._checkpoint.names}
         return files.pop() if len(files) == 1 else self._checkpoint.path / INDEX_FILE
 
     def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
-        """The first refusal, with the number of the others."""
+        """The first refusal, with the number of others."""
         more = len(refused) - 1
         if more < 1:
             yield from refused
@@ -200,7 +200,7 @@ class _Findings:
         yield CheckpointError(refused[0].message, **refused[0].facts, also=also)  # a copy: formats keep the original
 
     def missing(self, missing: list[str], unused: list[str]) -> Iterator[CheckpointError]:
-        """One error per group; a group that is absent altogether is explained as such."""
+        """One error per group; a group that is missing as a whole gets its own explanation."""
         groups: dict[str, list[str]] = {}
         for name in missing:
             groups.setdefault(self._expected[name].group, []).append(name)
@@ -220,8 +220,8 @@ class _Findings:
             )
 
     def _nearest(self, name: str, unused: list[str]) -> str | None:
-        """The existing tensor that is most like ``name``: an unused one where there is one close to it."""
-        # candidates of the same last word first: comparing with every expert of every layer would take seconds
+        """The existing tensor most like ``name``, preferring a similar unused one."""
+        # candidates with the same last word first: comparing with every expert of every layer would take seconds
         last = name.rsplit(".", 2)[-2:]
         alike = [other for other in unused if other.rsplit(".", 2)[-2:] == last]
         match = nearest(name, alike[:_COMPARED]) or nearest(name, unused[:_COMPARED])
@@ -241,7 +241,7 @@ class _Findings:
     def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:
         if not found:
             return
-        # an MLX layout explains all the others
+        # an MLX layout explains all other misfits
         mlx = [entry for entry in found if len(entry[2]) > 1 and entry[1] == (entry[2][0], entry[2][-1], 1)]
         name, got, wanted = (mlx or found)[0]
         more = f" ({len(found)} tensors have other shapes)" if len(found) > 1 else ""
@@ -270,7 +270,7 @@ class _Findings:
 
 
 def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED) -> Iterator[str]:
-    """One sentence for tensors of a kind; names that differ only in numbers are one pattern, ``layers.*.bias (24)``."""
+    """One sentence about some tensors; names that differ only in numbers share a pattern, ``layers.*.bias (24)``."""
     names = list(names)
     patterns: dict[str, list[str]] = {}
     for name in names:

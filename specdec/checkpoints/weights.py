@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by canonical name, mapped or decoded when they are asked for."""
+"""Access a checkpoint's weights by canonical name, mapped or decoded on request."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from specdec.errors import CheckpointError, nearest
 
 
 class StoredWeights:
-    """Weights by canonical name; nothing is kept once it is handed out.
+    """Weights by canonical name. Nothing returned is cached.
 
-    A weight that is stored in several tensors (``weight_packed``, ``weight_scale``, ...) has one name, ``X.weight``.
+    A weight stored in several tensors (``weight_packed``, ``weight_scale``, ...) has one name, ``X.weight``.
 
     Args:
-        checkpoint: an open one.
-        dtype: what quantised weights are decoded to: computed in float32, rounded once. Floating-point tensors stay in
-            their own.
+        checkpoint: an open checkpoint.
+        dtype: dtype of decoded quantised weights: computed in float32, rounded once. Floating-point tensors keep their
+            own.
         keeps: formats that ``matrix`` and ``matrices`` leave packed (``Capabilities.packed_formats``).
     """
 
@@ -32,9 +32,9 @@ class StoredWeights:
         self._keeps = frozenset(keeps)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A memory-mapped floating-point tensor, or a quantised one decoded into memory of its own.
+        """A memory-mapped floating-point tensor, or a quantised one decoded into new memory.
 
-        Raises: CheckpointError when there is none of that name, or it is in a format that is not read.
+        Raises: CheckpointError if the name does not exist or its format is not read.
         """
         found = self._found(name)
         if found.coding is not None:
@@ -45,7 +45,7 @@ class StoredWeights:
         return self.checkpoint.load(found.tensors[0])
 
     def matrix(self, name: str) -> torch.Tensor | StoredMatrix:
-        """A matrix for ``Ops.weight``: packed where the backend keeps its format, else as ``self[name]`` gives it.
+        """A matrix for ``Ops.weight``: packed if the backend keeps its format, else the same as ``self[name]``.
 
         Raises: CheckpointError as ``self[name]`` does.
         """
@@ -55,9 +55,9 @@ class StoredWeights:
         return coding.stored(0, self._dtype)
 
     def matrices(self, names: str | Sequence[str]) -> Sequence[torch.Tensor] | Sequence[StoredMatrix]:
-        """Matrices for ``Ops.stack``: several weights, or those that one weight ``[E, N, K]`` holds.
+        """Matrices for ``Ops.stack``: several weights, or the slices of one weight ``[E, N, K]``.
 
-        Packed where the backend keeps the format of all of them; otherwise all are decoded. Raises: likewise.
+        Packed if the backend keeps the format of all of them, else all decoded. Raises: as ``self[name]``.
         """
         if not isinstance(names, str):
             return alike([self.matrix(name) for name in names])
@@ -67,7 +67,7 @@ class StoredWeights:
         return alike([coding.stored(index, self._dtype) for index in range(coding.shape[0])])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, decoded. Raises: CheckpointError when there is none of that name."""
+        """The decoded shape of a weight. Raises: CheckpointError if the name does not exist."""
         return self._found(name).shape
 
     def _found(self, name: str) -> TensorFormat:
@@ -88,7 +88,7 @@ class StoredWeights:
 
 
 def unreadable(checkpoint: Checkpoint, found: TensorFormat) -> CheckpointError | None:
-    """Why a weight cannot be read: its format, or that integers of no known format hold it. None for a sound one."""
+    """Why a weight cannot be read: its format, or integers of no known format. None for a readable one."""
     stored = checkpoint.stored_dtype(found.tensors[0])
     if found.error is not None or found.quantised or stored in FLOATS:
         return found.error

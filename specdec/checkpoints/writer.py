@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder: what tests, conversions and plugin authors need to make a small one."""
+"""Write a small checkpoint folder, for tests, conversions and plugin authors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def write_checkpoint(
     generation_config: Mapping[str, Any] | None = None,
     shards: int = 1,
 ) -> Path:
-    """Write config.json and the tensors, split in their order over ``shards`` files with an index when more than one.
+    """Write config.json and the tensors, in order; more than one shard gets an index.
 
-    Tensors are written as given (dtype and name); the tokenizer's files are the caller's. Returns the folder.
+    Tensors keep their dtype and name; the caller writes the tokenizer's files. Returns the folder.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,5 +47,5 @@ def write_checkpoint(
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a value as JSON for people to read."""
+    """Write a value as indented JSON."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The command line: one file per command; plugins add theirs through ``specdec_commands(cli)``.
+"""The command line: one file per command; plugins add their own through ``specdec_commands(cli)``.
 
-The only part of specdec that prints and that configures logging. Output goes to stdout, all else to stderr.
+Only this package prints and configures logging. Output goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from specdec.cli.info import info
 from specdec.cli.plugins import plugins
 from specdec.cli.vocab import vocab
 
-# Read by OpenMP when torch is first imported. Idle threads spin for some milliseconds by default, which takes the cores
-# from the threads that work as soon as anything else runs on the machine; this is some ten microseconds.
+# OpenMP reads this when torch is first imported. Idle threads spin for milliseconds by default, which starves working
+# threads on a busy machine; this makes them spin for about ten microseconds.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 

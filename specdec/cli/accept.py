@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specdec.measuring import AcceptanceReport, ClassReport
     from specdec.measuring.prompts import PromptSet
 
-SHOWN_DEPTHS = 8  # columns of predicted speed-ups on a terminal; --json and --csv have all
+SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json and --csv have all
 SHOWN_MISMATCHES = 5
 
 
@@ -45,16 +45,16 @@ def accept(
 ) -> None:
     """Measure acceptance and say whether speculation pays.
 
-    Generates from prompts of several classes at one fixed depth, counts what was accepted by lookahead position,
-    measures what a cycle costs here, and predicts the speed-up of every depth from both. The verdict on a class is
-    "turn on" when the lower end of the predicted speed-up is above 1.05 at the best depth, "not worth it" when its
-    upper end is below 1.02, otherwise "worth trying".
+    Generates from prompts of several classes at one fixed depth, counts accepted tokens by lookahead position, measures
+    the cost of a cycle, and predicts the speed-up of every depth. The verdict on a class is "turn on" if the lower end
+    of the predicted speed-up is above 1.05 at the best depth, "not worth it" if its upper end is below 1.02, otherwise
+    "worth trying".
 
-    The depth policy of CONFIG is not used: a policy that adapts would draft deep only where drafts are good. Without
-    --prompts specdec's own are used: factual, verbose-thinking, code and instruction.
+    CONFIG's depth policy is not used: an adaptive policy drafts deep only where drafts are good. Without --prompts,
+    specdec's own are used: factual, verbose-thinking, code and instruction.
 
-    Ctrl-C ends the measurement; the report then is of the prompts that were done. The exit status is 1 when a mistake
-    that was switched on with --ablate changed the output although verifier and backend promise that no draft can.
+    Ctrl-C ends the measurement; the report then covers the finished prompts. The exit status is 1 if a mistake
+    switched on with --ablate changed the output although verifier and backend promise that no draft can.
     """
     for override in map(Override.parse, ctx.params["settings"]):
         if override.path[0] == "depth":

@@ -1,4 +1,4 @@
-"""``specdec audit``: replay a run teacher-forced and count the tokens that plain decoding would not have chosen."""
+"""``specdec audit``: replay a run teacher-forced and count tokens that plain decoding would not have chosen."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def audit(
 ) -> None:
     """Replay a run and count divergent tokens.
 
-    Every token of the run is compared with what plain decoding, one row at a time, chooses after the same tokens: the
-    argmax, or above temperature 0 the choice of the same seed. The control decodes the same tokens in passes of
-    several rows without any speculation: what differs there is the backend's own.
+    Compares every token with what plain decoding, one row at a time, chooses in the same context: the argmax, or above
+    temperature 0 the choice of the same seed. The control decodes the same tokens in passes of several rows without
+    speculation: differences there come from the backend.
 
-    With --run the prompt and the generation settings are the file's. The exit status is 1 when verifier and backend
-    promise the tokens of plain decoding and some are not.
+    --run takes the prompt and generation settings from the file. The exit status is 1 if verifier and backend promise
+    the tokens of plain decoding and some differ.
     """
     prompt: str | list[int] = []
     if run_file is None:
@@ -92,7 +92,7 @@ def audit(
 
 
 def _own_settings(ctx: click.Context) -> Iterator[str]:
-    """Options that say what a run from a file says already."""
+    """Options that set what a run file already contains."""
     for param in ctx.command.params:
         about_the_run = param.name in ("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"})
         if about_the_run and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:

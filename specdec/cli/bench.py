@@ -1,4 +1,4 @@
-"""``specdec bench``: plain against speculative decoding, with the time taken apart."""
+"""``specdec bench``: compare plain and speculative decoding, with a breakdown of the time."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def bench(
 ) -> None:
     """Compare speculative with plain decoding.
 
-    Both arms run in one process on the same weights, every prompt as plain, speculative, speculative, plain. Their
-    outputs are compared, and the time of a cycle is taken apart: what a plain step, a pass of more rows and a draft
-    cost, what the costs predicted, and what keeps the speed-up from being larger. End tokens are ignored, so that both
-    arms generate as much.
+    Both arms run in one process on the same weights: each prompt runs plain, speculative, speculative, plain. Compares
+    the outputs and breaks down the time of a cycle: what a plain step, a pass of more rows and a draft cost, what the
+    measured costs predicted, and what limits the speed-up. End tokens are ignored, so that both arms generate equally
+    many tokens.
 
-    Ctrl-C ends the comparison; the report then is of the prompts that were done. The exit status is 1 when the outputs
-    differ although verifier and backend promise that they cannot.
+    Ctrl-C ends the comparison; the report then covers the finished prompts. The exit status is 1 if the outputs differ
+    although verifier and backend promise that they cannot.
     """
     from specdec.measuring.bench import BenchMeasurement
     from specdec.measuring.plots import plot_bench
@@ -65,7 +65,7 @@ def bench(
     measuring.finish(
         ctx,
         report,
-        files if report.overall is not None else {**files, "plot": None},  # nothing to draw then
+        files if report.overall is not None else {**files, "plot": None},  # nothing to draw
         show=show,
         plot=plot_bench,
         as_json=as_json,

@@ -39,11 +39,11 @@ PROMPT, MORE = "> ", ". "
 )
 @click.option("--load", "load_file", metavar="FILE", help="Go on with a saved conversation.")
 def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load_file: str | None) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    Answers go to stdout, everything else to stderr. The conversation's state is kept between turns: only what is new
-    runs through the model. A line that ends with a backslash goes on in the next one; /help lists the commands.
-    Ctrl-C stops an answer and keeps it, Ctrl-D (the end of the input) quits.
+    Answers go to stdout, everything else to stderr. The conversation's state is kept between turns: only new tokens
+    run through the model. A line that ends with a backslash continues on the next; /help lists the commands. Ctrl-C
+    stops an answer and keeps it; Ctrl-D (end of input) quits.
     """
     import specdec
     from specdec.decoding.conversation import Conversation
@@ -65,7 +65,7 @@ def _template_variables(given: Sequence[str]) -> dict[str, Any]:
 
 
 class Chat:
-    """The loop: read a line, run a command or answer a message, until /quit or the end of the input."""
+    """The chat loop: reads lines, runs commands and answers messages until /quit or end of input."""
 
     def __init__(self, lm: LanguageModel, conversation: Conversation, config: RunConfig) -> None:
         self._lm = lm
@@ -92,7 +92,7 @@ class Chat:
         for line in _lines(lambda: self._quit):
             try:
                 self._take(line)
-            except SpecdecError as error:  # whatever a line asked for, the conversation is as it was
+            except SpecdecError as error:  # the conversation is unchanged
                 self._say(f"{type(error).__name__}: {error}")
             except KeyboardInterrupt:
                 self._say("\naborted")
@@ -201,16 +201,16 @@ def _path(name: str, command: str = "load") -> pathlib.Path:
 
 
 def _lines(done: Callable[[], bool]) -> Iterator[str]:
-    """Messages and commands: lines of stdin, joined where one ends with a backslash; until ``done`` or the end.
+    """Yield messages and commands: lines of stdin, joined at a trailing backslash, until ``done`` or end of input.
 
-    On a terminal a prompt is shown and lines can be edited; Ctrl-C there discards the line.
+    A terminal shows a prompt and allows line editing; Ctrl-C there discards the line.
     """
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (importing it is what gives input() its line editing)
+            import readline  # noqa: F401  (importing it gives input() line editing)
     elif hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # a stray byte in a piped text must not end the conversation
+        sys.stdin.reconfigure(errors="replace")  # a stray byte in piped text must not end the conversation
     parts: list[str] = []
     while not done():
         try:

@@ -1,4 +1,4 @@
-"""``specdec check NAME``: the conformance kit from the shell."""
+"""``specdec check NAME``: run the conformance kit from the shell."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def check(
     contract: str | None,
     as_json: bool,
 ) -> None:
-    """Prove a plugin right, or show the smallest case in which it is wrong.
+    """Check that a plugin conforms, or show the smallest failing case.
 
-    NAME is a drafter, verifier, depth policy or backend, or a plugin's distribution. Exit status: 0 when every clause
-    of the contract holds, 1 when one does not, 2 when there is no such plugin.
+    NAME is a drafter, verifier, depth policy or backend, or a plugin's distribution. Exit status: 0 if every clause of
+    the contract holds, 1 if one does not, 2 if there is no such plugin.
     """
     try:
         import hypothesis  # noqa: F401

@@ -1,4 +1,4 @@
-"""``specdec doctor [MODEL]``: what this machine can promise."""
+"""``specdec doctor [MODEL]``: report what this machine can guarantee."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec.doctor import MachineReport, Promise, RowCosts
     from specdec.records.probes import ProbeRecord
 
-SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # columns of expected speed-ups; --json has all
+SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has all
 
 
 @click.command()
@@ -35,19 +35,19 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # columns of expected speed-up
 def doctor(
     ctx: click.Context, model: str | None, settings: tuple[str, ...], context: int | None, no_store: bool, as_json: bool
 ) -> None:
-    """Say what this machine can promise.
+    """Report what this machine can guarantee.
 
-    Without MODEL: versions, compiler, which backends can run and why others cannot, what "auto" takes, plugins that
-    failed, memory, the cache folder.
+    Without MODEL: versions, compiler, which backends can run and why others cannot, what "auto" selects, failed
+    plugins, memory, the cache folder.
 
-    With MODEL (a folder, a hub id or "demo") it is loaded and probed. Bits: every operation with the model's own
-    weights, and whole passes, blocks of 2 rows and more against the same rows one by one, results and states. Costs: a
-    pass of so many rows against one row, and what acceptance a depth must earn. The verdict is "exact" only where the
-    backend promises equal bits and no comparison found others. The record is stored; a backend that promises bits only
-    where a probe has shown them asks for it at every load.
+    With MODEL (a folder, a hub id or "demo"), loads and probes it. Bits: compares every operation with the model's own
+    weights, and whole passes, in blocks of 2 or more rows with the same rows one by one, results and states. Costs:
+    times passes of several rows against one row, and gives the acceptance at which each depth pays. The verdict is
+    "exact" only if the backend promises equal bits and no comparison differs. The record is stored: backends that
+    promise bits only after a probe look it up at every load.
 
-    The exit status is 1 when a backend that promises equal bits without a probe gave others, 2 when the record cannot
-    be stored.
+    The exit status is 1 if a backend that promises equal bits without a probe gave different ones, 2 if the record
+    cannot be stored.
     """
     options = {"-s": bool(settings), "--context": context is not None, "--no-store": no_store}
     if model is None and (unused := [name for name, given in options.items() if given]):
@@ -160,7 +160,7 @@ def _examine(config: RunConfig, context: int | None) -> _Examined:
 
 @attrs.define(kw_only=True)
 class _Examined:
-    """What the probe of a model found, and whether its record was stored."""
+    """The result of a model's probe, and whether its record was stored."""
 
     model: str
     info: ModelInfo
@@ -170,7 +170,7 @@ class _Examined:
     notices: tuple[str, ...]
     path: pathlib.Path | None = None
     not_stored: str = ""
-    unwritable: UnsupportedError | None = None  # raised at the end: what took minutes to find out is shown first
+    unwritable: UnsupportedError | None = None  # raised at the end, after showing the result of a slow probe
 
     def store(self, refused: str) -> None:
         """Write the record, unless ``refused`` says why not."""

@@ -1,4 +1,4 @@
-"""``specdec generate``: stream a continuation, then report its speed and acceptance."""
+"""``specdec generate``: stream a continuation and report its speed and acceptance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate(
 
     The text goes to stdout, the report to stderr. Without CONFIG and prompt, the embedded model continues a sample.
     The report counts accepted tokens by lookahead position; 0 is the next token. Ctrl-C ends the generation and keeps
-    what there is; a second Ctrl-C aborts.
+    its output so far; a second Ctrl-C aborts.
     """
     prompt = asked.read(config)
     if prompt is SAMPLE_PROMPT:

@@ -1,4 +1,4 @@
-"""``specdec info MODEL``: what is in a checkpoint, without running it."""
+"""``specdec info MODEL``: describe a checkpoint without running it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LISTED = 20  # names under one label; --json has all
 def info(model: str, as_json: bool) -> None:
     """Show what is in a checkpoint.
 
-    MODEL is a folder, a hub id, or "demo" (the default). Nothing is run. A folder with config.json and no weights is
-    described from the config alone.
+    MODEL is a folder, a hub id, or "demo" (the default). The model is not run. Without weights, the description comes
+    from config.json alone.
     """
     import specdec
 
@@ -77,7 +77,7 @@ def _of_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _parameters(parts: Mapping[str, int]) -> str:
-    """The parts of the total, then the MTP head, which it leaves out."""
+    """The parts of the total, then the MTP head, which the total excludes."""
     counted = _counts({part: number for part, number in parts.items() if part != "mtp"})
     return f"{counted}; and {parts['mtp']:,} in the MTP head" if "mtp" in parts else counted
 
@@ -104,7 +104,7 @@ def _weight_check(data: Mapping[str, Any]) -> str:
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """``key=value``, with the keys of tables inside tables joined by dots; long values are cut short."""
+    """``key=value`` pairs; nested keys are joined by dots, long values cut short."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _settings(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""What the measuring commands share: prompts to measure with, the measurement itself, and files to write."""
+"""Shared by the measuring commands: prompt options, the measurement loop, and output files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Files = dict[str, pathlib.Path | None]
 
 
 def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Command]:
-    """Which prompts to measure with and which files to write; the function gets ``prompts`` and ``files``.
+    """Options for prompts and output files; the function gets ``prompts`` and ``files``.
 
-    Files are checked before the command runs, for a measurement takes minutes.
+    Files are checked before the command runs, since a measurement takes minutes.
     """
 
     def decorate(command: Command) -> Command:
@@ -70,9 +70,9 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
 
 
 def measure(config: RunConfig, make: Callable[..., Any], first: str, *, silent: bool) -> Any:
-    """Load the model, and run ``make(lm, progress=..., model=...)``; the first Ctrl-C ends it early.
+    """Load the model and run ``make(lm, progress=..., model=...)``; the first Ctrl-C ends it early.
 
-    ``first`` says what happens before the first generation; ``silent`` leaves out the progress bar.
+    ``first`` describes the work before the first generation; ``silent`` hides the progress bar.
     """
     import specdec
 
@@ -95,11 +95,11 @@ def finish(
     changed: str,
     done: str,
 ) -> None:
-    """Print a report, write its files, and end with its status.
+    """Print a report, write its files, and exit with its status.
 
     Args:
         changed: what a broken promise means here.
-        done: what an interrupted measurement got through.
+        done: how far an interrupted measurement got.
     """
     if as_json:
         output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})
@@ -120,7 +120,7 @@ def finish(
 
 
 def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None) -> None:
-    """Check before a long run that files can be written after it, and a plot drawn.
+    """Check before a long run that its files can be written, and a plot drawn.
 
     Raises: UnsupportedError naming the file, or matplotlib.
     """
@@ -134,7 +134,7 @@ def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None
 
 
 def write_csv(rows: Iterable[Mapping[str, Any]], file: pathlib.Path) -> None:
-    """A table with the first row's keys as heading; an empty file for no rows. Raises: UnsupportedError."""
+    """Write a CSV table with the first row's keys as heading; an empty file for no rows. Raises: UnsupportedError."""
     kept = list(rows)
     try:
         with file.open("w", newline="", encoding="utf-8") as target:
@@ -165,5 +165,5 @@ def environment(env: Environment) -> list[tuple[str, str]]:
 
 
 def between(ends: tuple[float, float] | None, form: str = ".3f", unit: str = "") -> str:
-    """An interval, ``-`` where there is none."""
+    """An interval, or ``-`` if there is none."""
     return "-" if ends is None else f"{ends[0]:{form}} to {ends[1]:{form}}{unit}"

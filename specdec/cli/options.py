@@ -1,4 +1,4 @@
-"""Options that several commands take, resolved into a configuration and a prompt; and Ctrl-C."""
+"""Options shared by several commands, resolved into a configuration and a prompt; and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Stack:
 KEYS = {name: f"generation.{name}" for name in ("max_new_tokens", "temperature", "seed", "stop", "ignore_eos")} | {
     "model": "target.model"
 }
-"""Options that are short for a key of the configuration."""
+"""Options that are short for a configuration key."""
 
 ignore_eos = click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
 
 
 def add_options(command: Command, *options: Callable[[Command], Command]) -> Command:
-    """Give a command options, listed in this order."""
+    """Add options to a command, listed in this order."""
     return functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def settings_option(example: str = "depth.depth=4", help: str = "Override a key") -> Callable[[Command], Command]:
-    """``-s KEY=VALUE``; the function gets ``settings``."""
+    """Add ``-s KEY=VALUE``; the function gets ``settings``."""
     return click.option("-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help=f"{help}: {example}.")
 
 
@@ -54,11 +54,11 @@ def configured(
     new_tokens: int | None = None,
     example: str = "depth.depth=4",
 ) -> Callable[[Command], Command]:
-    """CONFIG and the options that override it, those of ``KEYS`` included; the function gets the whole as ``config``.
+    """Add CONFIG and the options that override it, with those of ``KEYS``; the function gets ``config``.
 
     Args:
-        length: the option for how many tokens to generate; ``length_help`` describes it.
-        new_tokens: the default of that option; the configuration's where None.
+        length: the option for the number of tokens; ``length_help`` describes it.
+        new_tokens: that option's default; the configuration's if None.
         example: of an override.
     """
     if new_tokens is not None:
@@ -85,7 +85,7 @@ def configured(
 
 
 def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
-    """Overrides from options that were given, by key."""
+    """Overrides from the given options, by key."""
     for key, value in flags.items():
         if value is not None and value is not False and value != ():
             option = "--" + key.rpartition(".")[2].replace("_", "-")
@@ -93,7 +93,7 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
 
 
 def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:
-    """The configuration, with ``new_tokens`` to generate unless the file or an override gives another number."""
+    """The configuration, generating ``new_tokens`` unless the file or an override sets another number."""
     config = load_config(file, overrides)
     given = any(override.path == ("generation", "max_new_tokens") for override in overrides) or (
         file is not None and "max_new_tokens" in read_toml(file).get("generation", {})
@@ -116,7 +116,7 @@ class PromptOptions:
     chat: bool
 
     def read(self, config: RunConfig) -> str | list[int]:
-        """The prompt. Raises: UsageError for none or several, PromptError for one that cannot be read."""
+        """The prompt. Raises: UsageError for none or several, PromptError for an unreadable one."""
         values = {"--prompt": self.text, "--prompt-file": self.file, "--prompt-tokens": self.tokens}
         given = [option for option, value in values.items() if value is not None]
         if len(given) > 1:
@@ -136,7 +136,7 @@ class PromptOptions:
 
 
 def prompted(command: Command) -> Command:
-    """The options of ``PromptOptions``; the function gets them as ``asked``."""
+    """Add the options of ``PromptOptions``; the function gets them as ``asked``."""
 
     @functools.wraps(command)
     def resolved(
@@ -161,7 +161,7 @@ def _token_ids(text: str) -> list[int]:
                 f"--prompt-tokens: number {number} is {word!r}, and a token id is a whole number from 0",
                 try_="--prompt-tokens 1,2,3",
             )
-    return list(map(int, words))  # none at all: the model's own error for an empty prompt
+    return list(map(int, words))  # an empty list gets the model's error for an empty prompt
 
 
 def _read(file: str) -> str:
@@ -171,7 +171,7 @@ def _read(file: str) -> str:
 
 
 def read_text(file: str) -> str:
-    """The text of a UTF-8 file. Raises: PromptError that says where it is not."""
+    """Read a UTF-8 file. Raises: PromptError with the position of a bad byte."""
     try:
         data = pathlib.Path(file).read_bytes()
     except OSError as error:
@@ -180,7 +180,7 @@ def read_text(file: str) -> str:
 
 
 def decoded(data: bytes, name: str) -> str:
-    """UTF-8 bytes as text. Raises: PromptError."""
+    """Decode UTF-8 bytes. Raises: PromptError."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -196,8 +196,8 @@ class _Stoppable(Protocol):
 
 @contextlib.contextmanager
 def interruptible(stream: _Stoppable) -> Iterator[None]:
-    """The first Ctrl-C ends the stream after its present cycle, the second raises KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():  # signals arrive in the main thread only
+    """The first Ctrl-C ends the stream after its current cycle, the second raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
     former = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What all commands share: errors, JSON, tables, logging.
+"""Shared by all commands: errors, JSON, tables, logging.
 
 A SpecdecError becomes one message on stderr and exit status 2; with ``--json`` it is also the one object on stdout, and
 ``specdec -v`` puts the traceback before it. Any other exception is a bug and keeps its traceback.
@@ -27,15 +27,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 INTERRUPTED = 130  # exit status after Ctrl-C
 BROKEN_PROMISE = 1  # exit status when outputs differ although verifier and backend promise that they cannot
-NARROW = 106  # columns of a terminal below which tables are set closer
+NARROW = 106  # narrower terminals get closer columns
 
-_JSON = "specdec.json"  # keys of click's Context.meta, which nested contexts share
+_JSON = "specdec.json"  # keys in click's Context.meta, shared by nested contexts
 _JSON_DONE = "specdec.json_done"
 _VERBOSE = "specdec.verbose"
 
 
 class Failed(click.ClickException):
-    """A SpecdecError on its way to the user."""
+    """A SpecdecError shown to the user."""
 
     exit_code = 2
 
@@ -44,17 +44,17 @@ class Failed(click.ClickException):
         super().__init__("".join([*lines, f"{type(error).__name__}: {error}"]))
 
     def show(self, file: Any = None) -> None:
-        """Print the message as it is; its first word says that it is an error."""
+        """Print the message as it is; it already starts with an error prefix."""
         click.echo(self.message, file=file if file is not None else sys.stderr)
 
 
 class Group(click.Group):
-    """Adds the commands of plugins when a name is not ours, or all are listed; turns our errors into messages."""
+    """Loads plugins' commands for unknown names and for listings; turns our errors into messages."""
 
-    extended = False  # whether plugins have added theirs
+    extended = False  # whether plugins' commands are loaded
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse; ``--help`` runs in here."""
+        """Parse; ``--help`` is handled in here."""
         with _failures(None):
             return super().make_context(*args, **kwargs)
 
@@ -64,17 +64,17 @@ class Group(click.Group):
             return super().invoke(ctx)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Our own command, else a plugin's; importing plugins is left for when it is needed."""
+        """Our own command, else a plugin's; plugins are imported only if needed."""
         return super().get_command(ctx, cmd_name) or self._extend().commands.get(cmd_name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Ours and the plugins'."""
+        """Our commands and the plugins'."""
         return sorted(self._extend().commands)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that ``args`` start with, or a usage error with the nearest name."""
+        """The command at the start of ``args``, or a usage error with the nearest name."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
@@ -92,7 +92,7 @@ class Group(click.Group):
 def _failures(ctx: click.Context | None) -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:  # click's own status for it is 1, which here means a broken promise
+    except KeyboardInterrupt:  # click would exit with 1, which here means a broken promise
         click.echo("interrupted", err=True)
         raise click.exceptions.Exit(INTERRUPTED) from None
     except SpecdecError as error:
@@ -106,7 +106,7 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
 
 
 def json_option(command: F) -> F:
-    """``--json``; the function gets it as ``as_json``."""
+    """Add ``--json``; the function gets it as ``as_json``."""
 
     def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
         ctx.meta[_JSON] = value
@@ -117,14 +117,14 @@ def json_option(command: F) -> F:
         "as_json",
         is_flag=True,
         callback=remember,
-        is_eager=True,  # known before another option's error
+        is_eager=True,  # parsed before another option can fail
         help="One JSON object on stdout, everything else on stderr.",
     )(command)
 
 
 def print_json(value: object) -> None:
-    """The one object on stdout. What JSON lacks (NaN, enums, paths) must not get here: it fails loudly."""
-    click.echo(json.dumps(value, allow_nan=False))  # ASCII: whole on every terminal and pipe
+    """Print the one JSON object. Values that JSON lacks (NaN, enums, paths) fail loudly."""
+    click.echo(json.dumps(value, allow_nan=False))  # ASCII: safe on every terminal and pipe
     click.get_current_context().meta[_JSON_DONE] = True
 
 
@@ -132,7 +132,7 @@ def print_json(value: object) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console that takes every string literally: file names and model text are no markup."""
+    """A rich console that prints strings literally: file names and model text are not markup."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -141,15 +141,15 @@ def console(*, stderr: bool = False) -> Console:
         markup=False,
         emoji=False,
         highlight=False,
-        width=None if stream.isatty() else 120,  # piped: one width everywhere, wide enough for a sentence
+        width=None if stream.isatty() else 120,  # piped: a fixed width, wide enough for a sentence
     )
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] | None = None) -> Table:
-    """A table: ruled on a terminal, plain columns when piped; nothing is ever cut off.
+    """A table: ruled on a terminal, plain columns when piped; nothing is cut off.
 
-    ``left`` names the columns of text, the first one where None; numbers are aligned to the right.
-    A narrow terminal gets a line of the heading for every word, and one space between columns.
+    ``left`` names the text columns (by default the first); numbers are right-aligned. A narrow terminal wraps headings
+    at every word and separates columns by one space.
     """
     from rich import box
     from rich.table import Table
@@ -187,7 +187,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def section(console: Console, title: str, table: Table, *explained: str) -> None:
-    """A titled table with sentences below it."""
+    """A titled table with notes below it."""
     console.print()
     console.print(title, style="bold")
     console.print(table)
@@ -196,7 +196,7 @@ def section(console: Console, title: str, table: Table, *explained: str) -> None
 
 
 def share(rate: float | None) -> str:
-    """``0.345``, or ``-`` where the rate is unknown."""
+    """``0.345``, or ``-`` if the rate is unknown."""
     return "-" if rate is None else f"{rate:.3f}"
 
 
@@ -218,7 +218,7 @@ def amount(size: int | None) -> str:
 
 
 def broken_promise(ctx: click.Context, found: str) -> NoReturn:
-    """Say that output changed which must not, and end."""
+    """Report that output changed which must not, and exit."""
     click.echo(
         f"the verifier promises the tokens of plain decoding and the backend its bits, and {found}: this is a bug",
         err=True,
@@ -226,12 +226,12 @@ def broken_promise(ctx: click.Context, found: str) -> NoReturn:
     ctx.exit(BROKEN_PROMISE)
 
 
-# --- while something runs --------------------------------------------------------------------------------------------
+# --- progress --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def status(message: str) -> Iterator[None]:
-    """A spinner on stderr while something takes its time; nothing when stderr is no terminal."""
+    """Show a spinner on stderr; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -243,9 +243,9 @@ def status(message: str) -> Iterator[None]:
 def progress(
     first: str, *, silent: bool = False, then: str = "generating"
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr, moved by (done, planned); None when stderr is no terminal.
+    """Show a progress bar on stderr, driven by (done, planned); None if stderr is not a terminal.
 
-    ``first`` says what happens before the first call, ``then`` what is counted.
+    ``first`` describes the work before the first call, ``then`` what is counted.
     """
     if silent or not sys.stderr.isatty():
         yield None
@@ -269,12 +269,12 @@ def progress(
 
 
 def configure(verbose: int) -> None:
-    """Logs go to stderr: warnings, with ``-v`` events, with ``-vv`` all. Only the command line does this."""
+    """Send logs to stderr: warnings; with ``-v`` events; with ``-vv`` everything."""
     from specdec.registry import tracing
 
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:  # a terminal that cannot show a character must not end a generation
+        if reconfigure is not None:  # an unprintable character must not end a generation
             reconfigure(errors="backslashreplace")
     click.get_current_context().meta[_VERBOSE] = verbose > 0
     level = {0: logging.INFO if tracing() else logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
@@ -285,6 +285,6 @@ def configure(verbose: int) -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the stderr of the moment, not of the import
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the current stderr, not the one at import
         cache_logger_on_first_use=False,
     )

@@ -1,4 +1,4 @@
-"""``specdec plugins``: what is registered, by whom, and what failed to load."""
+"""``specdec plugins``: list what is registered, where it comes from, and what failed to load."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specdec.registry import KINDS, Entry, Failure, Kind, registry
 def plugins(as_json: bool) -> None:
     """List what is registered and what failed.
 
-    Drafters, verifiers, depth policies, logits processors, backends and model families, each with the
-    distribution that it came from.
+    Lists drafters, verifiers, depth policies, logits processors, backends and model families, each with its
+    distribution.
     """
     found = registry()
     if as_json:
@@ -72,7 +72,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
 
 
 def _needs(needs: object) -> list[str]:
-    """What a drafter needs from its target, where that does not depend on its configuration."""
+    """What a drafter needs from its target, if independent of its configuration."""
     return [field for field, value in attrs.asdict(needs).items() if value is True] if isinstance(needs, Needs) else []
 
 
@@ -90,7 +90,7 @@ def _default(value: object, missing: object) -> str:
 def _unavailable(spec: BackendSpec) -> str | None:
     try:
         return spec.available()
-    except Exception as error:  # noqa: BLE001 - a listing shows what is broken, it does not break
+    except Exception as error:  # noqa: BLE001 - a listing shows broken entries
         return f"{type(error).__name__}: {error}"
 
 

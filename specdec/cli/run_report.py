@@ -1,4 +1,4 @@
-"""The summary of a run: speed, speculation, guarantee, acceptance by position."""
+"""Summarise a run: speed, speculation, guarantee, acceptance by position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec.cli import output
 
 
 def report(data: Mapping[str, Any]) -> None:
-    """Print what ``Result.to_dict`` says on stderr."""
+    """Print the summary of ``Result.to_dict`` on stderr."""
     stats = data["stats"]
     console = output.console(stderr=True)
     console.print()
@@ -43,7 +43,7 @@ def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def draft_line(report: Mapping[str, Any]) -> str:
-    """What a drafter reports of itself, in one line; what is empty is left out."""
+    """A drafter's own report in one line, without empty values."""
     parts = []
     for name, value in report.items():
         if isinstance(value, Mapping):
@@ -57,7 +57,7 @@ def draft_line(report: Mapping[str, Any]) -> str:
 
 
 def speculation_line(speculation: Mapping[str, Any]) -> str:
-    """Whether tokens were drafted and by which drafter. A reason beside drafts says why it was off in the end."""
+    """Whether tokens were drafted, and by which drafter. A reason next to drafts says why speculation ended off."""
     active, reason = speculation["active"], speculation["reason"]
     state = "active" if active else "inactive"
     why = f"{'; off in the end' if active else ''}: {reason}" if reason else ""

@@ -1,4 +1,4 @@
-"""``specdec vocab MODEL``: choose the token ids of a pruned draft head, from text or from the model's own outputs."""
+"""``specdec vocab MODEL``: choose the token ids of a pruned draft head, from text or the model's own outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec.drafters.token_counts import TokenCounts
     from specdec.pipeline import LanguageModel
 
-PART = 1 << 18  # characters tokenised at a time; a part ends with a line
+PART = 1 << 18  # characters tokenised per step; parts end at line ends
 
 
 @click.command()
@@ -60,12 +60,12 @@ def vocab(
 ) -> None:
     """Choose the token ids of a pruned draft head.
 
-    Ids are ranked by how often they occur, equal counts by id; special tokens and single bytes are always kept, and ids
-    that never occurred fill the rest, lowest first. The model's own outputs (--generate) cover more of what it will say
-    than text does. Every tenth block of 256 tokens is not counted but measured: its share inside the first n ids is the
-    coverage. Use the file with -s drafter.name=mtp -s drafter.vocabulary=OUT.
+    Ranks ids by frequency, equal counts by id. Special tokens and single bytes are always kept; ids that never
+    occurred fill the rest, lowest first. The model's own outputs (--generate) are more representative than other text.
+    Every tenth block of 256 tokens is held out: the share of its tokens among the first n ids is the coverage. Use the
+    file with -s drafter.name=mtp -s drafter.vocabulary=OUT.
 
-    Ctrl-C ends --generate; the file then is of the tokens so far, and the exit status is 130.
+    Ctrl-C ends --generate; the file then covers the tokens so far, and the exit status is 130.
     """
     if bool(texts) == bool(prompts):
         raise click.UsageError("Give either --text or --generate.")
@@ -82,7 +82,7 @@ def vocab(
     with output.status(f"loading {model}"):
         lm = specdec.load(config=config)
     counts = TokenCounts(lm.info.vocab_size)
-    make_vocabulary(counts, lm.tokenizer, lm.info, size, {})  # a size that cannot be had should not take an hour
+    make_vocabulary(counts, lm.tokenizer, lm.info, size, {})  # reject an impossible size before an hour of work
     made: dict[str, Any] = {"text": [pathlib.Path(name).name for name in texts]}
     interrupted = False
     if texts:
@@ -156,7 +156,7 @@ def _parts(text: str) -> Iterator[str]:
 def _count_outputs(lm: LanguageModel, prompts: list[str], tokens: int, counts: TokenCounts, *, chat: bool) -> bool:
     """Count greedy outputs, an equal share of the tokens from each prompt; returns whether it was interrupted.
 
-    What an interrupted generation gave is counted too.
+    An interrupted generation's tokens count too.
     """
     from specdec.measuring.runs import Generations
 

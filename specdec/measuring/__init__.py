@@ -1,6 +1,6 @@
-"""Measuring a pipeline: acceptance by position, speed against plain decoding, and replays that compare tokens.
+"""Measure a pipeline: acceptance by position, speed against plain decoding, and replays that compare tokens.
 
-Nothing here prints; the commands of ``specdec.cli`` show the reports.
+Nothing here prints; ``specdec.cli`` shows the reports.
 """
 
 from specdec.measuring.acceptance import (

@@ -1,7 +1,7 @@
-"""What each known mistake in an MTP head costs: the same prompts, the same weights, one mistake at a time.
+"""Ablations: measure what known mistakes in an MTP head cost, on the same prompts and weights, one mistake at a time.
 
-Every engine that took up the head of Qwen3.5 made some of them, and only the acceptance shows it: verification repairs
-wrong drafts, and the text stays right.
+Every engine that adopted Qwen3.5's head made some of them. Only acceptance shows them, since verification repairs
+wrong drafts.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ SWITCHES: Mapping[str, str] = {
 
 @attrs.frozen(kw_only=True)
 class AblationReport:
-    """One switch against the right head, over the prompts that both ran."""
+    """One switch compared with the correct head, over the prompts that both ran."""
 
     switch: str
-    mistake: str  # what it does, in words
+    mistake: str  # description
     prompts: int
-    equal: int  # of them, those whose output has the same tokens as with the right head
-    cumulative: tuple[float | None, ...]  # accepted / offered by position, with the switch
-    cumulative_right: tuple[float | None, ...]  # without
+    equal: int  # prompts with the same output tokens as with the correct head
+    cumulative: tuple[float | None, ...]  # accepted / offered by position, with the mistake
+    cumulative_right: tuple[float | None, ...]  # with the correct head
     tokens_per_cycle: float
     tokens_per_cycle_right: float
-    change: float  # of the tokens per cycle, as a share: -0.3 is 30 % less
-    change_interval: tuple[float, float] | None  # over prompts, each drawn with both its runs
-    note: str  # why the switch cannot show here, or ""
+    change: float  # relative change of tokens per cycle: -0.3 is 30 % less
+    change_interval: tuple[float, float] | None  # over prompts, each with both its runs
+    note: str  # why the mistake cannot show here, or ""
 
 
 def parse_switches(text: str) -> tuple[str, ...]:
-    """``"gate-silu,no-rotary"`` or ``"all"`` as names of ``SWITCHES``. Raises: ConfigError for any other name."""
+    """Parse ``"gate-silu,no-rotary"`` or ``"all"`` into names of ``SWITCHES``. Raises: ConfigError for other names."""
     names = [name.strip() for name in text.split(",")]
     if names == ["all"]:
         return tuple(SWITCHES)
@@ -66,7 +66,7 @@ def parse_switches(text: str) -> tuple[str, ...]:
 
 
 def inapplicable(target: ForwardPass, switch: str) -> str | None:
-    """Why a switch means nothing for this target's head; None where it can be measured."""
+    """Why a switch does not apply to this target's head; None if it does."""
     if not target.info.mtp_layers:
         return f"this {target.info.family} model has no MTP head"
     if not isinstance(target, CausalLM) or target.info.family not in FAMILIES:
@@ -98,19 +98,19 @@ def _check(target: ForwardPass, switch: str) -> None:
 
 
 def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
-    """The same pipeline over a head with these mistakes; weights are shared, ``lm`` is as before."""
-    assert isinstance(lm.target, CausalLM)  # check_ablations has seen to it
+    """The same pipeline over a head with these mistakes; shares weights and leaves ``lm`` unchanged."""
+    assert isinstance(lm.target, CausalLM)  # checked by check_ablations
     return attrs.evolve(lm, target=AblatedLM(lm.target, switches))
 
 
 class AblatedLM(CausalLM):
-    """The target with a head that makes mistakes; what it decodes is the target's own.
+    """A target whose MTP head makes mistakes; decoding is unchanged.
 
-    Two mistakes are in the head's layer, three in what the head is fed with. It drafts step by step, on the host.
+    Two mistakes are in the head's layer, three in its inputs. It drafts step by step, on the host.
 
     Args:
-        target: a model with an MTP head of one of ``FAMILIES``; weights are shared, and it stays as it is.
-        switches: names of ``SWITCHES``; none at all gives the right head.
+        target: a model with an MTP head of one of ``FAMILIES``; weights are shared, and the target is unchanged.
+        switches: names of ``SWITCHES``; none gives the correct head.
 
     Raises: UnsupportedError for a switch that does not apply to the head.
     """
@@ -125,7 +125,7 @@ class AblatedLM(CausalLM):
         self._undo = {False: _inverse(self.model.norm), True: _inverse(target.model.mtp.norm)}
 
     def _given(self, hidden: Hidden, *, chained: bool) -> Hidden:
-        """What the head is fed with: a state from before its norm, up to a factor, which the head's norm takes away."""
+        """The head's input: a state from before its norm, up to a factor that the head's norm removes."""
         if ("chain-pre-norm" if chained else "hidden-pre-norm") not in self.switches:
             return hidden
         return self.ops.hidden(self.ops.rms_norm(self.ops.array(hidden), self._undo[chained], self.model.eps))
@@ -145,7 +145,7 @@ class AblatedLM(CausalLM):
     def device_executor(self, *arguments: Any, **options: Any) -> None:
         return None
 
-    # --- no-prefill: the head's cache is emptied behind each prompt ------------------------------------------------
+    # --- no-prefill: the head's cache is emptied after each prompt -------------------------------------------------
 
     def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> SequenceState:
         state = super().new_state(capacity, needs)
@@ -162,7 +162,7 @@ class AblatedLM(CausalLM):
         return output
 
     def rewind(self, state: State, length: int) -> int:
-        """Anything but the present length means from the beginning."""
+        """Any length but the current one rewinds to the start."""
         return super().rewind(state, 0 if 0 < length < state.length else length)
 
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> SequenceState:
@@ -182,7 +182,7 @@ class LatePairs(MtpPairs):
         return self.skipped + super().length
 
     def begin(self, length: int) -> None:
-        """Of so many positions, count as skipped those that are neither fed nor waiting."""
+        """Count as skipped those of ``length`` positions that are neither fed nor pending."""
         self.skipped = length - super().length
 
     def cut(self, length: int) -> None:
@@ -192,7 +192,7 @@ class LatePairs(MtpPairs):
 
 
 def _inverse(norm: Array) -> Array:
-    """The weights of an RMSNorm that undoes another one, up to a factor for each row."""
+    """The weights of an RMSNorm that undoes another, up to a factor per row."""
     return 1.0 / (norm + (norm == 0))
 
 
@@ -207,10 +207,10 @@ class _SiluGate(DelegatingOps):
 def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
     mixer = head.layer.mixer
     if isinstance(mixer, Attention) and "no-rotary" in switches:
-        rope = attrs.evolve(mixer.shape.rope, inv_freq=(0.0,) * len(mixer.shape.rope.inv_freq))  # angle 0 everywhere
+        rope = attrs.evolve(mixer.shape.rope, inv_freq=(0.0,) * len(mixer.shape.rope.inv_freq))  # angle 0
         mixer = attrs.evolve(mixer, shape=attrs.evolve(mixer.shape, rope=rope))
     if isinstance(mixer, Attention) and "gate-silu" in switches:
-        ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # its methods are made in a loop
+        ops = _SiluGate(mixer.ops)  # type: ignore[abstract]  # methods are created in a loop
         mixer = attrs.evolve(mixer, ops=ops)
     return attrs.evolve(head, layer=attrs.evolve(head.layer, mixer=mixer))
 

@@ -1,7 +1,6 @@
 """Measure acceptance by prompt class and lookahead position, and advise whether to speculate.
 
-The depth is fixed: an adaptive policy drafts deep only where drafts are good, and the counters of the deeper positions
-would describe those places alone.
+The depth is fixed: an adaptive policy drafts deep only where drafts are good, which would bias the deeper positions.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     Float64 = NDArray[np.float64]
 
 DEPTH = 4
-MISMATCHES = 10  # in a report
-OTHER_CLOCK = 1.5  # cycles that differ from the measured costs by this factor are reported
+MISMATCHES = 10  # listed in a report
+OTHER_CLOCK = 1.5  # report cycles that differ from the cost table by this factor
 PHASES = ("draft", "verify", "commit")
 
 
@@ -42,9 +41,9 @@ class PositionReport:
 
     position: int
     offered: int  # drafts that had a token here
-    reached: int  # of them, those whose earlier tokens were all accepted
-    accepted: int  # of those, the ones whose token here was accepted too
-    cumulative: float | None  # accepted / offered; None without any
+    reached: int  # of these, drafts whose earlier tokens were all accepted
+    accepted: int  # of these, drafts whose token here was accepted too
+    cumulative: float | None  # accepted / offered; None if none were offered
     cumulative_interval: Interval  # over prompts
     conditional: float | None  # accepted / reached
     conditional_interval: Interval
@@ -65,25 +64,25 @@ class ClassReport:
     seconds_per_cycle: dict[str, float]  # by phase: medians over the cycles of full depth, as they ran
     cycle_seconds: float | None  # the median of their sums
     predictions: tuple[Prediction, ...]  # by depth, from 1
-    best: Prediction | None  # None where nothing was measured
-    clocked: float | None  # speed-up at the measured depth with cycle_seconds in place of t(depth)
+    best: Prediction | None  # None if nothing was measured
+    clocked: float | None  # speed-up at the measured depth, using cycle_seconds for t(depth)
     verdict: Advice | None
     decided_by: str
 
 
 @attrs.frozen(kw_only=True)
 class DepthReport:
-    """What a depth costs and must earn."""
+    """The cost of a depth, and the acceptance it needs."""
 
     depth: int
     seconds: float  # t(depth)
     cost: float  # in plain steps, t(depth) / t(0)
-    break_even: float | None  # conditional acceptance, the same at every position; None: it cannot pay
+    break_even: float | None  # conditional acceptance, equal at every position; None: it cannot pay
 
 
 @attrs.frozen(kw_only=True)
 class AcceptanceReport(Report):
-    """Everything that a measurement found."""
+    """The result of a measurement."""
 
     depth: int
     done: int  # prompts measured to the end
@@ -96,7 +95,7 @@ class AcceptanceReport(Report):
 
     @property
     def broken_promise(self) -> bool:
-        """Whether a switch changed the output although verifier and backend promise that no draft can."""
+        """Whether a mistake changed the output although verifier and backend promise that no draft can."""
         return self.promised and any(ablation.equal < ablation.prompts for ablation in self.ablations)
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,14 +139,14 @@ def _low_high(name: str, ends: Interval) -> dict[str, float | None]:
 
 
 class AcceptanceMeasurement(Measurement):
-    """Measures acceptance; after ``stop`` the report is of the prompts that were done.
+    """Measures acceptance; after ``stop`` the report covers the finished prompts.
 
     Args:
         lm: its drafter, verifier and generation settings are measured; its depth policy is not used.
         prompts: by class.
-        depth: drafted per cycle.
-        ablations: switches of ``specdec.measuring.ablations`` to measure the MTP head with as well.
-        costs: what a cycle costs; measured first where None.
+        depth: tokens drafted per cycle.
+        ablations: switches of ``specdec.measuring.ablations`` to measure as well.
+        costs: the cost table; measured first if None.
         on_run: called with every finished run of the unablated drafter.
         **options: as for ``Measurement``.
 
@@ -176,7 +175,7 @@ class AcceptanceMeasurement(Measurement):
         self._ablations = tuple(ablations)
 
     def run(self) -> AcceptanceReport:
-        """Measure. The prompts of the classes take turns, so that a part has something of each."""
+        """Measure. Prompts of the classes alternate, so that an interrupted run has some of each."""
         costs = self._costs if self._costs is not None else measure_costs(self._lm)
         right = at_depth(self._lm, self._depth)
         order = list(_turns(self._prompts))
@@ -256,7 +255,7 @@ def summarise(name: str, runs: Sequence[Run], seconds: Sequence[float], *, chat:
     """Counters, rates, intervals and predictions over some runs.
 
     Args:
-        seconds: of a cycle by depth, t(0) to t(depth).
+        seconds: seconds of a cycle by depth, t(0) to t(depth).
         chat: whether messages went through a chat template.
     """
     depth, known = len(seconds) - 1, len(runs)
@@ -328,7 +327,7 @@ def summarise(name: str, runs: Sequence[Run], seconds: Sequence[float], *, chat:
 
 
 def _draft_costs(run: Run, seconds: Sequence[float]) -> list[float]:
-    """By depth k from 1: seconds of the cycles that were asked for k tokens, had they drafted at most k.
+    """By depth k from 1: seconds of the cycles, had they drafted at most k tokens.
 
     A drafter that always drafts makes this t(k) per cycle; one that often has no draft pays less.
     """
@@ -338,6 +337,6 @@ def _draft_costs(run: Run, seconds: Sequence[float]) -> list[float]:
 
 
 def _predict(asked: Any, accepted: Any, seconds: Float64, plain: float) -> tuple[Float64, Float64]:
-    """E(k) and S(k) by depth ``[..., K]`` from counters ``[..., K]`` and the seconds of those cycles."""
+    """E(k) and S(k) by depth ``[..., K]``, from counters ``[..., K]`` and the seconds of those cycles."""
     tokens = 1.0 + np.cumsum(ratio(accepted, asked), axis=-1)
     return tokens, tokens * plain / ratio(seconds, asked)

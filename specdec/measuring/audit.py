@@ -1,11 +1,11 @@
 """Audit a finished run: replay it teacher-forced, one row at a time, and compare each token with plain decoding's.
 
-Every row sees the committed tokens, not the replay's own choices, so one divergence does not cause the next. An exact
-verifier on a backend of BITWISE parity has none. With a lossy verifier, divergences are what it tolerated. With NUMERIC
-parity they are near-ties, and the histogram of top-two gaps shows how near.
+Every row sees the committed tokens rather than the replay's choices, so one divergence does not cause the next. An
+exact verifier on a backend of BITWISE parity has none. With a lossy verifier, divergences are what it tolerated. With
+NUMERIC parity they are near-ties; the histogram of top-two gaps shows how near.
 
-The control decodes the same tokens in passes of several rows, without any speculation: what differs there is the
-backend's own dependence on the number of rows.
+The control decodes the same tokens in passes of several rows without speculation: differences there come from the
+backend.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
     from specdec.pipeline import LanguageModel
 
 GAP_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Edges of the gap histogram in nats; the first bin starts at 0 (a tie), the last has no end."""
+"""Edges of the gap histogram in nats; the first bin starts at 0 (a tie), the last is open."""
 
 
 @attrs.frozen
 class Divergence:
     """A committed token that the replay would not have chosen."""
 
-    position: int  # among the audited tokens; 0 is the first after the prompt
+    position: int  # in the audited tokens; 0 is the first after the prompt
     token: int  # what the run committed
     chosen: int  # what plain decoding chooses there
-    gap: float  # nats between the row's best logit and the committed token's; inf for a token that is not allowed
+    gap: float  # nats from the row's best logit to the committed token's; inf for a banned token
     top_two: float  # nats between the row's two best logits
 
 
 @attrs.frozen(kw_only=True)
 class Control:
-    """Plain decoding of the same tokens in passes of ``rows`` rows, against passes of one row."""
+    """Plain decoding of the same tokens in passes of ``rows`` rows, compared with single-row passes."""
 
     rows: int
     compared: int = 0  # token positions
-    equal_rows: int = 0  # of them: logits equal bit for bit
+    equal_rows: int = 0  # positions with bit-equal logits
     argmax_disagreements: int = 0
     largest_difference: float = 0.0  # between two logits of the same position and token
 
     def after(self, alone: np.ndarray, together: np.ndarray) -> Control:
-        """With another pass: the logits ``[rows, V]`` of its rows alone, and of the pass."""
+        """The counts after one more pass: single-row logits ``[rows, V]`` and those of the pass."""
         return attrs.evolve(
             self,
             compared=self.compared + len(alone),
@@ -70,13 +70,13 @@ class Control:
 
     @property
     def equal_share(self) -> float:
-        """Share of the positions whose logits are equal bit for bit."""
+        """Share of positions with bit-equal logits."""
         return self.equal_rows / self.compared if self.compared else 1.0
 
 
 @attrs.frozen(kw_only=True)
 class AuditReport:
-    """What a replay found. Gaps are of the logits after bias, penalties and bans, before temperature."""
+    """The result of a replay. Gaps are between logits after bias, penalties and bans, before temperature."""
 
     prompt_tokens: int
     tokens: int  # audited
@@ -85,7 +85,7 @@ class AuditReport:
     parity: str  # of the backend
     divergences: tuple[Divergence, ...]
     gaps: tuple[float, ...]  # top-two gap of every position
-    control: Control | None  # None where it was not asked for, or the target takes one row only
+    control: Control | None  # None if not requested, or if the target takes only one row
 
     @property
     def rate(self) -> float:
@@ -99,7 +99,7 @@ class AuditReport:
 
     @property
     def largest_gap(self) -> float:
-        """The largest gap of a divergence; 0 where there is none."""
+        """The largest gap of a divergence; 0 without any."""
         return max((divergence.gap for divergence in self.divergences), default=0.0)
 
     @property
@@ -109,7 +109,7 @@ class AuditReport:
         return promised and bool(self.divergences)
 
     def histogram(self) -> list[tuple[float, float, int, int]]:
-        """Bins of the top-two gap: from, to (inf at last), positions, divergences among them."""
+        """Bins of the top-two gap: from, to (inf at last), positions, divergences."""
         everywhere = Counter(bisect_right(GAP_EDGES, gap) for gap in self.gaps)
         diverging = Counter(bisect_right(GAP_EDGES, found.top_two) for found in self.divergences)
         edges = itertools.pairwise((0.0, *GAP_EDGES, math.inf))
@@ -159,14 +159,13 @@ def audit(
 ) -> AuditReport:
     """Replay ``tokens`` after ``prompt_tokens``, teacher-forced, and compare each with plain decoding's choice.
 
-    At temperature 0 that is the argmax, above it the token that the position's noise chooses, so the seed matters.
+    That is the argmax at temperature 0; above, the token chosen by the position's noise, which depends on the seed.
 
     Args:
         lm: the model; its drafter and verifier are not used.
         prompt_tokens, tokens: of a finished run, such as ``result.prompt`` and ``result.tokens``.
-        rows: of the control's passes; 1 leaves the control out.
-        generation: the settings that the run was made with, such as ``result.generation``; the configuration's where
-            None.
+        rows: rows per pass of the control; 1 disables the control.
+        generation: the run's settings, such as ``result.generation``; the configuration's if None.
         progress: called with the tokens done and their total.
         **settings: fields of ``specdec.config.GenerationConfig`` (temperature, seed, logit_bias, ...) that differ.
 
@@ -226,7 +225,7 @@ def audit(
 
 
 def _prefilled(lm: LanguageModel, prompt: Sequence[int], room: int) -> State:
-    """A state that holds the prompt without its last token, taken in as a session takes it in."""
+    """A state that holds the prompt without its last token, prefilled as a session does it."""
     state = lm.target.new_state(len(prompt) + room)
     for at in range(0, len(prompt) - 1, PREFILL_CHUNK):
         lm.target.prefill(state, prompt[at : min(at + PREFILL_CHUNK, len(prompt) - 1)])
@@ -238,17 +237,17 @@ def _prefilled(lm: LanguageModel, prompt: Sequence[int], room: int) -> State:
 
 @attrs.frozen(kw_only=True)
 class RecordedRun:
-    """What ``generate --json`` wrote about a run, as far as an audit needs it."""
+    """The parts of a ``generate --json`` object that an audit needs."""
 
     prompt: list[int]
     tokens: list[int]
-    generation: GenerationConfig | None  # the settings in force; None where the file has none
-    fingerprint: str  # of the model that made it
+    generation: GenerationConfig | None  # the run's settings; None if the file has none
+    fingerprint: str  # of the run's model
     deviation: dict[str, Any]  # the run's own count
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read ``generate --json`` output. Raises: PromptError or ConfigError that says what is wrong with the file."""
+    """Read ``generate --json`` output. Raises: PromptError or ConfigError saying what is wrong with the file."""
     made = "specdec generate --json > FILE"
     try:
         data = json.loads(Path(path).read_bytes())
@@ -273,5 +272,5 @@ def read_run(path: str | Path) -> RecordedRun:
 
 
 def bin_label(low: float, high: float) -> str:
-    """A bin of the histogram for people: ``0.1 to 0.3``."""
+    """A bin of the histogram as text: ``0.1 to 0.3``."""
     return f"{low:g} to {high:g}" if math.isfinite(high) else f"{low:g} and more"

@@ -1,1 +1,1 @@
-"""Model families, written once over Ops: ``decoder.py`` has the pieces, ``qwen3_5.py`` and others put them together."""
+"""Model families over Ops: ``decoder.py`` has the building blocks, ``qwen3_5.py`` and others assemble them."""

@@ -32,26 +32,26 @@ from specdec.contract import (
 from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 from specdec.models.decoder import DecoderLayer, MtpHead
 
-PREFILL_ROWS = 512  # rows of a prompt that go through the layers together; bounds the memory of a long prompt
+PREFILL_ROWS = 512  # prompt rows per pass; bounds the memory of a long prompt
 
 
 @attrs.frozen(kw_only=True)
 class DecoderModel:
-    """What a family builds: weights as ops take them, and the layers over them."""
+    """The parts a family builds: weights as ops take them, and the layers."""
 
     ops: Ops
     eps: float
     embed_tokens: Array  # [V, H]
     layers: tuple[DecoderLayer, ...]
     norm: Array  # [H]
-    lm_head: Array  # [V, H]; embed_tokens itself where the weights are tied
+    lm_head: Array  # [V, H]; embed_tokens itself if tied
     mtp: MtpHead | None
-    mtp_lm_head: Array | None  # the main head unless the checkpoint brings one
-    mtp_embed_tokens: Array | None = None  # the main embedding unless the checkpoint brings one
+    mtp_lm_head: Array | None  # the main head unless the checkpoint has its own
+    mtp_embed_tokens: Array | None = None  # the main embedding unless the checkpoint has its own
 
 
 class SequenceState(State):
-    """The caches of one sequence: one per layer, and the MTP head's own where ``needs`` asks for its pairs."""
+    """The caches of one sequence: one per layer, and the MTP head's if ``needs`` asks for it."""
 
     def __init__(
         self, capacity: int, needs: Needs, caches: list[Cache], mtp: Cache | None, target: Pass, head: Pass | None
@@ -59,10 +59,10 @@ class SequenceState(State):
         self.needs = needs
         self.pairs = None if mtp is None else MtpPairs()
         self.caches = caches
-        self.mtp = mtp  # true pairs; chained entries stand behind them until the next true pair
+        self.mtp = mtp  # true pairs; chained entries follow them until the next true pair
         self.target_pass = target
         self.mtp_pass = head
-        self.decoded: tuple[Sequence[int], Array] | None = None  # tokens and result of a decode that is not committed
+        self.decoded: tuple[Sequence[int], Array] | None = None  # tokens and result of an uncommitted decode
         self._capacity = capacity
 
     @property
@@ -79,15 +79,15 @@ class SequenceState(State):
 
 
 class CausalLM(ForwardPass):
-    """A decoder-only model on a backend. Weights are shared by all states."""
+    """A decoder-only model on a backend. All states share the weights."""
 
     def __init__(self, info: ModelInfo, model: DecoderModel) -> None:
-        # a config may leave open whether there is a head (Qwen3-Next); the weights decide
+        # a config may not say whether there is a head (Qwen3-Next); the weights decide
         mtp_layers = 0 if model.mtp is None else info.mtp_layers
         self.info = attrs.evolve(info, mtp_layers=mtp_layers, layers=len(model.layers))
         self.model = model
         self.ops = model.ops
-        self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they give
+        self._target_passes: dict[tuple[int, ...], Passes] = {}  # by the layer boundaries that they return
         eager_reason = self._passes_with(()).eager_reason
         if model.mtp is not None:
             self._mtp_passes = self.ops.record_passes(self._run_mtp, [self._new_mtp_cache(1)], info.hidden_size)
@@ -115,11 +115,11 @@ class CausalLM(ForwardPass):
 
     def _new_mtp_cache(self, capacity: int) -> Cache:
         assert self.model.mtp is not None
-        # chained draft steps stand behind the true pairs, so the head's cache is a little longer
+        # chained draft steps follow the true pairs, so the head's cache is slightly longer
         return self.model.mtp.layer.mixer.new_cache(capacity + self.info.max_rows)
 
     def _passes_with(self, boundaries: tuple[int, ...]) -> Passes:
-        """Passes whose rows are the state after the final norm and those at ``boundaries``, side by side."""
+        """Passes whose rows hold the state after the final norm and those at ``boundaries``, side by side."""
         if boundaries not in self._target_passes:
 
             def run_layers(caches: Sequence[Any], tokens: Sequence[int], _: Array | None) -> Array:
@@ -197,13 +197,13 @@ class CausalLM(ForwardPass):
         state.decoded = None
 
     def _final(self, state: SequenceState, x: Array) -> Array:
-        """The state after the final norm, of what a pass gave."""
+        """The state after the final norm, from the output of a pass."""
         return x[:, : self.info.hidden_size] if state.needs.boundaries else x
 
     def _output(
         self, state: SequenceState, rows: int, parts: Sequence[Array], logits: Logits | None = None
     ) -> ForwardOutput:
-        """``parts``: what passes gave, row after row; empty where no hidden states are asked for."""
+        """``parts``: outputs of passes, row after row; empty if no hidden states are requested."""
         if not parts:
             return ForwardOutput(rows=rows, logits=logits)
         width, needs = self.info.hidden_size, state.needs
@@ -226,7 +226,7 @@ class CausalLM(ForwardPass):
             state.pairs.add(tokens, self.ops.hidden(self._final(state, x))[: len(tokens)], before)
 
     def _mark(self, state: SequenceState) -> None:
-        """Let recurrent caches keep the present point, so that a rewind need not start from nothing."""
+        """Save a restore point in the recurrent caches, so that a rewind need not start over."""
         points: set[int] = set()
         for cache in state.caches:
             cache.mark()
@@ -289,7 +289,7 @@ class CausalLM(ForwardPass):
         head: DraftHead | None = None,
         choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
     ) -> tuple[int, ...]:
-        """As in ``ForwardPass``; greedy drafts run in one call where the backend can chain passes."""
+        """As in ``ForwardPass``; greedy drafts run in one call if the backend can chain passes."""
         state = _own(state)
         if head is None and choose is None and depth > 0 and state.mtp_pass is not None:
             drafted = self._chain(state, state.mtp_pass, pending, depth)
@@ -311,7 +311,7 @@ class CausalLM(ForwardPass):
         try:
             drafted = mtp_pass.chain(tokens, self.ops.array(hidden), depth, self._mtp_lm_head)
         finally:
-            if cache.length > fed:  # also where a later step failed
+            if cache.length > fed:  # even if a later step failed
                 pairs.fed = fed + len(tokens)
         if drafted is None:
             pairs.resume(fed, tokens[:-1], hidden)
@@ -339,7 +339,7 @@ class CausalLM(ForwardPass):
         state.decoded = None
 
         def closed(left: Array | None) -> None:
-            """Take the ledger up again: what the head's cache holds, and the hidden states that wait."""
+            """Restore the ledger: the contents of the head's cache and the pending hidden states."""
             if pairs is not None and mtp is not None and left is not None:
                 first = mtp.length + 1
                 pairs.resume(mtp.length, context[first : first + len(left) - 1], self.ops.hidden(left))
@@ -391,7 +391,7 @@ class CausalLM(ForwardPass):
         knows = state.pairs.knows if state.pairs is not None and state.pairs.length == state.length else _always
         if points is not None:
             reached = max(point for point in points if point <= length and (point == 0 or knows(point)))
-        else:  # one token less where that lets the last kept token run again, so that its hidden state is known
+        else:  # one token less if possible: re-running the last kept token yields its hidden state
             reached = length if knows(length) else length - 1
         for cache in state.caches:
             if not cache.truncate(reached):

@@ -1,7 +1,7 @@
-"""The pieces that decoder families share: mixers, the gated MLP and the pre-norm layer around them.
+"""Building blocks of decoder families: mixers, the gated MLP and the pre-norm layer around them.
 
-Each piece is built once, by its ``of``, from weights that it names there and nowhere else, and then called with
-``(x [T, H], cache)``; the position of row 0 is the cache's committed length.
+Each block's ``of`` builds it from weights whose names appear only there. Blocks are called with ``(x [T, H], cache)``;
+the position of row 0 is the cache's committed length.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from specdec.models.weights import Weights
 
 
 class Mixer(Protocol):
-    """What mixes token positions: attention or a recurrent layer."""
+    """A layer that mixes token positions: attention or a recurrent layer."""
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for one sequence."""
 
     def __call__(self, x: Array, residual: Array, cache: Any) -> Array:
-        """``residual + mixer(x)``; ``cache`` is one that ``new_cache`` of the same mixer made."""
+        """``residual + mixer(x)``; ``cache`` comes from ``new_cache`` of the same mixer."""
 
 
 class Mlp(Protocol):
-    """What works on every position alone: a gated MLP or a block of experts."""
+    """A layer that treats every position alone: a gated MLP or a block of experts."""
 
     def __call__(self, x: Array, residual: Array) -> Array:
         """``residual + mlp(x)``."""
@@ -33,14 +33,14 @@ class Mlp(Protocol):
 
 @attrs.frozen(kw_only=True)
 class AttentionShape:
-    """Sizes of one grouped-query attention layer, and which of its variants it is."""
+    """Sizes and variants of a grouped-query attention layer."""
 
     heads: int  # nq
     kv_heads: int  # nkv
     head_dim: int  # D
     rope: Rope
     scale: float  # of the scores
-    gated: bool = False  # the result is multiplied by a sigmoid of the gate half of q_proj
+    gated: bool = False  # the output is multiplied by the sigmoid of q_proj's gate half
     normed: bool = False  # an RMSNorm on every query and key head
     biased: bool = False  # q, k and v have biases
 
@@ -55,8 +55,7 @@ class Attention:
     """Grouped-query attention with optional biases, q/k norm and sigmoid output gate.
 
     With a gate the query projection is twice as wide, query and gate interleaved **per head**:
-    ``q_proj(y).view(T, nq, 2, D)``. The gate is always a sigmoid, whatever ``output_gate_type`` says (that field
-    is about the delta-rule layers).
+    ``q_proj(y).view(T, nq, 2, D)``. The gate is always a sigmoid; ``output_gate_type`` describes the delta-rule layers.
     """
 
     ops: Ops
@@ -72,7 +71,7 @@ class Attention:
 
     @classmethod
     def of(cls, weights: Weights, hidden: int, shape: AttentionShape, eps: float, *, plus: float = 0.0) -> Attention:
-        """The layer from the weights under ``self_attn.``; ``plus`` is added to its norms."""
+        """Build from the weights under ``self_attn.``; ``plus`` is added to its norms."""
         dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
         q, k, v = (weights.matrix(f"{name}_proj.weight", (size, hidden)) for name, size in sizes.items())
@@ -116,8 +115,8 @@ class Attention:
 class GatedDeltaNet:
     """The Gated DeltaNet mixer: convolution, gated delta rule, gated norm.
 
-    Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464. The gate of the norm is silu; its weight is stored as
-    it is, while the other norms of the family are stored as an offset from 1.
+    Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464. The norm's gate is silu. Its weight is stored as it is,
+    unlike the family's other norms, which are stored as an offset from 1.
     """
 
     ops: Ops
@@ -144,12 +143,12 @@ class GatedDeltaNet:
         mlx: bool = False,
         projections: tuple[Array, ...] | None = None,
     ) -> GatedDeltaNet:
-        """The layer from the weights under ``linear_attn.``.
+        """Build from the weights under ``linear_attn.``.
 
         Args:
             weights, hidden, shape, eps: as the fields.
             mlx: the convolution is stored as ``[C, kc, 1]``.
-            projections: qkv, z, a and b, for a family that stores them otherwise.
+            projections: qkv, z, a and b, for a family that stores them differently.
         """
         heads, channels, values = shape.value_heads, shape.channels, shape.value_heads * shape.value_dim
         qkv, z, a, b = projections or (
@@ -195,7 +194,7 @@ class GatedMlp:
 
     @classmethod
     def of(cls, weights: Weights, hidden: int, intermediate: int) -> GatedMlp:
-        """The MLP from the weights under its name."""
+        """Build from the weights under its name."""
         gate, up = (weights.matrix(f"{name}_proj.weight", (intermediate, hidden)) for name in ("gate", "up"))
         down = weights.matrix("down_proj.weight", (hidden, intermediate))
         return cls(ops=weights.ops, gate_proj=gate, up_proj=up, down_proj=down)

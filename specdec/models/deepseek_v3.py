@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, experts chosen by corrected sigmoid scores, an MTP head as one layer more."""
+"""DeepSeek-V3 and R1: latent attention, experts chosen by corrected sigmoid scores, an MTP head as an extra layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MTP = MtpNames(
 
 
 def common(fields: Fields, *, eps: float = 1e-6) -> dict[str, Any]:
-    """What this family and GLM-4.5 read: all but the attention. Raises: CheckpointError naming the key."""
+    """Read what this family shares with GLM-4.5: all but the attention. Raises: CheckpointError naming the key."""
     found = DecoderConfig.common(fields, eps=eps)
     return {
         **found,
@@ -47,7 +47,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def build(config: DecoderConfig, weights: Weights) -> DecoderModel:
-    """The model from its weights; the MTP head is one layer more, with tensors of its own beside it."""
+    """Build the model; the MTP head is one more layer, with a few tensors of its own."""
     return build_decoder(config, weights, mtp=MTP)
 
 

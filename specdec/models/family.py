@@ -1,4 +1,4 @@
-"""What decoder-only families have in common: the sizes in their configs, and the frame around their layers."""
+"""What decoder-only families share: the sizes in their configs, and the model around their layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.models.weights import Weights
 
 @attrs.frozen(kw_only=True)
 class DecoderConfig:
-    """The fields of ``config.json`` that the maths needs; a ``specdec.contract.FamilyConfig``."""
+    """The fields of ``config.json`` that the computation needs; a ``specdec.contract.FamilyConfig``."""
 
     vocab_size: int
     hidden_size: int
@@ -25,7 +25,7 @@ class DecoderConfig:
     attention: AttentionShape | LatentShape
     intermediate_size: int = 0  # of dense MLPs
     moe: MoeShape | None = None
-    dense_layers: int = 0  # the first ones, which have a dense MLP although the model has experts
+    dense_layers: int = 0  # leading layers with a dense MLP in a model with experts
     eps: float
     tied: bool
     max_positions: int
@@ -33,7 +33,7 @@ class DecoderConfig:
 
     @staticmethod
     def common(fields: Fields, *, eps: float = 1e-6) -> dict[str, Any]:
-        """What every family calls by the same keys. Raises: CheckpointError naming the key."""
+        """Read the keys that all families share. Raises: CheckpointError naming the key."""
         fields.must_be("hidden_act", "silu")
         return {
             "vocab_size": fields.whole("vocab_size"),
@@ -49,25 +49,25 @@ class DecoderConfig:
         return 1.0 if self.moe is None else self.moe.routing.top_k / self.moe.experts
 
     def state_bytes(self, width: int, *, mtp: bool = True) -> tuple[int, int]:
-        """Bytes of state per token, the MTP head's included with ``mtp``, and per sequence.
+        """Bytes of state per token (including the MTP head's with ``mtp``) and per sequence.
 
-        ``width`` is the bytes of an activation.
+        ``width``: bytes of an activation.
         """
         return (self.layers + self.mtp_layers * mtp) * self.attention.row * width, 0
 
 
 @attrs.frozen(kw_only=True)
 class MtpNames:
-    """Where a family keeps the tensors of its MTP head; the names under ``prefix``, without ``.weight``."""
+    """Names of a family's MTP tensors: those under ``prefix``, without ``.weight``."""
 
-    prefix: str  # "{layers}" stands for the number of decoder layers
+    prefix: str  # "{layers}" is replaced by the number of decoder layers
     embed_norm: str
     hidden_norm: str
     fc: str
     layer: str
     norm: str
-    lm_head: str  # optional in the checkpoint: the main head otherwise
-    embed_tokens: str = ""  # likewise; "" where the family never has one
+    lm_head: str  # optional in the checkpoint; the main head by default
+    embed_tokens: str = ""  # likewise; "" if the family never has one
 
 
 def build_decoder(
@@ -80,15 +80,15 @@ def build_decoder(
     promised: bool = True,
     unusable: str = "",
 ) -> DecoderModel:
-    """The model of a family.
+    """Build the model of a family.
 
     Args:
         config: the family's.
         weights: the checkpoint's, or a dry run's.
-        mixer: builds the mixer of a layer from the layer's weights and number (``config.layers`` for the MTP head's);
+        mixer: builds a layer's mixer from the layer's weights and number (``config.layers`` for the MTP head's);
             attention of ``config.attention`` by default.
-        plus: what is added to the weights of norms, 1.0 where they are stored as an offset from 1.
-        mtp: names of the MTP head; the family has none without.
+        plus: added to norm weights; 1.0 if they are stored as an offset from 1.
+        mtp: names of the MTP head; without it the family has none.
         promised, unusable: see ``Weights.mtp_head``.
     """
     hidden, eps, table = config.hidden_size, config.eps, (config.vocab_size, config.hidden_size)
@@ -144,7 +144,7 @@ def build_decoder(
 
 
 def attention(config: DecoderConfig, weights: Weights, plus: float = 0.0) -> Mixer:
-    """The attention of a layer from the layer's weights; ``plus`` is added to its norms."""
+    """Build a layer's attention from the layer's weights; ``plus`` is added to its norms."""
     weights, shape = weights.under("self_attn."), config.attention
     if isinstance(shape, LatentShape):
         return LatentAttention.of(weights, config.hidden_size, shape, config.eps)

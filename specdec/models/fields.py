@@ -1,4 +1,4 @@
-"""Typed reading of ``config.json``: every missing or wrong value is one sentence that names its key."""
+"""Read ``config.json`` with types; every missing or wrong value is an error that names its key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING: Any = object()
 
 
 class Fields:
-    """The text part of a ``config.json``, read with types."""
+    """The text part of a ``config.json``, with typed access."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -48,13 +48,13 @@ class Fields:
         return value
 
     def must_be(self, key: str, *allowed: Any) -> None:
-        """Refuse a variant of the family that is not implemented, rather than compute something else."""
+        """Refuse unimplemented variants of the family."""
         value = self._config.get(key, allowed[0])
         if value not in allowed:
             raise CheckpointError(f"config.json: {key!r} = {value!r} is not supported; this family has {allowed[0]!r}")
 
     def rope_theta(self, default: float) -> float:
-        """``rope_theta`` at the top, or inside ``rope_parameters`` / ``rope_scaling`` as newer files have it."""
+        """``rope_theta`` at the top, or inside ``rope_parameters`` / ``rope_scaling`` in newer files."""
         return self._rope().real("rope_theta", self.real("rope_theta", default))
 
     def partial_rotary_factor(self, default: float) -> float:
@@ -65,17 +65,17 @@ class Fields:
         return factor
 
     def plain_rope(self) -> None:
-        """Refuse scaled rotary embeddings (YaRN, ...) for a family that has only the plain one."""
+        """Refuse scaled rotary embeddings (YaRN, ...) for a family that supports only the plain one."""
         if self.rope_kind() not in ("default", "mrope"):
             raise CheckpointError(
                 f"config.json: rope type {self.rope_kind()!r} is not supported; this family has 'default'"
             )
 
     def rope(self, rotary_dims: int, theta: float) -> tuple[Rope, float]:
-        """The rotary embedding, plain, YaRN or Llama 3's, and the factor on its cosines and sines.
+        """The rotary embedding (plain, YaRN or Llama 3's) and the factor on its cosines and sines.
 
-        The factor is YaRN's attention factor: ``0.1 ln(factor) + 1``, or the quotient of two such terms where
-        ``mscale`` and ``mscale_all_dim`` are given. Raises: CheckpointError for other kinds, naming them.
+        The factor is YaRN's attention factor: ``0.1 ln(factor) + 1``, or the quotient of two such terms with ``mscale``
+        and ``mscale_all_dim``. Raises: CheckpointError naming any other kind.
         """
         inner, theta = self._rope(), self.rope_theta(theta)
         kind = self.rope_kind()
@@ -115,7 +115,7 @@ class Fields:
         return str(inner.get("rope_type", inner.get("type", "default")))
 
     def max_positions(self, default: int) -> int:
-        """``max_position_embeddings``, or the length that YaRN stretches to where that is more."""
+        """``max_position_embeddings``, or YaRN's stretched length if larger."""
         positions, inner = self.whole("max_position_embeddings", default), self._rope()
         if self.rope_kind() == "yarn":
             stretched = inner.whole("original_max_position_embeddings") * inner.real("factor")
@@ -123,7 +123,7 @@ class Fields:
         return positions
 
     def yarn_all_dim(self) -> float:
-        """DeepSeek's factor on whole scores: ``mscale ** 2`` of ``mscale_all_dim``, 1 without YaRN or without the key.
+        """DeepSeek's factor on attention scores: ``mscale ** 2`` of ``mscale_all_dim``; 1 without YaRN or the key.
 
         It is squared because the authors scale both queries and keys.
         """
@@ -147,7 +147,7 @@ class Fields:
         return layers
 
     def layer_types(self, layers: int, interval: int) -> tuple[str, ...]:
-        """``layer_types``, or full attention in every ``interval``-th layer where the key is absent."""
+        """``layer_types``, or full attention in every ``interval``-th layer if the key is absent."""
         types = self._config.get("layer_types")
         if types is None:
             return tuple("full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers))

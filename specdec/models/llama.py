@@ -1,6 +1,6 @@
 """Llama 3, Qwen2.5 and Qwen3 dense: grouped-query attention and a gated MLP in every layer, no MTP head.
 
-Qwen2.5 has biases of q, k and v; Qwen3 norms every query and key head.
+Qwen2.5 has q, k and v biases; Qwen3 norms every query and key head.
 """
 
 from __future__ import annotations

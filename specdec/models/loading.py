@@ -1,4 +1,4 @@
-"""From a folder to a target: locate, read, check, build, probe."""
+"""Load a target: locate the folder, read the files, check the weights, build the model, probe its parity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 @attrs.frozen(kw_only=True)
 class LoadedTarget:
-    """A target and what was learnt while it was loaded."""
+    """A target and what loading it found out."""
 
     target: ForwardPass
     tokenizer: Tokenizer
@@ -37,9 +37,9 @@ class LoadedTarget:
 
 
 def load_target(config: RunConfig) -> LoadedTarget:
-    """From a folder to a target in five stations.
+    """Load a target in five steps.
 
-    Raises: CheckpointError, ConfigError, UnknownNameError or UnsupportedError, with what to try.
+    Raises: CheckpointError, ConfigError, UnknownNameError or UnsupportedError, with suggestions.
     """
     asked = config.target
     foreign = registry().forward_pass(asked)
@@ -48,7 +48,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
     folder = locate(asked.model, revision=asked.revision)
     if foreign is not None:
         return LoadedTarget(target=foreign, tokenizer=Tokenizer.from_folder(folder), notices=tuple(foreign.notices))
-    if asked.backend != "auto":  # a wrong name is said before the model_type is: the backend may read it itself
+    if asked.backend != "auto":  # report a wrong name before the model_type, which the backend may read itself
         registry().backend(asked.backend, asked_by="target.backend")
 
     # 2 read
@@ -89,7 +89,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
 
 
 def build_target(spec: ModelSpec, family: FamilyConfig, weights: Weights, **facts: Any) -> CausalLM:
-    """A family's model over the ops of ``weights``; ``facts`` are further fields of ``ModelInfo``."""
+    """Build a family's model over the ops of ``weights``; ``facts`` are further fields of ``ModelInfo``."""
     offers = weights.ops.capabilities
     info = ModelInfo(
         family=spec.name,
@@ -107,10 +107,10 @@ def build_target(spec: ModelSpec, family: FamilyConfig, weights: Weights, **fact
 
 
 def family_of(model_config: Mapping[str, Any], folder: Path) -> tuple[ModelSpec, FamilyConfig]:
-    """The family that reads this ``model_type``, and its config.
+    """Find the family for this ``model_type`` and parse its config.
 
-    Raises: CheckpointError for a config.json without a ``model_type``, or that the family refuses; UnknownNameError
-    without such a family; ContractError when the family's config lacks what ``FamilyConfig`` lists.
+    Raises: CheckpointError for a config.json without a ``model_type``, or one that the family refuses; UnknownNameError
+    if there is no such family; ContractError if the family's config lacks a field of ``FamilyConfig``.
     """
     model_type = model_config.get("model_type")
     if not isinstance(model_type, str):
@@ -134,7 +134,7 @@ def _checked(
     dtype: torch.dtype,
     notices: list[str],
 ) -> Checkpoint:
-    """The checkpoint that weights are taken from, checked: the given one, or its decoded form in the cache."""
+    """The checked checkpoint to take weights from: the given one, or its decoded form in the cache."""
     cache, cached = None, None
     if cache_folder is not None:
         if any(found.quantised for found in formats_of(checkpoint).values()):
@@ -147,7 +147,7 @@ def _checked(
     wanted = dry_run(spec, family, StoredWeights(source))
     found = check_weights(source, wanted.tensors, wanted.headless)
     found.raise_for_errors()
-    notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps those of its source
+    notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps its source's notices
     if cache is None or cached is not None:
         return source
     source = cache.write(found.notices)
@@ -156,7 +156,7 @@ def _checked(
 
 
 def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
-    """Compare passes of many rows with passes of one, and downgrade the parity where their bits differ."""
+    """Compare passes of many rows with single-row passes, and downgrade the parity if their bits differ."""
     if target.info.parity is Parity.BITWISE and target.ops.capabilities.parity_needs_probe:
         missing = unproved(target.info, model)
         if missing is not None:
@@ -171,7 +171,7 @@ def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that most weights are stored in; quantised ones count as the one that they stand for."""
+    """The dtype that most weights are stored in; quantised ones count with their original dtype."""
     sizes: dict[str, int] = {}
     for found in formats_of(checkpoint).values():
         if found.error is None:

@@ -1,11 +1,11 @@
 """Multi-head latent attention (MLA): keys and values of all heads are up-projections of one short row per token.
 
-Only that row is cached: the compressed ``c`` (kv_lora_rank values, normed) and the rotated ``k_rope`` that all heads
-share. The up-projections never meet a cached row; they are absorbed into the query and the output:
+Only that row is cached: the compressed ``c`` (kv_lora_rank values, normed) and the rotated ``k_rope``, shared by all
+heads. The up-projections are never applied to cached rows; they are absorbed into the query and the output:
 
     q'_h = W_uk_h^T q_nope_h;   score_h = (q'_h . c + q_rope_h . k_rope) * scale;   o_h = W_uv_h (sum_s p_h,s c_s)
 
-so that attention is one key-value head of ``kv_lora_rank + rope_dim`` dimensions, for prompts and single tokens alike.
+so attention has one key-value head of ``kv_lora_rank + rope_dim`` dimensions, for prompts and single tokens alike.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C (equations 37 to 47).
 """
@@ -22,17 +22,17 @@ from specdec.models.weights import Weights
 
 @attrs.frozen(kw_only=True)
 class LatentShape:
-    """Sizes and scales of one latent-attention layer."""
+    """Sizes and scales of a latent-attention layer."""
 
     heads: int
-    nope_dim: int  # of a query head, the part without position
-    rope_dim: int  # the part that is rotated, on interleaved pairs (x0, x1), (x2, x3), ...
+    nope_dim: int  # unrotated part of a query head
+    rope_dim: int  # rotated part, in interleaved pairs (x0, x1), (x2, x3), ...
     value_dim: int
     kv_rank: int
-    q_rank: int  # 0: queries are projected at once
+    q_rank: int  # 0: queries are projected in one step
     rope: Rope
     scale: float  # of the scores, YaRN's factor included
-    interleaved: bool  # False: half-split pairs, as some conversions store them
+    interleaved: bool  # False: half-split pairs, as in some conversions
 
     @property
     def row(self) -> int:
@@ -46,7 +46,7 @@ class LatentShape:
         if rope_dim % 2:
             raise CheckpointError(f"config.json: 'qk_rope_head_dim' takes an even number, got {rope_dim}")
         rope, factor = fields.rope(rope_dim, 1e4)
-        if abs(factor - 1) > 1e-6:  # it would scale q_rope . k_rope alone
+        if abs(factor - 1) > 1e-6:  # it would scale only q_rope . k_rope
             raise CheckpointError(
                 f"config.json: 'mscale' and 'mscale_all_dim' that differ (factor {factor:.4f}) are not supported"
             )
@@ -65,7 +65,7 @@ class LatentShape:
 
 @attrs.frozen(kw_only=True)
 class LatentAttention:
-    """The mixer. See the module's docstring."""
+    """The mixer. See the module docstring."""
 
     ops: Ops
     shape: LatentShape
@@ -81,11 +81,10 @@ class LatentAttention:
 
     @classmethod
     def of(cls, weights: Weights, hidden: int, shape: LatentShape, eps: float) -> LatentAttention:
-        """The layer from the weights under ``self_attn.``.
+        """Build from the weights under ``self_attn.``.
 
-        ``kv_b_proj`` holds per head the rows of k_nope, then those of v. The former are transposed once here, which
-        copies them; the latter stay where they are. mlx-lm's conversion has done that, as ``embed_q`` and
-        ``unembed_out``.
+        ``kv_b_proj`` holds, per head, the rows of k_nope, then those of v. The k_nope rows are transposed here, which
+        copies them. mlx-lm's conversion has already done so, as ``embed_q`` and ``unembed_out``.
         """
         heads, nope, value, rank = shape.heads, shape.nope_dim, shape.value_dim, shape.kv_rank
         queries, q_a, q_norm = heads * (nope + shape.rope_dim), None, None
@@ -138,7 +137,7 @@ class LatentAttention:
         return ops.linear(out, self.o_proj, residual)
 
     def _rotate(self, x: Array, position: int) -> Array:
-        """Rotated ``x [T, n, rope]``, evens before odds: queries and the cache agree, so their order is free."""
+        """Rotate ``x [T, n, rope]``, evens before odds: queries and the cache agree, so the order does not matter."""
         if self.shape.interleaved:
             x = self.ops.concat(x[..., 0::2], x[..., 1::2])
         return self.ops.norm_rope(x, None, self.eps, self.shape.rope, position)

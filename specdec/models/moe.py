@@ -1,10 +1,10 @@
-"""The block of experts in place of a layer's MLP: router, routed experts, shared expert.
+"""The mixture-of-experts block that replaces a layer's MLP: router, routed experts, shared expert.
 
-Routed experts are stored in one of three layouts, chosen layer by layer (an MTP layer often has another one):
+Routed experts are stored in one of three layouts, detected per layer (an MTP layer often has a different one):
 
 * fused: ``experts.gate_up_proj [E, 2 I, H]`` (gate rows first), ``experts.down_proj [E, H, I]``, no ``.weight``;
-* apart: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``;
-* stacked, as mlx-lm converts them: ``switch_mlp.gate_proj.weight`` and ``up_proj [E, I, H]``, ``down_proj [E, H, I]``.
+* separate: ``experts.{e}.gate_proj.weight`` and ``up_proj [I, H]``, ``down_proj [H, I]``;
+* stacked (mlx-lm conversions): ``switch_mlp.gate_proj.weight`` and ``up_proj [E, I, H]``, ``down_proj [E, H, I]``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from specdec.models.weights import Weights
 
 @attrs.frozen(kw_only=True)
 class MoeShape:
-    """Sizes of one block of experts, and how it routes."""
+    """Sizes and routing of a block of experts."""
 
     experts: int  # E
     intermediate: int  # I of a routed expert
-    shared: str  # name of the shared expert's tensors, "" where there is none
+    shared: str  # name of the shared expert's tensors; "" without one
     shared_intermediate: int
     shared_gated: bool  # the shared expert is weighted by sigmoid(shared_expert_gate . x)
     corrected: bool  # the router has an e_score_correction_bias
@@ -32,7 +32,7 @@ class MoeShape:
 
     @classmethod
     def qwen(cls, fields: Fields) -> MoeShape:
-        """Qwen3.5's and Qwen3-Next's: softmax scores, every layer sparse, a shared expert behind a sigmoid gate."""
+        """Qwen3.5 and Qwen3-Next: softmax scores, every layer sparse, a shared expert behind a sigmoid gate."""
         fields.must_be("decoder_sparse_step", 1)
         fields.must_be("mlp_only_layers", [], None)
         fields.must_be("norm_topk_prob", True)
@@ -49,7 +49,7 @@ class MoeShape:
 
     @classmethod
     def deepseek(cls, fields: Fields) -> MoeShape:
-        """DeepSeek-V3's and GLM-4.5's: sigmoid scores with a correction bias, groups, shared experts without a gate."""
+        """DeepSeek-V3 and GLM-4.5: sigmoid scores with a correction bias, groups, ungated shared experts."""
         fields.must_be("scoring_func", "sigmoid")
         fields.must_be("topk_method", "noaux_tc")
         fields.must_be("moe_layer_freq", 1)
@@ -94,7 +94,7 @@ def _top_k(fields: Fields, experts: int) -> int:
 
 @attrs.frozen(kw_only=True)
 class SparseMoe:
-    """``sum_j w_j expert_j(x)`` over the experts that the router chose for each row, plus the shared expert.
+    """``sum_j w_j expert_j(x)`` over the experts chosen for each row, plus the shared expert.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538; shared experts: DeepSeekMoE, arXiv:2401.06066, equation 9.
     """
@@ -109,7 +109,7 @@ class SparseMoe:
 
     @classmethod
     def of(cls, weights: Weights, hidden: int, shape: MoeShape) -> SparseMoe:
-        """The block from the weights under ``mlp.``."""
+        """Build from the weights under ``mlp.``."""
         count, inner = shape.experts, shape.intermediate
         shared = None
         if shape.shared:
@@ -138,7 +138,7 @@ class SparseMoe:
 
 
 def _experts(weights: Weights, hidden: int, count: int, inner: int) -> tuple[Array, Array, Array]:
-    """Stacks of gate, up and down, from the layout that the checkpoint has; fused where it has none."""
+    """Stacks of gate, up and down in the checkpoint's layout; fused without a checkpoint."""
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     if "switch_mlp.gate_proj.weight" in weights:
         gate, up, down = (

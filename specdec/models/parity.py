@@ -1,4 +1,4 @@
-"""The load-time probe of row invariance, on the loaded weights' own shapes."""
+"""Probe row invariance at load time, with the loaded weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PROBE_CAPACITY = 64
 
 
 def probe_rows(lm: CausalLM) -> str | None:
-    """Compare passes of several row counts with the same rows one by one, bit for bit.
+    """Compare passes of several row counts with single-row passes, bit for bit.
 
-    Runs one layer of each kind (mixer, shapes), the MTP head and the output head, all with the loaded weights; whole
-    models would take as long as loading them. Returns None when all bits agree, else a sentence that says where not.
+    Runs one layer of each kind (mixer, shapes), the MTP head and the output head with the loaded weights; whole models
+    would take as long as loading them. Returns None if all bits agree, else a sentence saying where they differ.
     """
     model, ops = lm.model, lm.ops
     rows = min(max(PROBED_ROWS), ops.capabilities.max_rows)
@@ -40,7 +40,7 @@ def probe_rows(lm: CausalLM) -> str | None:
 
 
 def _by_rows(layer: DecoderLayer, x: Any, count: int) -> list[Any]:
-    """The layer's output rows when x runs through it in passes of ``count`` rows."""
+    """The layer's output rows for x in passes of ``count`` rows."""
     cache = layer.mixer.new_cache(PROBE_CAPACITY)
     out = []
     for at in range(0, x.shape[0], count):

@@ -1,6 +1,6 @@
 """Qwen3.5 / 3.6 / 3.8, dense and mixture of experts: Gated DeltaNet and gated attention layers, and the MTP head.
 
-Norms of the family are stored as an offset from 1, with one exception: ``linear_attn.norm`` holds the factor itself.
+The family's norms are stored as an offset from 1, except ``linear_attn.norm``, which holds the factor itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MTP = MtpNames(
 
 @attrs.frozen(kw_only=True)
 class HybridConfig(DecoderConfig):
-    """A config of layers with two kinds of mixer."""
+    """A config with two kinds of mixer layers."""
 
     attention: AttentionShape
     layer_types: tuple[str, ...]
@@ -43,7 +43,7 @@ class HybridConfig(DecoderConfig):
 
     @staticmethod
     def hybrid(fields: Fields) -> dict[str, Any]:
-        """What every family of this kind reads. Raises: CheckpointError naming the key."""
+        """Read the keys that these families share. Raises: CheckpointError naming the key."""
         fields.must_be("attention_bias", False)
         fields.must_be("attn_output_gate", True)
         fields.must_be("output_gate_type", "swish", "silu")  # of the delta-rule norm; attention gates are sigmoids
@@ -108,12 +108,12 @@ def build(
     projections: Callable[[Weights], tuple[Array, ...]] | None = None,
     promised: bool = True,
 ) -> DecoderModel:
-    """The model from its weights.
+    """Build the model.
 
     Args:
         config, weights: as for every family.
-        projections: qkv, z, a and b of a delta-rule layer from the weights under ``linear_attn.``, for a family that
-            stores them otherwise.
+        projections: returns qkv, z, a and b of a delta-rule layer from the weights under ``linear_attn.``, for a family
+            that stores them differently.
         promised: the config says whether there is an MTP head.
     """
     mlx = _converted(config, weights)
@@ -136,11 +136,11 @@ def build(
 
 
 def _converted(config: HybridConfig, weights: Weights) -> bool:
-    """Whether mlx-lm converted the weights: their convolutions are ``[C, kc, 1]`` then, and norms hold the factor.
+    """Whether mlx-lm converted the weights: then convolutions are ``[C, kc, 1]`` and norms hold the factor.
 
-    The two go together by mlx-lm's own rule: it adds the 1 where it turns the convolutions. It knows the norms of the
-    layers alone, so that those of an MTP head that was put back may be either. Raises: CheckpointError for both layouts
-    of convolutions in one checkpoint.
+    mlx-lm adds the 1 to norms exactly when it transposes the convolutions. It does so only in the layers, so the norms
+    of an MTP head that was restored later may be either. Raises: CheckpointError if one checkpoint has both
+    convolution layouts.
     """
     linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
     names = [f"layers.{i}.linear_attn.conv1d.weight" for i in linear]

@@ -1,6 +1,6 @@
-"""Qwen3-Next: Qwen3.5's mixture of experts with the delta-rule projections fused and grouped per key head.
+"""Qwen3-Next: Qwen3.5's mixture of experts, with delta-rule projections fused and grouped per key head.
 
-The config has no count of MTP layers: the head is there when ``mtp.*`` is.
+The config does not count MTP layers: the head exists if ``mtp.*`` tensors do.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from specdec.models.weights import Weights
 
 @attrs.frozen(kw_only=True)
 class Qwen3NextConfig(qwen3_5.HybridConfig):
-    """Qwen3.5's config, and where the number of MTP layers is from."""
+    """Qwen3.5's config, and the source of the number of MTP layers."""
 
-    mtp_counted: bool  # the config says how many MTP layers there are; otherwise the tensors do
+    mtp_counted: bool  # the config counts MTP layers; otherwise the tensors decide
 
 
 def parse(config: Mapping[str, Any]) -> Qwen3NextConfig:
@@ -36,19 +36,19 @@ def parse(config: Mapping[str, Any]) -> Qwen3NextConfig:
 
 
 def build(config: Qwen3NextConfig, weights: Weights) -> DecoderModel:
-    """The model from its weights."""
+    """Build the model."""
 
     def projections(layer: Weights) -> tuple[Array, ...]:
-        """Qwen3.5's qkv, z, a and b.
+        """Return Qwen3.5's qkv, z, a and b.
 
-        The rows of ``in_proj_qkvz`` belong to one key head after the other, each with its q, k, v and z rows; those of
-        ``in_proj_ba`` likewise, with b and a. Qwen3.5 has all q rows, then all k rows, and so on, key heads ascending.
+        ``in_proj_qkvz`` is grouped by key head, each with its q, k, v and z rows; ``in_proj_ba`` likewise with b and a.
+        Qwen3.5 has all q rows, then all k rows, and so on, with ascending key heads.
         """
         delta, ratio = config.delta, config.delta.value_heads // config.delta.key_heads
         values = ratio * delta.value_dim
 
         def taken(name: str, sizes: tuple[int, ...], *groups: tuple[int, ...]) -> list[Array]:
-            """One weight per group of pieces, out of the fused one whose key heads have pieces of these sizes."""
+            """Split a fused weight whose key heads have pieces of these sizes into one weight per group of pieces."""
             count = delta.key_heads * sum(sizes)
             fused = layer.host_matrix(name, (count, config.hidden_size))
             pieces = torch.split(torch.arange(count).reshape(delta.key_heads, -1), list(sizes), dim=1)

@@ -1,7 +1,7 @@
-"""Where a family's ``build`` takes its weights from: a checkpoint, or a dry run that reads no data.
+"""The weights that a family's ``build`` takes: from a checkpoint, or from a dry run that reads no data.
 
-``build`` is the only place that names a family's tensors. A dry run calls it to learn their names and shapes: for a
-checkpoint, which the weight check then compares with them, or for a ``config.json`` alone.
+Only ``build`` names a family's tensors. A dry run calls it to learn their names and shapes, for the weight check of a
+checkpoint or for a ``config.json`` alone.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Shape = tuple[int, ...]
 
 @attrs.frozen
 class Weights:
-    """Weights by name and shape, as the ops of a backend take them.
+    """Weights by name and shape, as a backend's ops take them.
 
-    Every method that takes a name takes the shape that ``config.json`` implies. In a dry run tensors have that shape
-    and no data (``device="meta"``): a family may slice, reshape and transpose them but not read their values.
+    Methods that take a name also take the shape that ``config.json`` implies. In a dry run tensors have that shape and
+    no data (``device="meta"``): a family may slice, reshape and transpose them but not read their values.
 
     Attributes:
-        ops: the backend's; those of a dry run return what they are given.
-        stored: the checkpoint's weights; None in the dry run of a config alone.
-        prefix: in front of every name.
-        group: "mtp" for the tensors of an MTP head, whose absence is explained in its own words.
+        ops: the backend's; in a dry run they return their inputs.
+        stored: the checkpoint's weights; None in a dry run of a config alone.
+        prefix: prepended to every name.
+        group: "mtp" for the tensors of an MTP head, whose absence has its own explanation.
     """
 
     ops: Ops
@@ -41,7 +41,7 @@ class Weights:
     group: str = "model"
 
     def under(self, prefix: str) -> Weights:
-        """The weights whose names start with ``prefix``, by the rest of their names."""
+        """The weights whose names start with ``prefix``, under the rest of their names."""
         return attrs.evolve(self, prefix=self.prefix + prefix)
 
     # --- for the ops -----------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Weights:
         return self.ops.weight(self.host_matrix(name, shape))
 
     def optional(self, name: str, shape: Shape) -> Array | None:
-        """``matrix``, or None where the checkpoint has none of that name."""
+        """``matrix``, or None if the checkpoint has none of that name."""
         return self.matrix(name, shape) if name in self else None
 
     def vector(self, name: str, shape: Shape, *, plus: float = 0.0) -> Array:
@@ -59,17 +59,17 @@ class Weights:
         return self.ops.vector(self.tensor(name, shape), plus=plus)
 
     def stack(self, names: str | Sequence[str], shape: Shape) -> Array:
-        """Matrices as ``Ops.stack`` returns them: of one weight ``[E, N, K]``, or several of shape ``[N, K]``."""
+        """Matrices as ``Ops.stack`` returns them, from one weight ``[E, N, K]`` or several ``[N, K]``."""
         return self.ops.stack(self.host_matrices(names, shape))
 
-    # --- on the host, to be rearranged before they go to the ops ------------------------------------------------------
+    # --- on the host, for rearranging before they go to the ops -------------------------------------------------------
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
-        """A weight, decoded. Raises: CheckpointError when it is missing or cannot be read."""
+        """A decoded weight. Raises: CheckpointError if it is missing or cannot be read."""
         return self._stored[self.prefix + name]
 
     def host_matrix(self, name: str, shape: Shape) -> torch.Tensor | StoredMatrix:
-        """A matrix, packed where the backend computes with its format. Raises: likewise."""
+        """A matrix, packed if the backend computes with its format. Raises: likewise."""
         return self._stored.matrix(self.prefix + name)
 
     def host_matrices(self, names: str | Sequence[str], shape: Shape) -> Sequence[Any]:
@@ -82,26 +82,26 @@ class Weights:
         assert self.stored is not None, "only a dry run has no checkpoint"
         return self.stored
 
-    # --- what the checkpoint has --------------------------------------------------------------------------------------
+    # --- contents of the checkpoint -----------------------------------------------------------------------------------
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint has a weight of that name; False in the dry run of a config alone."""
+        """Whether the checkpoint has a weight of that name; False in a dry run of a config alone."""
         return self.stored is not None and self.prefix + name in self.stored
 
     def shape_of(self, name: str) -> Shape | None:
-        """The shape that a weight has in the checkpoint, decoded; None where there is none."""
+        """The decoded shape of a weight in the checkpoint; None if there is none."""
         return self._stored.shape(self.prefix + name) if name in self else None
 
     def mtp_head(self, prefix: str, *, promised: bool = True, unusable: str = "") -> Weights | None:
-        """The weights of the MTP head under ``prefix``, or None where the model is built without one.
+        """The weights of the MTP head under ``prefix``, or None if the model is built without one.
 
-        A head that the config promises and the files lack is an error of the weight check, unless mlx-lm converted the
-        checkpoint, which always leaves heads out.
+        If the config promises a head and the files lack it, the weight check fails, unless mlx-lm converted the
+        checkpoint: it always drops heads.
 
         Args:
             prefix: of the head's tensors.
-            promised: the config says that there is a head; otherwise its tensors do.
-            unusable: why a head that is there cannot be used, "" where it can.
+            promised: the config says that there is a head; otherwise its tensors decide.
+            unusable: why an existing head cannot be used; "" if it can.
         """
         head = attrs.evolve(self.under(prefix), group="mtp")
         if self.stored is None:
@@ -118,12 +118,12 @@ class Weights:
         return None
 
     def _leave_out_head(self, reason: str) -> None:
-        """A dry run records why the head is left out."""
+        """Record, in a dry run, why the head is left out."""
 
 
 @attrs.frozen
 class _Recorder(Weights):
-    """Records the names and shapes that are asked for, and returns tensors without data."""
+    """Records requested names and shapes, and returns tensors without data."""
 
     tensors: dict[str, TensorSpec] = attrs.field(factory=dict)
     headless: list[str] = attrs.field(factory=list)
@@ -149,7 +149,7 @@ class _Recorder(Weights):
 
 
 class _NoOps:
-    """Returns the tensors that it is given."""
+    """Returns its inputs."""
 
     def weight(self, tensor: Any) -> Any:
         return tensor
@@ -162,11 +162,11 @@ class _NoOps:
 
 @attrs.frozen
 class DryRun:
-    """What ``build`` takes.
+    """What ``build`` needs.
 
     Attributes:
         tensors: canonical name -> spec.
-        headless: why the MTP head that the config promises is left out; "" where it is not.
+        headless: why the MTP head that the config promises is left out; "" otherwise.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -178,8 +178,8 @@ def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None) -
 
     Args:
         spec: the family's.
-        config: what ``spec.parse`` gave.
-        stored: a checkpoint's weights, whose names decide between layouts; without them, the family's usual layout.
+        config: the result of ``spec.parse``.
+        stored: a checkpoint's weights, whose names decide between layouts; the family's usual layout without them.
     """
     ops: Any = _NoOps()
     weights = _Recorder(ops, stored)

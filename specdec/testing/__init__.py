@@ -1,4 +1,4 @@
-"""The conformance kit: checks a plugin against its contract, and shows the smallest case in which it is wrong.
+"""The conformance kit: checks a plugin against its contract and shows the smallest failing case.
 
     from specdec.testing import parametrize_checks
 
@@ -6,8 +6,8 @@
     def test_contract(check):
         check()
 
-Without pytest: ``specdec check NAME`` or ``check_plugin("NAME").raise_for_failures()``. The clauses and their reasons
-are in ``docs/contract``. Needs hypothesis (``pip install specdec-framework[testing]``), no weights and no network.
+Without pytest: ``specdec check NAME`` or ``check_plugin("NAME").raise_for_failures()``. ``docs/contract`` explains the
+clauses. Needs hypothesis (``pip install specdec-framework[testing]``) but no weights and no network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a check is written: registering it under its clause, searching for a failing case, reporting what it found.
+"""Write checks: register one under its clause, search for a failing case, report the result.
 
-A check has the id of a clause in ``docs/contract``, and its docstring is the sentence that heads the clause there. It
-raises ``Broken`` with a case that breaks the clause, or ``NotApplicable`` where the clause does not apply to a plugin.
+A check has the id of a clause in ``docs/contract``; its docstring is that clause's heading. It raises ``Broken`` with a
+case that breaks the clause, or ``NotApplicable`` if the clause does not apply to a plugin.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Broken(AssertionError):
-    """A clause is broken: what is wrong, what the plugin gave, what the contract expects, and the case."""
+    """A clause is broken: the problem, the plugin's value, the expected value, and the case."""
 
     def __init__(self, what: str, *, got: object = None, expected: object = None, **case: object) -> None:
         super().__init__(what)
@@ -38,7 +38,7 @@ class Broken(AssertionError):
 
     @classmethod
     def by(cls, error: BaseException, case: Mapping[str, object], note: str = "") -> Broken:
-        """The failure that ``error`` stands for, in this case; any other exception is a failure too."""
+        """The failure for ``error`` in this case; unexpected exceptions are failures too."""
         case = {**case, **({"note": note} if note else {})}
         if isinstance(error, Broken):
             return cls(error.what, got=error.got, expected=error.expected, **{**case, **error.case})
@@ -46,7 +46,7 @@ class Broken(AssertionError):
 
 
 def _one_line(error: BaseException) -> str:
-    """An exception with the place that raised it."""
+    """An exception with its location."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({frames[-1].name}, {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{at}"
@@ -81,7 +81,7 @@ def expect_error(wanted: type[Exception], call: Callable[[], object], what: str,
 
 
 def not_applicable(reason: str) -> NoReturn:
-    """Leave a check, with the reason why its clause does not apply."""
+    """Leave a check because its clause does not apply, with the reason."""
     raise NotApplicable(reason)
 
 
@@ -96,12 +96,12 @@ class Check:
     subject: Subject
     kind: str  # "contract", or "advice": style and speed, reported and never failed
     contract: str  # the contract that introduced it
-    sentence: str  # the clause, as it heads its section in docs/contract
+    sentence: str  # the clause's heading in docs/contract
     run: Callable[[Any, Run], None] = attrs.field(repr=False)
 
 
 CHECKS: dict[str, Check] = {}
-"""By id, those registered so far; ``specdec.testing.clauses.iter_checks`` gives all of them, in order."""
+"""By id, all registered so far; ``specdec.testing.clauses.iter_checks`` gives all of them, in order."""
 
 
 def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Callable[[T], T]:
@@ -124,7 +124,7 @@ def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Calla
 
 
 class Run:
-    """One run of a check: its seed, its effort (a factor on the number of cases), and the search for a failing case."""
+    """One run of a check: its seed, its effort (a factor on the number of cases), and the search for failing cases."""
 
     def __init__(self, seed: int = 0, effort: float = 1.0, *, shrink: bool = True) -> None:
         self.seed = seed
@@ -132,7 +132,7 @@ class Run:
         self.shrink = shrink
 
     def count(self, usual: int) -> int:
-        """How often to repeat what is repeated ``usual`` times at effort 1."""
+        """The number of repeats for something repeated ``usual`` times at effort 1."""
         return max(1, round(usual * self.effort))
 
     def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: SearchStrategy[Any]) -> None:
@@ -176,7 +176,7 @@ class Run:
             cases()
         except NotApplicable:
             raise
-        except Flaky as flaky:  # the plugin draws from another source: the first failing case is as good as any
+        except Flaky as flaky:  # the plugin uses other randomness: any failing case will do
             case, error = first[0] if first else (last, flaky)
             raise Broken.by(error, case, "it failed once and passed when it was tried again") from error
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A generation by the engine's own cycles, with a target, a verifier and a drafter that a check chooses."""
+"""Run a generation through the engine's own cycles, with a chosen target, verifier and drafter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeDrafter = Callable[[DrafterEnv], Drafter]
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the tokens that a function of the history and the token's number in the draft gives."""
+    """Drafts tokens from a function of the history and the token's index in the draft."""
 
     def __init__(self, script: Callable[[list[int], int], int]) -> None:
         self._script = script
@@ -40,7 +40,7 @@ def run_engine(
     shared: Any = None,
     capacity: int = CAPACITY,
 ) -> tuple[list[int], RunStats]:
-    """``count`` tokens after ``prompt``; ``depths`` are taken in turn. Without a drafter: plain decoding."""
+    """Generate ``count`` tokens after ``prompt``, cycling through ``depths``. Without a drafter: plain decoding."""
     state = target.new_state(capacity, needs)
     env = DrafterEnv(target=target, state=state, shared=shared)
     drafter = ScriptedDrafter(lambda history, number: 0) if make is None else make(env)
@@ -72,5 +72,5 @@ def plain_decoding(
     sampling: Sampling,
     capacity: int = CAPACITY,
 ) -> list[int]:
-    """``count`` tokens after ``prompt``, without drafts: what speculation is compared with."""
+    """Generate ``count`` tokens after ``prompt`` without drafts, as the reference for speculation."""
     return run_engine(target, verifier, None, prompt, count, [0], sampling, capacity=capacity)[0]

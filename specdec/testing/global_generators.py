@@ -1,4 +1,4 @@
-"""The global random generators that a plugin must leave alone: reading their states, and seeding them for a while."""
+"""Read and seed the global random generators that a plugin must leave alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def generator_states() -> list[Any]:
-    """The state of every global generator that a plugin could draw from; PyTorch's where it is loaded."""
+    """The state of every global generator that a plugin could draw from; PyTorch's only if it is loaded."""
     torch = sys.modules.get("torch")
     states: list[Any] = [random.getstate(), repr(np.random.get_state())]
     return states if torch is None else [*states, torch.get_rng_state().tolist()]
@@ -20,7 +20,7 @@ def generator_states() -> list[Any]:
 
 @contextlib.contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seed every global generator inside, and restore its state afterwards."""
+    """Seed every global generator in the block, and restore its state afterwards."""
     torch = sys.modules.get("torch")
     before, numpy_before = random.getstate(), np.random.get_state()
     torch_before = None if torch is None else torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The methods of ``Logits``, each compared with its ``rows``."""
+"""Compare the methods of ``Logits`` with its ``rows``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from specdec.testing.checks import expect, expect_equal
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-CLOSE = 1e-3  # nats between logsumexp and the float64 sum; the probability of a token is then right to a thousandth
+CLOSE = 1e-3  # nats between logsumexp and the float64 sum: probabilities are right to a thousandth
 
 
 def check_logits(logits: Logits, count: int, vocab: int, picked: Sequence[int]) -> NDArray[np.float32]:
-    """Check that every method agrees with ``rows``, which are ``[count, vocab]``; returns these.
+    """Check that every method agrees with ``rows``, and return those: ``[count, vocab]``.
 
     Args:
         picked: tokens to gather, one for each of the first rows; the best token of row 0 is gathered too.
@@ -51,7 +51,7 @@ def check_logits(logits: Logits, count: int, vocab: int, picked: Sequence[int]) 
 
 
 def _check_noise(logits: Logits, rows: NDArray[np.float32]) -> None:
-    """``noisy_argmax``, where it is offered, follows the formula of the contract."""
+    """``noisy_argmax``, if offered, follows the formula of the contract."""
     ids = np.arange(rows.shape[1])
     for row in range(len(rows)):
         for position, scale in ((7, 1.0), (8, 2.5)):

@@ -1,4 +1,4 @@
-"""The numbers that checks decide by: a chi-square test, and tolerances with their derivation."""
+"""Statistics and tolerances for checks: a chi-square test, and tolerances with their derivation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MERGE_BELOW = 5.0  # expected counts under which the chi-square approximation is not trusted; such cells are merged
+MERGE_BELOW = 5.0  # merge cells with smaller expected counts: chi-square is unreliable there
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Distance from 1 to the next number; rounding to nearest moves a value by at most half of it, relatively."""
+"""Distance from 1 to the next number; rounding to nearest has a relative error of at most half of it."""
 
 SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
-"""Distance between the numbers next to 0, which no rounding is finer than."""
+"""Distance between numbers next to 0, the finest possible rounding."""
 
 
 @attrs.frozen
 class Fit:
-    """How well counts fit a distribution. ``impossible`` lists the cells of probability 0 that occurred."""
+    """The fit of counts to a distribution. ``impossible`` lists cells of probability 0 that occurred."""
 
     p_value: float
     statistic: float
@@ -57,7 +57,7 @@ def goodness_of_fit(
     expected = expected / expected.sum() * observed.sum()
     low = int(np.searchsorted(expected, MERGE_BELOW))
     if 0 < low < len(expected) and expected[:low].sum() < MERGE_BELOW:
-        low += 1  # the merged cell takes in the smallest of the others
+        low += 1  # the merged cell absorbs the smallest of the others
     if low:
         observed = np.append(observed[:low].sum(), observed[low:])
         expected = np.append(expected[:low].sum(), expected[low:])
@@ -80,20 +80,20 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 
 
 def dot_tolerance(dtype: str, length: int, magnitude: NDArray[np.float64], roundings: int = 1) -> NDArray[np.float64]:
-    """How far a dot product over ``length`` terms may be from the float64 one.
+    """The tolerance of a dot product of ``length`` terms against float64.
 
     ``magnitude`` is ``sum |x_i w_i|``. Float32 accumulation in any order is off by at most ``length * 2^-24`` of it
     (Higham 2002, section 3.1); each rounding to the activation dtype adds half its epsilon of the value, which is at
-    most the magnitude. Twice that, since inputs of later roundings are rounded themselves.
+    most the magnitude. The result is doubled, since inputs of later roundings are rounded themselves.
     """
     bound: NDArray[np.float64] = magnitude * (length * 2.0**-23 + roundings * EPSILON[dtype]) + 1e-30
     return bound
 
 
 def fill_with_nan(owner: object) -> int:
-    """Fill every writable floating-point array among an object's attributes with NaN; returns how many there were.
+    """Fill every writable floating-point array among an object's attributes with NaN; returns their number.
 
-    For buffers whose contents must not matter: a value that is read from one makes the result NaN.
+    For buffers whose contents must not matter: reading one makes the result NaN.
     """
     filled = 0
     for array in vars(owner).values():

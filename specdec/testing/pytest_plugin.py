@@ -1,6 +1,6 @@
-"""pytest's side of the kit: ``parametrize_checks``, two options, and a header line that says what runs.
+"""The pytest plugin: ``parametrize_checks``, two options, and a header line.
 
-Registered by the entry point ``specdec`` in the group ``pytest11``. A run that does not use the kit imports none of it.
+Registered by the entry point ``specdec`` in the group ``pytest11``. Imports nothing of the kit unless it is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 T = TypeVar("T")
 
-_contract: str | None = None  # --specdec-contract, which overrides what the tests claim
+_contract: str | None = None  # --specdec-contract, which overrides the tests' claim
 _seed: int = 0  # --specdec-seed
 
 
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_collectionfinish() -> str | list[str]:
-    """One line with the contract, the seed and the backends of this machine; nothing where the kit is not in use."""
+    """One line with the contract, the seed and this machine's backends; nothing if the kit is not in use."""
     if "specdec.testing.checks" not in sys.modules:
         return []
     from specdec.registry import Kind, registry
@@ -45,7 +45,7 @@ def pytest_report_collectionfinish() -> str | list[str]:
         available = getattr(entry.spec, "available", lambda: None)
         try:
             reason = available()
-        except Exception as error:  # noqa: BLE001  (a header shows what is broken, it does not break)
+        except Exception as error:  # noqa: BLE001  (a header shows broken backends)
             reason = f"{type(error).__name__}: {error}"
         backends.append(entry.spec.name if reason is None else f"{entry.spec.name} (not here: {reason})")
     return f"specdec: contract {_contract or CONTRACT}, seed {_seed}, backends: {', '.join(backends) or 'none'}"
@@ -63,14 +63,14 @@ def parametrize_checks(
     seed: int | None = None,
     effort: float = 1.0,
 ) -> Callable[[T], T]:
-    """Decorate a test ``def test_contract(check): check()``: pytest runs it once for each check.
+    """Decorate a test ``def test_contract(check): check()``, which pytest runs once for each check.
 
     Args:
         drafter: a DrafterSpec, or a factory that takes the sequence's ``env`` or nothing; the others likewise.
         contract: the version that the plugin claims; newer clauses warn instead of failing.
-        known_failures: ``{id: reason}``. One that passes is a failure.
-        seed: of all drawn cases; None takes pytest's ``--specdec-seed`` (0 unless given).
-    Raises: ConfigError for a known failure that no check here has as its id.
+        known_failures: ``{id: reason}``. A listed check that passes is a failure.
+        seed: seed of all drawn cases; None takes pytest's ``--specdec-seed`` (default 0).
+    Raises: ConfigError for a known failure whose id no check here has.
     """
     from specdec.errors import ConfigError
     from specdec.testing.checks import CONTRACT, Check

@@ -1,4 +1,4 @@
-"""The distribution of the next token, computed one token at a time: what ``specdec.sampling`` is compared with."""
+"""A reference for ``specdec.sampling``: the distribution of the next token, computed one token at a time."""
 
 from __future__ import annotations
 

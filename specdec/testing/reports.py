@@ -1,4 +1,4 @@
-"""Running checks: the outcome of each, and the report about a plugin."""
+"""Run checks and report their outcomes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, 
 
 
 class CheckFailure(SpecdecError, AssertionError):
-    """A failed check: the clause, the smallest case, what was got and expected, and how to run it again."""
+    """A failed check: the clause, the smallest case, actual and expected values, and how to run it again."""
 
 
 class Status(enum.Enum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -42,7 +42,7 @@ class Outcome:
     check: Check
     status: Status
     seconds: float
-    detail: str = ""  # the failure's text, or the reason
+    detail: str = ""  # text of the failure, or the reason
     failure: CheckFailure | None = attrs.field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,15 +74,15 @@ def run_check(
     Args:
         contract: the version that the plugin claims.
         known: why a failure is expected; a check that passes then counts as failed.
-        replay: the command that runs this check again, for the failure's text.
-        shrink: search for the smallest failing case; otherwise the first one is reported.
+        replay: the command to run this check again, for the failure's text.
+        shrink: search for the smallest failing case; otherwise report the first.
     """
     started, error = perf_counter(), None
     try:
         check.run(given, Run(seed, effort, shrink=shrink))
     except NotApplicable as reason:
         return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, str(reason))
-    except Exception as raised:  # noqa: BLE001  (whatever a plugin raises is its failure)
+    except Exception as raised:  # noqa: BLE001  (any exception is the plugin's failure)
         error = raised
     seconds = perf_counter() - started
     if error is None and known is None:
@@ -124,7 +124,7 @@ class Report:
     contract: str
     seed: int
     outcomes: tuple[Outcome, ...]
-    notes: tuple[str, ...] = ()  # what was not checked, and why
+    notes: tuple[str, ...] = ()  # unchecked parts, and why
 
     @property
     def failures(self) -> list[Outcome]:
@@ -206,7 +206,7 @@ def check_plugin(plugin: Any, *, config: Any = None, options: Mapping[str, Any] 
     """Run every check on a plugin.
 
     Args:
-        plugin: a registered name (all kinds that it is registered as are checked), a spec, or a verifier, a target or
+        plugin: a registered name (checked as every kind it is registered as), a spec, a verifier, a target or
             one of the Subject classes.
         config: the plugin's own config object; None takes its defaults.
         options: the same as plain data, structured into the plugin's config class.

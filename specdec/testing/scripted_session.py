@@ -1,4 +1,4 @@
-"""``ScriptedSession``: calls a drafter as the engine does, with outcomes that a check chooses."""
+"""``ScriptedSession``: call a drafter as the engine does, with outcomes chosen by a check."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CAPACITY = 256
 
 
 class DrafterView(ForwardPass):
-    """The target as a drafter may use it: MTP passes if declared, and nothing else on the sequence's own state."""
+    """The target as a drafter may use it: declared MTP passes, and nothing else on the sequence's own state."""
 
     def __init__(self, inner: ForwardPass, needs: Needs, *, lenient: bool) -> None:
         self.inner, self.info, self._needs, self._lenient = inner, inner.info, needs, lenient
@@ -77,7 +77,7 @@ class DrafterView(ForwardPass):
         head: DraftHead | None = None,
     ) -> ForwardOutput:
         self._declared()
-        if head is None:  # a pass that makes no heads may know nothing of them
+        if head is None:  # not every pass knows the argument
             return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional)
         return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
 
@@ -112,7 +112,7 @@ SETTINGS = ("sampling", "generated_from", "cycle", "draft_noise")
 
 @attrs.frozen
 class Kept:
-    """What a session keeps of a sequence: its tokens, the target's state, the drafter's own."""
+    """A snapshot of a session: its tokens, the target's state, the drafter's own."""
 
     tokens: list[int]
     cycles: int
@@ -125,8 +125,8 @@ class Kept:
 class ScriptedSession:
     """One sequence: its tokens, its state, its drafter.
 
-    ``sealed``: hidden states and the MTP head only as declared, the state out of reach. Unsealed, a drafter that breaks
-    those clauses still works, so that each check finds its own clause only.
+    ``sealed``: hidden states and the MTP head only as declared, and no access to the state. Unsealed, a drafter that
+    breaks those clauses still works, so that each check finds only its own clause.
     """
 
     subject: DrafterSubject
@@ -141,7 +141,7 @@ class ScriptedSession:
     cycles: int = 0
     generated_from: int = 0
     contexts: list[tuple[Context, list[int], dict[str, Any]]] | None = None
-    """When it is a list: every context handed out, with the tokens and settings that it had then."""
+    """If a list: every context handed out, with its tokens and settings at the time."""
 
     @classmethod
     def start(
@@ -157,7 +157,7 @@ class ScriptedSession:
         snapshot: Snapshot | None = None,
         saved: DrafterSnapshot | None = None,
     ) -> ScriptedSession:
-        """An empty sequence, or one over a restored snapshot."""
+        """Start an empty sequence, or one over a restored snapshot."""
         if model is None:
             model = target_for(subject, memory)
         needs = subject.needs if sealed else subject.needs | Needs(mtp=bool(model.info.mtp_layers), final_hidden=True)
@@ -169,7 +169,7 @@ class ScriptedSession:
         return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
 
     def context(self, upto: int | None = None) -> Context:
-        """A context over a copy of the tokens: a drafter that writes to it changes nothing here."""
+        """A context over a copy of the tokens, so that a drafter's writes change nothing here."""
         tokens, noise = self.tokens[:upto], self.noise
         context = Context(
             tokens, self.sampling, generated_from=self.generated_from, cycle=self.cycles, draft_noise=noise
@@ -179,7 +179,7 @@ class ScriptedSession:
         return context
 
     def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
-        """Append tokens, and run all but the last through target and drafter, in chunks."""
+        """Append tokens; all but the last run through target and drafter, in chunks."""
         self.tokens += tokens
         while self.state.length < len(self.tokens) - 1:
             at = self.state.length
@@ -188,7 +188,7 @@ class ScriptedSession:
             self.drafter.prefill(self.context(at + len(part)), output)
 
     def propose(self, depth: int) -> Draft:
-        """Begin a cycle: the drafter's answer, unchanged."""
+        """Begin a cycle and return the drafter's answer, unchanged."""
         self.cycles += 1
         return self.drafter.propose(self.context(), depth)
 
@@ -197,14 +197,14 @@ class ScriptedSession:
         drafted = usable(draft, len(draft.tokens), self.model.info.vocab_size).tokens
         accepted = min(accepted, len(drafted))
         if accepted < len(drafted) and next_token == drafted[accepted]:
-            next_token = (next_token + 1) % self.model.info.vocab_size  # a rejected token is not chosen
+            next_token = (next_token + 1) % self.model.info.vocab_size  # not the rejected token
         output = self.model.decode(self.state, [self.tokens[-1], *drafted])
         self.model.commit(self.state, accepted + 1)
         self.tokens += [*drafted[:accepted], next_token]
         self.drafter.observe(Verdict(accepted, next_token), output, self.context())
 
     def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> Draft:
-        """A whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""
+        """Run a whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""
         if depth == 0:
             self.cycles += 1
             draft = Draft()
@@ -221,19 +221,19 @@ class ScriptedSession:
             self.drafter.rewind(self.model.rewind(self.state, max(length - 1, 0)))
 
     def keep(self) -> Kept:
-        """Copy what a session copies, in its order."""
+        """Copy everything that a session copies, in the same order."""
         state = self.model.snapshot(self.state)
         saved = self.drafter.snapshot(self.context())
         return Kept(list(self.tokens), self.cycles, self.generated_from, state, saved)
 
     def restored(self, kept: Kept, saved: DrafterSnapshot | None = None) -> ScriptedSession:
-        """A new drafter over the kept state, with or without what the old one saved."""
+        """Replace the drafter over the kept state, with or without the old one's snapshot."""
         other = self._like(kept.state, saved)
         other.tokens, other.cycles, other.generated_from = list(kept.tokens), kept.cycles, kept.generated_from
         return other
 
     def fresh(self) -> ScriptedSession:
-        """A new drafter and a new state which saw the same tokens in one chunk."""
+        """Replace drafter and state by new ones that saw the same tokens in one chunk."""
         other = self._like(None, None)
         other.cycles, other.generated_from = self.cycles, self.generated_from
         other.feed(self.tokens)
@@ -253,7 +253,7 @@ class ScriptedSession:
 
 
 def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> StrictForwardPass:
-    """A strict model that has what the drafter needs."""
+    """A strict model that supports the drafter's needs."""
     mtp = subject.needs.mtp
     return StrictForwardPass(TableModel.random(vocab, memory=memory, tilt=0.7, mtp=mtp, max_positions=4 * CAPACITY))
 
@@ -262,7 +262,7 @@ def usable(draft: Draft, depth: int, vocab: int) -> Draft:
     """The draft as the engine verifies it: at most ``depth`` tokens, cut before an id outside the vocabulary."""
     kept = 0
     for token in draft.tokens[:depth]:
-        id_: object = token  # what drafters really give
+        id_: object = token  # drafters may return anything
         if isinstance(id_, bool) or not isinstance(id_, int | np.integer) or not 0 <= id_ < vocab:
             break
         kept += 1

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for distributions, drafts and sequences of calls. Zeros, one-hots and ties are drawn often.
+"""Hypothesis strategies for distributions, drafts and sequences of calls, with many zeros, one-hots and ties.
 
 Needs hypothesis: ``pip install specdec-framework[testing]``.
 """
@@ -31,7 +31,7 @@ def distributions(size: int) -> st.SearchStrategy[Float64]:
 
 
 def logits(rows: int, vocab: int) -> st.SearchStrategy[NDArray[np.float32]]:
-    """Logits ``[rows, vocab]`` float32 on a coarse grid (ties are common), with ``-inf`` and large values among them.
+    """Logits ``[rows, vocab]`` float32 on a coarse grid (ties are common), including ``-inf`` and large values.
 
     Every row has a finite entry.
     """
@@ -47,7 +47,7 @@ def tokens(vocab: int, *, min_size: int = 0, max_size: int = 12) -> st.SearchStr
 
 @st.composite
 def drafts(draw: st.DrawFn, vocab: int, depth: int, *, with_probs: bool = False) -> Draft:
-    """Honest drafts of exactly ``depth`` tokens; in ``probs``, if asked for, each has a positive probability."""
+    """Valid drafts of exactly ``depth`` tokens; ``probs``, if requested, give each a positive probability."""
     if not with_probs:
         return Draft(tuple(draw(st.lists(st.integers(0, vocab - 1), min_size=depth, max_size=depth))))
     rows = [draw(distributions(vocab)) for _ in range(depth)]
@@ -82,7 +82,7 @@ def samplings(draw: st.DrawFn, vocab: int, *, greedy: bool | None = None) -> Sam
 
 
 def generations(vocab: int) -> dict[str, st.SearchStrategy[Any]]:
-    """``prompt``, ``depths`` (taken in turn) and ``sampling`` of a generation by the engine."""
+    """``prompt``, ``depths`` (used cyclically) and ``sampling`` of a generation by the engine."""
     prompts = st.one_of(tokens(vocab, min_size=1), st.just([1, 2, 3, 1, 2, 3, 1, 2]))
     depths = st.lists(st.integers(0, 5), min_size=1, max_size=4)
     return {"prompt": prompts, "depths": depths, "sampling": samplings(vocab)}
@@ -93,7 +93,7 @@ def generations(vocab: int) -> dict[str, st.SearchStrategy[Any]]:
 
 @attrs.frozen
 class Call:
-    """One step of a sequence of calls; the check that draws it decides what ``name`` does with the numbers."""
+    """One step of a sequence of calls; the check defines what ``name`` does with the numbers."""
 
     name: str
     numbers: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""``StrictForwardPass``: a wrapper that accepts only what the contract promises, however lenient the target is."""
+"""``StrictForwardPass``: a wrapper that enforces the contract, however lenient the target is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StrictLogits(Logits):
-    """Logits until the next pass of their kind: no longer life is promised, and a device reuses the buffer."""
+    """Logits, valid until the next pass of their kind, as the contract promises: a device reuses the buffer."""
 
     def __init__(self, inner: Logits, state: StrictState, rows: int, *, mtp: bool = False) -> None:
         if len(inner) != rows:
@@ -52,7 +52,7 @@ class StrictLogits(Logits):
 
     def rows(self) -> Float32:
         rows = self._alive().rows()
-        rows.flags.writeable = False  # a reader that writes would change what others read
+        rows.flags.writeable = False  # writes would affect other readers
         return rows
 
 
@@ -66,7 +66,7 @@ class StrictHidden(Hidden):
         return len(self.inner)
 
     def __getitem__(self, rows: slice) -> StrictHidden:
-        given: object = rows  # what callers really pass
+        given: object = rows  # callers may pass anything
         if not isinstance(given, slice) or given.step not in (None, 1):
             raise ContractError(f"hidden states are cut by slices of step 1, got {rows!r}")
         return StrictHidden(self.inner[rows], self.owner)
@@ -98,17 +98,17 @@ class StrictHead(DraftHead):
 
 
 class StrictState(State):
-    """The wrapped state, and what its owner may do with it next."""
+    """The wrapped state, and the calls allowed next."""
 
     def __init__(self, inner: State, owner: StrictForwardPass) -> None:
         self.inner = inner
         self.needs, self.pairs = inner.needs, inner.pairs
         self.owner = weakref.ref(owner)
-        self.passes = self.mtp_passes = 0  # logits of an earlier number are stale
+        self.passes = self.mtp_passes = 0  # logits with an earlier number are stale
         self.committed = inner.length
         self.unpaired = inner.length - (0 if inner.pairs is None else inner.pairs.length)  # lost before a restore
-        self.decoded: int | None = None  # rows of a pass that is not committed
-        self.pending: int | None = None  # the token that a draft was made from: the next one to be committed
+        self.decoded: int | None = None  # rows of an uncommitted pass
+        self.pending: int | None = None  # the token a draft was made from, to be committed next
 
     @property
     def length(self) -> int:
@@ -125,8 +125,8 @@ class StrictState(State):
 class StrictForwardPass(ForwardPass):
     """Accepts what the contract promises and raises ContractError for anything else, however lenient ``inner`` is.
 
-    Run an engine or a drafter over it to find what relies on one backend's leniency: token types, row counts, the order
-    of decode and commit, drafts from a token that is not committed next, foreign hidden states and heads, stale logits.
+    Run an engine or a drafter over it to find reliance on one backend's leniency: token types, row counts, the order of
+    decode and commit, drafts from a token that is not committed next, foreign hidden states and heads, stale logits.
     """
 
     def __init__(self, inner: ForwardPass) -> None:
@@ -198,7 +198,7 @@ class StrictForwardPass(ForwardPass):
         return self._output(state, output, len(tokens), StrictLogits(output.need_logits(), state, len(tokens)))
 
     def _output(self, state: StrictState, output: ForwardOutput, rows: int, logits: Logits | None) -> ForwardOutput:
-        """What a pass gave: exactly what its state was made for."""
+        """The output of a pass, checked to be exactly what its state was made for."""
         needs = state.needs
         if output.rows != rows or tuple(output.boundaries) != needs.boundaries:
             raise ContractError(f"a pass of {rows} rows gave {output.rows}, with boundaries {list(output.boundaries)}")

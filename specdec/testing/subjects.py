@@ -1,4 +1,4 @@
-"""What can be checked: plugins of five kinds, given as a registered name, a spec, an object or a factory."""
+"""Subjects of checks: five kinds of plugins, given as a registered name, a spec, an object or a factory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Subject(enum.Enum):
-    """The kind of plugin that a check is about: the letter of its clause ids, and the name of its contract page."""
+    """A kind of plugin: the letter of its clause ids, and the name of its contract page."""
 
     DRAFTER = ("D", "drafter")
     VERIFIER = ("V", "verifier")
@@ -65,7 +65,7 @@ class DrafterSubject:
 
 @attrs.frozen(kw_only=True)
 class VerifierSubject:
-    """How to build a verifier; ``bound`` in nats, for a BOUNDED verifier that states none itself."""
+    """How to build a verifier; ``bound`` in nats, for a BOUNDED verifier that declares none itself."""
 
     make: Callable[[], Verifier]
     bound: float | None = None
@@ -73,7 +73,7 @@ class VerifierSubject:
 
 @attrs.frozen(kw_only=True)
 class ForwardPassSubject:
-    """How to build a target; ``make`` may return the same one each time."""
+    """How to build a target; ``make`` may return the same one every time."""
 
     make: Callable[[], ForwardPass]
 
@@ -119,7 +119,7 @@ def subject_of(plugin: Any) -> Subject | None:
 
 
 def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
-    """What the checks of ``subject`` take, from a spec (with its config), an object or a factory."""
+    """The subject that checks take, from a spec (with its config), an object or a factory."""
     if isinstance(given, AnySubject):
         return given
     if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec):
@@ -147,18 +147,18 @@ def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec, config: Any) 
         return DrafterSubject(make=lambda env: spec.factory(options, env), needs=needs, prepare=prepared)
     if prepare is None:
         return DepthPolicySubject(make=lambda: spec.factory(options))
-    # each policy is prepared anew: what one generation learns from another is not under test
+    # prepare a new policy every time: what it learns across generations is not under test
     return DepthPolicySubject(make=lambda: spec.factory(options, prepare(options, _policy_env())))
 
 
 def _policy_env() -> PrepareEnv:
-    """What ``prepare`` of a depth policy gets: a small target and a made-up cost table."""
+    """Arguments for a depth policy's ``prepare``: a small target and a made-up cost table."""
     table = CostTable(verify={1: 0.010, 4: 0.012, 8: 0.015}, draft={0: 0.0, 1: 0.001, 6: 0.006}, commit=0.0005)
     return PrepareEnv(target=TableModel.random(mtp=True), costs=lambda file=None: table)
 
 
 def _from_drafter_factory(factory: Any) -> DrafterSubject:
-    """A factory takes the sequence's environment, or nothing; it may have an attribute ``needs``."""
+    """A factory takes the sequence's environment or nothing; it may have an attribute ``needs``."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(factory).parameters.values()
     takes_env = any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
@@ -182,17 +182,17 @@ Labelled = tuple[str, Subject, AnySubject]
 def registered_subjects(
     name: str, config: Any = None, options: Mapping[str, Any] | None = None
 ) -> tuple[list[Labelled], list[str]]:
-    """Everything registered as ``name`` (a plugin's distribution counts too), and notes about what cannot be checked.
+    """Everything registered as ``name`` (or by the distribution of that name), and notes about what cannot be checked.
 
-    Raises: UnknownNameError when there is none; UnsupportedError when nothing about it can be checked; PluginError when
-        its plugin failed to load.
+    Raises: UnknownNameError if there is none; UnsupportedError if nothing about it can be checked; PluginError if its
+        plugin failed to load.
     """
     entries = registry().entries()
     found = [entry for entry in entries if name in (entry.spec.name, entry.origin.distribution)]
     if not found:
         for failure in registry().failures:
             if failure.fatal and failure.stands_for(name):
-                registry().drafter(name, asked_by="specdec check")  # raises with the plugin's own error
+                registry().drafter(name, asked_by="specdec check")  # raises the plugin's own error
         known = sorted({entry.spec.name for entry in entries})
         raise UnknownNameError(
             f"nothing is registered as {name!r}.{did_you_mean(name, known)}", available=", ".join(known)

@@ -1,8 +1,7 @@
 """``TableModel``: a target without weights, a Markov chain whose distribution is known.
 
-It needs numpy alone. Its state comes in three kinds, because rollback is where they differ: attention keeps
-an entry per token and can be cut anywhere, a convolution window and a recurrent accumulator can only go back to points
-that they kept.
+It needs only numpy. Its state comes in three kinds that differ in rollback: attention keeps an entry per token and can
+be cut anywhere; a convolution window and a recurrent accumulator can only go back to saved points.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Memory(enum.Enum):
-    """What a state is made of."""
+    """The memory of a state."""
 
     ATTENTION = "attention"
     """An entry per token: cut anywhere."""
     CONVOLUTION = "convolution"
-    """The last few tokens: goes back to kept points only, and sees nothing older."""
+    """The last few tokens: goes back only to saved points, and sees nothing older."""
     RECURRENT = "recurrent"
-    """An accumulator over all tokens: goes back to kept points only."""
+    """An accumulator over all tokens: goes back only to saved points."""
 
 
 class TableLogits(Logits):
@@ -98,14 +97,14 @@ class TableHead(DraftHead):
 
 @attrs.frozen
 class _Point:
-    """Everything that a row needs of its past: the last tokens and an accumulator over all of them."""
+    """A row's past: the last tokens, and an accumulator over all of them."""
 
     tail: tuple[int, ...]
     accumulator: int
 
 
 class TableHidden(Hidden):
-    """The points after T rows, at a layer boundary or after the final norm (None); only their model takes them back."""
+    """The points after T rows, at a layer boundary or after the final norm (None); only their model accepts them."""
 
     def __init__(self, owner: TableModel, points: Sequence[_Point], boundary: int | None = None) -> None:
         self.owner = owner
@@ -127,7 +126,7 @@ class TableHidden(Hidden):
         return TableHidden(self.owner, points, self.boundary)
 
     def rows(self) -> Float32:
-        """Tokens, and what the accumulator is to 23 bits; other numbers at each boundary."""
+        """Tokens, and the accumulator to 23 bits; the numbers differ at each boundary."""
         place = 0 if self.boundary is None else self.boundary + 1
         values = [[*point.tail, (point.accumulator ^ place) % 2**23] for point in self.points]
         return np.array(values, np.float32).reshape(-1, self.owner.order + 1)
@@ -144,10 +143,10 @@ class TableState(State):
         self.held = 0
         self.point = model.start  # after the committed tokens
         self.entries: list[_Point] = []  # attention only: one per committed token
-        self.marks: list[tuple[int, _Point]] = []  # the other kinds
+        self.marks: list[tuple[int, _Point]] = []  # only the other kinds
         self.provisional: list[_Point] | None = None
-        self.fed: tuple[int, ...] = ()  # tokens of the pass that is not committed
-        self.mtp: list[int] = []  # accumulators after each pair; provisional ones behind the true ones
+        self.fed: tuple[int, ...] = ()  # tokens of the uncommitted pass
+        self.mtp: list[int] = []  # accumulators after each pair; provisional ones last
 
     @property
     def length(self) -> int:
@@ -162,15 +161,15 @@ class TableState(State):
 
 
 class TableModel(ForwardPass):
-    """A Markov chain over a small vocabulary: ``logits = log(table[last n tokens])``, tilted by all the past or not.
+    """A Markov chain over a small vocabulary: ``logits = log(table[last n tokens])``, optionally tilted by the past.
 
     Args:
         table: ``[V, ..., V]`` with n + 1 axes: probabilities of the next token, by the last n tokens, oldest first.
-            Zeros are allowed and become ``-inf``. A sequence starts as if n tokens 0 stood before it.
+            Zeros are allowed and become ``-inf``. A sequence starts as if preceded by n tokens 0.
         memory: the kind of state.
-        tilt: nats by which a pseudo-random function of *all* earlier tokens moves each logit, so that a state which
-            lost or doubled a token shows. Not with CONVOLUTION, which has no such memory.
-        mtp_table: the same for an MTP head, by the last tokens including the one that the pair brings; None: no head.
+        tilt: nats by which a pseudo-random function of *all* earlier tokens moves each logit, so that a lost or doubled
+            token shows. Not with CONVOLUTION, which has no such memory.
+        mtp_table: the same for an MTP head, by the last tokens including the pair's; None: no head.
         mtp_tilt: the same for the pairs in the head's cache.
     """
 
@@ -231,7 +230,7 @@ class TableModel(ForwardPass):
         Args:
             peak: Dirichlet concentration; small values give peaked distributions.
             zeros: share of entries that are forbidden (at least one per row stays).
-            mtp: give it an MTP head that is right more often than chance.
+            mtp: add an MTP head that is right more often than chance.
         """
         rng = np.random.default_rng(seed)
         shape = (vocab,) * order
@@ -257,7 +256,7 @@ class TableModel(ForwardPass):
     # --- the distribution ------------------------------------------------------------------------------------------
 
     def logits(self, history: Sequence[int]) -> Float32:
-        """Logits ``[V]`` after ``history``, from nothing but its tokens: what every pass is compared with."""
+        """Logits ``[V]`` after ``history``, computed from the tokens alone: the reference for every pass."""
         point = self.start
         for token in history:
             point = self._step(point, token)
@@ -424,7 +423,7 @@ class TableModel(ForwardPass):
             return length
         if self.memory is Memory.ATTENTION:
             if state.pairs is not None and not state.pairs.knows(length):
-                length -= 1  # the last kept token runs again, and brings its hidden state back
+                length -= 1  # the last kept token runs again, to restore its hidden state
             del state.entries[length:]
             state.held, state.point = length, state.entries[-1] if length else self.start
         else:
@@ -476,6 +475,6 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _fold(accumulator: int, token: int) -> int:
-    """One step over a token; depends on the order, and cannot be undone."""
+    """Mix in one token; depends on the order and cannot be undone."""
     word = ((accumulator ^ (accumulator >> 29)) * 0xBF58476D1CE4E5B9 + (token + 1) * _GOLDEN) & _MASK
     return word ^ (word >> 32)

@@ -1,4 +1,4 @@
-"""A target with its reference: the same target, run plainly in a fresh state, one row per pass."""
+"""A target and its reference: the same target in plain decoding, with a fresh state and one row per pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     Float32 = NDArray[np.float32]
 
 CAPACITY = 96  # tokens per sequence
-SLACK = 0.02  # NUMERIC parity: share of the logits' spread by which rows may differ
+SLACK = 0.02  # NUMERIC parity: allowed difference of rows, as a share of the logits' spread
 
 
 class TargetUnderTest:
-    """The target of a subject, with tokens to feed it and comparisons as exact as its parity."""
+    """The target of a subject, with tokens to feed it and comparisons as strict as its parity."""
 
     def __init__(self, subject: ForwardPassSubject) -> None:
         self.model = subject.make()
@@ -41,7 +41,7 @@ class TargetUnderTest:
         return state
 
     def pairs(self, state: State) -> MtpPairs:
-        """The ledger of a state made for MTP drafts. Raises: Broken where it does not account for all positions."""
+        """The ledger of a state made for MTP drafts. Raises: Broken unless it accounts for all positions."""
         pairs = state.pairs
         if pairs is None:
             raise Broken("a state made with Needs.mtp has no ledger of pairs", expected="MtpPairs")
@@ -51,7 +51,7 @@ class TargetUnderTest:
     def draft(
         self, state: State, pending: int, depth: int, *, head: DraftHead | None = None, forced: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], list[Float32]]:
-        """A draft step by step, greedy or of the tokens ``forced``; and the logits ``[V]`` of each step."""
+        """Draft in single steps, greedily or with tokens ``forced``; returns draft and logits ``[V]`` of each step."""
         seen: list[Float32] = []
 
         def choose(logits: Logits, drafted: Sequence[int]) -> int:
@@ -61,15 +61,15 @@ class TargetUnderTest:
         return self.model.draft_mtp(state, pending, depth, head=head, choose=choose), seen
 
     def token(self, number: int) -> int:
-        """Any int as a token id, spread over the vocabulary."""
+        """Map any int to a token id, spread over the vocabulary."""
         return (number * 2654435761 + 1) % self.info.vocab_size
 
     def tokens(self, numbers: Sequence[int]) -> list[int]:
-        """As many token ids."""
+        """Map ints to token ids."""
         return [self.token(number) for number in numbers]
 
     def append(self, state: State, tokens: Sequence[int]) -> None:
-        """Plain decoding of given tokens: a row per pass."""
+        """Decode given tokens plainly: one row per pass."""
         for token in tokens:
             self.model.decode(state, [token])
             self.model.commit(state, 1)
@@ -85,19 +85,19 @@ class TargetUnderTest:
         return self._known[key]
 
     def next_logits(self, state: State, token: int) -> Float32:
-        """The logits ``[V]`` after one more token, which is not kept."""
+        """The logits ``[V]`` after one more token, which is rolled back."""
         logits: Float32 = self.model.decode(state, [token]).need_logits().rows()[0].copy()
         self.model.commit(state, 0)
         return logits
 
     def expect_plain(self, state: State, tokens: Sequence[int], what: str) -> None:
-        """Raises: Broken unless ``state`` goes on as a plainly decoded one that holds ``tokens``."""
+        """Raises: Broken unless ``state`` continues like a plainly decoded one that holds ``tokens``."""
         token = self.token(len(tokens))
         self.expect_close(self.next_logits(state, token), self.logits_after([*tokens, token]), what, tokens=[*tokens])
         expect(state.length == len(tokens), "the state has another length", got=state.length, expected=len(tokens))
 
     def expect_close(self, got: Float32, wanted: Float32, what: str, *, exact: bool = True, **case: object) -> None:
-        """Raises: Broken unless the logits are equal: to the bit with BITWISE parity, if ``exact``."""
+        """Raises: Broken unless the logits are equal: bit for bit with BITWISE parity, if ``exact``."""
         if exact and self.exact:
             same = np.array_equal(got, wanted)
         else:

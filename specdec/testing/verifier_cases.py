@@ -1,4 +1,4 @@
-"""Single calls of a verifier, and how often it emits each sequence of three tokens when it is called many times."""
+"""Single calls of a verifier, and counts of the three-token sequences that it emits over many calls."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn, *, greedy: bool | None = None, depths: st.SearchStrat
 
 
 def with_accepted_draft(case: Case) -> Case:
-    """The same call with penalties, and a draft of which every token is the best one after those before it."""
+    """The same call with penalties, and a draft whose every token is the best one after those before it."""
     case = attrs.evolve(case, sampling=attrs.evolve(case.sampling, presence_penalty=1.5, frequency_penalty=0.5))
     for row in range(len(case.draft.tokens)):
         best = int(case.distribution(row).argmax())
@@ -77,7 +77,7 @@ def with_accepted_draft(case: Case) -> Case:
 
 
 def decide(verifier: Verifier, case: Case) -> Verdict | None:
-    """The verdict, or None where the verifier refuses the settings."""
+    """The verdict, or None if the verifier refuses the settings."""
     try:
         return verifier.verify(case.draft, TableLogits(case.rows.copy()), case.context(verifier.draft_noise))
     except UnsupportedError:
@@ -90,7 +90,7 @@ def emitted(case: Case, verdict: Verdict) -> list[int]:
 
 
 def target_rows(model: TableModel, history: Sequence[int], drafted: Sequence[int]) -> NDArray[np.float32]:
-    """The logits ``[K+1, V]`` that a target gives along a draft."""
+    """A target's logits ``[K+1, V]`` along a draft."""
     return np.stack([model.logits([*history, *drafted[:row]]) for row in range(len(drafted) + 1)])
 
 
@@ -102,18 +102,18 @@ JOINT_VOCAB = 3
 
 @attrs.frozen
 class Scenario:
-    """How drafts are made in one test of the joint distribution."""
+    """How one test of the joint distribution makes its drafts."""
 
     name: str
     draws: int
-    with_probs: bool  # tokens drawn from a distribution, handed over as probs; otherwise the most probable ones
+    with_probs: bool  # draw tokens from a distribution and pass it as probs; otherwise take the most probable tokens
     sampling: Sampling = Sampling(temperature=1.0)
-    pruned: bool = False  # the drafter knows only part of the vocabulary
-    cycles: int = 1  # cycles before the rest is completed from the target
+    pruned: bool = False  # the drafter covers only part of the vocabulary
+    cycles: int = 1  # cycles before completing the rest from the target
 
 
 def target_and_draft() -> tuple[TableModel, TableModel]:
-    """Two chains over 3 tokens that differ enough for every known mistake to show; the target forbids one pair."""
+    """Two chains over 3 tokens, different enough for every known mistake to show; the target forbids one pair."""
     target = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.5, 0.0]])
     draft = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
     return TableModel(target), TableModel(draft)
@@ -129,7 +129,7 @@ def target_joint(target: TableModel, sampling: Sampling) -> NDArray[np.float64]:
 
 
 def _draft(draft: TableModel, history: list[int], scenario: Scenario, context: Context) -> Draft:
-    """Two tokens; with ``probs`` where the verifier asks for noise of the drafter's own."""
+    """Draft two tokens; with ``probs`` if the verifier asks for the drafter's own noise."""
     drafted: list[int] = []
     probs: list[NDArray[np.float32]] = []
     for _ in range(2):
@@ -152,9 +152,9 @@ def _draft(draft: TableModel, history: list[int], scenario: Scenario, context: C
 def tally_joint(
     verifier: Verifier, target: TableModel, draft: TableModel, scenario: Scenario, draws: int, seed: int
 ) -> NDArray[np.int64] | None:
-    """Counts of the first ``JOINT`` tokens after ``[1]``; None when the verifier refuses the sampling."""
+    """Counts of the first ``JOINT`` tokens after ``[1]``; None if the verifier refuses the sampling."""
     tally = np.zeros((JOINT_VOCAB,) * JOINT, np.int64)
-    rest = np.random.default_rng(seed)  # completes from the target what the cycles leave open
+    rest = np.random.default_rng(seed)  # completes the rest from the target
     for number in range(draws):
         tokens = [1]
         sampling = attrs.evolve(scenario.sampling, seed=(seed << 32) + number)

@@ -29,6 +29,7 @@ from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.decoding.prefill import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
 from tests.decoding.test_lossless import SHAPES
+from tests.selection import cases
 
 TOTAL = 200  # tokens of a story, far below what the tiny models hold
 CODE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
@@ -106,7 +107,8 @@ class Told:
         return None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], sample=["bfloat16"]))
 @pytest.mark.parametrize(
     ("family", "drafter"),
     [("qwen3_5", "mtp"), ("qwen3_5", "ngram"), ("qwen3_5", "none"), ("qwen3", "ngram"), ("demo", "mtp")],

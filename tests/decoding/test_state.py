@@ -453,7 +453,7 @@ def test_a_session_that_goes_back_and_forth_equals_a_new_one(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("call", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 @pytest.mark.parametrize(
     "where", ["prefill", "decode", "commit", "decode_mtp", "prefill_mtp", "layer", "propose", "observe", "verify"]
 )

@@ -26,6 +26,7 @@ from tests.drafters.test_mtp_drafts import Run, check, prompt_of
 from tests.measuring.test_acceptance import drafted
 from tests.models.mtp_oracle import MtpOracle
 from tests.models.test_families_mtp import QwenMoeOracle
+from tests.selection import cases
 from tests.tiny_families import SHAPES
 
 MUTANTS = {"hidden-pre-norm": "prenorm_hidden", "chain-pre-norm": "prenorm_chain", "gate-silu": "silu_gate"}
@@ -133,7 +134,10 @@ def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..
     assert all((a == b).all() for a, b in zip(ours.target.seen, theirs.target.seen, strict=True))
 
 
-@pytest.mark.parametrize("switches", [(), ("hidden-pre-norm",), ("gate-silu", "no-rotary")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "switches", cases([(), ("hidden-pre-norm",), ("gate-silu", "no-rotary")], sample=1, name="+".join)
+)
 def test_it_keeps_the_contract_of_a_forward_pass(switches: tuple[str, ...], make_target: Callable[..., Any]) -> None:
     kernels = tiny.kernels_available()[-1]
     target = make_target("qwen3_5", kernels=kernels, **tiny.QWEN3_5_SHAPES["mixed-layers"])
@@ -211,7 +215,8 @@ def measured(lm: Any, depth: int = 3, **settings: Any) -> AcceptanceReport:
     return measure_acceptance(lm, mine, depth=depth, costs=COSTS, ablations=tuple(SWITCHES), **settings)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", cases([0.0, 0.7], sample=1))
 def test_no_mistake_changes_the_output(demo: Any, temperature: float) -> None:
     report = measured(demo, temperature=temperature, seed=3)
     assert [(one.switch, one.equal, one.prompts) for one in report.ablations] == [(name, 4, 4) for name in SWITCHES]

@@ -94,6 +94,7 @@ def test_counters_of_a_script(scripted):
     assert [one.cost for one in report.costs] == pytest.approx([COSTS.cycle(k) / 1.1 for k in (1, 2, 3, 4)])
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.lists(st.integers(0, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=6),

@@ -210,6 +210,7 @@ def test_the_first_difference(wanted: tuple[int, ...], got: tuple[int, ...], pla
 # --- contexts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_generation_never_lengthens_the_next_context(
     scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +303,7 @@ def test_profiles() -> None:
         parse_profile("mixd")
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn(scripted: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from specdec.measuring.plots import plot_bench

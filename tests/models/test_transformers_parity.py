@@ -26,7 +26,7 @@ TOKENS = 83  # longer than one chunk of transformers' delta rule (64), and no mu
 FLOAT32_BOUND = 1e-4
 
 CASES = [
-    pytest.param(family, name, marks=[pytest.mark.slow] * (number > 1))
+    pytest.param(family, name, marks=[pytest.mark.slow] * (number > 0))
     for family, shapes in FAMILIES.items()
     for number, name in enumerate(shapes)
 ]

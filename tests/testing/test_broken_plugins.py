@@ -36,7 +36,7 @@ def assert_caught(subject, under_test, clauses) -> None:
     assert found <= set(clauses)
 
 
-def some(kinds, sample: int):
+def some(kinds, sample):
     return cases(kinds, name=lambda kind: kind.__name__, sample=sample)
 
 
@@ -44,13 +44,13 @@ def _drafter(kind):
     return DrafterSubject(make=kind)
 
 
-@pytest.mark.parametrize("kind", some(drafters.BROKEN, 4))
+@pytest.mark.parametrize("kind", some(drafters.BROKEN, 3))
 def test_a_wrong_drafter_is_caught_by_its_clause(kind):
     clauses = drafters.BROKEN[kind]
     assert_caught(Subject.DRAFTER, _drafter(kind), clauses)
 
 
-@pytest.mark.parametrize("kind", some(verifiers.BROKEN, 2))
+@pytest.mark.parametrize("kind", some(verifiers.BROKEN, ["AcceptsTheImpossible"]))
 def test_a_wrong_verifier_is_caught_by_its_clause(kind):
     clauses = verifiers.BROKEN[kind]
     assert_caught(Subject.VERIFIER, as_subject(Subject.VERIFIER, kind), clauses)

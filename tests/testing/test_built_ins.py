@@ -48,6 +48,7 @@ def test_ngram(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(drafter=mtp_specs()[0])
 def test_mtp(check):
     check()
@@ -73,6 +74,7 @@ def draft_model(tokenizers: str = "ids", **options: float) -> DrafterSubject:
     return DrafterSubject(make=lambda env: spec.factory(config, env), needs=spec.needs, prepare=prepare)
 
 
+@pytest.mark.slow
 @parametrize_checks(drafter=draft_model(), effort=0.6)
 def test_draft_model(check):
     check()
@@ -120,6 +122,7 @@ def test_first_of_a_sure_model_and_a_look_up(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(verifier=StrictVerifier, effort=LESS)
 def test_strict(check):
     check()
@@ -176,6 +179,7 @@ KNOWN = {  # the torch reference multiplies prompts of more than max_rows rows i
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
 @pytest.mark.parametrize("kernels", tiny.kernels_available())
 def test_causal_lm_over_random_weights(make_target, family, kernels):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: the files show each weight's format, and the weight is decoded when it is loaded."""
+"""Quantised checkpoints: detect each weight's format from the files and decode the weight on load."""
 
 from specdec.checkpoints.quantised.cache import DecodedCache
 from specdec.checkpoints.quantised.coding import Coding, Format, check, decode

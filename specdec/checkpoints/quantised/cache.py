@@ -1,4 +1,4 @@
-"""The decoded cache: a quantised checkpoint decoded once into a folder, and memory-mapped from there afterwards."""
+"""The decoded cache: decode a quantised checkpoint into a folder once, then memory-map it from there."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from specdec.checkpoints.writer import write_json
 from specdec.errors import CheckpointError
 
 MARKER = "decoded.json"
-_VERSION = 1  # of the files and of the decoders; a cache of another one is rebuilt
-_PIECE = 2**21  # values of a plain tensor copied at a time
+_VERSION = 1  # of files and decoders; other versions are rebuilt
+_PIECE = 2**21  # values of a plain tensor copied per step
 
 
 class DecodedCache:
-    """One quantised checkpoint's place in a cache folder.
+    """The cache entry of one quantised checkpoint.
 
-    The place is named after the checkpoint's folder and the dtype. It holds an ordinary checkpoint with the canonical
-    names, and a marker with a fingerprint of the source: config, names, shapes, sampled values (see ``fingerprint``),
-    and the size and time of change of every file.
+    The entry is named after the checkpoint's folder and the dtype. It holds an ordinary checkpoint with canonical names
+    and a marker with the source's fingerprint (see ``fingerprint``) and the size and modification time of every file.
 
     Args:
-        folder: the cache; made when it is written to.
+        folder: the cache; created on the first write.
         source: the open quantised checkpoint.
-        dtype: of the decoded weights.
+        dtype: dtype of the decoded weights.
     """
 
     def __init__(self, folder: Path | str, source: Checkpoint, dtype: torch.dtype) -> None:
@@ -50,7 +49,7 @@ class DecodedCache:
         self.path = self.folder / f"{path.name}-{digest}-{str(dtype).removeprefix('torch.')}"
 
     def find(self) -> tuple[Checkpoint | None, list[str]]:
-        """The cached checkpoint, or None when it has to be written; and what a user should know about that."""
+        """Return the cached checkpoint, or None if it must be written, and notices for the user."""
         if not self.path.exists():
             return None, []
         try:
@@ -63,9 +62,9 @@ class DecodedCache:
         return None, [f"the cache {self.path} is stale and is written anew: {reason}"]
 
     def write(self, notices: Sequence[str] = ()) -> Checkpoint:
-        """Decode every weight into the cache, a few megabytes at a time, and open it. All of it appears, or nothing.
+        """Decode every weight into the cache, a few megabytes at a time, and open it. The write is atomic.
 
-        ``notices`` are kept for later loads. Raises: CheckpointError when the folder cannot be written or is too small.
+        ``notices`` are kept for later loads. Raises: CheckpointError if the folder cannot be written or is too small.
         """
         if self.folder.is_file():
             raise CheckpointError(f"the decoded cache takes a folder, and {self.folder} is a file", try_=_ELSEWHERE)
@@ -78,7 +77,7 @@ class DecodedCache:
                     f"the decoded cache takes {needed:,} bytes, and {self.folder} has {free:,} left", try_=_ELSEWHERE
                 )
             partial = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.folder))
-            os.chmod(partial, 0o755)  # as any other folder; mkdtemp's is the owner's alone
+            os.chmod(partial, 0o755)  # mkdtemp allows only the owner
             with open(partial / SINGLE_FILE, "wb") as stream:
                 self._write(stream)
                 stream.flush()
@@ -100,7 +99,7 @@ class DecodedCache:
         return Checkpoint.open(self.path)
 
     def _publish(self, partial: Path) -> None:
-        """Put the finished folder into its place; a stale one, or another process's, is moved away first."""
+        """Move the finished folder into place, after moving a stale one or another process's out of the way."""
         aside = partial.with_name(partial.name + "-old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, aside)
@@ -110,7 +109,7 @@ class DecodedCache:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _weights(self) -> Iterator[tuple[str, TensorFormat, torch.dtype]]:
-        """Every weight that can be read, with the dtype that it gets."""
+        """Every readable weight with its decoded dtype."""
         for name, found in formats_of(self._source).items():
             if found.coding is not None:
                 yield name, found, self._dtype
@@ -121,7 +120,7 @@ class DecodedCache:
         return sum(math.prod(found.shape) * dtype.itemsize for _, found, dtype in self._weights())
 
     def _write(self, stream: BinaryIO) -> None:
-        """A safetensors file. Source of the format: https://huggingface.co/docs/safetensors, section "Format"."""
+        """Write a safetensors file. Source: https://huggingface.co/docs/safetensors, section "Format"."""
         spelt = {dtype: name for name, dtype in DTYPES.items()}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
@@ -130,14 +129,14 @@ class DecodedCache:
             header[name] = {"dtype": spelt[dtype], "shape": list(found.shape), "data_offsets": [at, end]}
             at = end
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # so that the values are aligned
+        text += b" " * (-len(text) % 8)  # align the values
         stream.write(len(text).to_bytes(8, "little") + text)
         for _, found, dtype in self._weights():
             for values in self._pieces(found):
                 stream.write(values.to(dtype).contiguous().view(torch.uint8).numpy().data)
 
     def _pieces(self, found: TensorFormat) -> Iterator[torch.Tensor]:
-        """The values of a weight in order, some at a time."""
+        """Yield the values of a weight in order, in pieces."""
         if found.coding is not None:
             for _, _, values in found.coding.values():
                 yield values.flatten()
@@ -159,7 +158,7 @@ _ELSEWHERE = "another target.decoded_cache, or none"
 
 
 def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json without what it says about quantisation."""
+    """A config.json without its quantisation section."""
     plain = {key: value for key, value in config.items() if key not in QUANTISATION_KEYS}
     if isinstance(plain.get("text_config"), dict):
         plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in QUANTISATION_KEYS}

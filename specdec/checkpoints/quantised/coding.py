@@ -1,4 +1,4 @@
-"""Coding: how the codes and scales of one weight become its values, a few rows at a time."""
+"""Decode the codes and scales of one weight into values, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from specdec.checkpoints.quantised.parts import Parts
 from specdec.checkpoints.quantised.scales import Grid, load_scales, matrices
 from specdec.checkpoints.quantised.stored import StoredMatrix
 
-_SLAB = 2**20  # values decoded at a time: 4 MB of float32, which stays in the cache
+_SLAB = 2**20  # values decoded per step: 4 MB of float32, which fits the CPU cache
 
 
 @attrs.frozen
 class Format:
-    """A way of storing weights. ``formats.FORMATS`` lists them.
+    """A storage format for weights. ``formats.FORMATS`` lists them.
 
     Attributes:
-        name: where no size is known yet: "fp8".
-        looks_like: whether the names and dtypes of a weight's parts are this format's; at most one format says so.
-        coding: how to decode it. Raises: CheckpointError when shapes, siblings and hints contradict each other.
+        name: short name without sizes: "fp8".
+        looks_like: whether a weight's parts have this format's names and dtypes; at most one format matches.
+        coding: builds the decoder. Raises: CheckpointError if shapes, siblings and hints contradict each other.
     """
 
     name: str
@@ -36,16 +36,17 @@ class Format:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Coding(ABC):
-    """One weight in one format: ``value = (code - offset) * scale + bias``, in float32 step by step, rounded to the
-    wanted dtype at the end.
+    """One weight in one format: ``value = (code - offset) * scale + bias``.
+
+    Each step is computed in float32; the result is rounded once to the requested dtype.
 
     Attributes:
         parts: the tensors.
-        label: the format with its sizes, for people.
-        shape: of the decoded weight, ``[..., N, K]``.
-        grid: how the scales lie over it.
-        bits: of a code.
-        role: of the tensor with the scales, in ``parts``.
+        label: the format with its sizes, for display.
+        shape: shape of the decoded weight, ``[..., N, K]``.
+        grid: the layout of the scales.
+        bits: bits per code.
+        role: role of the scale tensor in ``parts``.
         largest: bound of ``|code - offset|``.
     """
 
@@ -60,26 +61,26 @@ class Coding(ABC):
     @property
     @abstractmethod
     def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Rows of codes ``[R, W]``, as the files have them, to float32 ``[R, K]``."""
+        """Convert rows of stored codes ``[R, W]`` to float32 ``[R, K]``."""
 
     def scales(self) -> torch.Tensor:
-        """All scales combined: float32 ``[M or 1, A, B]`` as ``grid`` says. Raises: CheckpointError for bad values."""
+        """All scales combined: float32 ``[M or 1, A, B]``, as ``grid``. Raises: CheckpointError for bad values."""
         return load_scales(self.parts, self.role).reshape(self.grid.shape)
 
     @property
     def stands_for(self) -> str:
-        """The dtype that the weight was in before it was quantised, as far as the format shows."""
+        """The weight's dtype before quantisation, as far as the format shows it."""
         return "bfloat16"
 
     @property
     def kept_as(self) -> str:
-        """What a backend calls the format that keeps it packed (see ``StoredMatrix``); "" where none can."""
+        """The format's name for backends that keep it packed (see ``StoredMatrix``); "" if none can."""
         return ""
 
     def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
-        """Matrix ``index`` of the weight as the files have it; ``dtype`` is what it would be decoded to.
+        """Matrix ``index`` as stored; ``dtype`` is the dtype it would be decoded to.
 
-        Raises: CheckpointError when its scales are not sound.
+        Raises: CheckpointError for bad scales.
         """
         _, rows, columns = matrices(self.shape)
         parts = self.packed(index)
@@ -97,17 +98,17 @@ class Coding(ABC):
         )
 
     def packed(self, index: int) -> dict[str, torch.Tensor]:
-        """The parts of matrix ``index``, as ``StoredMatrix`` lists them, and its "divisor" where it has one."""
+        """The parts of matrix ``index``, as ``StoredMatrix`` lists them, and its "divisor" if it has one."""
         raise AssertionError(f"{self.label} is not kept packed")
 
     def matrix(self, name: str, index: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Matrix ``index`` ``[N, ...]`` of a tensor in the files, its bytes read as ``dtype``."""
+        """Matrix ``index`` ``[N, ...]`` of a stored tensor, its bytes read as ``dtype``."""
         tensor = self.parts.checkpoint.load(name)
         count, rows, _ = matrices(self.shape)
         return (tensor if dtype is None else tensor.view(dtype)).view(count, rows, -1)[index]
 
     def biases(self) -> torch.Tensor | None:
-        """What is added behind the scales, float32 in their shape, or None. Raises: CheckpointError for bad values."""
+        """Biases, float32 in the shape of the scales, or None. Raises: CheckpointError for bad values."""
         return None
 
     def offsets(self) -> torch.Tensor | None:
@@ -115,22 +116,22 @@ class Coding(ABC):
         return None
 
     def order(self) -> torch.Tensor | None:
-        """For every column the column of the grid that it belongs to, int64 ``[K]``; None: blocks in their order."""
+        """The grid column of every weight column, int64 ``[K]``; None if blocks are consecutive."""
         return None
 
     def has_nan(self) -> bool:
-        """Whether a code stands for NaN."""
+        """Whether any code is NaN."""
         return False
 
     def slabs(self) -> Iterator[tuple[int, int]]:
-        """Ranges of rows of ``[M * N, K]`` that are decoded at a time."""
+        """Ranges of rows of ``[M * N, K]``, one per decoding step."""
         count, rows, columns = matrices(self.shape)
         step = max(1, _SLAB // max(columns, 1))
         for start in range(0, count * rows, step):
             yield start, min(start + step, count * rows)
 
     def values(self, slabs: Iterable[tuple[int, int]] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """``(start, stop, values)`` for the given ranges of rows, or all slabs: float32 ``[stop - start, K]``."""
+        """Yield ``(start, stop, values)`` for the given row ranges, or all slabs: float32 ``[stop - start, K]``."""
         scales, offsets, biases, order = self.scales(), self.offsets(), self.biases(), self.order()
         for start, stop in self.slabs() if slabs is None else slabs:
             values = self.numbers(self.raw(start, stop))
@@ -142,12 +143,12 @@ class Coding(ABC):
             yield start, stop, values
 
     def raw(self, start: int, stop: int) -> torch.Tensor:
-        """The codes of rows ``start`` to ``stop`` of ``[M * N, K]``, ``[stop - start, W]`` as the files have them."""
+        """The stored codes of rows ``start`` to ``stop`` of ``[M * N, K]``: ``[stop - start, W]``."""
         raw = self.parts.checkpoint.rows(self.parts.codes, start, stop, axes=len(self.shape) - 1)
         return raw.view(stop - start, -1)
 
     def _rows(self, grid: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The entries ``[R, B]`` of a ``[M or 1, A, B]`` grid that rows start to stop use; ``[1, 1]`` for one alone."""
+        """The entries ``[R, B]`` of a ``[M or 1, A, B]`` grid for rows start to stop; ``[1, 1]`` for a single value."""
         if grid.numel() == 1:
             return grid.view(1, 1)
         _, rows, _ = matrices(self.shape)
@@ -162,7 +163,7 @@ class Coding(ABC):
         order: torch.Tensor | None,
         apply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Subtract, multiply or add in place what ``grid [R, B]`` has for each block of columns."""
+        """Subtract, multiply or add ``grid [R, B]`` in place, block of columns by block."""
         if order is not None:
             apply(values, grid[:, order])
             return
@@ -178,25 +179,25 @@ class Coding(ABC):
 
 
 def look_up(table: torch.Tensor, octets: torch.Tensor) -> torch.Tensor:
-    """The values in every byte: ``table [256, W]`` float32 by uint8 ``[n]``, as float32 ``[n * W]``.
+    """Look up the values of bytes: ``table [256, W]`` float32 by uint8 ``[n]``, giving float32 ``[n * W]``.
 
-    Ten times as fast as torch's own conversion of e4m3, which is not vectorised.
+    Ten times as fast as torch's conversion of e4m3, which is not vectorised.
     """
     index = octets.int()
     if table.shape[1] == 1:
         return table.view(-1).index_select(0, index)
-    if table.shape[1] == 2:  # two values move as one word: rows of two would be copied one by one
+    if table.shape[1] == 2:  # copy both values as one word; torch would copy them one by one
         return table.view(torch.int64).view(-1).index_select(0, index).view(torch.float32)
     return table.index_select(0, index).view(-1)
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """32-bit words ``[..., W]``, a little-endian stream, as unsigned codes: float32 ``[..., W * 32 / bits]``."""
+    """Unpack little-endian 32-bit words ``[..., W]`` into unsigned codes: float32 ``[..., W * 32 / bits]``."""
     octets = words.reshape(-1).view(torch.uint8)  # little-endian, as safetensors is
     shape = (*words.shape[:-1], words.shape[-1] * 32 // bits)
     if 8 % bits == 0:
         return look_up(_codes_of_bytes(bits), octets).view(shape)
-    # eight codes fill as many bytes as they have bits
+    # eight codes fill `bits` bytes
     parts = octets.view(-1, bits).to(torch.int64)
     stream = (parts << 8 * torch.arange(bits)).sum(-1, keepdim=True)
     codes: torch.Tensor = stream >> bits * torch.arange(8) & (2**bits - 1)
@@ -205,15 +206,15 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 @functools.cache
 def _codes_of_bytes(bits: int) -> torch.Tensor:
-    """By byte: the codes in it, float32 ``[256, 8 / bits]``, lowest bits first."""
+    """The codes of each byte value: float32 ``[256, 8 / bits]``, lowest bits first."""
     codes: torch.Tensor = torch.arange(256).unsqueeze(1) >> torch.arange(0, 8, bits) & (2**bits - 1)
     return codes.to(torch.float32)
 
 
 def decode(coding: Coding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The weight in ``dtype``, in memory of its own. Beside the result a few megabytes are used, whatever its size.
+    """Decode the weight to ``dtype``, in new memory. Needs only a few extra megabytes, whatever the weight's size.
 
-    Raises: CheckpointError when a scale is not sound (``check`` has the same reasons).
+    Raises: CheckpointError for a bad scale (as ``check``).
     """
     out = torch.empty(coding.shape, dtype=dtype)
     count, rows, columns = matrices(coding.shape)
@@ -226,15 +227,15 @@ def decode(coding: Coding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def check(coding: Coding) -> tuple[bool, bool]:
     """Whether every value is finite, and whether every value is zero.
 
-    Reads every scale and, where a code can be NaN, every code, without keeping the decoded weight.
-    Raises: CheckpointError naming the tensor for a scale that is NaN, infinite or negative (MLX's affine ones may be).
+    Reads every scale, and every code if a code can be NaN. Does not keep the decoded weight.
+    Raises: CheckpointError naming the tensor if a scale is NaN, infinite or negative (MLX's affine ones may be).
     """
     scales, biases = coding.scales(), coding.biases()
     coding.offsets()
     coding.order()
     if coding.has_nan():
         return False, False
-    # exact, yet cheap: only a weight whose largest scale and code would overflow together is decoded for it
+    # exact and cheap: decodes only if the largest scale and code together would overflow
     highest = float(scales.abs().max()) * coding.largest if scales.numel() else 0.0
     if biases is not None and biases.numel():
         highest += float(biases.abs().max())
@@ -246,7 +247,7 @@ def check(coding: Coding) -> tuple[bool, bool]:
 
 
 def _all_zero(coding: Coding) -> bool:
-    """Whether every value is zero; the first row of an ordinary weight says that it is not."""
+    """Whether every value is zero; the first row usually settles it."""
     if not all(coding.shape):
         return False
     ranges = itertools.chain([(0, 1)], coding.slabs())

@@ -1,4 +1,4 @@
-"""Formats: how each weight of a checkpoint is stored, decided weight by weight from what the files hold."""
+"""Detect the storage format of each weight of a checkpoint from the files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specdec.checkpoints.quantised.refused import refusal, refusals, unknown
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
-# Each is asked in this order whether a weight's tensors look like it; dtypes keep them apart.
+# Tried in this order; dtypes keep them apart.
 FORMATS: tuple[Format, ...] = (fp8.FORMAT, fp4.FORMAT, packed.PACKED, packed.PLAIN, mlx.FORMAT)
 
 
@@ -22,13 +22,13 @@ class TensorFormat:
     """How one weight is stored.
 
     Attributes:
-        format: for people and for counting: "bf16", "f32", "fp8-block 128x128", "fp8 per tensor", "fp8 per channel",
+        format: name for display and counting: "bf16", "f32", "fp8-block 128x128", "fp8 per tensor", "fp8 per channel",
             "mxfp8", "nvfp4", "mxfp4", "int4 g128", "int8 per channel", "mlx-affine 4 bits g64", ...; the method's name
-            where it is refused ("gptq", "unknown (U8)").
-        shape: of the weight, decoded.
-        stored_bytes: in the files, scales and the like included.
-        tensors: names in the files of all tensors that make it up, codes first.
-        error: why it cannot be read, or None. Nothing is raised, so that a broken checkpoint can be described.
+            if it is refused ("gptq", "unknown (U8)").
+        shape: shape of the decoded weight.
+        stored_bytes: bytes in the files, with scales and the like.
+        tensors: names in the files of all its tensors, codes first.
+        error: why it cannot be read, or None. It is not raised, so that a broken checkpoint can be described.
     """
 
     format: str
@@ -40,23 +40,23 @@ class TensorFormat:
 
     @property
     def quantised(self) -> bool:
-        """Whether it is decoded when it is loaded."""
+        """Whether it is decoded on load."""
         return self.coding is not None
 
 
 class Formats(dict[str, TensorFormat]):
-    """Canonical name -> format, and what belongs to no weight."""
+    """Canonical name -> format, and the tensors that belong to no weight."""
 
-    activation_scales: tuple[str, ...]  # canonical names of scales of activations and of the KV cache
-    ignored: tuple[str, ...]  # names in the files of vision and audio towers
+    activation_scales: tuple[str, ...]  # canonical names; also KV-cache scales
+    ignored: tuple[str, ...]  # file names of vision and audio tensors
 
 
 def formats_of(checkpoint: Checkpoint) -> Formats:
-    """The format of every weight that may belong to the text model: a mapping from canonical names of decoded weights.
+    """The format of every weight that may belong to the text model, by canonical name of the decoded weight.
 
-    Only headers, ``config.json`` and a few tiny tensors (``weight_shape``) are read. A weight that several tensors
-    make up is one entry, and those tensors have none of their own; neither have scales of activations. Plain tensors
-    are entries too. A weight in a format that is refused is an entry with ``error``.
+    Reads only headers, ``config.json`` and a few tiny tensors (``weight_shape``). A weight stored in several tensors is
+    one entry; activation scales have none. Plain tensors are entries too. A weight in a refused format is an entry with
+    ``error``.
 
         >>> formats_of(checkpoint)["layers.0.mlp.gate_proj.weight"].format
         'fp8-block 128x128'
@@ -89,7 +89,7 @@ def _formats_of(checkpoint: Checkpoint) -> Formats:
 def _stored(
     checkpoint: Checkpoint, tensors: tuple[str, ...], format: str, error: CheckpointError | None = None
 ) -> TensorFormat:
-    """A weight that is not decoded: as its first tensor is."""
+    """An entry for a weight that is not decoded; the shape is its first tensor's."""
     return TensorFormat(
         format=format,
         shape=checkpoint.shape(tensors[0]),
@@ -100,7 +100,7 @@ def _stored(
 
 
 def _format(parts: Parts, hints: Hints, error: CheckpointError | None) -> TensorFormat:
-    """The format of one weight of several tensors (or of a lone one that is no floating-point tensor)."""
+    """The format of a weight stored in several tensors, or in one that is not floating-point."""
     raw = _stored(parts.checkpoint, (parts.codes, *parts.roles.values()), f"unknown ({parts.dtype})", error)
     format = next((one for one in FORMATS if one.looks_like(parts)), None)
     if error is not None or format is None:

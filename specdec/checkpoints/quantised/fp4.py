@@ -1,9 +1,9 @@
-"""Four-bit floating point: NVFP4 and MXFP4, two e2m1 codes in a byte, the even column in the low nibble.
+"""Four-bit floating point, NVFP4 and MXFP4: two e2m1 codes per byte, the even column in the low nibble.
 
-* NVFP4, a scale in e4m3 per 16 columns and one in float32 per tensor. ModelOpt: ``X.weight``, ``X.weight_scale``,
+* NVFP4 has an e4m3 scale per 16 columns and a float32 scale per tensor. ModelOpt: ``X.weight``, ``X.weight_scale``,
   ``X.weight_scale_2``, ``W = e2m1 * (scale * scale_2)``. compressed-tensors: ``X.weight_packed``, ``X.weight_scale``,
   ``X.weight_global_scale``, which is the reciprocal: ``W = e2m1 * (scale / global_scale)``.
-* MXFP4, a power of two per 32 columns and nothing else. ``X.weight`` or ``X.weight_packed`` with ``X.scale`` or
+* MXFP4 has only a power of two per 32 columns. ``X.weight`` or ``X.weight_packed`` with ``X.scale`` or
   ``X.weight_scale``; ``X_blocks [..., N, K/32, 16]`` with ``X_scales [..., N, K/32]``.
 
 Source of e2m1 and of MXFP4: OCP Microscaling Formats v1.0, sections 5.3.3 and 5.2.
@@ -41,7 +41,7 @@ class Fp4Coding(Coding):
         return numbers
 
     def scales(self) -> torch.Tensor:
-        scales = super().scales()  # the other is one, or one per matrix
+        scales = super().scales()  # the second scale is per tensor or per matrix
         if "scale_2" in self.parts.roles:
             return scales * load_scales(self.parts, "scale_2").reshape(-1, 1, 1)
         if "global_scale" in self.parts.roles:
@@ -64,18 +64,18 @@ class Fp4Coding(Coding):
 
 
 def numbers(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[R, K/2]``, in words of any size, as float32 ``[R, K]``."""
+    """Convert bytes ``[R, K/2]``, in words of any size, to float32 ``[R, K]``."""
     return look_up(_PAIRS, codes.view(torch.uint8).flatten()).view(codes.shape[0], -1)
 
 
 def _of_matrix(scales: torch.Tensor, index: int) -> torch.Tensor:
-    """The scale of one matrix ``[1]`` out of one for each, or one for all."""
+    """The scale ``[1]`` of one matrix, from one per matrix or one for all."""
     flat = scales.flatten()
     return flat if len(flat) == 1 else flat[index : index + 1]
 
 
 def _looks_like(parts: Parts) -> bool:
-    if parts.dtype == "I8":  # bytes all the same where an exponent per 32 columns stands beside them
+    if parts.dtype == "I8":  # int8 also holds pairs if there is an exponent per 32 columns
         return parts.dtype_of("scale") in EXPONENTS
     named = parts.codes.endswith(("_packed", "_blocks"))
     return parts.dtype == "U8" and (named or not {"scale", "scale_2", "global_scale"}.isdisjoint(parts.roles))
@@ -102,7 +102,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
 
 
 def _one_global(parts: Parts) -> None:
-    """NVFP4's scale per tensor: exactly one of the two names, of one value (or one per matrix of a stack)."""
+    """NVFP4's scale per tensor: exactly one of the two names, with one value (or one per matrix of a stack)."""
     only(parts, "scale", "scale_2", "global_scale")
     if {"scale_2", "global_scale"} <= set(parts.roles):
         raise parts.error(
@@ -112,7 +112,7 @@ def _one_global(parts: Parts) -> None:
     role = "global_scale" if "global_scale" in parts.roles or parts.codes.endswith("_packed") else "scale_2"
     check_dtype(parts, role, ("F32", "BF16", "F16"))
     lead = parts.shape[:-2]
-    found = whole((*lead, 2, 2), parts.shape_of(role))  # any matrix: only scales per tensor and per matrix are sought
+    found = whole((*lead, 2, 2), parts.shape_of(role))  # any matrix shape: only scales per tensor and matrix match
     if found is None or found.shape[1:] != (1, 1):
         raise misfit(parts, role, f"one value{f', or {math.prod(lead)}' if lead else ''}")
 

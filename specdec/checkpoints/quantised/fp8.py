@@ -1,9 +1,9 @@
-"""FP8 weights: e4m3 with a scale per tensor, per row or per block, under the names of several tools.
+"""FP8 weights: e4m3 with a scale per tensor, row or block, under the names that several tools use.
 
-* ``X.weight`` + ``X.weight_scale_inv [ceil(N/b0), ceil(K/b1)]`` (DeepSeek-V3, Qwen, GLM): multiplied, in spite of the
-  name; with an E8M0 ``X.scale`` in DeepSeek-V4.
-* ``X.weight`` + ``X.weight_scale``: one, ``[N]``, ``[N, 1]`` or blocks (ModelOpt, compressed-tensors); E8M0 bytes per
-  32 columns are MXFP8.
+* ``X.weight`` + ``X.weight_scale_inv [ceil(N/b0), ceil(K/b1)]`` (DeepSeek-V3, Qwen, GLM): multiplied, despite the
+  name; DeepSeek-V4 calls it ``X.scale`` and stores E8M0.
+* ``X.weight`` + ``X.weight_scale``: one value, ``[N]``, ``[N, 1]`` or blocks (ModelOpt, compressed-tensors); E8M0
+  bytes per 32 columns are MXFP8.
 
 Source of e4m3fn: Micikevicius et al. 2022, arXiv:2209.05433, table 1 (bias 7, largest 448, NaN is S.1111.111).
 """
@@ -54,7 +54,7 @@ class Fp8Coding(Coding):
 
 
 def numbers(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[R, K]``, in words of any size, as float32 ``[R, K]``."""
+    """Convert bytes ``[R, K]``, in words of any size, to float32 ``[R, K]``."""
     octets = codes.view(torch.uint8)
     return look_up(_E4M3, octets.flatten()).view(octets.shape)
 
@@ -73,7 +73,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
 def _grid(parts: Parts, hints: Hints) -> Grid:
     shape, given = parts.shape, parts.shape_of("scale")
     grids = [tiled(shape, given, *size) for size in hints.blocks]
-    if not (hints.blocks and parts.original("scale").endswith("scale_inv")):  # the name that only block scales have
+    if not (hints.blocks and parts.original("scale").endswith("scale_inv")):  # only block scales have this name
         grids.append(whole(shape, given))
     if parts.dtype_of("scale") in EXPONENTS:
         grids.append(tiled(shape, given, 1, 32))

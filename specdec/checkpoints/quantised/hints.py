@@ -1,4 +1,4 @@
-"""What ``config.json`` says about quantisation where the shapes of the tensors leave something open."""
+"""Read quantisation sizes from ``config.json`` that tensor shapes leave open."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _MLX_KEYS = ("group_size", "bits", "mode")
 
 @attrs.frozen(kw_only=True)
 class Hints:
-    """Sizes that the config names anywhere. Which module has which of them, and whether it is quantised at all, is
-    never read from the config: its lists of excluded modules are often wrong. MLX's sizes are the exception: its
-    tensors leave them open, and its own loader takes them by module from there.
+    """Sizes found anywhere in the config.
+
+    Whether a module is quantised, and how, is not read from the config, whose lists of excluded modules are often
+    wrong. MLX is the exception: its tensors leave the sizes open, and its own loader takes them per module from there.
 
     Attributes:
-        method: ``quant_method`` (or the like) and the key that it stands under, for people; None without one.
+        method: ``quant_method`` (or similar) and its key, for messages; None if absent.
         blocks: block sizes ``(rows, columns)`` of FP8 weights.
-        groups: columns that share a scale, of integer weights.
+        groups: columns per scale of integer weights.
         bits: bits of an integer weight.
-        channels: some integer weights have one scale per row, or one alone.
-        mlx: what MLX's section says of all modules, None without such a section.
-        mlx_modules: what it says of single ones, by canonical name.
+        channels: some integer weights have one scale per row, or a single scale.
+        mlx: MLX's sizes for all modules; None without an MLX section.
+        mlx_modules: MLX's sizes for single modules, by canonical name.
     """
 
     method: str | None = None
@@ -40,7 +41,7 @@ class Hints:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Hints:
-        """Read a ``config.json``. Values of other types than expected are passed over: they are hints."""
+        """Read a ``config.json``. Values of unexpected types are ignored: these are hints."""
         given = text_config(config)
         entries = [entry for key in QUANTISATION_KEYS for entry in _entries(given.get(key))]
         schemes = [value for key, value in entries if key == "weights" and isinstance(value, Mapping)]
@@ -74,7 +75,7 @@ def quantisation(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_mlx(section: Any) -> bool:
-    """Whether a section is MLX's: sizes at its top and no method, which GPTQ and AWQ name beside the same sizes."""
+    """Whether a section is MLX's: sizes at its top and no method (GPTQ and AWQ have the same sizes and a method)."""
     return isinstance(section, Mapping) and {"group_size", "bits"} <= set(section) and "quant_method" not in section
 
 
@@ -83,7 +84,7 @@ def _is_block(value: Any) -> bool:
 
 
 def _entries(section: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values at every depth, those about activations left out."""
+    """Keys and values at every depth, except those about activations."""
     if isinstance(section, Mapping):
         for key, value in section.items():
             if key != "input_activations":

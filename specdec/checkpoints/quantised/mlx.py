@@ -1,13 +1,13 @@
 """MLX's layout: ``X.weight`` uint32 ``[..., N, K * bits / 32]`` with ``X.scales`` and, in affine mode, ``X.biases``.
 
-A row is a little-endian stream of bits: code j has bits ``j * bits`` to ``(j + 1) * bits`` of its words. By ``mode``:
+Rows are little-endian bit streams: code j has bits ``j * bits`` to ``(j + 1) * bits`` of its row's words. By ``mode``:
 
 * ``affine``: unsigned codes of 2, 3, 4, 5, 6 or 8 bits, scales (of either sign) and biases per 32, 64 or 128 columns,
   ``W = code * scale + bias``.
-* ``mxfp4``, ``mxfp8`` and ``nvfp4``: the formats of those names, the scales as bytes, without biases.
+* ``mxfp4``, ``mxfp8`` and ``nvfp4``: the formats of those names, with scales as bytes and no biases.
 
-The shapes alone do not give bits and columns per scale; ``config.json`` does, in ``quantization``: for all modules, and
-by path for those that have other ones.
+The shapes alone do not determine bits and columns per scale. They come from ``quantization`` in ``config.json``, which
+has defaults for all modules and overrides by path.
 
 Source: the documentation of ``mlx.core.quantize`` and ``mlx.core.dequantize`` in MLX 0.32.
 """
@@ -68,7 +68,7 @@ class AffineCoding(Coding):
 
 @attrs.frozen(kw_only=True, eq=False)
 class MlxNvfp4Coding(Fp4Coding):
-    """NVFP4 in words, its e4m3 scales stored as bytes, without one for the whole tensor."""
+    """NVFP4 in words, with e4m3 scales stored as bytes and no scale per tensor."""
 
     def scales(self) -> torch.Tensor:
         name = self.parts.original(self.role)
@@ -117,7 +117,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
 
 
 def _sizes(parts: Parts, hints: Hints) -> tuple[str, int, int]:
-    """Mode, columns per scale and bits of a weight, from the config. Raises: CheckpointError where it does not say."""
+    """Mode, columns per scale and bits of a weight, from the config. Raises: CheckpointError if they are not there."""
     if hints.mlx is None:
         raise parts.error(
             f"the tensor {parts.codes} is in MLX's layout, and config.json has no 'quantization' with its "

@@ -1,11 +1,11 @@
-"""Integer weights, as compressed-tensors writes them: ``W = (q - zero_point) * scale``.
+"""Integer weights as compressed-tensors writes them: ``W = (q - zero_point) * scale``.
 
-* ``pack-quantized``: ``X.weight_packed`` int32 ``[N, ceil(K * bits / 32)]``, lowest bits first, each value stored plus
-  ``2^(bits-1)``; ``X.weight_shape`` says K. Zero points are packed the same way along the rows.
-* ``int-quantized`` and ``naive-quantized``: ``X.weight`` int8 as it is; zero points likewise.
+* ``pack-quantized``: ``X.weight_packed`` int32 ``[N, ceil(K * bits / 32)]``, lowest bits first, with ``2^(bits-1)``
+  added to each value; ``X.weight_shape`` gives K. Zero points are packed the same way along the rows.
+* ``int-quantized`` and ``naive-quantized``: ``X.weight`` is plain int8, and so are zero points.
 
-``X.weight_scale`` is one, ``[N]``, ``[N, 1]``, ``[N, K/g]``, or per block. ``X.weight_g_idx [K]`` names the group of
-every column, where they are not consecutive.
+``X.weight_scale`` is one value, ``[N]``, ``[N, 1]``, ``[N, K/g]``, or per block. ``X.weight_g_idx [K]`` gives the group
+of each column if groups are not consecutive.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from specdec.checkpoints.quantised.scales import (
 )
 
 _INDEX = ("I32", "I64")
-_BITS = (2, 4, 8)  # those that fill a word without crossing into the next
+_BITS = (2, 4, 8)  # widths whose codes never cross a word
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class IntCoding(Coding):
     """Signed integers, offsets and scales."""
 
-    largest: ClassVar[float] = 383.0  # |q - zero point|: -128 and 255, two 8-bit numbers, one of them unsigned
-    packed_codes: bool  # in words; one int8 each otherwise
+    largest: ClassVar[float] = 383.0  # bound of |q - zero point|: -128 - 255, 8-bit numbers, one unsigned
+    packed_codes: bool  # packed in words; otherwise one int8 each
     packed_offsets: bool
 
     @property
@@ -59,8 +59,8 @@ class IntCoding(Coding):
             turned = stored.transpose(-1, -2).contiguous()
             stored = unpack_signed(turned, self.bits)[..., :rows].transpose(-1, -2)
         offsets: torch.Tensor = stored.to(torch.float32).reshape(self.grid.shape)
-        low, high = -(2 ** (self.bits - 1)), 2**self.bits - 1  # of a signed or an unsigned number
-        if not bool(((offsets >= low) & (offsets <= high)).all()):  # a NaN is in no range
+        low, high = -(2 ** (self.bits - 1)), 2**self.bits - 1  # range of signed or unsigned numbers
+        if not bool(((offsets >= low) & (offsets <= high)).all()):  # also catches NaN
             raise self.parts.error(
                 f"the tensor {self.parts.roles['zero_point']} holds values outside {low} to {high}, or NaN", try_=AGAIN
             )
@@ -70,7 +70,7 @@ class IntCoding(Coding):
         if "g_idx" not in self.parts.roles:
             return None
         index = read(self.parts.checkpoint, self.parts.original("g_idx")).to(torch.int64)
-        if bool((index == -1).all()):  # what compressed-tensors writes for "in order"
+        if bool((index == -1).all()):  # compressed-tensors' mark for consecutive groups
             return None
         groups = self.grid.shape[2]
         if bool(((index < 0) | (index >= groups)).any()):
@@ -79,7 +79,7 @@ class IntCoding(Coding):
 
 
 def unpack_signed(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 ``[..., W]`` of values stored plus ``2^(bits-1)`` as float32 ``[..., W * 32 / bits]``."""
+    """Unpack int32 ``[..., W]`` (values stored plus ``2^(bits-1)``) to float32 ``[..., W * 32 / bits]``."""
     return unpack(words, bits).sub_(2 ** (bits - 1))
 
 
@@ -125,7 +125,7 @@ def _stated_shape(parts: Parts) -> tuple[int, ...]:
 
 
 def _bits(parts: Parts, columns: int, hints: Hints) -> int:
-    """Bits per value: what the widths imply; the config where more than one number does."""
+    """Bits per value, as the widths imply; the config decides between several."""
     words = parts.shape[-1]
     fitting = [bits for bits in _BITS if -(-columns * bits // 32) == words]
     declared = [bits for bits in fitting if bits in hints.bits]
@@ -158,7 +158,7 @@ def _grid(parts: Parts, hints: Hints, shape: tuple[int, ...]) -> Grid:
 
 
 def _packed_offsets(parts: Parts, shape: tuple[int, ...], grid: Grid, bits: int) -> bool:
-    """Whether zero points are packed; refused where they fit the scales neither packed nor plain."""
+    """Whether zero points are packed. Raises: CheckpointError if they fit the scales neither packed nor plain."""
     if "zero_point" not in parts.roles:
         return False
     given, scale = parts.shape_of("zero_point"), parts.shape_of("scale")

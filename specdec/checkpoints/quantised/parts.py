@@ -1,4 +1,4 @@
-"""Parts: which tensors of a file belong together as one weight, by their names and dtypes."""
+"""Group the tensors of a checkpoint into weights, by name and dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.errors import CheckpointError
 FLOATS = ("BF16", "F16", "F32", "F64")
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks of matrices, stored without ".weight"
 
-# Role -> how a sibling is called, behind "X." for modules and behind "X_" for stacks that are parameters themselves.
+# Role -> suffixes of a sibling, after "X." for modules and after "X_" for stacks that are parameters themselves.
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "scale": ("weight_scale_inv", "weight_scale", "scale"),
     "scale_2": ("weight_scale_2",),
@@ -33,7 +33,7 @@ _BARE_ROLES: Mapping[str, tuple[str, ...]] = {
     "g_idx": ("_g_idx", "_weight_g_idx"),
 }
 _BARE_CODES = ("_packed", "_weight_packed", "_blocks")
-# Scales of activations and of the KV cache: decoded weights have no use for them.
+# Scales of activations and of the KV cache, which decoded weights do not use.
 _ACTIVATION_SCALES = frozenset(
     f"{what}_{kind}"
     for what in ("input", "output", "activation", "q", "k", "v", "kv", "prob")
@@ -42,7 +42,7 @@ _ACTIVATION_SCALES = frozenset(
 
 
 def is_activation_scale(name: str) -> bool:
-    """Whether a tensor scales activations, keys or values, not weights."""
+    """Whether a tensor scales activations, keys or values rather than weights."""
     last = name.rpartition(".")[2]
     return last in _ACTIVATION_SCALES or last.endswith(
         ("_proj_input_scale", "_proj_input_global_scale", "_proj_activation_scale")
@@ -51,11 +51,11 @@ def is_activation_scale(name: str) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Parts:
-    """The tensors that make up one weight.
+    """The tensors of one weight.
 
     Attributes:
         name: canonical name of the decoded weight.
-        codes: name in the files of the tensor that holds the values or codes.
+        codes: name in the files of the tensor with the values or codes.
         roles: role ("scale", "scale_2", "zero_point", ...) -> name in the files.
     """
 
@@ -66,7 +66,7 @@ class Parts:
 
     @property
     def dtype(self) -> str:
-        """The codes' dtype as safetensors spells it."""
+        """The dtype of the codes, as safetensors spells it."""
         return self.checkpoint.stored_dtype(self.codes)
 
     @property
@@ -75,15 +75,15 @@ class Parts:
         return self.checkpoint.shape(self.codes)
 
     def dtype_of(self, role: str) -> str | None:
-        """The dtype of a sibling, None where there is none."""
+        """The dtype of a sibling; None if there is none."""
         return self.checkpoint.stored_dtype(self.roles[role]) if role in self.roles else None
 
     def shape_of(self, role: str) -> tuple[int, ...]:
-        """The shape of a sibling. Raises: CheckpointError when there is none."""
+        """The shape of a sibling. Raises: CheckpointError if there is none."""
         return self.checkpoint.shape(self.original(role))
 
     def original(self, role: str) -> str:
-        """The name of a sibling in the files. Raises: CheckpointError when there is none."""
+        """The name of a sibling in the files. Raises: CheckpointError if there is none."""
         if role not in self.roles:
             wanted = _ROLES[role]
             raise self.error(
@@ -93,18 +93,18 @@ class Parts:
         return self.roles[role]
 
     def error(self, message: str, **facts: object) -> CheckpointError:
-        """A refusal of this weight."""
+        """An error that refuses this weight."""
         facts.setdefault("try_", "the checkpoint in bfloat16 that it was made from")
         return CheckpointError(message, file=self.checkpoint.file_of(self.codes), **facts)
 
 
 @attrs.frozen
 class Found:
-    """What ``parts_of`` found.
+    """The result of ``parts_of``.
 
     Attributes:
-        weights: decoded name -> parts of every weight that is no plain floating-point tensor.
-        plain: canonical name -> name in the files, of all other tensors.
+        weights: decoded name -> parts, for every weight that is not a plain floating-point tensor.
+        plain: canonical name -> name in the files, for all other tensors.
         activation_scales: canonical names.
         errors: decoded name -> why its parts contradict each other.
     """
@@ -116,7 +116,7 @@ class Found:
 
 
 def parts_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Found:
-    """Put the tensors of a checkpoint together by weight; ``names`` maps canonical names to those in the files."""
+    """Group the tensors of a checkpoint by weight; ``names`` maps canonical names to those in the files."""
     weights: dict[str, Parts] = {}
     errors: dict[str, CheckpointError] = {}
     taken: set[str] = set()
@@ -148,7 +148,7 @@ def parts_of(checkpoint: Checkpoint, names: Mapping[str, str]) -> Found:
 
 
 def _stem(name: str, names: Mapping[str, str]) -> str | None:
-    """The module (``X`` of ``X.weight_packed``) or the parameter (``X`` of ``X_blocks``) that codes belong to."""
+    """The module (``X`` of ``X.weight_packed``) or parameter (``X`` of ``X_blocks``) of a codes tensor."""
     module, _, last = name.rpartition(".")
     if last in ("weight", "weight_packed"):
         return module
@@ -163,7 +163,7 @@ def _stem(name: str, names: Mapping[str, str]) -> str | None:
 
 
 def _siblings(stem: str, names: Mapping[str, str]) -> tuple[str, dict[str, str], tuple[str, str] | None]:
-    """Name of the decoded weight, role -> canonical name, and two names of one role where there are two."""
+    """Name of the decoded weight, role -> canonical name, and two names of one role if any clash."""
     fused = stem.endswith(_FUSED)
     dotted = not fused and any(f"{stem}.{last}" in names for last in ("weight", "weight_packed"))
     roles: dict[str, str] = {}
@@ -181,7 +181,7 @@ def _siblings(stem: str, names: Mapping[str, str]) -> tuple[str, dict[str, str],
 
 
 def only(parts: Parts, *roles: str) -> None:
-    """Refuse siblings that mean nothing in a format. Raises: CheckpointError naming one."""
+    """Refuse siblings that have no meaning in a format. Raises: CheckpointError naming one."""
     for role, name in parts.roles.items():
         if role not in roles:
             raise parts.error(

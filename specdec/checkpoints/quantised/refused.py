@@ -1,4 +1,4 @@
-"""Formats that are known and not read: each weight is refused with the name of its tensor and of the method."""
+"""Refuse known formats that are not read, naming each weight's tensor and method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.errors import CheckpointError
 _ORIGINAL = (
     "the checkpoint in bfloat16 that it was made from, or one in FP8, NVFP4, MXFP4, compressed-tensors or MLX's layout"
 )
-# Last word of the tensor that holds the codes -> siblings that go with it, and the method.
+# Last word of the codes tensor's name -> its siblings, and the method.
 _CODES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "qweight": (("qzeros", "scales", "g_idx"), "gptq or awq"),
     "W_q": (("scale", "zero", "meta"), "hqq"),
@@ -23,7 +23,7 @@ _CODES: Mapping[str, tuple[tuple[str, ...], str]] = {
 def refusals(
     checkpoint: Checkpoint, names: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, tuple[str, ...]]], dict[str, str]]:
-    """Weights in methods that are not read, and the names (canonical -> in the files) that belong to none of them.
+    """Weights in refused methods, and the names (canonical -> in the files) that belong to none of them.
 
     The former by decoded name: the method, and the names in the files of its tensors, codes first.
     """
@@ -56,7 +56,7 @@ def refusals(
 
 
 def refusal(checkpoint: Checkpoint, name: str, method: str) -> CheckpointError:
-    """The refusal of a tensor that a known method made."""
+    """An error that refuses a tensor of a known method."""
     return CheckpointError(
         f"the tensor {name} is quantised with {method}, which is not read",
         file=checkpoint.file_of(name),
@@ -66,7 +66,7 @@ def refusal(checkpoint: Checkpoint, name: str, method: str) -> CheckpointError:
 
 
 def unknown(parts: Parts, hints: Hints) -> CheckpointError:
-    """The refusal of a weight whose tensors look like no format."""
+    """An error that refuses a weight of unknown format."""
     siblings = ", ".join(parts.roles.values())
     beside = f" with {siblings} beside it" if siblings else " with no scale beside it"
     return CheckpointError(

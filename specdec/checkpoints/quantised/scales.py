@@ -1,4 +1,4 @@
-"""Scales: which rows and columns of a weight each belongs to, and what their values may be."""
+"""Scales: the rows and columns each one covers, and validation of their values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
 AGAIN = "download the file again; if that does not help, the checkpoint is broken"
-EXPONENTS = ("U8", "F8_E8M0")  # one byte e that stands for 2 ** (e - 127)
+EXPONENTS = ("U8", "F8_E8M0")  # one byte e encodes 2 ** (e - 127)
 # OCP Microscaling Formats v1.0, section 5.4.1: 255 is NaN; 0 is 2^-127, a float32 subnormal.
 E8M0 = torch.tensor([math.ldexp(1.0, e - 127) for e in range(255)] + [math.nan], dtype=torch.float32)
 
 
 @attrs.frozen
 class Grid:
-    """How scales lie over the matrices of a weight.
+    """The layout of scales over the matrices of a weight.
 
     Attributes:
         rows: rows that share a scale.
-        columns: columns that share a scale; the last block of either may be cut off by the weight's edge.
-        shape: of the scales, ``[M, A, B]`` for M matrices of A x B blocks; M is 1 where all matrices share them.
+        columns: columns that share a scale. The last block of rows or columns may be cut off at the weight's edge.
+        shape: shape of the scales, ``[M, A, B]`` for M matrices of A x B blocks; M is 1 if all matrices share them.
     """
 
     rows: int
@@ -34,19 +34,19 @@ class Grid:
 
 
 def matrices(shape: Sequence[int]) -> tuple[int, int, int]:
-    """``[..., N, K]`` as ``(M, N, K)``: a vector is one row, a stack of matrices has M of them."""
+    """``[..., N, K]`` as ``(M, N, K)``: a vector is one row, a stack has M matrices."""
     padded = (1, 1, *shape)
     return math.prod(shape[:-2]), padded[-2], padded[-1]
 
 
 def blocks(shape: Sequence[int], rows: int, columns: int) -> tuple[int, int]:
-    """Blocks of that size along the last two axes."""
+    """The number of blocks of that size along the last two axes."""
     _, n, k = matrices(shape)
     return -(-n // rows), -(-k // columns)
 
 
 def whole(shape: Sequence[int], given: tuple[int, ...]) -> Grid | None:
-    """The grid of scales per tensor, per matrix of a stack, or per row; None where ``given`` is none of these."""
+    """The grid of scales per tensor, per matrix of a stack, or per row; None if ``given`` fits none of these."""
     m, n, k = matrices(shape)
     lead = tuple(shape[:-2])
     if math.prod(given) == 1 and len(given) <= max(2, len(shape)):
@@ -59,14 +59,14 @@ def whole(shape: Sequence[int], given: tuple[int, ...]) -> Grid | None:
 
 
 def tiled(shape: Sequence[int], given: tuple[int, ...], rows: int, columns: int) -> Grid | None:
-    """The grid of one scale per block of that size; None where ``given`` is another shape."""
+    """The grid of one scale per block of that size; None if ``given`` does not fit."""
     m, _, _ = matrices(shape)
     count = blocks(shape, rows, columns)
     return Grid(rows, columns, (m, *count)) if given == (*shape[:-2], *count) else None
 
 
 def label(grid: Grid, shape: Sequence[int]) -> str:
-    """For people: "per tensor", "per channel", "g128", "128x128"."""
+    """Display text: "per tensor", "per channel", "g128", "128x128"."""
     _, n, k = matrices(shape)
     if grid.shape[1:] == (1, 1) and (grid.rows, grid.columns) == (n, k):
         return "per tensor"
@@ -76,15 +76,15 @@ def label(grid: Grid, shape: Sequence[int]) -> str:
 
 
 def load_scales(parts: Parts, role: str, *, zero: bool = True, signed: bool = False) -> torch.Tensor:
-    """The values of a scale tensor in float32, in the shape of the file, checked.
+    """Read a scale tensor as float32, in its stored shape, and check its values.
 
     Args:
-        parts: of the weight.
+        parts: the weight's parts.
         role: "scale", "scale_2", "global_scale", "mlx_scale" or "mlx_bias".
-        zero: a scale of 0 is sound (it makes a block of zeros).
-        signed: so is a negative one.
+        zero: a scale of 0 is allowed (it makes a block of zeros).
+        signed: a negative scale is allowed.
 
-    Raises: CheckpointError naming the tensor for NaN, infinity, a negative value, or 0 where it is divided by.
+    Raises: CheckpointError naming the tensor for NaN, infinity, a negative value, or a divisor of 0.
     """
     name = parts.original(role)
     dtype = parts.checkpoint.stored_dtype(name)
@@ -105,7 +105,7 @@ def load_scales(parts: Parts, role: str, *, zero: bool = True, signed: bool = Fa
 
 
 def check_dtype(parts: Parts, role: str, allowed: Sequence[str] = (*FLOATS, *EXPONENTS)) -> None:
-    """Refuse a scale of a dtype that means nothing here. Raises: CheckpointError."""
+    """Refuse a scale of the wrong dtype. Raises: CheckpointError."""
     name = parts.original(role)
     dtype = parts.checkpoint.stored_dtype(name)
     if dtype not in allowed:
@@ -115,7 +115,7 @@ def check_dtype(parts: Parts, role: str, allowed: Sequence[str] = (*FLOATS, *EXP
 
 
 def misfit(parts: Parts, role: str, wanted: str) -> CheckpointError:
-    """The refusal of a scale (or zero point) of another shape than the weight's shape implies."""
+    """An error for a scale (or zero point) whose shape does not fit the weight's."""
     name = parts.original(role)
     return parts.error(
         f"the tensor {name} has the shape {list(parts.checkpoint.shape(name))}; "
@@ -125,5 +125,5 @@ def misfit(parts: Parts, role: str, wanted: str) -> CheckpointError:
 
 
 def read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """A whole small tensor, read and not mapped."""
+    """Read a whole small tensor, without mapping it."""
     return checkpoint.rows(name, 0, 1, axes=0)[0]

@@ -1,4 +1,4 @@
-"""A quantised matrix as the files have it, for backends that compute with it packed."""
+"""A quantised matrix as stored, for backends that compute with packed weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
-_SLAB = 2**20  # values decoded at a time
+_SLAB = 2**20  # values decoded per step
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -24,18 +24,18 @@ class StoredMatrix:
     ``bias``                none                            none                           as ``scale``
     ======================  ==============================  =============================  ===========================
 
-    Scales and biases are ``[ceil(N / block_rows), ceil(K / block_columns)]``. All scales multiply, however the files
-    have them. Where the files have a divisor per tensor (compressed-tensors' NVFP4), ``global_scale`` is its
-    reciprocal rounded to float32, while ``decode`` divides, as it does for a weight that is not kept.
+    Scales and biases are ``[ceil(N / block_rows), ceil(K / block_columns)]``. All scales multiply. If the files store a
+    divisor per tensor (compressed-tensors' NVFP4), ``global_scale`` is its reciprocal rounded to float32; ``decode``
+    divides, as for a weight that is not kept packed.
 
     Attributes:
         format: "fp8-block", "nvfp4" or "mlx-affine".
-        shape: of the decoded matrix, ``(N, K)``.
-        parts: what the table lists. Codes, and scales but those of "fp8-block", are views of the memory map.
-        meta: "block_rows", "block_columns", "group" (columns per scale) and "bits" (of a code).
-        dtype: what ``decode`` gives.
-        numbers: rows of ``codes`` as float32 numbers ``[R, K]``.
-        divisor: float32 ``[1]``, what the scales are divided by, where the files have that.
+        shape: shape of the decoded matrix, ``(N, K)``.
+        parts: the parts in the table. Codes, and scales except "fp8-block" ones, are views of the memory map.
+        meta: "block_rows", "block_columns", "group" (columns per scale) and "bits" (per code).
+        dtype: dtype that ``decode`` returns.
+        numbers: converts rows of ``codes`` to float32 ``[R, K]``.
+        divisor: float32 ``[1]``, divides the scales; only if the files have one.
     """
 
     format: str
@@ -52,7 +52,7 @@ class StoredMatrix:
         return sum(part.nbytes for part in self.parts.values())
 
     def decode(self) -> torch.Tensor:
-        """The matrix in ``dtype``, with the bits that ``Weights`` gives for it."""
+        """The matrix in ``dtype``, bit-identical to what ``Weights`` returns."""
         count, columns = self.shape
         out = torch.empty(self.shape, dtype=self.dtype)
         step = max(1, _SLAB // max(columns, 1))
@@ -66,7 +66,7 @@ class StoredMatrix:
         return out
 
     def _spread(self, part: str, start: int, stop: int) -> torch.Tensor:
-        """One entry per element of rows start to stop, float32."""
+        """One float32 entry per element of rows start to stop."""
         rows = torch.arange(start, stop) // self.meta["block_rows"]
         first = int(rows[0])
         blocks = self.parts[part][first : int(rows[-1]) + 1].to(torch.float32)
@@ -78,9 +78,9 @@ class StoredMatrix:
         return wide[rows - first]
 
     def __getitem__(self, rows: slice | torch.Tensor) -> StoredMatrix | torch.Tensor:
-        """Some rows: those of a slice (step 1) or of an index, int64 ``[R]``.
+        """Select rows by a slice (step 1) or an index, int64 ``[R]``.
 
-        They stay packed where they are whole blocks of rows, a slice as a view; decoded otherwise.
+        Whole blocks of rows stay packed (a slice is a view); other rows are decoded.
         """
         block = self.meta["block_rows"]
         if isinstance(rows, slice):
@@ -103,11 +103,11 @@ class StoredMatrix:
 def _taken(part: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
     if isinstance(rows, slice):
         return part[rows]
-    return part.view(torch.uint8)[rows].view(part.dtype)  # torch gathers neither uint32 nor e4m3
+    return part.view(torch.uint8)[rows].view(part.dtype)  # torch cannot gather uint32 or e4m3
 
 
 def alike(matrices: Sequence[StoredMatrix | torch.Tensor]) -> list[StoredMatrix] | list[torch.Tensor]:
-    """The matrices of one stack: packed if all are so in one format and size, else all decoded."""
+    """The matrices of a stack: packed if all have one format and size, else all decoded."""
     packed = [matrix for matrix in matrices if isinstance(matrix, StoredMatrix)]
     if len(packed) == len(matrices) and len({_layout(one) for one in packed}) == 1:
         return packed

@@ -1,4 +1,4 @@
-"""The checks, one for each clause of ``docs/contract``, in a module for each kind of plugin."""
+"""The checks, one per clause of ``docs/contract``, in one module per kind of plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.testing.subjects import Subject
 
 
 def iter_checks(subject: Subject | None = None) -> Iterator[Check]:
-    """All checks, or those of one subject, by kind of plugin and number."""
+    """All checks, or those of one subject, ordered by kind of plugin and number."""
     order = list(Subject)
     for check in sorted(CHECKS.values(), key=lambda one: (order.index(one.subject), int(one.id[1:]))):
         if subject is None or check.subject is subject:
@@ -28,7 +28,7 @@ def iter_checks(subject: Subject | None = None) -> Iterator[Check]:
 
 
 def expect_ids(ids: Iterable[str]) -> None:
-    """Raises: ConfigError for an id that no check has, with the nearest one."""
+    """Raises: ConfigError for an unknown id, with the nearest one."""
     known = [check.id for check in iter_checks()]
     for id_ in ids:
         if id_ not in known:

@@ -11,7 +11,7 @@ from specdec.testing.checks import Run, check, expect, expect_equal
 from specdec.testing.strategies import Call, calls
 from specdec.testing.subjects import DepthPolicySubject
 
-LIMIT = 1024  # far above the rows of any pass: a depth beyond this is a mistake, which the engine's cap would hide
+LIMIT = 1024  # far above the rows of any pass: larger depths are mistakes that the engine's cap hides
 
 
 class _Sequence:
@@ -80,7 +80,7 @@ def works_from_nothing(subject: DepthPolicySubject, run: Run) -> None:
 
 @check("P3")
 def any_record(subject: DepthPolicySubject, run: Run) -> None:
-    """Records of any kind are taken in any order: unasked, capped, of zero seconds, with fewer tokens drafted."""
+    """Records of any kind are accepted in any order: unasked, capped, of zero seconds, with fewer tokens drafted."""
 
     def body(steps: list[Call]) -> None:
         sequence = _Sequence(subject.make())
@@ -104,7 +104,7 @@ def bounded(subject: DepthPolicySubject, run: Run) -> None:
 
 @check("P5")
 def stats_are_the_engines(subject: DepthPolicySubject, run: Run) -> None:
-    """Stats belong to the engine: a policy reads them and changes nothing."""
+    """Stats belong to the engine: a policy reads them but does not change them."""
 
     def body(steps: list[Call]) -> None:
         sequence = _Sequence(subject.make())

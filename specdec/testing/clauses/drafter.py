@@ -71,7 +71,7 @@ def short_and_inside(subject: DrafterSubject, run: Run) -> None:
 
 @check("D2")
 def context_unchanged(subject: DrafterSubject, run: Run) -> None:
-    """The context is read and never changed: neither its tokens nor its settings."""
+    """The context is never changed: neither its tokens nor its settings."""
     session = _start(subject, "greedy")
     session.contexts = []
     session.feed(PROMPT, chunk=3)
@@ -86,7 +86,7 @@ def context_unchanged(subject: DrafterSubject, run: Run) -> None:
 
 @check("D3")
 def one_token(subject: DrafterSubject, run: Run) -> None:
-    """One token of context is enough, and no prefill comes before it."""
+    """One token of context is enough, with no prefill before it."""
     for memory in Memory:
         for depth in (1, 3):
             session = _start(subject, "greedy", memory)
@@ -109,7 +109,7 @@ def depth_zero(subject: DrafterSubject, run: Run) -> None:
 
 @check("D5")
 def same_calls_same_drafts(subject: DrafterSubject, run: Run) -> None:
-    """The same calls give the same drafts, and no global generator is read or moved."""
+    """The same calls give the same drafts, and no global generator is read or advanced."""
 
     def body(prompt: list[int], setting: str, depths: list[int]) -> None:
         drafts: list[list[Draft]] = []
@@ -163,7 +163,7 @@ def _expect_fresh(session: ScriptedSession, depth: int) -> None:
 
 @check("D6")
 def state_follows_the_tokens(subject: DrafterSubject, run: Run) -> None:
-    """After any cycles and prompts, the next draft is that of a fresh drafter which saw the same tokens."""
+    """After any cycles and prompts, the next draft is that of a fresh drafter that saw the same tokens."""
 
     def body(prompt: list[int], steps: list[Call], depth: int, setting: str, memory: Memory) -> None:
         session = _start(subject, setting, memory)
@@ -176,7 +176,7 @@ def state_follows_the_tokens(subject: DrafterSubject, run: Run) -> None:
 
 @check("D7")
 def rewind_forgets(subject: DrafterSubject, run: Run) -> None:
-    """After a rewind, to whatever length the target reached, the next draft is that of a fresh drafter."""
+    """After a rewind to any length, the next draft is that of a fresh drafter."""
 
     def body(prompt: list[int], steps: list[Call], back: int, depth: int, setting: str, memory: Memory) -> None:
         session = _start(subject, setting, memory)
@@ -192,7 +192,7 @@ def rewind_forgets(subject: DrafterSubject, run: Run) -> None:
 
 @check("D8")
 def restored_states(subject: DrafterSubject, run: Run) -> None:
-    """A drafter built over a restored state proposes what the original one proposes."""
+    """A drafter built over a restored state proposes the same drafts as the original."""
 
     def body(prompt: list[int], steps: list[Call], depth: int, setting: str, memory: Memory) -> None:
         session = _start(subject, setting, memory)
@@ -212,7 +212,7 @@ def restored_states(subject: DrafterSubject, run: Run) -> None:
 
 @check("D17")
 def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
-    """``snapshot`` is a copy: a drafter built with it, or without, proposes what the original one does."""
+    """``snapshot`` is a copy: a drafter built with or without it proposes the same drafts as the original."""
     given: list[DrafterSnapshot] = []
 
     def body(prompt: list[int], steps: list[Call], later: list[Call], depth: int, setting: str, memory: Memory) -> None:
@@ -227,7 +227,7 @@ def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
         for _ in range(2):
             wanted.append(usable(session.propose(depth), depth, VOCAB))
             session.finish(wanted[-1], 1, 2)
-        _play(session, later, [])  # the original goes on, and back
+        _play(session, later, [])  # the original continues, then rewinds
         for saved, how in ((kept.drafter, "with"), (None, "without")):
             restored = session.restored(kept, saved)
             for number, expected in enumerate(wanted):
@@ -261,7 +261,7 @@ def _expect_well_formed(snapshot: Any) -> None:
 
 @check("D15")
 def sequences_apart(subject: DrafterSubject, run: Run) -> None:
-    """Sequences do not influence each other: drafts are the same whatever other sequences did before or between."""
+    """Sequences are independent: drafts do not depend on what other sequences did before or in between."""
 
     def body(prompt: list[int], other_prompt: list[int], steps: list[Call], setting: str) -> None:
         alone = _start(subject, setting)
@@ -284,7 +284,7 @@ def sequences_apart(subject: DrafterSubject, run: Run) -> None:
 
 @check("D9")
 def distributions_are_distributions(subject: DrafterSubject, run: Run) -> None:
-    """``probs`` is ``[K, V]`` float32; each row is finite, not negative, sums to 1, and allows the drafted token."""
+    """``probs`` is ``[K, V]`` float32; rows are finite, non-negative, sum to 1, and allow the drafted token."""
 
     def body(prompt: list[int], depth: int, setting: str, seed: int) -> None:
         sampling, noise = _SETTINGS[setting]
@@ -344,7 +344,7 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
 
 @check("D11")
 def needs_declared(subject: DrafterSubject, run: Run) -> None:
-    """What a drafter uses of its target is named in ``needs``: hidden states, and the MTP head."""
+    """``needs`` names everything that a drafter uses of its target: hidden states and the MTP head."""
     error = _failure_when_sealed(subject)
     if error is None or _STATE in str(error):
         return
@@ -352,26 +352,26 @@ def needs_declared(subject: DrafterSubject, run: Run) -> None:
         raise Broken(str(error).split("\n")[0]) from error
     try:
         _play_all(subject, sealed=False)
-    except Exception:  # noqa: BLE001  (it fails in any case: another clause finds that)
+    except Exception:  # noqa: BLE001  (another clause reports this failure)
         return
     raise Broken.by(error, {}, "it fails only where the target gives no more than needs asks for") from error
 
 
 @check("D12")
 def state_left_alone(subject: DrafterSubject, run: Run) -> None:
-    """The committed state of its sequence is the engine's: a drafter runs MTP drafts on it and nothing else."""
+    """The committed state of a sequence belongs to the engine: a drafter only runs MTP drafts on it."""
     error = _failure_when_sealed(subject)
     if error is not None and _STATE in str(error):
         raise Broken(str(error).split("\n")[0]) from error
 
 
-_STATE = "which is the engine's"  # what a sealed session says when a drafter touches the state
+_STATE = "which is the engine's"  # in a sealed session's error when a drafter touches the state
 
 
 def _failure_when_sealed(subject: DrafterSubject) -> Exception | None:
     try:
         _play_all(subject, sealed=True)
-    except Exception as error:  # noqa: BLE001  (the caller decides which clause it breaks)
+    except Exception as error:  # noqa: BLE001  (the caller decides which clause is broken)
         return error
     return None
 
@@ -409,7 +409,7 @@ def reports_change_nothing(subject: DrafterSubject, run: Run) -> None:
 
 
 def _report(session: ScriptedSession) -> tuple[dict[str, Any], str]:
-    """What ``report`` returns, as a result takes it over, and as JSON."""
+    """The value of ``report``, as a result takes it over, and as JSON."""
     before = generator_states()
     given: object = session.drafter.report()
     if not isinstance(given, Mapping):
@@ -418,7 +418,7 @@ def _report(session: ScriptedSession) -> tuple[dict[str, Any], str]:
         expect(type(name) is str, "a name in the report is not a str", got=name)
     report = dict(given)
     text = _as_json(report)
-    # a report may contain a time that goes on, so floats may differ
+    # a report may contain elapsed time, so floats may differ
     one, two = (
         json.loads(one, parse_float=lambda number: None) for one in (_as_json(dict(session.drafter.report())), text)
     )
@@ -436,7 +436,7 @@ def _as_json(report: dict[str, Any]) -> str:
 
 @check("D16", kind="advice")
 def says_nothing(subject: DrafterSubject, run: Run) -> None:
-    """Nothing is printed: standard output belongs to the program that uses the library."""
+    """A drafter prints nothing: standard output belongs to the calling program."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         session = _start(subject, "greedy")
@@ -473,7 +473,7 @@ def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
 
 @check("D14")
 def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
-    """In the engine with a ratio test, the output follows the target's joint distribution: no noise is used twice."""
+    """In the engine with a ratio test, the output follows the target's joint distribution: no noise is reused."""
     table = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.45, 0.05]])
     head = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
     model = TableModel(table, mtp_table=head if subject.needs.mtp else None)

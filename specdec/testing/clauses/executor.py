@@ -1,4 +1,4 @@
-"""The check of a device's executor, cycle by cycle against the host's: clause F20."""
+"""The check of a device's executor against the host, cycle by cycle: clause F20."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class _Plan:
-    """The depths of some cycles, and how generation ends; ``keep`` > 0 takes back part of the last cycle."""
+    """The depths of some cycles, and how generation ends; ``keep`` > 0 drops part of the last cycle."""
 
     depths: tuple[int, ...]
     stop: tuple[int, ...] = ()
@@ -33,17 +33,17 @@ class _Plan:
 
 @attrs.define
 class _Generation:
-    """Cycles of a plan: their outcomes, what the state holds after them, and the logits that follow."""
+    """The result of a plan's cycles: outcomes, the state's contents after them, and the next logits."""
 
     target: TargetUnderTest
     draft: DeviceDraft
     plan: _Plan
     outcomes: list[Outcome] = attrs.field(factory=list)
     held: tuple[int, int] = (0, 0)  # tokens, and pairs fed or waiting
-    logits: list[NDArray[np.float32]] = attrs.field(factory=list)  # the target's, and the head's where it drafts
+    logits: list[NDArray[np.float32]] = attrs.field(factory=list)  # the target's, and the head's if it drafts
 
     def run(self, *, on_device: bool) -> bool:
-        """Run the cycles; on a device, one cycle ahead where nothing is taken back. False: not offered."""
+        """Run the cycles; on a device, one cycle ahead if none is rolled back. False: not offered."""
         target, plan, mtp = self.target, self.plan, self.draft.mtp
         model, tokens = target.model, target.tokens(range(6))
         state = target.prefilled(tokens[:-1], needs=Needs(mtp=True) if mtp else NO_NEEDS)
@@ -87,7 +87,7 @@ class _Generation:
         return len(emitted) == self.plan.limit or bool(emitted) and emitted[-1] in self.plan.stop
 
     def _collect(self, executor: Executor, tokens: list[int], keep: int = 0) -> None:
-        """Collect a cycle, cut it where generation ends (a device has done so itself), and keep it."""
+        """Collect a cycle, cut it where generation ends (a device has already done so), and keep it."""
         outcome = executor.collect()
         ends = [number for number, token in enumerate(outcome.emitted, start=1) if token in self.plan.stop]
         count = min([self.plan.limit - len(self._emitted()), len(outcome.emitted), *ends])
@@ -101,7 +101,7 @@ class _Generation:
 
 @check("F20")
 def device_cycles(subject: ForwardPassSubject, run: Run) -> None:
-    """Cycles that the device runs draft, emit and leave behind what cycles of the host do, at every depth."""
+    """Cycles on the device draft, emit and leave the same state as cycles on the host, at every depth."""
     target = TargetUnderTest(subject)
     drafts = [DeviceDraft(mtp=False), *([DeviceDraft()] if target.info.mtp_layers else [])]
     offered = 0

@@ -1,6 +1,6 @@
-"""Checks of targets, but for hidden states, MTP heads and executors: clauses F1 to F8, F10 to F12, F14 to F16.
+"""Checks of targets, except hidden states, MTP heads and executors: clauses F1 to F8, F10 to F12, F14 to F16.
 
-The reference is the target itself, run plainly: a fresh state, one row per pass.
+The reference is the target itself in plain decoding: a fresh state, one row per pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _numbers = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 @check("F1")
 def cached_is_uncached(subject: ForwardPassSubject, run: Run) -> None:
-    """Logits after cached tokens are those of a fresh state which took in all tokens at once."""
+    """Logits after cached tokens are those of a fresh state that took in all tokens at once."""
     target = TargetUnderTest(subject)
 
     def body(prompt: list[int], rest: list[int]) -> None:
@@ -75,7 +75,7 @@ def any_interleaving(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F3")
 def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
-    """``rewind(length)`` returns the length reached, at most ``length``; from there the state is a plain one."""
+    """``rewind(length)`` returns the length reached, at most ``length``; the state is then a plainly decoded one."""
     target = TargetUnderTest(subject)
 
     def body(parts: list[list[int]], back: int, again: int) -> None:
@@ -100,7 +100,7 @@ def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F4")
 def snapshots(subject: ForwardPassSubject, run: Run) -> None:
-    """``restore(snapshot)`` gives the state of that moment, whatever happened to the original or to copies since."""
+    """``restore(snapshot)`` gives the state at the snapshot, whatever happened to the original or to copies since."""
     target = TargetUnderTest(subject)
 
     def body(prompt: list[int], rest: list[int], other: list[int]) -> None:
@@ -136,7 +136,7 @@ def row_invariance(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F6")
 def any_chunking(subject: ForwardPassSubject, run: Run) -> None:
-    """Any chunking of a prompt leaves the same state: the same bits with BITWISE parity."""
+    """Any chunking of a prompt leaves the same state: bit-equal with BITWISE parity."""
     target = TargetUnderTest(subject)
     longest = min(target.room - 2, 2 * target.info.max_rows + 9)
     tokens = target.tokens(range(longest))
@@ -201,7 +201,7 @@ def logits_methods(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F10")
 def lengths(subject: ForwardPassSubject, run: Run) -> None:
-    """A state counts its committed tokens, has the capacity asked for, and every one of its places is usable."""
+    """A state counts its committed tokens, has the requested capacity, and can be filled completely."""
     target = TargetUnderTest(subject)
     capacity = 9
     state, tokens = target.state(capacity), target.tokens(range(capacity))
@@ -223,7 +223,7 @@ def lengths(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F11")
 def no_trace(subject: ForwardPassSubject, run: Run) -> None:
-    """Rows that were not committed leave no trace."""
+    """Uncommitted rows leave no trace."""
     target = TargetUnderTest(subject)
     prompt = target.tokens(range(3))
     junk = target.tokens(range(40, 40 + target.info.max_rows))
@@ -244,7 +244,7 @@ def states_apart(subject: ForwardPassSubject, run: Run) -> None:
     states = [target.prefilled(text) for text in texts]
     for i in range(4):
         rows = target.tokens([i, i + 1][: target.info.max_rows])
-        for state in states:  # both are in flight before one is committed
+        for state in states:  # both decode before either commits
             target.model.decode(state, rows)
         for state, text in zip(states, texts, strict=True):
             target.model.commit(state, 1)

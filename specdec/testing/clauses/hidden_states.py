@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _all_needs(target: TargetUnderTest) -> Needs:
-    """Everything that this target gives: the final state, and the first, a middle and the last boundary."""
+    """All hidden states of this target: the final one, and the first, a middle and the last boundary."""
     layers = target.info.layers
     needs = Needs(final_hidden=target.info.gives_hidden, boundaries=(0, (layers + 1) // 2, layers) if layers else ())
     if not needs.hidden:
@@ -35,7 +35,7 @@ def _given(output: ForwardOutput) -> dict[str, Hidden]:
 
 @check("F9")
 def outputs(subject: ForwardPassSubject, run: Run) -> None:
-    """A pass gives what its state was made for and nothing else: decode logits of every row, both the hidden states."""
+    """A pass returns exactly what its state was made for: hidden states, and from decode the logits of every row."""
     target = TargetUnderTest(subject)
     rows = min(2, target.info.max_rows)
     asked = Needs(final_hidden=target.info.gives_hidden, boundaries=range(target.info.layers + 1)[:2])
@@ -57,7 +57,7 @@ def outputs(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F17")
 def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
-    """Hidden states stay what they were, whatever passes run later: a drafter may hold them for many cycles."""
+    """Hidden states stay valid whatever passes run later: a drafter may hold them for many cycles."""
     target = TargetUnderTest(subject)
     model, tokens, needs = target.model, target.tokens(range(8)), _all_needs(target)
     state = target.state(needs=needs)
@@ -67,13 +67,13 @@ def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
         held.append((_given(model.decode(state, rows)), 1))
         model.commit(state, 1)
     for name, wanted in _rows_one_by_one(target, tokens, needs).items():
-        parts = [given[name][:rows] for given, rows in held]  # cut late: a cut may copy
+        parts = [given[name][:rows] for given, rows in held]  # slice late: slicing may copy
         got = parts[0].join(parts[1:]).rows()
         target.expect_close(got, wanted, f"{name}: hidden states that were held are not what they were")
 
 
 def _rows_one_by_one(target: TargetUnderTest, tokens: Sequence[int], needs: Needs) -> dict[str, Float32]:
-    """Hidden states of all tokens, ``[T, H]`` by name, by passes of one row, read at once."""
+    """Hidden states of all tokens, ``[T, H]`` by name, from single-row passes, read at once."""
     state = target.state(needs=needs)
     seen: list[dict[str, Float32]] = []
     for token in tokens:
@@ -85,7 +85,7 @@ def _rows_one_by_one(target: TargetUnderTest, tokens: Sequence[int], needs: Need
 
 @check("F21")
 def any_passes(subject: ForwardPassSubject, run: Run) -> None:
-    """Hidden states do not depend on chunks, rows of a pass or other needs: BITWISE to the bit, NUMERIC closely."""
+    """Hidden states do not depend on chunks, rows per pass or other needs: bit-equal if BITWISE, close if NUMERIC."""
     target = TargetUnderTest(subject)
     tokens, everything = target.tokens(range(8)), _all_needs(target)
     most = min(len(tokens), target.info.max_rows)

@@ -26,7 +26,7 @@ def _with_head(subject: ForwardPassSubject) -> TargetUnderTest:
 
 @check("F13")
 def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
-    """Without a head MTP drafts are refused; with one, true pairs stay, provisional ones go, chunks change nothing."""
+    """Without a head, MTP drafts are refused; with one, true pairs stay, provisional ones go, chunks have no effect."""
     target = TargetUnderTest(subject)
     model, tokens = target.model, target.tokens(range(8))
     plain, pairs = target.prefilled(tokens[:-1]), len(tokens) - 1
@@ -39,7 +39,7 @@ def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
     expect_error(StateError, lambda: model.draft_mtp(plain, tokens[-1], 1), what)
 
     def first_step(first: int, depth: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        """Logits of the first step after all tokens, prefilled in two chunks, with a draft between them."""
+        """Logits of the first step after all tokens, prefilled in two chunks with a draft between them."""
         state = target.prefilled(tokens[:first], needs=MTP)
         if depth:
             target.draft(state, tokens[first], depth)
@@ -58,7 +58,7 @@ def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F18")
 def drafts_in_one_call(subject: ForwardPassSubject, run: Run) -> None:
-    """A greedy draft in one call, and the state that it leaves, are those of single steps."""
+    """A greedy draft in one call gives the same tokens and the same state as single steps."""
     target = _with_head(subject)
     tokens = target.tokens(range(8))
     for waiting, depth in ((1, 1), (1, 4), (3, 2), (6, 3)):
@@ -110,7 +110,7 @@ def ledger(subject: ForwardPassSubject, run: Run) -> None:
             target.pairs(state)
             if len(tokens) != before:
                 pending = target.token(first + len(tokens))
-        target.append(state, [pending])  # the pairs of a draft do not wait for a second one
+        target.append(state, [pending])  # a draft's pairs are not left waiting for a second draft
         tokens.append(pending)
         _, [got] = target.draft(state, target.token(5), 1)
         _, [wanted] = target.draft(target.prefilled(tokens, needs=MTP), target.token(5), 1)
@@ -125,7 +125,7 @@ def ledger(subject: ForwardPassSubject, run: Run) -> None:
 
 @check("F19")
 def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
-    """A draft head gives the MTP head's logits at its ids and -inf elsewhere; ``extended`` adds ids to a new one."""
+    """A draft head gives the MTP head's logits at its ids and -inf elsewhere; ``extended`` adds ids to a new head."""
     target = TargetUnderTest(subject)
     model, vocab = target.model, target.info.vocab_size
     ids = sorted(set(target.tokens([0, 2, 5])) | {vocab - 1})[: max(1, vocab - 2)]

@@ -38,11 +38,11 @@ from specdec.testing.verifier_cases import (
     with_accepted_draft,
 )
 
-P_VALUE = 1e-7  # a false alarm in ten million joint distributions
+P_VALUE = 1e-7  # one false alarm in ten million joint distributions
 
 
 def _verdict(verifier: Verifier, case: Case) -> Verdict | None:
-    """As ``decide``, but None for a malformed verdict too: that is for V1 to find."""
+    """As ``decide``, but None also for a malformed verdict, which V1 finds."""
     verdict = decide(verifier, case)
     if verdict is None:
         return None
@@ -78,7 +78,7 @@ def one_row_too_few(subject: VerifierSubject, run: Run) -> None:
 
 @check("V3")
 def identical_models(subject: VerifierSubject, run: Run) -> None:
-    """Drafts of the target itself, drawn with the noise that the verifier asks for, are accepted whole."""
+    """The target's own drafts, drawn with the noise that the verifier asks for, are accepted in full."""
     model = TableModel.random(VOCAB, seed=3)
 
     def body(history: list[int], temperature: float, seed: int, cycle: int) -> None:
@@ -108,7 +108,7 @@ def identical_models(subject: VerifierSubject, run: Run) -> None:
 
 @check("V4")
 def impossible_tokens(subject: VerifierSubject, run: Run) -> None:
-    """A token that the target gives probability 0 is neither accepted nor chosen."""
+    """A token with target probability 0 is neither accepted nor chosen."""
 
     def body(case: Case) -> None:
         case = attrs.evolve(case, sampling=Sampling(temperature=case.sampling.temperature, seed=case.sampling.seed))
@@ -183,7 +183,7 @@ def same_as_plain(subject: VerifierSubject, run: Run) -> None:
 
 @check("V7")
 def bound_kept(subject: VerifierSubject, run: Run) -> None:
-    """BOUNDED: the verifier states a ``bound`` in nats, and no committed token is further from the best than that."""
+    """BOUNDED: the verifier declares a ``bound`` in nats; no committed token is further below the best than that."""
     stated = subject.make()
     if stated.guarantee is not Guarantee.BOUNDED:
         not_applicable("only BOUNDED has a bound")
@@ -219,7 +219,7 @@ def bound_kept(subject: VerifierSubject, run: Run) -> None:
 
 @check("V8")
 def pure(subject: VerifierSubject, run: Run) -> None:
-    """The verdict depends on the arguments alone: no memory, no global generator; and the arguments are not changed."""
+    """The verdict depends only on the arguments, which it leaves unchanged: no memory, no global generator."""
 
     def body(case: Case, other: Case) -> None:
         verifier, verdicts = subject.make(), []
@@ -247,7 +247,7 @@ def pure(subject: VerifierSubject, run: Run) -> None:
 
 @check("V9")
 def extreme_rows(subject: VerifierSubject, run: Run) -> None:
-    """Zeros, one-hots, ties and far-apart logits are decided without an error, and nothing is NaN."""
+    """Zeros, one-hots, ties and widely spaced logits are decided without an error, and nothing is NaN."""
 
     def body(case: Case) -> None:
         verdict = _verdict(subject.make(), case)
@@ -268,7 +268,7 @@ def extreme_rows(subject: VerifierSubject, run: Run) -> None:
 
 @check("V10")
 def deviation_reported(subject: VerifierSubject, run: Run) -> None:
-    """At temperature 0 the deviation counts the committed tokens that are not their row's best, and the largest gap."""
+    """At temperature 0 the deviation counts committed tokens that are not their row's best, and has the largest gap."""
 
     def body(case: Case) -> None:
         verdict = _verdict(subject.make(), case)
@@ -299,7 +299,7 @@ def refuses_cleanly(subject: VerifierSubject, run: Run) -> None:
 
 @check("V12")
 def rows_have_their_own_history(subject: VerifierSubject, run: Run) -> None:
-    """Penalties, bans, minimum length and filters hold for every row, with its own history: drafted tokens included."""
+    """Penalties, bans, minimum length and filters apply to every row with its own history, drafted tokens included."""
     promises_distribution = subject.make().guarantee in (Guarantee.EXACT, Guarantee.DISTRIBUTION)
 
     def body(case: Case) -> None:

@@ -184,6 +184,7 @@ def test_a_weight_has_the_same_bits_wherever_it_came_from(ops: NativeOps, tmp_pa
     assert_same_bits(ops.embed(from_memory, tokens), original[tokens])
 
 
+@pytest.mark.slow
 def test_a_weight_from_memory_is_held_once(ops: NativeOps) -> None:
     """The caller's tensor is not kept, and what stands for it has no memory of its own."""
     own = draw(700, 512, seed=0, dtype=ops.dtype)

@@ -149,6 +149,7 @@ def test_delta_rows(shape: DeltaShape, pace: float, dtype: torch.dtype, device: 
         cache.poison()
 
 
+@pytest.mark.sample
 def test_an_unused_row_is_not_written(device: torch.device) -> None:
     """A pass of 2 rows touches two slots and two rows of the ring."""
     layer = Layer(SMALL, 2, device, start=40, slot=16)
@@ -197,7 +198,6 @@ def check_rows_are_their_own(module: Any, device: torch.device, sizes: Sequence[
         layer.restart()
 
 
-@pytest.mark.sample
 def test_rows_are_their_own(device: torch.device) -> None:
     check_rows_are_their_own(delta, device, range(1, 17))
 

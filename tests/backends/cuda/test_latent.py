@@ -95,7 +95,6 @@ def check_rows_are_their_own(module: ModuleType, device: torch.device, start: in
         assert torch.equal(layer.cache.keys[: start + T], keys[: start + T])
 
 
-@pytest.mark.sample
 def test_rows_are_their_own(device: torch.device) -> None:
     """1 to 16 rows against one at a time, across the end of the first split and of tiles of 16 pairs."""
     check_rows_are_their_own(latent, device, 121, range(1, 17))
@@ -110,6 +109,7 @@ def test_rows_are_their_own_at_real_size(start: int, device: torch.device) -> No
         assert torch.equal(layer.run(0, T), expected[:T])
 
 
+@pytest.mark.sample
 def test_shapes_are_checked(device: torch.device) -> None:
     layer = Layer(device, 4, 2)
     with pytest.raises(ShapeError, match="25 value dimensions"):

@@ -83,6 +83,7 @@ def _second_time(body: Callable[[], Any]) -> Callable[[], None]:
     return lambda: next(calls)()
 
 
+@pytest.mark.sample
 def test_a_replay_copies_and_launches_again_over_poisoned_memory() -> None:
     source, kept = torch.arange(4.0), []
     graph = FakeDevice().capture(lambda: kept.append(source.view(2, 2).t().clone()))
@@ -119,7 +120,6 @@ def check_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     assert graphs[2, 64].graph.replays == len(steps) * len(states)
 
 
-@pytest.mark.sample
 def test_sequences_share_a_graph(build: Callable[..., Any]) -> None:
     check_sequences_share_a_graph(build)
 

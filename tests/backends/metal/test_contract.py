@@ -28,7 +28,7 @@ def fast(dtype: str) -> MetalOps:
     return MetalOps(getattr(mx, dtype), mode="fast")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make", [lambda dtype: MetalOps(getattr(mx, dtype)), numeric, fast], ids=["own parity", "numeric", "fast"]
 )

@@ -126,6 +126,7 @@ def test_a_wrong_option_is_refused(backend: str, option: str, said: str) -> None
     assert f"-s {override}" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_embedded_model_says_the_same_on_both_backends() -> None:
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)
     found = {}

@@ -31,6 +31,7 @@ from tests import tiny  # noqa: E402
 from tests.backends.metal.test_metal_families import TRIED, VOCAB, arrays, poison  # noqa: E402
 from tests.decoding.fake_device import left_behind, on_device, on_host, prefilled, run  # noqa: E402
 from tests.decoding.test_lossless import Case, mtp  # noqa: E402
+from tests.selection import cases  # noqa: E402
 
 HEADS = ("qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3")  # delta and attention, experts, latent rows
 PROMPT = (3, 1, 4, 1, 5, 9, 2)
@@ -197,7 +198,8 @@ def test_tokens_that_were_taken_back_count_no_more(made: Any, monkeypatch: pytes
 
 @exact
 @pytest.mark.parametrize("family", HEADS)
-@pytest.mark.parametrize("pruned", [False, True], ids=["full", "pruned"])
+@pytest.mark.slow
+@pytest.mark.parametrize("pruned", cases([False, True], sample=["True"]))
 def test_its_own_drafts_are_those_of_the_host(made: Any, family: str, pruned: bool) -> None:
     """The head itself: chained steps, rows behind the pairs that wait, gathered rows of a head in two parts.
 

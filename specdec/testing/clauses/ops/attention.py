@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 CAPACITY = 40
 PASSES = ((1, 0, True), (1, 17, False), (4, 3, True), (16, 5, False), (19, 2, True), (5, 31, True))
-"""Rows of the pass, rows in the cache, with a gate or without."""
+"""Rows of the pass, rows in the cache, with or without a gate."""
 
 
 @check("O5")
 def norm_rope(subject: OpsSubject, run: Run) -> None:
-    """``norm_rope`` norms each head where it has a weight, then turns pairs (j, j + R/2) by the row's own position."""
+    """``norm_rope`` norms each head if given a weight, then rotates pairs (j, j + R/2) by the row's own position."""
     bench = Bench(subject, run)
     for rows in ROWS:
         for rotary, position, normed in ((HEAD_DIM, 0, True), (8, 777, True), (HEAD_DIM, 3, False)):
             rope = Rope.of(1e4, rotary)
             wide = bench.heads(bench.normal(rows, 3, 2 * HEAD_DIM))
-            x = wide[:, :, :HEAD_DIM]  # a strided view, as of an interleaved projection
+            x = wide[:, :, :HEAD_DIM]  # a strided view, like that of an interleaved projection
             weight = bench.vector(bench.normal(HEAD_DIM), plus=1.0) if normed else None
             y = rms_normed(bench.host(x), bench.host(weight)) if normed else bench.host(x)
             angles = (position + np.arange(rows))[:, None] * np.array(rope.inv_freq)
@@ -45,7 +45,7 @@ def norm_rope(subject: OpsSubject, run: Run) -> None:
 
 
 def _attention(q: Float64, keys: Float64, values: Float64, scale: float) -> Float64:
-    """Causal attention; rows of q are the last rows of keys."""
+    """Causal attention; the rows of q are the last rows of keys."""
     rows, heads, _ = q.shape
     out = np.zeros_like(q)
     for t in range(rows):
@@ -84,7 +84,7 @@ def attend_latent(subject: OpsSubject, run: Run) -> None:
         if before:
             layer.in_passes([before], cache)
         [got] = layer.outputs(cache, before, before + rows)
-        keys = bench.host(layer.row)[:, None]  # one head that all query heads read
+        keys = bench.host(layer.row)[:, None]  # one head, shared by all query heads
         wanted = _attention(bench.host(layer.q)[before:], keys, keys, LATENT**-0.5)[..., :LATENT_VALUES]
         bound = np.abs(keys).max() * (2 * bench.eps + 1e-5)
         bench.close(got, wanted, bound, "attend_latent", rows=rows, cached=before)

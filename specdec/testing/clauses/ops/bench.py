@@ -1,4 +1,4 @@
-"""The test bench of the operations: random inputs made by a backend itself, comparisons, and float64 helpers."""
+"""Test bench for operations: random inputs created by the backend, comparisons, and float64 helpers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Bench:
     def __init__(self, subject: OpsSubject, run: Run) -> None:
         self.ops: Ops = subject.make()
         self.rng = np.random.default_rng(run.seed + 1)
-        self.inputs: list[Any] = []  # every activation, matrix and vector made here
+        self.inputs: list[Any] = []  # every activation, matrix and vector created here
         steps = {1 + 2.0**-12: "float32", 1 + 2.0**-9: "float16", 1 + 2.0**-6: "bfloat16"}
         kept = self.host(self.act(np.array([list(steps) + [1.0] * 5])))[0].tolist()
         self.dtype = next((dtype for step, dtype in steps.items() if step in kept), "bfloat16")
         self.eps = EPSILON[self.dtype]
 
     def host(self, array: Any) -> Float64:
-        """An array of the backend or of numpy, or a packed weight, as float64; no value is rounded."""
+        """An array of the backend or of numpy, or a packed weight, as float64, without rounding."""
         if not isinstance(array, np.ndarray):
             array = self.ops.to_host(array).double().numpy()
         return np.asarray(array, np.float64)
@@ -50,7 +50,7 @@ class Bench:
         return array
 
     def act(self, values: Float64) -> Any:
-        """An activation ``[T, H]``, made by the backend itself."""
+        """An activation ``[T, H]``, created by the backend."""
         return self._made(self.ops.embed(self.matrix(values), list(range(len(values)))))
 
     def heads(self, values: Float64) -> Any:
@@ -67,7 +67,7 @@ class Bench:
         return self._made(self.ops.vector(_tensor(values), plus=plus))
 
     def stack(self, values: Float64) -> Any:
-        """Matrices ``[n, N, H]`` as views of a fused tensor, which has other rows between them."""
+        """Matrices ``[n, N, H]`` as views of a fused tensor with other rows between them."""
         count, rows, length = values.shape
         fused = _tensor(np.concatenate([values, np.full((count, 3, length), 7.0)], axis=1))
         return self.ops.stack([fused[i, :rows] for i in range(count)])
@@ -77,15 +77,15 @@ class Bench:
         return self.host(self.matrix(values.reshape(-1, values.shape[-1]))).reshape(values.shape)
 
     def dot_tolerance(self, x: Float64, weight: Float64, *, plus: Float64 | float = 0.0, roundings: int = 1) -> Float64:
-        """How far ``x @ weight.T + plus`` may be off."""
+        """The tolerance for ``x @ weight.T + plus``."""
         magnitude = np.abs(x) @ np.abs(weight).T + np.abs(plus)
         return dot_tolerance(self.dtype, weight.shape[-1], magnitude, roundings)
 
     @contextlib.contextmanager
     def optional(self, *names: str) -> Iterator[None]:
-        """Use these ops once inside: the clause does not apply to a backend that lacks one of them.
+        """Try these ops once in the block: the clause does not apply to a backend that lacks one of them.
 
-        What they refuse outside is a failure.
+        Refusals outside the block are failures.
         """
         try:
             yield
@@ -93,11 +93,11 @@ class Bench:
             not_applicable(f"this backend lacks one of {', '.join(names)}: {type(error).__name__}: {error}")
 
     def close(self, got: Any, wanted: Float64, tolerance: Float64 | float, what: str, **case: object) -> None:
-        """Raises: Broken where ``got`` is further from ``wanted`` than the tolerance allows."""
+        """Raises: Broken if ``got`` is further from ``wanted`` than the tolerance."""
         array = self.host(got)
         expect_equal(array.shape, wanted.shape, f"{what} has the wrong shape", **case)
         off = np.abs(array - wanted)
-        wrong = ~(off <= tolerance + SMALLEST[self.dtype])  # a NaN is wrong too
+        wrong = ~(off <= tolerance + SMALLEST[self.dtype])  # NaN is wrong too
         if wrong.any():
             place = tuple(int(i) for i in np.argwhere(wrong)[0])
             allowed = float(np.broadcast_to(tolerance, off.shape)[place])
@@ -123,7 +123,7 @@ def sigmoid(x: Float64) -> Float64:
 
 
 def softmax(x: Float64) -> Float64:
-    """Over the last axis."""
+    """Softmax over the last axis."""
     weights = np.exp(x - x.max(-1, keepdims=True))
     probs: Float64 = weights / weights.sum(-1, keepdims=True)
     return probs

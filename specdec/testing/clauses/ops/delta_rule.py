@@ -1,4 +1,4 @@
-"""Checks of the gated delta rule and what stands around it: clauses O7 to O9."""
+"""Checks of the gated delta rule and the ops around it: clauses O7 to O9."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.testing.subjects import OpsSubject
 
 @check("O7")
 def conv_window(subject: OpsSubject, run: Run) -> None:
-    """``conv_window`` is the causal depthwise convolution with silu, over the rows before the pass from the cache."""
+    """``conv_window`` is the causal depthwise convolution with silu; the cache holds the rows before the pass."""
     _check_layer(subject, run, "conv_window")
 
 

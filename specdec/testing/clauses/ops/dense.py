@@ -82,7 +82,7 @@ def head(subject: OpsSubject, run: Run) -> None:
 
 @check("O11")
 def arrays(subject: OpsSubject, run: Run) -> None:
-    """``concat`` puts activations side by side; ``hidden`` and ``array`` wrap and unwrap; slices keep their rows."""
+    """``concat`` joins activations side by side; ``hidden`` and ``array`` wrap and unwrap; slices keep their rows."""
     bench = Bench(subject, run)
     a, b = bench.act(bench.normal(5, 7)), bench.act(bench.normal(5, 4))
     bench.close(bench.ops.concat(a, b), np.concatenate([bench.host(a), bench.host(b)], axis=1), 0.0, "concat")
@@ -125,7 +125,7 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
             outside = np.setdiff1d(np.flatnonzero((logits > -np.inf).any(axis=0)), wanted)
             expect(not len(outside), "an id without a row has a logit", rows=rows, got=outside, expected=wanted)
             bench.close(logits[:, wanted], truth[:, wanted], bound[:, wanted], "pruned_head", rows=rows)
-    # equal logits, exact in whole numbers: the lower id is best, even where its row comes later
+    # equal logits, exact in integers: the lower id is best, even if its row comes later
     whole = np.tile(bench.rng.integers(-3, 4, (1, LENGTH)).astype(np.float64), (VOCAB, 1))
     equal = bench.matrix(whole)
     made = ops.head_rows(equal, [9, 4], ops.head_rows(equal, [250, 30, 12]))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @check("O16")
 def project_heads(subject: OpsSubject, run: Run) -> None:
-    """``project_heads`` multiplies every head with its own matrix of a ``stack``, also of views of a fused tensor."""
+    """``project_heads`` multiplies every head by its own matrix of a ``stack``, including views of a fused tensor."""
     bench = Bench(subject, run)
     with bench.optional("stack", "project_heads"):
         bench.ops.project_heads(bench.heads(bench.normal(1, 2, 8)), bench.stack(bench.normal(2, 3, 8)))
@@ -35,8 +35,8 @@ def project_heads(subject: OpsSubject, run: Run) -> None:
             bench.close(got, wanted, bound, "project_heads", rows=rows, heads=heads, length=length, features=features)
 
 
-EXPERTS, ROUTED = 16, 37  # experts of a router, and the length of its rows
-CLEAR = 1e-3  # least difference between what is chosen and what is not: far above the error of a float32 product
+EXPERTS, ROUTED = 16, 37  # experts of a router, and its row length
+CLEAR = 1e-3  # least margin of a choice, far above the error of a float32 product
 _ROUTINGS = (
     Routing(top_k=1, scores="softmax", normalised=False),
     Routing(top_k=4, scores="softmax", normalised=True),
@@ -48,7 +48,7 @@ _ROUTINGS = (
 
 
 def _routed(logits: Float64, routing: Routing, bias: Float64) -> tuple[list[int], Float64, float]:
-    """Of one row: the chosen experts, their weights, and the smallest difference that decided (ties aside)."""
+    """One row's chosen experts, their weights, and the smallest deciding difference (ties aside)."""
     scores = sigmoid(logits) if routing.scores == "sigmoid" else softmax(logits)
     choice, least = scores + bias, np.inf
 
@@ -74,7 +74,7 @@ def _routed(logits: Float64, routing: Routing, bias: Float64) -> tuple[list[int]
 
 
 def _ties(rows: int) -> tuple[Float64, Float64]:
-    """Rows and a router of small whole numbers: logits are exact in any order of addition, and often equal."""
+    """Rows and a router of small integers: logits are exact in any order of addition, and often equal."""
     weight = np.zeros((EXPERTS, ROUTED))
     weight[:, :8] = (np.arange(EXPERTS)[:, None] * np.arange(3, 11)) % 3 - 1.0
     x = np.zeros((rows, ROUTED))  # the first row stays zero: all its scores are equal
@@ -84,7 +84,7 @@ def _ties(rows: int) -> tuple[Float64, Float64]:
 
 @check("O17")
 def route(subject: OpsSubject, run: Run) -> None:
-    """``route`` chooses by score plus bias, ties by lower id, in kept groups only; weights are without the bias."""
+    """``route`` chooses by score plus bias, ties by lower id, in kept groups only; weights exclude the bias."""
     bench = Bench(subject, run)
     with bench.optional("route"):
         bench.ops.route(bench.act(bench.normal(1, 8)), bench.matrix(bench.normal(2, 8)), _ROUTINGS[0])
@@ -93,7 +93,7 @@ def route(subject: OpsSubject, run: Run) -> None:
             x, weight = _ties(rows)
             got = bench.ops.route(bench.act(x), bench.matrix(weight), routing)
             _expect_routes(bench, got, x @ weight.T, routing, np.zeros(EXPERTS), "route with equal scores")
-        # some choices are below 0: a group that is masked with 0 instead of -inf would win
+        # some choices are below 0: a group masked with 0 instead of -inf would win
         for bias in (None, bench.vector(bench.normal(EXPERTS) * 0.4 - 0.7)):
             router = bench.matrix(bench.normal(EXPERTS, ROUTED) / 3)
             values = bench.normal(40 * max(ROWS), ROUTED)
@@ -124,9 +124,9 @@ def _expect_routes(
 
 
 class ExpertsLayer:
-    """A layer of small experts, of which some are never chosen and hold NaN.
+    """A layer of small experts, some of which are never chosen and hold NaN.
 
-    Raises: NotApplicable where a backend has no experts.
+    Raises: NotApplicable if the backend has no experts.
     """
 
     count, wide, length, never = 9, 19, 37, (2, 5, 8)
@@ -157,14 +157,14 @@ class ExpertsLayer:
         return self.bench.ops.route(self.x[first:last], self.router, self.routing, self.bias)
 
     def run(self, first: int, last: int, *, shared: bool = False, gated: bool = False) -> Any:
-        """``moe`` of these rows, with the shared expert or without."""
+        """``moe`` of these rows, with or without the shared expert."""
         chosen = self.route(first, last)
         options: dict[str, Any] = {"shared": self.shared} if shared else {}
         options |= {"shared_gate": self.shared_gate} if gated else {}
         return self.bench.ops.moe(self.x[first:last], chosen, self.experts, self.residual[first:last], **options)
 
     def expert(self, x: Float64, gate: Float64, up: Float64, down: Float64) -> tuple[Float64, Float64]:
-        """``down(silu(gate x) * up x)`` of one row, and how far an op may be from it."""
+        """``down(silu(gate x) * up x)`` of one row, and an op's tolerance."""
         inner, error = swiglu_with_error(self.bench, x[None], gate, up)
         out = (inner @ down.T)[0]
         magnitude = np.abs(down) @ (np.abs(inner[0]) + error[0])
@@ -172,7 +172,7 @@ class ExpertsLayer:
 
 
 def swiglu_with_error(bench: Bench, x: Float64, gate: Float64, up: Float64) -> tuple[Float64, Float64]:
-    """``silu(x @ gate.T) * (x @ up.T)``, and how far an op may be from it."""
+    """``silu(x @ gate.T) * (x @ up.T)``, and an op's tolerance."""
     gated, raised = x @ gate.T, x @ up.T
     gate_error, up_error = bench.dot_tolerance(x, gate), bench.dot_tolerance(x, up)
     wanted = silu(gated) * raised
@@ -182,7 +182,7 @@ def swiglu_with_error(bench: Bench, x: Float64, gate: Float64, up: Float64) -> t
 
 @check("O18")
 def moe(subject: OpsSubject, run: Run) -> None:
-    """``moe`` is the residual, the weighted sum of chosen experts and the gated shared one; others are not read."""
+    """``moe`` adds the weighted chosen experts and the gated shared one to the residual; other experts are not read."""
     bench = Bench(subject, run)
     for rows in ROWS:
         layer = ExpertsLayer(bench, rows)

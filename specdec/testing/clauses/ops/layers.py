@@ -1,4 +1,4 @@
-"""Layers with a cache, for some rows of random inputs: attention, latent attention, and the gated delta rule."""
+"""Cached layers over random inputs: attention, latent attention, and the gated delta rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SHAPE = DeltaShape(key_heads=2, value_heads=6, key_dim=12, value_dim=10, kernel=4)
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
-LATENT, LATENT_VALUES = 21, 13  # values of a latent row, and how many of them are mixed
+LATENT, LATENT_VALUES = 21, 13  # values of a latent row, and the number that are mixed
 
 
 class Layer(abc.ABC):
@@ -38,7 +38,7 @@ class Layer(abc.ABC):
 
     @abc.abstractmethod
     def outputs(self, cache: Any, first: int, last: int) -> list[Any]:
-        """What the layer's ops give for rows ``first..last``; the caller commits."""
+        """The output of the layer's ops for rows ``first..last``; the caller commits."""
 
     @abc.abstractmethod
     def poisoned(self) -> Self:
@@ -50,17 +50,17 @@ class Layer(abc.ABC):
         return np.concatenate(outputs, axis=1)
 
     def saved(self, cache: Any) -> dict[str, Float64]:
-        """What the cache saves, on the host."""
+        """The saved contents of the cache, on the host."""
         return {name: self.bench.host(array) for name, array in cache.save().items()}
 
     def loaded(self, arrays: Mapping[str, Any], length: int) -> Any:
-        """A new cache of 8 rows with saved arrays, which go through the host."""
+        """A new cache of 8 rows, loaded with saved arrays by way of the host."""
         ops, cache = self.bench.ops, self.cache(8)
         cache.load({name: ops.from_host(ops.to_host(array)) for name, array in arrays.items()}, length)
         return cache
 
     def in_passes(self, passes: list[int], cache: Any = None) -> Float64:
-        """All rows in passes of these lengths, each committed whole."""
+        """All rows in passes of these lengths, each fully committed."""
         cache, out, at = self.cache(self.rows + 3) if cache is None else cache, [], 0
         for rows in passes:
             out.append(self.run(cache, at, at + rows))
@@ -97,7 +97,7 @@ class AttentionLayer(Layer):
 
 
 class LatentLayer(Layer):
-    """Latent attention. Raises: NotApplicable where a backend has none."""
+    """Latent attention. Raises: NotApplicable if the backend has none."""
 
     name = "attend_latent"
 
@@ -123,7 +123,7 @@ class LatentLayer(Layer):
 
 
 class DeltaLayer(Layer):
-    """A convolution window and the gated delta rule behind it."""
+    """A convolution window followed by the gated delta rule."""
 
     name = "conv_window and gated_delta"
 
@@ -178,7 +178,7 @@ class DeltaLayer(Layer):
 
 
 def layers(bench: Bench, rows: int) -> Iterator[Layer]:
-    """A layer of each kind that the backend has."""
+    """One layer of each kind that the backend has."""
     yield AttentionLayer(bench, rows)
     yield DeltaLayer(bench, rows)
     with contextlib.suppress(NotApplicable):

@@ -1,4 +1,4 @@
-"""Checks of row invariance, of caches and of inputs, over all operations: clauses O12 to O15."""
+"""Checks of row invariance, caches and inputs, over all operations: clauses O12 to O15."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ def _expect_saved(layer: Layer, cache: Any, wanted: Mapping[str, Float64], what:
 
 @check("O13")
 def commit_cuts(subject: OpsSubject, run: Run) -> None:
-    """``commit(a)`` after a pass of T rows leaves the bits of a pass of a rows; dropped rows, even NaN, no trace."""
+    """``commit(a)`` after T rows leaves the bits of a pass of a rows; dropped rows leave no trace, even if NaN."""
     bench = Bench(subject, run)
     rows = min(6, bench.ops.capabilities.max_rows)
     for layer in layers(bench, rows + 3):
         poison = layer.poisoned()
 
         def play(kept: int, decoded: int, *, poisoned: bool, layer: Layer = layer, poison: Layer = poison) -> Any:
-            """A row, then a pass of ``decoded`` rows of which ``kept`` stay: the cache, and where its rows end."""
+            """A row, then a pass of ``decoded`` rows of which ``kept`` stay: the cache, and its number of rows."""
             cache = layer.cache(rows + 9)
             for at, passed, committed in ((0, 1, 1), (1, decoded, kept)):
                 if poisoned:
@@ -125,7 +125,7 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
 
 @check("O14")
 def going_back(subject: OpsSubject, run: Run) -> None:
-    """``truncate`` goes back to what the cache held or changes nothing and says False; ``save`` and ``load`` copy."""
+    """``truncate`` reaches a point in the cache, or changes nothing and returns False; ``save`` and ``load`` copy."""
     bench = Bench(subject, run)
     _check_marks(DeltaLayer(bench, 9))
     _check_truncate(AttentionLayer(bench, 7))
@@ -134,7 +134,7 @@ def going_back(subject: OpsSubject, run: Run) -> None:
 
 
 def _check_marks(layer: DeltaLayer) -> None:
-    """A recurrent cache: back to its marks."""
+    """A recurrent cache can go back to its marks."""
     cache = layer.cache()
     points = {0: layer.saved(cache)}
     for at in range(8):
@@ -156,7 +156,7 @@ def _check_marks(layer: DeltaLayer) -> None:
 
 
 def _check_truncate(layer: Layer) -> None:
-    """A cache with an entry per row: back to anywhere."""
+    """A cache with an entry per row can go back anywhere."""
     cache = layer.cache(8)
     layer.in_passes([6], cache)
     taken, held = cache.save(), layer.saved(cache)
@@ -180,7 +180,7 @@ def _check_truncate(layer: Layer) -> None:
 
 @check("O15")
 def inputs_untouched(subject: OpsSubject, run: Run) -> None:
-    """Ops give new arrays and never write to their inputs."""
+    """Ops return new arrays and never write to their inputs."""
     bench = Bench(subject, run)
     rows = 4
     row_ops, cached = _row_ops(bench, rows), list(layers(bench, rows))
@@ -191,7 +191,7 @@ def inputs_untouched(subject: OpsSubject, run: Run) -> None:
         cache = layer.cache(8)
         outputs = layer.outputs(cache, 0, rows)
         given = [bench.host(one).copy() for one in outputs]
-        cache.commit(2)  # a cut may compute the rows again
+        cache.commit(2)  # a partial commit may compute the rows again
         for one, old in zip(outputs, given, strict=True):
             expect_equal(bench.host(one), old, f"an output of {layer.name} was changed by commit")
     for array, old in zip(bench.inputs, before, strict=True):
