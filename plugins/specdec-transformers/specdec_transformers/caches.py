@@ -198,7 +198,7 @@ def loaded(template: Cache, arrays: Mapping[str, Any], numbers: Mapping[str, int
     device = next((leaf.device for _, _, _, leaf in known if isinstance(leaf, Tensor)), torch.device("cpu"))
     unknown = (arrays.keys() | numbers.keys()) - {path for path, _, _, _ in known}
     if unknown:
-        raise StateError(f"the saved state has {sorted(unknown)[0]!r}, which this model's cache has not")
+        raise StateError(f"the saved state has {sorted(unknown)[0]!r}, which this model's cache does not have")
     for path, container, key, leaf in known:
         if path in arrays:
             value: Any = torch.as_tensor(arrays[path]).to(device, copy=True)

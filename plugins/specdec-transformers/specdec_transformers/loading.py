@@ -37,7 +37,7 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
     with Checkpoint.open(folder) as checkpoint:
         if (folder / "adapter_config.json").is_file():
             raise UnsupportedError(
-                "the folder holds an adapter (adapter_config.json), which would be merged unseen",
+                "the folder holds an adapter (adapter_config.json), which would be merged silently",
                 folder=folder,
                 try_="merge it into its base model and save that",
             )
@@ -217,7 +217,7 @@ def _read_weights(
         wrong = sorted(map(_told, told.get(label) or ()))
         if wrong:
             raise CheckpointError(
-                f"the checkpoint {why}: {_names(wrong)}", folder=folder, try_="the files of one and the same model"
+                f"the checkpoint {why}: {_names(wrong)}", folder=folder, try_="the files of a single model"
             )
     head = head_pattern(config) if layers_named(config) else None
     unused = sorted(name for name in unexpected if head is None or not head.search(name))
