@@ -53,7 +53,7 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     A model without a fingerprint is measured every time. A table measured under load is not kept.
 
     Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
-    UnsupportedError where costs cannot be measured.
+    UnsupportedError when costs cannot be measured.
     """
     depths_that_fit(lm)
     identity = cost_identity(lm)

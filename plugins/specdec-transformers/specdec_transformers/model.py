@@ -73,7 +73,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's weights are."""
+        """The device of the weights."""
         device: torch.device = self.network.device
         return device
 
