@@ -296,7 +296,7 @@ def test_a_compiled_grammar_is_kept_and_not_shared():
         (GrammarConfig(lark="start: nothere"), "the lark cannot be used as a grammar: .*nothere"),
         (GrammarConfig(json_schema='{"type": "foo"}'), "the json_schema cannot be used as a grammar: .*foo"),
         (GrammarConfig(json_schema='{"not": {}}'), "the json_schema cannot be used as a grammar: .*not"),
-        (GrammarConfig(json_schema='{"type": '), "the json_schema cannot be used as a grammar: no JSON"),
+        (GrammarConfig(json_schema='{"type": '), "the json_schema cannot be used as a grammar: not JSON"),
         (GrammarConfig(json_schema="missing.json"), "cannot read the json_schema file 'missing.json'"),
         (GrammarConfig(lark="missing.lark"), "cannot read the lark file 'missing.lark'"),
     ],
@@ -334,5 +334,5 @@ def test_a_grammar_that_no_token_can_spell_says_so():
     env = attrs.evolve(words.env(), tokenizer=Tokenizer(core), vocab_size=2, end_tokens=(1,))
     processor = GrammarProcessor(GrammarConfig(regex="ab"), env)
     assert processor.process(np.zeros(2, np.float32), []).tolist() == [0.0, -np.inf]
-    with pytest.raises(UnsupportedError, match="cannot go on after 1 tokens"):
+    with pytest.raises(UnsupportedError, match="cannot continue after 1 tokens"):
         processor.process(np.zeros(2, np.float32), [0])
