@@ -13,7 +13,7 @@ from specdec.errors import StateError
 
 
 def _refuse(placeholder: PlaceholderInteger, *_: object) -> NoReturn:
-    raise placeholder.error("a cache's length is calculated with outside the kernels, so its value would be kept")
+    raise placeholder.error("a cache's length is used outside the kernels, so its value would be fixed")
 
 
 class PlaceholderInteger:

@@ -299,7 +299,7 @@ class Tape(TorchFunctionMode):
     def _result(self, tensor: Tensor) -> None:
         buffer = self._buffer_at(tensor.data_ptr())
         if buffer is None or buffer.slot != WORK or buffer.tensor.shape != tensor.shape or not tensor.is_contiguous():
-            raise NotRecordable("a pass returns something else than a whole output of an op")
+            raise NotRecordable("a pass must return a whole output of an op")
         buffer.slot = OUT
 
     # --- from addresses to slots -----------------------------------------------------------------------------------

@@ -279,7 +279,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         if rows and self._pending is None:
             raise StateError("commit without a pass before it")
         if rows and not self.advances_alone() and rows != self._pending:
-            raise StateError(f"a prompt of {self._pending} rows is committed whole, asked for {rows}")
+            raise StateError(f"a prompt of {self._pending} rows must be committed whole, got {rows}")
         waiting = None if self._convolved is None else self._convolved()
         if waiting is not None:  # it may still be read, and depends on the rows before this pass
             waiting.tensor()

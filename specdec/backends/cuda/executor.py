@@ -272,7 +272,7 @@ class CudaExecutor(Executor):
         if not 0 <= depth < MAX_ROWS:
             raise StateError(f"a cycle on the device drafts 0 to {MAX_ROWS - 1} tokens, got {depth}")
         if len(self._flights) == _IN_FLIGHT:
-            raise StateError(f"{_IN_FLIGHT} cycles are in flight already")
+            raise StateError(f"{_IN_FLIGHT} cycles are already in flight")
         if self._last.halted:
             self._flights.append(_Flight(0, fed=False))
             return
@@ -308,7 +308,7 @@ class CudaExecutor(Executor):
     def keep(self, tokens: int) -> None:
         last = self._last
         if not 1 <= tokens <= last.kept or (self._flights and tokens < last.kept):
-            raise StateError(f"of {last.kept} tokens {tokens} are kept; fewer than all only with no cycle in flight")
+            raise StateError(f"cannot keep {tokens} of {last.kept} tokens; fewer than all only with no cycle in flight")
         back = last.kept - tokens
         if not back:
             return

@@ -237,7 +237,7 @@ class MetalDeltaCache(MarkedCache):
             if following is None:
                 raise StateError("commit without a pass before it")
             if following.past is None and rows != self._rows:
-                raise StateError(f"a prompt of {self._rows} rows is committed whole, asked for {rows}")
+                raise StateError(f"a prompt of {self._rows} rows must be committed whole, got {rows}")
             self.settle(number(rows if following.past is not None else 0))
             self.length += rows
         self._drop()

@@ -110,7 +110,7 @@ class MetalExecutor(Executor):
         if not 0 <= depth < self._max_rows:
             raise StateError(f"a cycle on the device drafts 0 to {self._max_rows - 1} tokens, got {depth}")
         if len(self._flights) >= _IN_FLIGHT:
-            raise StateError(f"{_IN_FLIGHT} cycles are in flight already")
+            raise StateError(f"{_IN_FLIGHT} cycles are already in flight")
         if self._over:
             self._flights.append(_Flight(depth=depth, fed=False, report=None))
             return
@@ -219,7 +219,7 @@ class MetalExecutor(Executor):
     def keep(self, tokens: int) -> None:
         emitted = len(self._emitted)
         if not 1 <= tokens <= emitted or (self._flights and tokens < emitted):
-            raise StateError(f"of {emitted} tokens {tokens} are kept; fewer than all only with no cycle in flight")
+            raise StateError(f"cannot keep {tokens} of {emitted} tokens; fewer than all only with no cycle in flight")
         if tokens == emitted:
             return
         assert self._verified is not None

@@ -465,13 +465,13 @@ BODIES: dict[str, tuple[str, Callable[[Small, torch.Tensor, Any, Any], torch.Ten
         "a copying view",
         lambda m, x, t, c: m.ops.rms_norm(x.t().reshape(len(t), -1), m.norm, 1e-6),
     ),
-    "length is calculated": ("arithmetic", lambda m, x, t, c: m.attend(x, c, c.length + 1)),
+    "length is used outside": ("arithmetic", lambda m, x, t, c: m.attend(x, c, c.length + 1)),
     "a cache's length": ("a comparison", lambda m, x, t, c: m.attend(x, c, c.length if c.length < 9 else 0)),
     "length is": ("a loop", lambda m, x, t, c: [m.attend(x, c, c.length) for _ in range(c.length)][-1]),
     "token ids are read": ("a token", lambda m, x, t, c: m.attend(x, c, c.length) if t[0] else x),
     "token ids": ("all tokens", lambda m, x, t, c: m.attend(m.ops.embed(m.table, list(t)), c, c.length)),
-    "returns something else": ("a part", lambda m, x, t, c: m.attend(x, c, c.length)[:1]),
-    "a pass returns": ("an argument", lambda m, x, t, c: c.keys[: len(t)].view(len(t), 32)),
+    "return a whole output": ("a part", lambda m, x, t, c: m.attend(x, c, c.length)[:1]),
+    "a pass must return": ("an argument", lambda m, x, t, c: c.keys[: len(t)].view(len(t), 32)),
 }
 
 

@@ -158,7 +158,7 @@ def test_what_is_refused(device: torch.device) -> None:
     fp8 = weight_of("fp8 32x32", 8, 32, torch.float32, device)
     with pytest.raises(ShapeError, match="1 to 16 rows, got 17"):
         gemm.project(torch.zeros(17, 32, device=device), [weight])
-    with pytest.raises(ShapeError, match="31 values meet a weight of 32 columns"):
+    with pytest.raises(ShapeError, match="31 values do not fit a weight of 32 columns"):
         gemm.linear(torch.zeros(2, 31, device=device), weight)
     with pytest.raises(UnsupportedError, match="different formats"):
         gemm.swiglu(torch.zeros(2, 32, device=device), weight, fp8)

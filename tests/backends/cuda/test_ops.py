@@ -116,7 +116,7 @@ def test_a_convolution_may_be_looked_at_after_its_commit(make: Callable[..., Cud
     long = torch.zeros(20, shape.channels, device=ops.device.place)
     many = torch.zeros(20, 1, device=ops.device.place)
     ops.gated_delta(ops.conv_window(long, weight, cache), many, many, one, one, cache, shape)
-    with pytest.raises(StateError, match="20 rows is committed whole"):
+    with pytest.raises(StateError, match="20 rows must be committed whole"):
         cache.commit(3)
 
 

@@ -313,17 +313,17 @@ def test_misuse_is_refused_with_a_reason(made: Any) -> None:
     _, executor = opened(target, capacity=40)
     with pytest.raises(StateError, match="drafts 0 to 15 tokens, got 16"):
         executor.submit(16)
-    with pytest.raises(StateError, match="of 0 tokens 1 are kept"):
+    with pytest.raises(StateError, match="cannot keep 1 of 0 tokens"):
         executor.keep(1)
     with pytest.raises(StateError, match="no cycle is in flight"):
         executor.collect()
     executor.submit(2)
     executor.submit(2)
-    with pytest.raises(StateError, match="2 cycles are in flight"):
+    with pytest.raises(StateError, match="2 cycles are already in flight"):
         executor.submit(2)
     with pytest.raises(StateError, match="while a cycle is in flight"):
         executor.close()
-    with pytest.raises(StateError, match="of 0 tokens 1 are kept"):
+    with pytest.raises(StateError, match="cannot keep 1 of 0 tokens"):
         executor.keep(1)
     executor.keep(len(executor.collect().emitted))
     executor.collect()

@@ -330,7 +330,7 @@ def check_rows(rows: int) -> None:
 
 def _check_columns(x: Tensor, weight: Weight) -> None:
     if x[0].numel() != weight.shape[1]:
-        raise ShapeError(f"rows of {x[0].numel()} values meet a weight of {weight.shape[1]} columns")
+        raise ShapeError(f"rows of {x[0].numel()} values do not fit a weight of {weight.shape[1]} columns")
 
 
 def project(
@@ -351,7 +351,7 @@ def project(
     check_rows(len(x))
     biases = list(biases) or [None] * len(weights)
     if len(biases) != len(weights):
-        raise ShapeError(f"{len(weights)} weights came with {len(biases)} biases; None stands for no bias")
+        raise ShapeError(f"{len(weights)} weights came with {len(biases)} biases; pass None for no bias")
     results: list[Tensor] = []
     at = 0
     for count in _launches(weights, biases):

@@ -290,7 +290,7 @@ def _stats(
     check_rows(rows)
     vocabulary, k = weight.shape
     if x.shape[1] != k:
-        raise ShapeError(f"rows of {x.shape[1]} values meet a head of {k} columns")
+        raise ShapeError(f"rows of {x.shape[1]} values do not fit a head of {k} columns")
     if ids is not None and len(ids) != vocabulary:
         raise ShapeError(f"a head of {vocabulary} rows came with {len(ids)} token ids")
     layout, tile = Layout.of(weight), tile or head_tile(weight)
