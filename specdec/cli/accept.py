@@ -27,9 +27,9 @@ SHOWN_MISMATCHES = 5
 @configured("Tokens per prompt, at most", new_tokens=48, example="drafter.name=ngram")
 @measuring.measured(per_class=None, csv_help="Write the table.")
 @click.option("--depth", type=click.IntRange(1), default=4, show_default=True, help="Tokens drafted per cycle.")
-@click.option("--ablate", metavar="A,B", help='Measure the MTP head with known mistakes too: a list of them, or "all".')
+@click.option("--ablate", metavar="A,B", help='Also measure the MTP head with known mistakes: a list, or "all".')
 @click.option(
-    "--log", "log_file", metavar="FILE", type=PATH, help="Write each draft beside what became output (JSON lines)."
+    "--log", "log_file", metavar="FILE", type=PATH, help="Write each draft with the actual output (JSON lines)."
 )
 @output.json_option
 @click.pass_context

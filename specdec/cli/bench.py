@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 @configured("Tokens generated per prompt", new_tokens=96)
 @measuring.measured(per_class=3, csv_help="Write every run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="A B B A rounds per prompt.")
-@click.option("--contexts", metavar="N,N", help="Also measure prefill and generation after so many tokens of context.")
+@click.option("--contexts", metavar="N,N", help="Also measure prefill and generation at these context lengths.")
 @click.option(
     "--synthetic",
     metavar="PROFILE",
-    help='Impose an acceptance: "code", "mixed", "prose", or cumulative rates like 0.8,0.6. A timing, not a result.',
+    help='Impose acceptance: "code", "mixed", "prose", or cumulative rates like 0.8,0.6. A timing, not a result.',
 )
 @output.json_option
 @click.pass_context

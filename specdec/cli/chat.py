@@ -37,7 +37,7 @@ PROMPT, MORE = "> ", ". "
     metavar="KEY=VALUE",
     help="Set a variable of the chat template: enable_thinking=false.",
 )
-@click.option("--load", "load_file", metavar="FILE", help="Go on with a saved conversation.")
+@click.option("--load", "load_file", metavar="FILE", help="Continue a saved conversation.")
 def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load_file: str | None) -> None:
     """Chat with a model.
 
@@ -77,7 +77,7 @@ class Chat:
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "rewind": ("[N]", "forget the last N turns (1)", self._rewind),
             "save": ("FILE", "write the conversation with its state", self._save),
-            "load": ("FILE", "go on with a saved conversation", self._load),
+            "load": ("FILE", "continue a saved conversation", self._load),
             "stats": ("", "speed and acceptance of the last answer and of the conversation", self._stats),
             "help": ("", "this list; a message that starts with / is written //", self._help),
             "quit": ("", "leave (also Ctrl-D)", self._leave),

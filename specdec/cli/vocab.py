@@ -111,7 +111,7 @@ def vocab(
     else:
         _show(vocabulary, counts, file)
     if interrupted:
-        click.echo(f"interrupted: this is of {counts.total} of {tokens} tokens", err=True)
+        click.echo(f"interrupted: this covers {counts.total} of {tokens} tokens", err=True)
         ctx.exit(output.INTERRUPTED)
 
 

@@ -193,7 +193,7 @@ def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     monkeypatch.setattr(Measurement, "_generate", run)
     done = accept("--per-class", "2", "-n", "6")
     assert done.exit_code == 130
-    assert "interrupted: this is of 3 of 8 prompts" in done.stderr
+    assert "interrupted: this covers 3 of 8 prompts" in done.stderr
     assert "3 of 8 prompts, interrupted" in " ".join(done.stdout.split())
     done_runs.clear()
     told = accept("--per-class", "2", "-n", "6", "--json")

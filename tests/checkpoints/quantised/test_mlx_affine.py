@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], list[str]]] = {
     "a scale per tensor": (
         add("global_scale", torch.ones(1)),
         USUAL,
-        ["global_scale stands beside", "no known meaning"],
+        ["global_scale is stored with", "no known meaning"],
     ),
 }
 

@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
         "fp8 per tensor",
         put("weight_zero_point", torch.ones(1)),
         {},
-        ["weight_zero_point stands beside", "no known meaning"],
+        ["weight_zero_point is stored with", "no known meaning"],
     ),
     "stored twice": ("nvfp4", put("weight_packed", torch.ones(200, 160, dtype=torch.uint8)), {}, ["the same weight"]),
 }
