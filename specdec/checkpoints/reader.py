@@ -105,7 +105,7 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors, as the files have them."""
+        """Names of all tensors in the files."""
         return tuple(self._tensors)
 
     def __contains__(self, name: object) -> bool:

@@ -88,7 +88,7 @@ class Parts:
             wanted = _ROLES[role]
             raise self.error(
                 f"the tensor {self.codes} ({self.dtype} {list(self.shape)}) needs "
-                f"{'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)} with it, and the files have none"
+                f"{'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)} with it, but the files have none"
             )
         return self.roles[role]
 
