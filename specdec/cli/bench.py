@@ -96,17 +96,17 @@ def show(report: BenchReport) -> None:
         section(
             "What the steps cost",
             output.table(("step", "cycles", "median (ms)", "quartiles (ms)", "plain steps"), _timings(report)),
-            "Medians and quartiles over cycles. A plain step is a whole cycle of plain decoding. A pass that verifies "
-            "more rows reads the same weights once; how much more it costs decides what speculation can give.",
+            "Medians and quartiles over cycles. A plain step is a whole cycle of plain decoding. A pass over more rows "
+            "reads the same weights once; its extra cost limits the gain from speculation.",
         )
         headings = ["part", "predicted (ms)", "measured (ms)", "speed-up if free"]
         section("A mean speculative cycle", output.table(headings, _terms(report)), *_explained(report))
     if report.contexts:
         headings = ["context", "prefill plain", "prefill spec.", "plain", "spec.", "speed-up", "state", "save, restore"]
         section(
-            "By length of the context",
+            "By context length",
             output.table([*headings, "same"], _contexts(report), left=()),
-            "Tokens per second. Prefill is over the tokens since the length before. Each generation starts from a "
+            "Tokens per second. Prefill covers the tokens since the previous length. Each generation starts from a "
             "restored copy of the state.",
         )
     if report.reasons:
@@ -169,7 +169,7 @@ def _terms(report: BenchReport) -> Iterator[tuple[str, ...]]:
 
 
 def _explained(report: BenchReport) -> Sequence[str]:
-    lines = ["free: what the speed-up would be if this part cost no more than a plain step needs of it."]
+    lines = ["free: the speed-up if this part cost no more than in a plain step."]
     if not report.terms:
         lines = ["The device ran each cycle in one piece, so its parts cannot be timed."]
     overall, blame = report.overall, report.blame

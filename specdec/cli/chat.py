@@ -79,7 +79,7 @@ class Chat:
             "save": ("FILE", "write the conversation with its state", self._save),
             "load": ("FILE", "continue a saved conversation", self._load),
             "stats": ("", "speed and acceptance of the last answer and of the conversation", self._stats),
-            "help": ("", "this list; a message that starts with / is written //", self._help),
+            "help": ("", "this list; start a message with // for a literal /", self._help),
             "quit": ("", "leave (also Ctrl-D)", self._leave),
         }
 
@@ -124,7 +124,7 @@ class Chat:
                 click.echo()
         self._last = result = answer.result
         if not result.tokens:
-            self._say("(stopped before the first token: the message is forgotten)")
+            self._say("(stopped before the first token; the message is dropped)")
         elif note := {
             "interrupted": "(stopped; the answer so far is kept)",
             "length": f"(cut after {output.count(len(result.tokens), 'token')}; -n sets the limit)",

@@ -278,6 +278,6 @@ def _costs_line(costs: RowCosts) -> str:
     measured = f"Medians of {output.count(costs.repeats, 'repeat')} after {output.count(costs.context, 'token')}"
     return (
         f"{'' if costs.steady else idle}{measured}; {step}. "
-        "Cycle: drafts and their pass in plain steps. Break-even: the share of drafts accepted, of those reached, from "
+        "Cycle: drafts and their pass in plain steps. Break-even: the accepted share of reached drafts above "
         "which the depth pays; then the expected speed-up at some shares. specdec accept measures the share."
     )

@@ -185,7 +185,7 @@ def _show(vocabulary: DraftVocabulary, counts: TokenCounts, file: pathlib.Path) 
     ]
     console.print(output.facts(rows))
     if not vocabulary.coverage:
-        click.echo("too little text to hold any out: the coverage is unknown", err=True)
+        click.echo("too little text to hold any out; the coverage is unknown", err=True)
         return
     shares = [
         (str(size), f"{share:.2%}{' *' if size == len(vocabulary.tokens) else ''}")

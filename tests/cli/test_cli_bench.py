@@ -35,7 +35,7 @@ def test_tables_for_people(bench, tmp_path):
         "draft step, 2 in a row",
         "every draft accepted",
         "What would gain most:",
-        "By length of the context",
+        "By context length",
     ):
         assert part in text, part
     with open(table, newline="") as file:
