@@ -35,7 +35,7 @@ def test_tables_for_people(accept):
         "4 prompts, 2 of them in the chat template, at most 8 tokens each",
         "class position offered reached accepted cond. cumul. interval",
         "Conditional = accepted / reached: right, given that the tokens before were.",
-        "Cumulative = accepted / offered: a token drafted there became output",
+        "Cumulative = accepted / offered: the share of drafted tokens that became output",
         "depth cycle (ms) plain steps break-even",
         "class depth 1 depth 2",
         "class verdict best depth speed-up interval tokens per cycle decided by",
@@ -100,7 +100,7 @@ def test_ablations(accept):
     assert done.exit_code == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert "mistake at 0 at 1 tokens per cycle change interval same output" in text
-    assert "a mistake in a drafter must never change them" in text
+    assert "a drafter's mistake must never change them" in text
     for switch in ("gate-silu", "no-prefill"):
         assert f"{switch}: {SWITCHES[switch]}." in text
     assert text.count("1 of 1") == 2
