@@ -1,4 +1,4 @@
-"""The two functions that a program starts with: load a model, look into a checkpoint."""
+"""The entry points of the Python API: load a model, inspect a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def load(
 
     Args:
         model: a folder, a hub id, or "demo" (the embedded model, the default).
-        config: a whole configuration (``specdec.load_config``); the other arguments change it.
+        config: a complete configuration (``specdec.load_config``); the other arguments override it.
         drafter: a name, or a mapping with ``name`` and the plugin's options. The default is the checkpoint's MTP head
-            where it has one and "ngram" where not.
+            if it has one, else "ngram".
         verifier: likewise; the default is "strict".
         depth: tokens to draft per cycle (policy "fixed"), or a policy like the two above. The default is "adaptive"
-            where the depth cannot change the output, else "fixed" with 2 tokens and a notice that says why.
+            if the depth cannot change the output, else "fixed" with 2 tokens and a notice with the reason.
         backend: "auto" or a backend's name.
-        dtype: "auto", "bfloat16", "float32", or "float16" where the backend runs it.
+        dtype: "auto", "bfloat16", "float32", or "float16" if the backend supports it.
 
     Raises: SpecdecError (CheckpointError, ConfigError, UnknownNameError, PluginError, UnsupportedError).
     """
@@ -65,12 +65,12 @@ def _choice(table: str, given: str | Mapping[str, Any]) -> Choice:
 
 
 def inspect_checkpoint(model: str = "demo", *, revision: str | None = None) -> CheckpointReport:
-    """What is in a checkpoint, without running it.
+    """Describe a checkpoint without running it.
 
-    A folder with ``config.json`` and no weights is described too, from the config alone. A model_type that no family
-    reads gives a report whose ``taken_by`` says what would run it.
+    A folder with ``config.json`` and no weights is described from the config alone. For a model_type that no family
+    reads, the report's ``taken_by`` says what would run it.
 
-    Raises: CheckpointError when it is no checkpoint, or its config is one that its family refuses.
+    Raises: CheckpointError when it is not a checkpoint, or its family refuses the config.
     """
     folder = locate(model, revision=revision)
     checkpoint = Checkpoint.open(folder) if holds_weights(folder) else None

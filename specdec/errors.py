@@ -1,4 +1,4 @@
-"""Errors for people: what was wrong, where it came from, what was got, what would work."""
+"""The errors of specdec. Each says what was wrong, where it came from, what was got, and what would work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class SpecdecError(Exception):
 
     Args:
         message: one sentence that says what was wrong and what was got.
-        **facts: further lines, printed under the sentence as ``label: value`` in the order given
-            (underscores in a label become spaces); ``None`` values are left out.
+        **facts: further lines, printed after the message as ``label: value`` in the order given
+            (underscores in a label become spaces); ``None`` values are omitted.
     """
 
     def __init__(self, message: str, **facts: object) -> None:
@@ -37,7 +37,7 @@ class UnknownNameError(ConfigError):
 
 
 class PluginError(SpecdecError):
-    """A plugin that failed to import, to register or to build what it promised."""
+    """A plugin that failed to import, to register or to build its part."""
 
 
 class CheckpointError(SpecdecError):
@@ -57,7 +57,7 @@ class StateError(SpecdecError):
 
 
 class SessionFileError(SpecdecError):
-    """A saved session that cannot be taken up: cut, foreign, newer, or of another model."""
+    """A saved session that cannot be used: truncated, foreign, newer, or of another model."""
 
 
 class ShapeError(SpecdecError):
@@ -69,7 +69,7 @@ class ContractError(SpecdecError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like ``name``, or None when nothing is close."""
+    """The known name most like ``name``, or None if nothing is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
 

@@ -1,7 +1,8 @@
-"""The hooks. A plugin is a module (or an object) with some of these functions, each marked ``@hookimpl``.
+"""The hooks that plugins implement.
 
-Its distribution names it in the entry-point group ``specdec``: ``ngram = "specdec_ngram"``. Hooks return immutable
-specs and never change a registry: ownership, duplicates and failures are settled in ``specdec.registry`` alone.
+A plugin is a module (or an object) with some of these functions, each marked ``@hookimpl``. Its distribution lists it
+in the entry-point group ``specdec``: ``ngram = "specdec_ngram"``. Hooks return immutable specs and never change a
+registry; ``specdec.registry`` handles ownership, duplicates and failures.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def specdec_logits_processors() -> list[ProcessorSpec]:
 
 @hookspec
 def specdec_backends() -> list[BackendSpec]:
-    """The backends of this plugin. Keep the import light: heavy modules belong into the spec's ``factory``."""
+    """The backends of this plugin. Keep the import light: import heavy modules in the spec's ``factory``."""
     return []
 
 
@@ -72,16 +73,16 @@ def specdec_models() -> list[ModelSpec]:
 def specdec_forward_pass(target_config: TargetConfig) -> ForwardPass | None:
     """Another engine's model for this target, or None to leave it to others; the first result wins.
 
-    Raising is an answer too: the load ends with that error, since going on would run another engine than intended.
+    An error from this hook ends the load, because continuing would run another engine than intended.
     """
     return None
 
 
 @hookspec
 def specdec_cycle(record: CycleRecord) -> None:
-    """See a finished cycle. An observer that raises is switched off, and the generation goes on."""
+    """Observe a finished cycle. An observer that raises is switched off, and the generation continues."""
 
 
 @hookspec
 def specdec_commands(cli: click.Group) -> None:
-    """Add commands to ``specdec``: ``cli.add_command(...)`` or ``@cli.command()``. Names in use are refused."""
+    """Add commands to ``specdec``: ``cli.add_command(...)`` or ``@cli.command()``. Existing names are refused."""

@@ -1,4 +1,4 @@
-"""From a configuration to a language model: target, drafter, verifier and depth policy, each looked up by name."""
+"""Builds a language model from a configuration: target, drafter, verifier and depth policy, each looked up by name."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class LanguageModel(Parts):
 
         Args:
             prompt: text or token ids.
-            chat: put the text into the checkpoint's chat template as a user's message.
-            **settings: fields of ``specdec.config.GenerationConfig``; the configuration's where not given.
+            chat: wrap the text as a user message in the checkpoint's chat template.
+            **settings: fields of ``specdec.config.GenerationConfig``; the configuration's values if omitted.
         """
         if chat:
             if not isinstance(prompt, str):
@@ -50,12 +50,12 @@ class LanguageModel(Parts):
         return self.session().stream(prompt, **settings)
 
     def generate(self, prompt: str | Sequence[int], *, chat: bool = False, **settings: Any) -> Result:
-        """``stream`` to its end."""
+        """Run ``stream`` to the end and return its result."""
         return self.stream(prompt, chat=chat, **settings).result
 
 
 def build(config: RunConfig) -> LanguageModel:
-    """Load the target and compose the pipeline. Raises: SpecdecError with the reason, whatever is wrong."""
+    """Load the target and compose the pipeline. Raises: SpecdecError with the reason."""
     verifier = make_verifier(config.verifier)  # wrong names and options fail before gigabytes of weights are read
     depth = DepthPart.of(FIXED_DEPTH if config.depth.name == "auto" else config.depth)
     named = None if config.drafter.name == "auto" else DrafterPart.of(config.drafter)
@@ -76,25 +76,25 @@ def build(config: RunConfig) -> LanguageModel:
     lm = LanguageModel(
         config=config, target=target, tokenizer=loaded.tokenizer, drafter=drafter, verifier=verifier, depth=depth
     )
-    lm.session()  # a drafter or policy that cannot start should say so now
+    lm.session()  # fail now if a drafter or policy cannot start
     known = functools.cache(lambda file: costs_of(lm, notices, file))
 
-    def costs(file: str | None = None) -> CostTable:  # in this form costs() and costs(None) measure once
+    def costs(file: str | None = None) -> CostTable:  # this form makes costs() and costs(None) share one measurement
         return known(file)
 
     if config.depth.name == "auto" and _may_adapt(lm, costs, notices):
         depth = DepthPart.of(ADAPTIVE_DEPTH)
     if depth.spec.prepare is not None:
         depth = depth.prepared(attrs.evolve(env, costs=costs))
-        warm_up(lm, range(getattr(depth.config, "max_depth", max(DEPTHS)) + 1))  # the policy reads the clock
+        warm_up(lm, range(getattr(depth.config, "max_depth", max(DEPTHS)) + 1))  # the policy measures time
     depth.make()
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
 
 
 def _may_adapt(lm: Parts, costs: Callable[[], CostTable], notices: list[str]) -> bool:
-    """Whether a depth that follows the clock leaves the output alone here, and has costs to start from.
+    """Whether a timing-dependent depth cannot change the output here, and costs are available.
 
-    Where not, the reason is a notice. Without a drafter there is none: every result says that nothing was drafted.
+    If not, adds the reason to ``notices``, except without a drafter, where every result says that nothing was drafted.
     """
     if lm.drafter.spec.name == "none":
         return False

@@ -1,10 +1,10 @@
-"""From logits to a token: one function for plain decoding and for every verified row.
+"""Sampling: from logits to a token, with the same code for plain decoding and for every verified row.
 
 Order: logits, bias, penalties (the row's own history), bans and processors, temperature, top-k, top-p, min-p.
 
 Randomness is counter-based (Philox4x32-10; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the key
-is the seed, the counter holds absolute position, purpose, cycle and token id. There is no state to roll back, and the
-noise of a position does not depend on how the sequence came to it.
+is the seed, and the counter holds absolute position, purpose, cycle and token id. There is no state to roll back, and
+the noise of a position does not depend on how the sequence was generated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HALF = np.uint64(32)
 
 
 class Purpose(enum.IntEnum):
-    """What noise is for; equal purposes at one position share it."""
+    """The purpose of noise; equal purposes at one position share it."""
 
     TOKEN = 0  # decides a token: plain decoding, exact verification, coupled drafts
     DRAFT = 1  # independent drafts
@@ -60,7 +60,7 @@ def philox(counters: UInt32, seed: int) -> UInt32:
 
 
 def uniforms(seed: int, position: int, purpose: Purpose, ids: NDArray[np.int64], cycle: int = 0) -> Float64:
-    """Uniform numbers in (0, 1), never 0 or 1, one per token id: word ``id % 4`` of the block ``id // 4``."""
+    """Uniform numbers in the open interval (0, 1), one per token id: word ``id % 4`` of block ``id // 4``."""
     blocks, place = np.unique(ids >> 2, return_inverse=True)
     counters = np.empty((len(blocks), 4), dtype=np.uint32)
     counters[:, 0] = blocks
@@ -74,7 +74,7 @@ def uniforms(seed: int, position: int, purpose: Purpose, ids: NDArray[np.int64],
 def gumbel(seed: int, position: int, ids: NDArray[np.int64], purpose: Purpose, cycle: int = 0) -> Float64:
     """Standard Gumbel noise per token id: ``-log(-log(1 - u))`` with the uniforms above.
 
-    ``1 - u`` rather than ``u``: the race is decided by small values of ``-log(1 - u)``, which are as precise as u is.
+    ``1 - u`` rather than ``u``: small values of ``-log(1 - u)`` decide the maximum and keep the precision of u.
     """
     noise: Float64 = -np.log(-np.log1p(-uniforms(seed, position, purpose, ids, cycle)))
     return noise
@@ -125,7 +125,7 @@ def processed(row: Float32, history: Sequence[int], context: Context) -> Float64
 
 
 def survivors(logits: Float64, sampling: Sampling) -> tuple[NDArray[np.int64], Float64]:
-    """Token ids (ascending) that temperature > 0 sampling may choose, and their probabilities, which sum to 1.
+    """Token ids (ascending) that sampling at temperature > 0 may choose, and their probabilities, which sum to 1.
 
     Ties are ordered by ascending id, so that the set is a function of the logits alone.
     Raises: ConfigError when every token is forbidden.
@@ -145,7 +145,7 @@ def survivors(logits: Float64, sampling: Sampling) -> tuple[NDArray[np.int64], F
             order = order[: sampling.top_k]
         if sampling.top_p < 1.0:
             mass = probs[order] / probs[order].sum()
-            before = np.cumsum(mass) - mass  # probability of the better tokens: the one that crosses top_p stays
+            before = np.cumsum(mass) - mass  # probability of all better tokens: the token that crosses top_p stays
             order = order[before < sampling.top_p]
         if sampling.min_p > 0.0:
             order = order[probs[order] >= sampling.min_p * probs[order[0]]]
@@ -156,7 +156,7 @@ def survivors(logits: Float64, sampling: Sampling) -> tuple[NDArray[np.int64], F
 
 
 class Rows:
-    """The rows of one pass, each to be decided with its own history: the context and the drafted tokens before it.
+    """The rows of one pass, each with its own history: the context and the drafted tokens before it.
 
     ``first`` is the lookahead position of the first row of ``logits`` (a draft step has one row, at its own position).
     """
@@ -174,7 +174,7 @@ class Rows:
         return [*self._context, *self._drafted[:row]]
 
     def processed(self, row: int) -> Float64:
-        """The row's logits ``[V]`` float64 after everything that comes before temperature."""
+        """The row's logits ``[V]`` float64 after every step before temperature."""
         raw = self._logits.rows()[row - self._first]
         return raw.astype(np.float64) if self._plain else processed(raw, self.history(row), self._context)
 
@@ -198,7 +198,7 @@ class Rows:
         return _best(self.processed(row))
 
     def choose(self, row: int) -> int:
-        """The token that plain decoding chooses: argmax at temperature 0, else by the noise of the position.
+        """The token that plain decoding chooses: argmax at temperature 0, else by the position's noise.
 
         ``argmax_v(log P(v) + G(seed, position, v))`` is distributed as P (Gumbel 1954; Maddison et al. 2014,
         arXiv:1411.0030), and is a function of target, history and seed alone.
@@ -213,7 +213,7 @@ class Rows:
                 return token
         ids, probs = survivors(self.processed(row), sampling)
         noise = gumbel(sampling.seed, position, ids, Purpose.TOKEN)
-        with np.errstate(divide="ignore"):  # a probability that underflowed to 0 loses to every other
+        with np.errstate(divide="ignore"):  # a probability that underflowed to 0 never wins
             return int(ids[np.argmax(np.log(probs) + noise)])
 
     def logprobs(self, row: int) -> tuple[Float64, list[int]]:
@@ -226,11 +226,11 @@ class Rows:
 
 
 def draft_token(logits: Logits, drafted: Sequence[int], context: Context) -> tuple[int, Float32 | None]:
-    """What a model-based drafter drafts after ``drafted``, from the one row of its own ``logits``.
+    """The token that a model-based drafter drafts after ``drafted``, from the single row of its ``logits``.
 
-    With COUPLED noise (and at temperature 0) the token that the same noise would choose from the target: a point mass.
-    With INDEPENDENT noise a draw from the drafter's distribution, and that distribution ``[V]`` float32. It is rounded
-    before the draw, so that exactly what is returned was drawn from.
+    COUPLED noise (and temperature 0) gives a point mass: the token chosen by the noise that the target will use.
+    INDEPENDENT noise gives a draw from the drafter's distribution, and that distribution ``[V]`` float32, rounded
+    before the draw so that the token is drawn from exactly what is returned.
     """
     rows = Rows(logits, drafted, context, first=len(drafted))
     sampling, row = context.sampling, len(drafted)
@@ -243,7 +243,7 @@ def draft_token(logits: Logits, drafted: Sequence[int], context: Context) -> tup
 
 
 def draw(distribution: Float64, u: float) -> int:
-    """The token at quantile ``u`` in (0, 1) of a distribution ``[V]``; never one of probability 0."""
+    """The token at quantile ``u`` in (0, 1) of a distribution ``[V]``; never a token of probability 0."""
     cumulative = np.cumsum(distribution)
     token = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
     while token >= len(distribution) or distribution[token] == 0.0:  # rounding at the last step

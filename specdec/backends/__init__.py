@@ -1,4 +1,4 @@
-"""Backends: where arrays live and which kernels run. Each folder is one; ``ops.py`` says what all of them compute."""
+"""Backends: where arrays live and which kernels run. One folder per backend; ``ops.py`` defines the operations."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 from specdec.backends.ops import Ops
 from specdec.errors import ConfigError
 
-EAGER = "SPECDEC_EAGER"  # set: passes run op by op, for debugging
+EAGER = "SPECDEC_EAGER"  # when set, passes run op by op, for debugging
 
 
 class Backend(abc.ABC):
-    """What a BackendSpec's factory returns. The first of ``dtypes`` is the usual one.
+    """A backend on this machine, as returned by a BackendSpec's factory.
 
     Attributes:
-        name: the spec's.
-        device: for people: "cpu (AMD EPYC, 2 threads)".
-        dtypes: the activation dtypes that it runs, of "bfloat16", "float16" and "float32".
-        notices: what a user should know about it here, one sentence each; results carry them.
+        name: the name of its spec.
+        device: a readable description, such as "cpu (AMD EPYC, 2 threads)".
+        dtypes: the supported activation dtypes, from "bfloat16", "float16" and "float32"; the first is the default.
+        notices: what a user should know about it on this machine, one sentence each; included in results.
     """
 
     name: str
@@ -27,9 +27,9 @@ class Backend(abc.ABC):
     notices: tuple[str, ...] = ()
 
     def choose_dtype(self, requested: str, stored: str) -> tuple[str, str]:
-        """The activation dtype for ``target.dtype`` and the reason for it.
+        """Return the activation dtype for ``target.dtype`` and the reason for it.
 
-        ``stored`` is the dtype of most weights in the checkpoint. Raises: ConfigError for a dtype it cannot run.
+        ``stored`` is the dtype of most weights in the checkpoint. Raises: ConfigError for an unsupported dtype.
         """
         if requested in self.dtypes:
             return requested, "asked for"
@@ -40,15 +40,15 @@ class Backend(abc.ABC):
         return self.auto_dtype(stored)
 
     def auto_dtype(self, stored: str) -> tuple[str, str]:
-        """The dtype of "auto" and the reason: by default as the weights are stored, else the usual one."""
+        """Return the dtype for "auto" and the reason: the stored dtype if supported, else the default."""
         return stored if stored in self.dtypes else self.dtypes[0], f"auto: the checkpoint is stored in {stored}"
 
     @abc.abstractmethod
     def ops(self, dtype: str) -> Ops:
-        """The operations in one of ``dtypes``."""
+        """Return the operations for one of ``dtypes``."""
 
 
 def eager_reason() -> str:
-    """Why passes run op by op here: the user asked for it in the environment; "" otherwise."""
+    """Return why passes run op by op (the environment variable is set), or ""."""
     asked = os.environ.get(EAGER, "").strip().lower() not in ("", "0", "false", "no", "off")
     return f"{EAGER} is set" if asked else ""

@@ -1,4 +1,4 @@
-"""What backends share of hidden states and logits: handles over an array of theirs, and logits in host memory."""
+"""Hidden states and logits that backends share: handles of device arrays, and logits in host memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class ArrayHidden(Hidden):
-    """Rows of an array ``[T, H]`` in act dtype. A backend's subclass joins its arrays."""
+    """Hidden states as an array ``[T, H]`` in act dtype. Each backend has a subclass."""
 
     __slots__ = ("array",)
 
     @staticmethod
     @abc.abstractmethod
     def concatenate(arrays: list[Any]) -> Any:
-        """Arrays ``[T_i, H]`` as one, in their order."""
+        """Concatenate arrays ``[T_i, H]`` along the rows."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -45,7 +45,7 @@ class ArrayHidden(Hidden):
 
 
 def not_finite(row: int, detail: str = "") -> ContractError:
-    """The error for a row of logits without a best token."""
+    """Return the error for a row of logits without a finite best token."""
     return ContractError(
         f"the target's logits of row {row} are not finite{detail}",
         try_="specdec info MODEL (the weight check), or dtype = float32",
@@ -53,7 +53,7 @@ def not_finite(row: int, detail: str = "") -> ContractError:
 
 
 class HostLogits(Logits):
-    """Logits ``[T, V]`` float32 as a numpy array, searched in numpy."""
+    """Logits ``[T, V]`` float32, searched in numpy."""
 
     __slots__ = ("array",)
 
@@ -65,7 +65,7 @@ class HostLogits(Logits):
 
     def argmax(self) -> list[int]:
         rows = self.rows()
-        best: list[int] = rows.argmax(axis=1).tolist()  # numpy: first of equals, and a NaN wins
+        best: list[int] = rows.argmax(axis=1).tolist()  # numpy: the first of equal values, and NaN wins
         for row, token in enumerate(best):
             if not np.isfinite(rows[row, token]):
                 raise not_finite(row, f" (token {token}: {rows[row, token]})")

@@ -1,4 +1,4 @@
-"""State of one layer of one sequence: what the ops read and append to."""
+"""The interface of caches, which hold the state of one layer of one sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 Array: TypeAlias = Any  # torch.Tensor, mlx.core.array, numpy.ndarray, ...
 
-MARKS = 4  # points that a recurrent state can return to; each costs one copy of the state
+MARKS = 4  # lengths that a recurrent state can be truncated to; each costs one copy of the state
 
 
 class Cache(abc.ABC):
@@ -22,16 +22,16 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def truncate(self, length: int) -> bool:
-        """Return to ``length`` committed rows; False (and nothing changed) when the cache cannot."""
+        """Return to ``length`` committed rows; False, with nothing changed, if the cache cannot."""
 
     def mark(self) -> None:  # noqa: B027
-        """Keep the committed state as a point that ``truncate`` can return to; old points may be dropped.
+        """Save the committed state so that ``truncate`` can return to it; old marks may be dropped.
 
-        The default does nothing: a cache with a row per token can be cut anywhere.
+        The default does nothing: a cache with a row per token can be truncated to any length.
         """
 
     def marks(self) -> list[int] | None:
-        """The lengths that ``truncate`` can return to, 0 and the present length among them; None for any length."""
+        """The lengths that ``truncate`` can return to, including 0 and the current length; None for any length."""
         return None
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def load(self, arrays: Mapping[str, Array], length: int) -> None:
-        """Become what ``save`` gave. ``arrays`` may also come from ``Ops.from_host``."""
+        """Restore the result of ``save``. ``arrays`` may also come from ``Ops.from_host``."""
 
     @abc.abstractmethod
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class Cache(abc.ABC):
 
 
 class MarkedCache(Cache):
-    """A cache that cannot be cut anywhere: it keeps copies of its state at some lengths, and returns to those."""
+    """A cache that can be truncated only to marks: lengths at which it keeps a copy of its state."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[int, Any]] = []
@@ -59,7 +59,7 @@ class MarkedCache(Cache):
 
     @abc.abstractmethod
     def _become(self, length: int, state: Any) -> None:
-        """Take over what ``_copied`` gave at ``length``, or the empty state where it is None; drop provisional rows."""
+        """Restore the result of ``_copied`` at ``length``, or the empty state for None; drop provisional rows."""
 
     def mark(self) -> None:
         if not self._marks or self._marks[-1][0] != self.length:
@@ -80,14 +80,14 @@ class MarkedCache(Cache):
         return True
 
 
-# A backend's ops take its own caches: what its ``new_kv``, ``new_latent`` and ``new_delta`` returned.
+# A backend's ops take its own caches, from its ``new_kv``, ``new_latent`` and ``new_delta``.
 KVCache: TypeAlias = Any
 LatentCache: TypeAlias = Any
 DeltaCache: TypeAlias = Any
 
 
 class HeadRows(Protocol):
-    """Rows of an output head for some token ids, as ``head_rows`` gathered them."""
+    """Rows of an output head for some token ids, from ``head_rows``."""
 
     @property
     def tokens(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Which backend ``target.backend`` means on this machine."""
+"""Choose and build the backend for ``target.backend`` on this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specdec.registry import Kind, registry
 
 
 def auto_backend() -> tuple[str, list[str]]:
-    """The available backend of the highest preference, and why those above it cannot be used, one sentence each.
+    """Return the available backend of highest preference, and a sentence on each preferred one that cannot run.
 
-    Raises: UnsupportedError where no backend can run.
+    Raises: UnsupportedError if no backend can run.
     """
     wanted: list[tuple[int, BackendSpec]] = []
     unusable: dict[str, str] = {}
@@ -26,9 +26,9 @@ def auto_backend() -> tuple[str, list[str]]:
             preference = spec.preference()
             if preference is not None:
                 wanted.append((-int(preference), spec))
-        except Exception as error:  # noqa: BLE001 - one broken plugin must not keep the others from running
+        except Exception as error:  # noqa: BLE001 - one broken plugin must not disable the others
             unusable[spec.name] = f"{type(error).__name__}: {error}"
-    for _, spec in sorted(wanted, key=lambda pair: pair[0]):  # of equals the one that was registered first
+    for _, spec in sorted(wanted, key=lambda pair: pair[0]):  # stable: ties go to the first registered
         try:
             reason = spec.available()
         except Exception as error:  # noqa: BLE001
@@ -45,14 +45,14 @@ def auto_backend() -> tuple[str, list[str]]:
 def make_backend(
     name: str, options: Mapping[str, Any] | None = None, source: str = ""
 ) -> tuple[Backend, tuple[str, ...]]:
-    """The backend of that name, or the one that "auto" means here, and what the user should know about it.
+    """Build the backend of that name, or the one that "auto" resolves to, and return it with notices for the user.
 
     Args:
         options: ``[target.backend_options]``.
-        source: the file that they stand in, for error messages.
+        source: the file with these options, for error messages.
 
-    Raises: UnsupportedError with the reason where it cannot run; ConfigError for options that it does not take;
-        PluginError where it is broken.
+    Raises: UnsupportedError with the reason if it cannot run; ConfigError for invalid options; PluginError if it is
+        broken.
     """
     notices: list[str] = []
     if name == "auto":

@@ -1,4 +1,4 @@
-"""Ops over other ops: to watch them, or to change one of them."""
+"""Ops that delegate to other ops, to observe or change some of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from specdec.backends.ops import Ops
 
 
 class DelegatingOps(Ops):
-    """Passes every operation on to ``inner``; a subclass overrides some of them, or ``call`` for all."""
+    """Delegates every operation to ``inner``. A subclass overrides single operations, or ``call`` for all."""
 
     def __init__(self, inner: Ops) -> None:
         self.inner = inner
         self.capabilities = inner.capabilities
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """The operation ``name`` of ``inner``."""
+        """Call the operation ``name`` of ``inner``."""
         return operator.methodcaller(name, *arguments, **named)(self.inner)
 
 

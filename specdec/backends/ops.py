@@ -1,16 +1,16 @@
-"""The operations that every model family is written over, and what a backend says about its own.
+"""The operations that model families are built from, and the capabilities that a backend declares.
 
-A backend subclasses ``Ops``; ``specdec.backends.cpu.reference`` is the reference that all others are tested against.
+A backend subclasses ``Ops``. All backends are tested against the reference in ``specdec.backends.cpu.reference``.
 
 Axes: T rows (consecutive token positions of one sequence, no batch axis), H hidden, N output features, nq / nkv query
 and key-value heads, D head size, R rotary dimensions, C convolution channels, Hk / Hv key and value heads of a linear
 layer, Dk / Dv their sizes, V vocabulary. "act" is the activation dtype (bfloat16, float16 or float32).
 
-**Row invariance** is part of the contract: the bits of row t of any result depend on row t of the inputs and on the
-cached rows before it, never on T or on how earlier rows were grouped into passes. A backend that cannot keep this for
-up to ``max_rows`` rows declares ``Parity.NUMERIC`` (see ``Capabilities``).
+**Row invariance** is part of the contract: the bits of row t of any result depend only on row t of the inputs and on
+the cached rows before it, never on T or on how earlier rows were grouped into passes. A backend that cannot guarantee
+this for passes of up to ``max_rows`` rows declares ``Parity.NUMERIC`` (see ``Capabilities``).
 
-Ops return new arrays and never write to their inputs; the caches own all mutation, and what an op writes to a cache is
+Ops return new arrays and never write to their inputs. Only caches change, and rows that an op appends to a cache are
 provisional until the cache's ``commit``.
 """
 
@@ -58,7 +58,7 @@ class Rope:
 
     @classmethod
     def of(cls, theta: float, rotary_dims: int) -> Rope:
-        """Frequencies of plain rotary embedding (Su et al. 2021, arXiv:2104.09864, section 3.2.2)."""
+        """Frequencies of standard rotary embedding (Su et al. 2021, arXiv:2104.09864, section 3.2.2)."""
         return cls(tuple(theta ** (-2.0 * j / rotary_dims) for j in range(rotary_dims // 2)))
 
     @classmethod
@@ -73,12 +73,12 @@ class Rope:
         beta_slow: float = 1.0,
         truncate: bool = True,
     ) -> Rope:
-        """Frequencies of YaRN: slow turns are stretched by ``factor``, fast ones kept, those between blended.
+        """Frequencies of YaRN: low ones are divided by ``factor``, high ones kept, and those in between blended.
 
-        ``original`` is the context length of pre-training (L), ``beta_fast`` and ``beta_slow`` are the rotations per
-        L (beta and alpha) between which the ramp lies. The attention factor is the caller's, for the softmax scale.
-        Source: Peng et al. 2023, arXiv:2309.00071, section 3.2 (NTK-by-parts); its ramp over dimensions in place of
-        rotations, and ``truncate`` (whole dimensions as its ends), are those of the authors' code.
+        ``original`` is the context length of pre-training (L). ``beta_fast`` and ``beta_slow`` are the rotations per L
+        (beta and alpha) at the ends of the ramp. The caller applies the attention factor to the softmax scale.
+        Source: Peng et al. 2023, arXiv:2309.00071, section 3.2 (NTK-by-parts). As in the authors' code, the ramp runs
+        over dimensions instead of rotations, and ``truncate`` rounds its ends to whole dimensions.
         """
 
         def dimension(rotations: float) -> float:
@@ -101,8 +101,8 @@ class Rope:
     def llama3(
         cls, theta: float, rotary_dims: int, *, factor: float, original: int, low: float = 1.0, high: float = 4.0
     ) -> Rope:
-        """Frequencies of Llama 3.1: wavelengths above ``original / low`` are stretched by ``factor``, those below
-        ``original / high`` kept, those between blended linearly in rotations per ``original``.
+        """Frequencies of Llama 3.1: wavelengths above ``original / low`` are multiplied by ``factor``, those below
+        ``original / high`` kept, and those in between blended linearly in rotations per ``original``.
 
         Source: Llama 3.1's reference code (``apply_scaling``); no paper gives the formula.
         """
@@ -117,14 +117,14 @@ class Rope:
 
 @attrs.frozen(kw_only=True)
 class Routing:
-    """How a router chooses ``top_k`` of E experts for a row, and how much each one counts.
+    """How a router chooses ``top_k`` of E experts for a row, and how it weights them.
 
-    ``scores`` of all experts are a softmax or sigmoids of the router's logits, in float32. The best ``top_k`` of
-    ``scores + bias`` are chosen, the lower id where two are equal. With ``groups > 1`` only experts of the
-    ``kept_groups`` best groups can be chosen, a group being worth the sum of its two best. The weights are the chosen
-    scores **without** the bias, divided by their sum (plus 1e-20) where ``normalised``, times ``scale``.
+    ``scores`` are a softmax or sigmoids of the router's logits, in float32. The experts with the ``top_k`` largest
+    ``scores + bias`` are chosen; ties go to the lower id. With ``groups > 1`` only experts of the ``kept_groups`` best
+    groups can be chosen; a group's score is the sum of its two best. The weights are the chosen scores **without** the
+    bias, divided by their sum (plus 1e-20) if ``normalised``, times ``scale``.
 
-    Sources: Qwen's router is the softmax form; sigmoids, bias and groups are DeepSeek-V3's (arXiv:2412.19437,
+    Sources: Qwen's router uses the softmax; sigmoids, bias and groups are from DeepSeek-V3 (arXiv:2412.19437,
     equations 12 to 16 and section 2.1.2).
     """
 
@@ -154,18 +154,18 @@ class DeltaShape:
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What an ``Ops`` promises and offers; fixed when it is made.
+    """What an ``Ops`` guarantees and supports; fixed at construction.
 
     Attributes:
-        kernels: which kernels run, for people.
-        parity: BITWISE where a row has the same bits in passes of 1 to ``max_rows`` rows, else NUMERIC.
-        parity_reason: what the declared parity rests on.
-        parity_needs_probe: BITWISE holds only where a stored probe shows it (``specdec.records.probes``): there is
-            reason to believe it, and it could not be tried on this device.
+        kernels: a readable description of the kernels.
+        parity: BITWISE if a row has the same bits in passes of 1 to ``max_rows`` rows, else NUMERIC.
+        parity_reason: the justification of the declared parity.
+        parity_needs_probe: BITWISE is expected but untested on this device, so it counts only with a stored probe
+            (``specdec.records.probes``).
         max_rows: rows of the longest pass that ``parity`` covers.
-        packed_formats: quantised formats that it computes with as they are stored ("fp8-block", "nvfp4",
-            "mlx-affine"); weights of all others come decoded. See ``Ops.weight``.
-        slow: the kernels are a slow substitute; a load then says so, with ``kernels``.
+        packed_formats: quantised formats whose weights stay packed ("fp8-block", "nvfp4", "mlx-affine"); weights in
+            other formats arrive decoded. See ``Ops.weight``.
+        slow: the kernels are a slow fallback; loading a model then reports ``kernels``.
     """
 
     kernels: str
@@ -178,10 +178,10 @@ class Capabilities:
 
 
 class Ops(abc.ABC):
-    """The operations. Every weight is as ``weight()`` returned it.
+    """The operations of a backend. Every weight argument is a result of ``weight()``.
 
-    A backend must have the abstract ones. Each of the others serves some families, or makes something faster; by
-    default it is built from the abstract ones, or raises UnsupportedError.
+    A backend must implement the abstract methods. The others serve some families or are optimisations; their defaults
+    use the abstract methods or raise UnsupportedError.
     """
 
     capabilities: Capabilities
@@ -191,48 +191,48 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def weight(self, tensor: Array) -> Array:
-        """A checkpoint tensor (torch, on the host) as this backend computes with it: act dtype, 2-D ``[N, H]``.
+        """Convert a checkpoint tensor (torch, on the host) to this backend's form: act dtype, 2-D ``[N, H]``.
 
-        Of a format in ``capabilities.packed_formats`` it is a ``specdec.checkpoints.quantised.StoredMatrix``, an
-        embedding table and a head too; every operation that takes a weight takes what is returned for it.
-        ``StoredMatrix.decode`` is the way out for sizes that have no kernel.
+        For a format in ``capabilities.packed_formats`` the argument is a ``specdec.checkpoints.quantised.StoredMatrix``
+        (embedding tables and heads included), and every operation with a weight accepts the result. Use
+        ``StoredMatrix.decode`` for sizes without a kernel.
         """
 
     def stack(self, tensors: Sequence[Array]) -> Array:
-        """Checkpoint matrices of one shape ``[N, H]``, one per head or expert, as ``project_heads`` and ``moe`` take
-        them. A backend may keep them apart (views of a fused tensor stay views) or side by side. Of a format in
-        ``packed_formats`` all are ``StoredMatrix`` of one layout, or all are tensors."""
+        """Convert checkpoint matrices of one shape ``[N, H]``, one per head or expert, for ``project_heads`` and
+        ``moe``. A backend may store them separately (views of a fused tensor stay views) or contiguously. Either all
+        are tensors, or all are ``StoredMatrix`` of one layout in ``packed_formats``."""
         return tuple(self.weight(tensor) for tensor in tensors)
 
     @abc.abstractmethod
     def to_host(self, array: Array) -> Tensor:
-        """An array of this backend as a torch tensor on the host, of the same dtype.
+        """Copy an array of this backend to a torch tensor on the host, of the same dtype.
 
-        It takes what the operations return, what caches save, and weights, packed ones decoded.
+        Accepts results of operations, saved caches, and weights; packed weights are decoded.
         """
 
     @abc.abstractmethod
     def from_host(self, tensor: Tensor) -> Array:
-        """A torch tensor on the host as an array of this backend, of the same dtype."""
+        """Convert a torch tensor on the host to an array of this backend, of the same dtype."""
 
     @abc.abstractmethod
     def vector(self, tensor: Array, *, plus: float = 0.0) -> Array:
-        """A small float32 parameter, ``plus`` added in float32 (1.0 for norms stored as an offset from 1)."""
+        """Convert a small parameter to float32 and add ``plus`` (1.0 for norms stored as an offset from 1)."""
 
     @abc.abstractmethod
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> Cache:
-        """An empty cache for keys and values of one attention layer: ``capacity`` rows, one per token, in act dtype."""
+        """Create a cache for the keys and values of one attention layer: ``capacity`` rows, one per token, act."""
 
     def new_latent(self, capacity: int, dims: int) -> Cache:
-        """An empty cache for compressed keys and values: ``capacity`` rows of ``dims`` values, in act dtype."""
+        """Create a cache for compressed keys and values: ``capacity`` rows of ``dims`` values, in act dtype."""
         raise self._lacks("new_latent")
 
     def new_delta(self, shape: DeltaShape) -> Cache:
-        """A zero convolution window and recurrent matrix of one gated delta-rule layer.
+        """Create a zeroed cache for one gated delta-rule layer.
 
-        The cache holds the committed recurrent matrix S ``[Hv, Dk, Dv]`` float32 and the last kc-1 raw rows, plus what
-        the last pass needs to be cut short: after a pass of T rows, ``commit(a)`` leaves exactly the bits that a pass
-        of a rows leaves. It can return to its ``marks`` only.
+        It holds the committed recurrent matrix S ``[Hv, Dk, Dv]`` float32, the last kc-1 raw rows, and the data for a
+        partial commit: after a pass of T rows, ``commit(a)`` leaves exactly the bits of a pass of a rows. It can be
+        truncated only to its ``marks``.
         """
         raise self._lacks("new_delta")
 
@@ -240,13 +240,13 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def embed(self, table: Array, tokens: Sequence[int]) -> Array:
-        """Rows of ``table [V, H]`` for T token ids: ``[T, H]`` act."""
+        """Look up T token ids in ``table [V, H]``: ``[T, H]`` act."""
 
     @abc.abstractmethod
     def project(self, x: Array, weights: Sequence[Array], biases: Sequence[Array | None] = ()) -> tuple[Array, ...]:
-        """``x [T, H] @ w.T (+ bias)`` for several weights ``[N_i, H]`` that read the same x: ``[T, N_i]`` act each.
+        """``x [T, H] @ w.T (+ bias)`` for several weights ``[N_i, H]``: ``[T, N_i]`` act each.
 
-        A bias ``[N_i]`` is as ``weight()`` returned it.
+        A bias ``[N_i]`` is a result of ``weight()``.
         """
 
     def project_heads(self, x: Array, weights: Array) -> Array:
@@ -257,8 +257,8 @@ class Ops(abc.ABC):
     def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array:
         """``x @ w.T``, plus ``residual [T, N]``: ``[T, N]`` act.
 
-        The sum is meant to be rounded once; a library product that comes rounded to act (the torch reference's) is
-        within the contract.
+        The sum should be rounded once, but a product that a library has rounded to act is allowed, as in the torch
+        reference.
         """
 
     @abc.abstractmethod
@@ -274,15 +274,15 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def concat(self, a: Array, b: Array) -> Array:
-        """``[T, ..., H_a]`` and ``[T, ..., H_b]`` side by side: ``[T, ..., H_a + H_b]``."""
+        """Concatenate ``[T, ..., H_a]`` and ``[T, ..., H_b]`` along the last axis: ``[T, ..., H_a + H_b]``."""
 
     # --- experts ---------------------------------------------------------------------------------------------------
 
     def route(self, x: Array, weight: Array, routing: Routing, bias: Array | None = None) -> tuple[Array, Array]:
-        """The experts of every row and their weights: ids ``[T, k]``, weights ``[T, k]`` float32, best first.
+        """Choose the experts of every row: ids ``[T, k]`` and weights ``[T, k]`` float32, best first.
 
-        ``weight [E, H]`` is the router's, from ``weight()``; ``bias [E]`` from ``vector()``. The logits ``x @ w.T``
-        are not rounded to act.
+        ``weight [E, H]`` is the router's; ``bias [E]`` is a result of ``vector()``. The logits ``x @ w.T`` are not
+        rounded to act.
         """
         raise self._lacks("route")
 
@@ -298,10 +298,10 @@ class Ops(abc.ABC):
     ) -> Array:
         """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` act.
 
-        ``chosen`` is what ``route`` gave; ``experts`` are stacks of gate, up ``[I, H]`` and down ``[H, I]`` matrices
-        and ``shared`` three such matrices, each expert being ``down(silu(gate x) * up x)`` rounded to act.
-        ``shared_gate`` is ``[1, H]``; without it the shared expert counts whole. The sum runs in float32 in the order
-        of the slots, then the shared expert, then the residual, and is rounded once. An expert is read once per pass.
+        ``chosen`` is the result of ``route``. ``experts`` are stacks of gate and up ``[I, H]`` and down ``[H, I]``
+        matrices; ``shared`` is three such matrices. An expert is ``down(silu(gate x) * up x)`` rounded to act.
+        ``shared_gate`` is ``[1, H]``; without it the shared expert has weight 1. The sum runs in float32 over the slots
+        in order, the shared expert and the residual, and is rounded once. An expert is read once per pass.
         """
         raise self._lacks("moe")
 
@@ -311,21 +311,21 @@ class Ops(abc.ABC):
     def norm_rope(self, x: Array, weight: Array | None, eps: float, rope: Rope, position: int) -> Array:
         """RMS-norm every head of ``x [T, n, D]`` (skipped when weight is None), then rotate; row t is at position + t.
 
-        ``x`` may be a strided view (a query half of an interleaved query-gate projection).
+        ``x`` may be a strided view, such as the query half of an interleaved query-gate projection.
         """
 
     @abc.abstractmethod
     def attend(self, q: Array, k: Array, v: Array, cache: KVCache, *, scale: float, gate: Array | None = None) -> Array:
         """Append k, v ``[T, nkv, D]`` to the cache and attend causally with q ``[T, nq, D]``: ``[T, nq * D]`` act.
 
-        Query head h reads KV head ``h // (nq / nkv)``; softmax in float32; row t sees the committed rows and rows
-        0..t of this pass. With ``gate [T, nq, D]`` the result is multiplied by ``sigmoid(gate)`` before rounding.
+        Query head h reads KV head ``h // (nq / nkv)``. The softmax is in float32. Row t sees the committed rows and
+        rows 0..t of this pass. With ``gate [T, nq, D]`` the result is multiplied by ``sigmoid(gate)`` before rounding.
         """
 
     def attend_latent(self, q: Array, row: Array, cache: LatentCache, *, scale: float, value_dims: int) -> Array:
         """Append ``row [T, D]`` to the cache and attend causally with ``q [T, n, D]``: ``[T, n, value_dims]`` act.
 
-        All heads read the same rows: keys are whole rows, values their first ``value_dims``. Softmax in float32.
+        All heads read the same rows: a key is a whole row, a value its first ``value_dims``. Softmax in float32.
         Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2, with the up-projections absorbed (appendix C).
         """
         raise self._lacks("attend_latent")
@@ -335,8 +335,8 @@ class Ops(abc.ABC):
     def conv_window(self, x: Array, weight: Array, cache: DeltaCache) -> Array:
         """Causal depthwise convolution and silu: ``[T, C]`` act.
 
-        ``u[t, c] = silu(sum_j weight[c, j] * x[t - kc + 1 + j, c])`` with rows before this pass from the cache
-        (zeros before the first token); ``weight [C, kc]`` from ``vector``, ``weight[:, kc-1]`` meets the newest row.
+        ``u[t, c] = silu(sum_j weight[c, j] * x[t - kc + 1 + j, c])``, with rows before this pass from the cache (zeros
+        before the first token). ``weight [C, kc]`` is from ``vector``; ``weight[:, kc-1]`` applies to the newest row.
         """
         raise self._lacks("conv_window")
 
@@ -363,20 +363,20 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def head(self, x: Array, weight: Array) -> Logits:
-        """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, left on the device."""
+        """Float32 logits ``x @ w.T`` of every row, ``[T, V]``, on the device."""
 
     def head_rows(self, weight: Array, tokens: Sequence[int], base: HeadRows | None = None) -> HeadRows:
-        """The rows of a head for these token ids, gathered into memory of their own.
+        """Copy the rows of a head for these token ids.
 
-        With ``base``, rows of the same head: missing ones are added, its own are shared.
+        With ``base``, earlier rows of the same head, only the missing ones are copied and the others are shared.
         """
         raise self._lacks("head_rows")
 
     def pruned_head(self, x: Array, rows: HeadRows) -> Logits:
-        """``head`` for the ids of ``rows`` alone. The logits are addressed by token id; every other id has -inf.
+        """Logits for the ids of ``rows`` only, addressed by token id; every other id has -inf.
 
-        Everything that ``Logits`` answers has the bits of a full row with -inf in the other places. Its finite values
-        are those of ``head`` up to rounding: other rows of a weight may stand beside each of them.
+        All ``Logits`` methods give the bits of a full row with -inf at the other ids. The finite values equal those of
+        ``head`` up to rounding, as each row of the weight has other neighbours.
         """
         raise self._lacks("pruned_head")
 
@@ -387,7 +387,7 @@ class Ops(abc.ABC):
         return self.hidden_type(x)
 
     def array(self, hidden: Hidden) -> Array:
-        """The array inside a handle that this backend made. Raises: ContractError for another backend's."""
+        """Unwrap a handle of this backend. Raises: ContractError for another backend's."""
         if not isinstance(hidden, self.hidden_type):
             raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
         return hidden.array
@@ -395,17 +395,17 @@ class Ops(abc.ABC):
     # --- how passes are launched -----------------------------------------------------------------------------------
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> Executor | None:
-        """Cycles that run on the device without the host, over passes which these ops bound; None where not offered.
+        """Return an executor that runs cycles on the device, over passes bound by these ops; None if unsupported.
 
-        ``head`` is the MTP head's pass, None without ``setup.waiting``; its cache then holds true pairs alone.
+        ``head`` is the MTP head's pass, whose cache holds true pairs only; None without ``setup.waiting``.
         """
         return None
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
-        """Passes of ``body``, recorded once per number of rows where the backend can, with the bits of the ops.
+        """Return passes of ``body``, recorded once per number of rows if the backend can, with the bits of the ops.
 
-        ``caches`` are of the kinds that the body takes, empty and not used afterwards. ``hidden_size`` is H of the
-        hidden states that it takes, 0 for none. A body that cannot be recorded runs eagerly, with the reason in
+        ``caches`` are empty caches of the kinds that the body takes, not used afterwards. ``hidden_size`` is H of the
+        hidden states that the body takes, 0 for none. A body that cannot be recorded runs op by op, with the reason in
         ``eager_reason``. By default every pass runs op by op.
         """
         return EagerPasses(body)

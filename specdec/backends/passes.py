@@ -1,9 +1,8 @@
-"""How a pass is launched: op by op, or as a backend has recorded it.
+"""The interface for launching passes, op by op (eagerly) or from a recording.
 
-A family's code runs once per pass and mostly does the same thing each time: the same ops over the same weights, with
-other tokens, caches and lengths. A backend whose launches cost something (function calls, CUDA launches) may run that
-code once per number of rows, keep what it launched, and launch it again as one piece. That is the backend's own affair;
-this file is the joint. Ops that offer nothing run eagerly.
+Every pass of a model runs the same ops over the same weights, with different tokens, caches and lengths. To save launch
+overhead (function calls, CUDA launches), a backend may run the model code once per number of rows, record the launches
+and replay them as one. Other backends use the eager passes here.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import attrs
 from specdec.backends.caches import Array, Cache, HeadRows
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
-"""``body(caches, tokens, hidden)``: a pass over T tokens, and hidden states ``[T, H]`` where it takes some.
+"""``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
 
-It gives an array ``[T, H]`` and appends provisional rows to the caches. What it launches may depend on T alone.
+It returns an array ``[T, H]`` and appends provisional rows to the caches. Its launches may depend only on T.
 """
 
 
@@ -28,18 +27,18 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
-        """What the body gives for these tokens; it stays valid whatever runs later."""
+        """Run the body on these tokens. The result stays valid after later runs."""
 
     @abc.abstractmethod
     def commit(self, rows: int) -> None:
-        """Keep the first ``rows`` rows of the last run in all caches; 0 keeps nothing."""
+        """Keep the first ``rows`` rows of the last run in all caches; 0 drops all."""
 
     def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:
-        """Draft greedily: ``depth`` >= 1 tokens, each the best, by the head ``[V, H]``, for the last row of a pass.
+        """Draft ``depth`` >= 1 tokens greedily with the head ``[V, H]``, with the same bits as single passes.
 
-        The first pass runs over ``tokens`` and ``hidden``, every other over the token before it and that last row. All
-        their rows are kept in the caches, those of a pass that is followed by no token too. Same bits as pass by pass.
-        None: not offered for these arguments; nothing happened. Raises: ContractError for logits that are not finite.
+        The first pass runs over ``tokens`` and ``hidden``, each later one over the last token and the last row of the
+        pass before. A pass's token is the best one of its last row. The rows of all passes are committed. Returns None,
+        with nothing changed, if unsupported for these arguments. Raises: ContractError for logits that are not finite.
         """
         return None
 
@@ -47,20 +46,20 @@ class Pass(abc.ABC):
 class Passes(Protocol):
     """One kind of pass, for any sequence."""
 
-    eager_reason: str  # why the passes run op by op; "" where they are recorded
+    eager_reason: str  # why the passes run op by op; "" if they are recorded
 
     def bind(self, caches: Sequence[Cache]) -> Pass:
-        """The pass over these caches."""
+        """Return the pass over these caches."""
 
 
 @attrs.frozen(kw_only=True)
 class WaitingPairs:
-    """The MTP pairs that wait when a device takes the cycles over, and the head to draft with.
+    """The MTP pairs that are waiting when a device executor starts, and the head to draft with.
 
     Attributes:
-        tokens: of the pairs, the pending token last.
+        tokens: the tokens of the pairs, the pending token last.
         hidden: their hidden states ``[n, H]``.
-        head: a weight, or the rows of one that ``head_rows`` gathered.
+        head: a weight, or rows of one from ``head_rows``.
     """
 
     tokens: tuple[int, ...]
@@ -70,15 +69,15 @@ class WaitingPairs:
 
 @attrs.frozen(kw_only=True)
 class ExecutorSetup:
-    """What a device's executor starts from.
+    """The initial state of a device executor.
 
     Attributes:
-        pending: the token that rides in the first verification pass.
-        waiting: None where nothing is drafted; then all cycles have depth 0.
-        lm_head: the target's output head ``[V, H]``, as ``weight()`` returned it.
-        stop_tokens: generation ends after one of these.
-        limit: and after so many tokens.
-        closed: called by ``close`` with the hidden states ``[n, H]`` of the pairs that wait then (None without
+        pending: the first token of the first verification pass.
+        waiting: None if nothing is drafted; then all cycles have depth 0.
+        lm_head: the target's output head ``[V, H]``, from ``weight()``.
+        stop_tokens: generation ends after any of these.
+        limit: the number of tokens after which generation ends.
+        closed: called by ``close`` with the hidden states ``[n, H]`` of the pairs still waiting (None without
             ``waiting``), once all caches are as single passes would have left them.
     """
 
@@ -91,7 +90,7 @@ class ExecutorSetup:
 
 
 class EagerPass(Pass):
-    """The ops of a body one by one."""
+    """A pass that runs the ops of a body one by one."""
 
     def __init__(self, body: Body, caches: Sequence[Cache]) -> None:
         self._body = body

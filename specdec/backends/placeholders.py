@@ -1,7 +1,7 @@
-"""Placeholders for numbers that the host does not know while a pass is recorded, captured or built for the device.
+"""Placeholders for numbers that the host does not know while a pass is recorded or captured.
 
-They pass from op to op and end in a kernel's arguments. Calculating with one on the host would bake the value of one
-pass into all others, so it raises an error.
+They are passed from op to op and end up in a kernel's arguments. Calculating with one on the host would fix its value
+for all later passes, so it raises an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PlaceholderInteger:
 
 
 class PlaceholderTokens(Sequence[int]):
-    """Token ids of which the host knows only the number. Raises: ``error`` when they are read."""
+    """Token ids whose values the host does not know; it knows their number. Raises: ``error`` when they are read."""
 
     error: ClassVar[type[Exception]] = StateError
 

@@ -1,4 +1,4 @@
-"""The configuration: its values, one TOML file plus overrides, and strict structuring with errors that name the key."""
+"""The configuration: its classes, loading from TOML and overrides, and strict validation that names the wrong key."""
 
 from specdec.config.loading import Override, load_config, read_toml
 from specdec.config.structuring import structure_choice, structure_options

@@ -1,7 +1,7 @@
-"""Reading a configuration: one TOML file plus overrides; every error names the key's path.
+"""Loads a configuration from one TOML file plus overrides; every error names the key's path.
 
-Three layers, later ones win: the defaults, the file, the overrides. A layer that gives a plugin table (``drafter``,
-``verifier``, ``depth``) another name discards the options that lower layers set for the former one.
+There are three layers, and later ones win: the defaults, the file, the overrides. A layer that changes the name of a
+plugin table (``drafter``, ``verifier``, ``depth``) discards the options that lower layers set for the old name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.errors import ConfigError, did_you_mean
 
 @attrs.frozen
 class Override:
-    """One ``key.path = value`` that wins over the file; ``source`` is how the user wrote it."""
+    """One ``key.path = value`` that wins over the file; ``source`` is the user's spelling."""
 
     path: tuple[str, ...]
     value: Any
@@ -30,7 +30,7 @@ class Override:
     def parse(cls, text: str) -> Override:
         """``key.path=value``: the value is TOML, and a bare word is a string.
 
-        Raises: ConfigError when there is no key, no value, or broken TOML that cannot be meant as a word.
+        Raises: ConfigError when there is no key, no value, or broken TOML that cannot be a bare word.
         """
         source = f"-s {text}"
         key, equals, raw = text.partition("=")
@@ -76,7 +76,7 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
     defaults = RunConfig().to_dict()
     merged = _merge(_merge({table: defaults[table] for table in PLUGIN_TABLES}, data), top)
     if ("depth", "depth") in sources and ("depth", "name") not in sources:
-        merged["depth"]["name"] = "fixed"  # a depth alone says which policy, as it does in specdec.load(depth=4)
+        merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
     config = _with_sources(structure(merged, RunConfig, (), lambda key: _source_of(key, sources)), sources)
     for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
         choice: Choice = getattr(config, table)
@@ -110,7 +110,7 @@ def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """``high`` over ``low``, table by table; a plugin table that changes its name starts from nothing."""
+    """``high`` over ``low``, table by table; a plugin table that changes its name starts empty."""
     merged = dict(low)
     for key, value in high.items():
         below = merged.get(key)
@@ -145,7 +145,7 @@ def _source_of(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) ->
 
 
 def _with_sources(config: RunConfig, sources: Mapping[tuple[str, ...], str]) -> RunConfig:
-    """Each table remembers where it was written, for errors that come later (an unknown name, a bad option)."""
+    """Record where each table was written, for later errors (an unknown name, a bad option)."""
 
     def of(table: str, keys: Collection[str]) -> str:
         found = [_source_of((table, key), sources) for key in keys]

@@ -1,4 +1,4 @@
-"""Plain data into configuration classes, strictly: no casts, no unknown keys, errors with the key's path."""
+"""Converts plain data to configuration classes, strictly: no casts, no unknown keys, errors with the key's path."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def structure_options(options: Mapping[str, Any], config_class: type[T], path: s
     Args:
         options: as written, ``Choice.options``.
         config_class: an attrs class or a dataclass.
-        path: the table they stand in, such as ``drafter``; error messages start keys with it.
+        path: their table, such as ``drafter``; the prefix of keys in error messages.
         source: the file or override they come from, ``Choice.source``.
     Raises: ConfigError when the options are wrong, PluginError when the class itself cannot be read from TOML.
     """
@@ -50,12 +50,12 @@ def structure_options(options: Mapping[str, Any], config_class: type[T], path: s
 
 
 def structure_choice(choice: Choice, config_class: type[T], path: str) -> T:
-    """``structure_options`` for a ``Choice``, with its own source."""
+    """``structure_options`` for a ``Choice``."""
     return structure_options(choice.options, config_class, path, choice.source)
 
 
 class _Mismatch(Exception):
-    """A value of another type than the key takes; only ever seen by ``_problems``."""
+    """A value of the wrong type; caught only by ``_problems``."""
 
     def __init__(self, takes: str, got: object, hint: str | None = None) -> None:
         self.takes, self.got, self.hint = takes, got, hint
@@ -72,7 +72,7 @@ def structure(data: Any, config_class: type[T], path: tuple[str, ...], source: C
     """``data`` as ``config_class``.
 
     Args:
-        path: of the table, with which error messages start keys.
+        path: of the table; the prefix of keys in error messages.
         source: where a key was written.
 
     Raises: ConfigError that names every wrong key; PluginError when the class cannot be read from TOML.
@@ -108,7 +108,7 @@ def dotted(path: Sequence[str]) -> str:
 
 
 def _problems(error: Exception, path: tuple[str, ...], owner: Any) -> Iterator[_Problem]:
-    """Every leaf of cattrs' exception group, with its key's path. Unlike cattrs' own formatter it keeps our text."""
+    """Every leaf of cattrs' exception group, with its key's path. Unlike cattrs' formatter, keeps our error texts."""
     if isinstance(error, ClassValidationError):
         named, whole = error.group_exceptions()
         for inner, note in named:
@@ -131,11 +131,11 @@ def _problems(error: Exception, path: tuple[str, ...], owner: Any) -> Iterator[_
         yield _Problem(path, f"takes {error.takes}, got {_shown(error.got)}", error.hint)
     elif isinstance(error, FieldError):
         yield _Problem((*path, error.field), f"takes {error.takes}, got {_shown(error.got)}", error.facts.get("try"))
-    elif isinstance(error, ConfigError):  # a class's own validator: its text says more than we could
+    elif isinstance(error, ConfigError):  # a class's own validator: its text is more specific
         yield _Problem(path, f"cannot be used: {error}")
     elif isinstance(error, KeyError):
         yield _Problem(path, "is required and missing")
-    else:  # attrs' own validators put the field and its settings behind the message
+    else:  # attrs' own validators append the field and its settings to the message
         text = str(error.args[0]) if error.args and isinstance(error.args[0], str) else str(error)
         yield _Problem(path, f"cannot be used: {text or type(error).__name__}")
 
@@ -145,7 +145,7 @@ def _table(path: tuple[str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as TOML would spell its kind: ``'4' (a string)``."""
+    """A value with its TOML type: ``'4' (a string)``."""
     kinds: dict[type, str] = {str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
     kinds |= {dict: "a table", list: "a list"}
     text = repr(value) if not isinstance(value, bool) else str(value).lower()
@@ -154,7 +154,7 @@ def _shown(value: object) -> str:
 
 @functools.cache
 def _converter() -> cattrs.Converter:
-    """Strict where cattrs is lenient: 2.9 is no int, true is no 1, "7" is no 7, and a string is no list."""
+    """A converter stricter than cattrs: 2.9 is not an int, true is not 1, "7" is not 7, a string is not a list."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
     converter.register_structure_hook(bool, _primitive(bool, "true or false"))
     converter.register_structure_hook(int, _primitive(int, "an integer"))
@@ -195,7 +195,7 @@ def _string(value: Any, _: Any) -> str:
 
 
 def _number(value: Any, _: Any) -> float:
-    """An int is taken for a number when nothing is lost: ``temperature = 1`` is what people write."""
+    """A float; an int is accepted if nothing is lost, because people write ``temperature = 1``."""
     if type(value) is float and not math.isnan(value):
         return value
     if type(value) is int and abs(value) <= 2**53:
@@ -257,7 +257,7 @@ def _record_factory(kind: Any, converter: cattrs.Converter) -> Hook:
 
 
 def _union_factory(kind: Any, converter: cattrs.Converter) -> Hook:
-    """Members in their order; the first that takes the value wins. ``None`` stands for a key that is left out."""
+    """Tries the members in order; the first that takes the value wins. ``None`` means an omitted key."""
     members = [member for member in get_args(kind) if member is not type(None)]
     optional = len(members) < len(get_args(kind))
 
@@ -284,7 +284,7 @@ def _literal_factory(kind: Any, _: cattrs.Converter) -> Hook:
 
     def structure(value: Any, _: Any) -> Any:
         for choice in choices:
-            if type(choice) is type(value) and choice == value:  # True == 1, and 1 is not what was offered
+            if type(choice) is type(value) and choice == value:  # True == 1, but 1 is not one of the choices
                 return choice
         hint = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
         raise _Mismatch(", ".join(map(repr, choices)), value, repr(hint) if hint else None)
@@ -293,7 +293,7 @@ def _literal_factory(kind: Any, _: cattrs.Converter) -> Hook:
 
 
 def _choice(value: Any, _: Any) -> Choice:
-    """A plugin table: ``name``, and the plugin's options beside it."""
+    """A plugin table: ``name`` plus the plugin's options."""
     if not isinstance(value, Mapping):
         raise _Mismatch("a table", value, f'name = "{value}" inside the table' if isinstance(value, str) else None)
     options = dict(value)

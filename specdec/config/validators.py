@@ -1,4 +1,4 @@
-"""Validators for configuration classes, also for those of plugins."""
+"""Validators for configuration classes, including those of plugins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
 class FieldError(ConfigError):
-    """A value outside what a field takes. Keeps the parts, so that a loader can name the key's path instead."""
+    """A value that a field does not take. Keeps the parts, so that a loader can name the key's path instead."""
 
     def __init__(self, owner: object, field: str, takes: str, got: object, **facts: object) -> None:
         self.field, self.takes, self.got = field, takes, got
@@ -21,12 +21,12 @@ class FieldError(ConfigError):
 
 
 def between(low: float, high: float) -> Validator:
-    """An attrs validator, both ends included: integers when both ends are, else any finite number. Never a bool."""
+    """An attrs validator for a closed range: integers if both ends are, else any finite number; never a bool."""
     whole = type(low) is int and type(high) is int
 
     def check(owner: object, field: attrs.Attribute[Any], value: object) -> None:
         number = type(value) is int or (not whole and type(value) is float)
-        if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison, as it should
+        if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
             raise FieldError(owner, field.name, f"{low} to {high}", value)
 
     return check

@@ -11,12 +11,12 @@ from specdec.config.validators import FieldError, between, one_of
 
 
 def _source() -> Any:
-    """Where a table was written: "run.toml", "-s drafter.name=ngram", "" for a program. Not a key of the table."""
+    """Where a table was written: "run.toml", "-s drafter.name=ngram", or "" for a program. Not a key of the table."""
     return attrs.field(default="", eq=False, repr=False, metadata={"key": False})
 
 
 def keys_of(config_class: type) -> list[str]:
-    """The keys of a table that is structured as ``config_class``."""
+    """The keys of a table with the fields of ``config_class``."""
     if not attrs.has(config_class):
         return list(getattr(config_class, "__dataclass_fields__", ()))
     return [field.name for field in attrs.fields(config_class) if field.metadata.get("key", True)]
@@ -41,7 +41,7 @@ _INT32 = 2**31 - 1
 
 @attrs.frozen
 class Choice:
-    """A plugin by name, and its options as they were written; the plugin's own class structures them later."""
+    """A plugin by name, and its options as written; the plugin's own class validates them later."""
 
     name: str = attrs.field(validator=_filled)
     options: Mapping[str, Any] = attrs.field(factory=dict)
@@ -50,12 +50,12 @@ class Choice:
 
 @attrs.frozen(kw_only=True)
 class TargetConfig:
-    """Which model runs where."""
+    """Which model to run, and where."""
 
     model: str = attrs.field(default="demo", validator=_filled)  # a folder, a hub id, or "demo" (embedded)
     revision: str | None = None  # a hub branch, tag or commit
     backend: str = attrs.field(default="auto", validator=_filled)
-    # as written; the backend's class structures them
+    # as written; the backend's class validates them
     backend_options: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
@@ -65,7 +65,7 @@ class TargetConfig:
 
 @attrs.frozen(kw_only=True)
 class GenerationConfig:
-    """How long to generate and how to choose. Temperature 0 is greedy; ``contract.Sampling`` explains the rest."""
+    """Length and sampling of a generation. Temperature 0 is greedy; ``contract.Sampling`` explains the rest."""
 
     max_new_tokens: int = attrs.field(default=128, validator=between(1, _INT32))
     min_new_tokens: int = attrs.field(default=0, validator=between(0, _INT32))
@@ -80,7 +80,7 @@ class GenerationConfig:
     banned: tuple[int, ...] = attrs.field(default=(), converter=tuple)  # token ids
     processors: tuple[Choice, ...] = attrs.field(default=(), converter=tuple)  # [[generation.processors]] tables
     logprobs: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(0, _INT32)))
-    seed: int = attrs.field(default=0, validator=between(0, 2**63 - 1))  # TOML's integers end there
+    seed: int = attrs.field(default=0, validator=between(0, 2**63 - 1))  # the largest TOML integer
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_stop_strings)
     ignore_eos: bool = False
 
@@ -96,7 +96,7 @@ class RunConfig:
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data in the shape of the TOML file; ``None`` values are left out, as TOML has none."""
+        """Plain data in the shape of the TOML file; ``None`` values are omitted, because TOML has no null."""
         return {field.name: _table_of(getattr(self, field.name)) for field in attrs.fields(RunConfig)}
 
 

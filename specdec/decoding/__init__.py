@@ -1,1 +1,1 @@
-"""How a token comes to be: the cycle, who runs it, sessions, and what a generation gives."""
+"""Decoding: the draft-verify-commit cycle, its executors, sessions, and results."""

@@ -1,4 +1,4 @@
-"""A conversation over one session: the text that a turn shares with earlier turns is not computed again."""
+"""A chat conversation over one session; only text that is new since the last turn runs through the model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _ROLES = ("system", "user", "assistant")
 class Conversation:
     """Messages, and the session that holds their tokens.
 
-    The next prompt is the conversation through the checkpoint's chat template. Where it continues the text that the
-    session holds, only the rest is encoded and runs through the model; where the template renders earlier turns anew
-    (it may leave out the thinking of old answers), the longest common prefix of tokens is kept.
+    The checkpoint's chat template renders the conversation as the next prompt. If that continues the session's text,
+    only the rest is encoded and runs through the model. If the template renders earlier turns differently (it may drop
+    the thinking of old answers), the longest common prefix of tokens is kept.
 
     Args:
         lm: the model; its checkpoint must have a chat template.
         system: a system message.
         template: further variables of the template, such as ``{"enable_thinking": False}``.
 
-    An answer's message is all that the model wrote, special tokens included (a template may look for them), without the
-    token that ended it; ``Answer`` gives the text without them.
+    An answer's message keeps its special tokens (a template may look for them) but not the token that ended it;
+    ``Answer`` gives the text without special tokens.
 
     Attributes:
-        kept: tokens of the session that the last prompt could use.
+        kept: tokens of the session that the last prompt reused.
 
     Raises: PromptError when there is no chat template, or it fails on a first message.
     """
@@ -44,7 +44,7 @@ class Conversation:
         self._template = dict(template or {})
         self._messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self._session = Session(lm)
-        # where each turn ends in the session; None when a later prompt has rendered that turn anew
+        # where each turn ends in the session; None once a later prompt has rendered that turn differently
         self._ends: list[int | None] = []
         self._answer: Answer | None = None
         self.kept = 0
@@ -52,12 +52,12 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Copies of all messages, the oldest first."""
+        """Copies of all messages, oldest first."""
         return [dict(message) for message in self._messages]
 
     @property
     def turns(self) -> int:
-        """Questions that were answered."""
+        """The number of answered questions."""
         return len(self._ends)
 
     @property
@@ -71,16 +71,15 @@ class Conversation:
         return self._session.stats
 
     def ask(self, text: str, **settings: Any) -> Answer:
-        """Add a user's message and answer it; iterate over the result for text.
+        """Add a user message and answer it; iterate over the result for text.
 
-        The turn becomes part of the conversation when the answer ends or is stopped, unless it has no token yet.
+        The turn joins the conversation when the answer ends or is stopped, unless it has no tokens yet.
 
         Args:
             text: the message.
             **settings: as for ``Session.stream``.
 
-        Raises: PromptError for an empty message, or when the conversation has become too long for the model; it then
-            stays as it was.
+        Raises: PromptError for an empty message, or a conversation too long for the model; it is then unchanged.
         """
         self._must_be_idle()
         if not text.strip():
@@ -97,9 +96,9 @@ class Conversation:
         return self._answer
 
     def rewind(self, turns: int = 1) -> None:
-        """Forget the last questions with their answers.
+        """Forget the last questions and their answers.
 
-        Raises: StateError when there are not so many.
+        Raises: StateError when there are fewer turns.
         """
         self._must_be_idle()
         if not 1 <= turns <= self.turns:
@@ -116,7 +115,7 @@ class Conversation:
         self._session.save(path)
 
     def load(self, path: str | Path) -> None:
-        """Become what ``save`` wrote. Raises: SessionFileError with the reason; this conversation stays as it was."""
+        """Replace this conversation with a saved one. Raises: SessionFileError; this conversation is then unchanged."""
         self._must_be_idle()
         session = Session(self._lm)
         session.load(path)
@@ -139,7 +138,7 @@ class Conversation:
         return self._lm.tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, **self._template)
 
     def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation: the session's own where its text continues, else those of the rendered text."""
+        """Token ids of a conversation; reuses the session's tokens if the rendered text continues them."""
         tokenizer = self._lm.tokenizer
         rendered = self._render(messages)
         held = self._session.tokens
@@ -150,7 +149,7 @@ class Conversation:
         return tokenizer.encode(rendered, add_special=False)
 
     def _return_to(self, turns: int) -> None:
-        """Cut the session back to the end of a turn, or to what it shares with that turn as it is rendered now."""
+        """Cut the session back to the end of a turn, or to the prefix it shares with that turn as rendered now."""
         end = self._ends[turns - 1] if turns else 0
         if end is not None:
             self._session.rewind(min(end, len(self._session.tokens)))
@@ -167,7 +166,7 @@ class Conversation:
         return tokenizer.decode(body, skip_special=False)
 
     def _finish(self, question: str, answer: str, *, answered: bool) -> None:
-        """End the answer: keep the turn, or forget it where nothing was generated."""
+        """End the answer: keep the turn, or drop it if nothing was generated."""
         if answered:
             self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             self._ends.append(len(self._session.tokens))
@@ -176,7 +175,7 @@ class Conversation:
 
 
 class Answer:
-    """A running answer: iterate for text; ``result`` is there afterwards (and runs what is left when asked)."""
+    """A running answer: iterate for text, then read ``result`` (which generates whatever is left)."""
 
     def __init__(self, conversation: Conversation, question: str, stream: Stream) -> None:
         self._conversation = conversation
@@ -210,12 +209,12 @@ class Answer:
             self._conversation._finish(self._question, text, answered=answered)
 
     def stop(self) -> None:
-        """Ask the answer to end after the present cycle; safe from a signal handler or another thread."""
+        """Ask the answer to end after the current cycle; safe from a signal handler or another thread."""
         self._stream.stop()
 
     @property
     def stopping(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether ``stop`` was called."""
         return self._stream.stopping
 
     def drain(self) -> None:
@@ -231,7 +230,7 @@ class Answer:
 
 
 def _checked(saved: Any, held: int, path: str | Path) -> tuple[list[dict[str, str]], list[int | None], dict[str, Any]]:
-    """The parts of a saved conversation. Raises: SessionFileError when they are not what ``save`` writes."""
+    """The parts of a saved conversation. Raises: SessionFileError when they are malformed."""
     try:
         messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in saved["messages"]]
         ends = [None if end is None else int(end) for end in saved["ends"]]

@@ -1,6 +1,6 @@
 """The cycle: draft, verify, decide, commit.
 
-Invariant before and after: n tokens are committed, every state holds tokens 0..n-2, token n-1 is pending and rides as
+Invariant between cycles: n tokens are committed, every state holds tokens 0..n-2, and token n-1 is pending: it becomes
 row 0 of the next verification pass. Depth 0 runs the same code and is plain decoding.
 """
 
@@ -36,14 +36,14 @@ log = structlog.get_logger(__name__)
 
 @attrs.define(kw_only=True)
 class LiveSequence:
-    """One sequence while it is decoded: its tokens, the state that holds them, and who drafts and decides.
+    """One sequence being decoded: its tokens, its state, its drafter and its verifier.
 
     Attributes:
-        tokens: all committed tokens, the pending one last. This list has no other owner.
+        tokens: all committed tokens, the pending one last. Nothing else holds this list.
         context: a view of ``tokens``.
-        logprobs: of the generated tokens, where they were asked for.
-        intact: False from the first change of a step to its last; an interruption leaves it so, and the state must be
-            built again from the tokens.
+        logprobs: of the generated tokens, if requested.
+        intact: False while a step changes the sequence. If an interruption leaves it False, the state must be rebuilt
+            from the tokens.
         failure: why the drafter was switched off; empty while it works.
     """
 
@@ -63,7 +63,7 @@ class LiveSequence:
         return not self.failure
 
     def guard(self, moment: str, call: Callable[[], None]) -> None:
-        """Call the drafter. If it fails, speculation ends for this sequence, with the reason; generation goes on."""
+        """Call the drafter. If it raises, speculation ends for this sequence and generation continues without it."""
         try:
             call()
         except Exception as error:  # noqa: BLE001  (any bug of a third party's drafter)
@@ -78,7 +78,7 @@ class LiveSequence:
 class HostExecutor(Executor):
     """Runs one cycle at a time: ``submit`` drafts, verifies and decides, ``keep`` commits.
 
-    A drafter that fails is switched off, and the cycle goes on without a draft.
+    A drafter that fails is switched off, and the cycle continues without a draft.
     """
 
     def __init__(self, sequence: LiveSequence, stats: RunStats) -> None:
@@ -103,7 +103,7 @@ class HostExecutor(Executor):
 
     def keep(self, tokens: int) -> None:
         sequence, (draft, output, verdict) = self._sequence, self._cycle
-        if tokens <= verdict.accepted:  # accepted tokens were decided by the target too: the last one becomes pending
+        if tokens <= verdict.accepted:  # the cut falls within the accepted tokens: the last one becomes pending
             verdict = verdict.cut(tokens, draft.tokens[tokens - 1])
         if sequence.context.sampling.logprobs is not None:
             self._add_logprobs(draft, output, sequence.tokens[-tokens:])
@@ -112,16 +112,16 @@ class HostExecutor(Executor):
             sequence.guard("observe", lambda: sequence.drafter.observe(verdict, output, sequence.context))
 
     def close(self) -> None:
-        """Nothing is ever in flight."""
+        """Do nothing: no cycle is ever in flight."""
 
     def _draft(self, depth: int) -> Draft:
-        """Ask the drafter, and cut what cannot be verified: too many tokens, ids outside the vocabulary."""
+        """Ask the drafter, and cut what cannot be verified: excess tokens, ids outside the vocabulary."""
         sequence, stats, draft = self._sequence, self._stats, EMPTY_DRAFT
 
         def propose() -> None:
             nonlocal draft
             proposed = sequence.drafter.propose(sequence.context, depth)
-            draft = Draft(tuple(map(operator.index, proposed.tokens)), proposed.probs)  # a float would become a token
+            draft = Draft(tuple(map(operator.index, proposed.tokens)), proposed.probs)  # rejects floats
 
         sequence.guard("propose", propose)
         usable = len(draft.tokens)

@@ -1,7 +1,7 @@
 """Measures what cycles cost on this machine, and keeps the cost tables between processes.
 
-Costs are true for one machine and installation only. A kept table of another one is measured again, with a notice; a
-table that the configuration names is refused instead, because the user relies on it.
+Costs hold for one machine and installation only. A kept table from another one is measured again, with a notice. A
+table named in the configuration is refused instead, because the user relies on it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from specdec.records.cost_table import COSTS, CostIdentity, CostTable, parse_cos
 
 log = structlog.get_logger(__name__)
 
-DEPTHS = (0, 1, 2, 3, 4, 6)  # measured; depths between are read off a line
+DEPTHS = (0, 1, 2, 3, 4, 6)  # measured; depths in between are interpolated
 REPEATS = 5
-BUDGET_S = 1.0  # no further depth is started after this long, once the first and the last were measured twice
-STEADY = 1.25  # the second smallest time over the smallest, at most
+BUDGET_S = 1.0  # start no further depth after this long, once the first and last were measured twice
+STEADY = 1.25  # largest ratio of the second smallest time to the smallest
 CONTEXT = 32  # tokens before the measured passes
 
 
 def cost_identity(lm: Parts) -> CostIdentity:
-    """The identity of what ``lm`` would measure now."""
+    """The identity of a table measured with ``lm`` now."""
     config = lm.drafter.config
     options = attrs.asdict(config) if attrs.has(type(config)) else {}
     return CostIdentity.of(
@@ -47,10 +47,10 @@ def cost_identity(lm: Parts) -> CostIdentity:
 
 
 def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None = None) -> CostTable:
-    """The table that fits ``lm`` here: from ``file``, or kept by an earlier process, or measured now and kept.
+    """The cost table of ``lm`` on this machine: from ``file``, kept by an earlier process, or measured now and kept.
 
-    What a user should know (a table of another machine, a broken file, a folder that cannot be written) is appended to
-    ``notices``. A model without a fingerprint is measured every time. A table measured under load is not kept.
+    Problems (a table from another machine, a broken file, a folder that cannot be written) are appended to ``notices``.
+    A model without a fingerprint is measured every time. A table measured under load is not kept.
 
     Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
     UnsupportedError where costs cannot be measured.
@@ -93,7 +93,7 @@ def _from_file(path: Path, identity: CostIdentity) -> CostTable:
 
 
 def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:
-    """Those of ``depths`` that a session has room for. Raises: UnsupportedError where fewer than two are left."""
+    """The ``depths`` that a session has room for. Raises: UnsupportedError when fewer than two are left."""
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if len(allowed) < 2:
         raise UnsupportedError(
@@ -105,12 +105,12 @@ def depths_that_fit(lm: Parts, depths: Sequence[int] = DEPTHS) -> list[int]:
 def measure_costs(
     lm: Parts, depths: Sequence[int] = DEPTHS, *, repeats: int = REPEATS, budget_s: float = BUDGET_S
 ) -> CostTable:
-    """Measure on a session of its own, on arbitrary tokens; keeps the smallest of ``repeats``, as noise only adds.
+    """Measure in a separate session, on arbitrary tokens; keeps the smallest of ``repeats``, since noise only adds.
 
-    Passes are timed by row count whatever the drafter does. A draft is timed at the lengths that the drafter really
-    gave: one that drafts nothing here leaves ``draft`` at 0 seconds.
+    Passes are timed by row count, whatever the drafter does. Drafts are timed at the lengths that the drafter returns;
+    if it drafts nothing here, ``draft`` stays at 0 seconds.
 
-    Raises: UnsupportedError where a session is too short for a cycle of depth 1.
+    Raises: UnsupportedError when a session is too short for a cycle of depth 1.
     """
     began = perf_counter()
     allowed = depths_that_fit(lm, depths)
@@ -127,10 +127,10 @@ def measure_costs(
 
 
 def warm_up(lm: Parts, depths: Iterable[int]) -> None:
-    """Run a cycle of every depth, and an MTP pass of every length that may follow it, on a session of its own.
+    """Run a cycle of every depth, and an MTP pass of every length that may follow it, in a separate session.
 
     The first pass of each row count is slow: a backend may record it, and weights may still have to be read from disk.
-    No generation should pay for that, and no policy should take it for the price of the depth.
+    Neither a generation nor the timings of a policy should include that.
     """
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if not allowed:
@@ -148,7 +148,7 @@ def warm_up(lm: Parts, depths: Iterable[int]) -> None:
 
 
 class _Measured:
-    """Cycles over one prompt, rewound to its end where the session is full."""
+    """Cycles over one prompt; rewinds to its end when the session is full."""
 
     def __init__(self, lm: Parts, context: int) -> None:
         self._session = Session(lm)
@@ -161,7 +161,7 @@ class _Measured:
         self._commit: list[float] = []
 
     def cycle(self, depth: int, *, keep: bool = True) -> None:
-        """Run one cycle, and a pass of its own where the drafter gave fewer tokens than asked for."""
+        """Run one cycle, plus a separate pass if the drafter gave fewer tokens than asked for."""
         session, stats = self._session, self._stats
         if len(session.tokens) + depth + 1 > self._capacity:
             session.rewind(self._context)
@@ -182,7 +182,7 @@ class _Measured:
             self._commit.append(record.commit_seconds)
 
     def table(self) -> CostTable:
-        """What was measured so far."""
+        """The measurements so far."""
         times = [sorted(seconds) for seconds in self._verify.values()]
         return CostTable(
             verify={rows: min(seconds) for rows, seconds in self._verify.items()},

@@ -1,8 +1,8 @@
 """The decoding loop: submit a cycle, collect its outcome, keep what may stay.
 
-Who runs the cycles is the executor's affair: the host, step by step, or the device, whole cycles at a time. Both give
-the same tokens. Where nothing but the device's own rules can end generation, the loop submits one cycle ahead, so that
-the device works while the host looks at the outcome before.
+An executor runs the cycles: on the host step by step, or on the device as whole cycles. Both give the same tokens. If
+only the device's own rules can end generation, the loop submits one cycle ahead, so that the device works while the
+host processes the previous outcome.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specdec.decoding.cycle import HostExecutor, LiveSequence
 from specdec.decoding.statistics import RunStats
 
 Cut = Callable[[tuple[int, ...]], int]
-"""How many of the tokens that a cycle emitted may stay: at least 1, fewer than all where generation ends there."""
+"""How many of a cycle's emitted tokens to keep: at least 1, and not all of them if generation ends within them."""
 
 
 class DecodingLoop:
@@ -26,8 +26,8 @@ class DecodingLoop:
         cut: called once with the tokens of every cycle.
         stats: counters of this generation.
         stop_tokens: ids after which generation ends.
-        ahead: whether ``cut`` ends generation only at ``stop_tokens`` and where the room ends.
-        executor: who runs the cycles; chosen at the first one unless given.
+        ahead: whether ``cut`` ends generation only at ``stop_tokens`` and at the end of the room.
+        executor: runs the cycles; chosen at the first cycle unless given.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class DecodingLoop:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a cycle was submitted and not collected."""
+        """Whether a submitted cycle has not been collected yet."""
         return bool(self._in_flight)
 
     def step(self, depth: int | None, room: int) -> CycleRecord:
-        """The next cycle. A cycle in flight comes first, with the depth that it was submitted with.
+        """Run the next cycle. A cycle already in flight comes first, at the depth it was submitted with.
 
         Args:
-            depth: draft tokens to ask for; None to collect what is in flight, and submit nothing more.
+            depth: draft tokens to ask for; None collects what is in flight and submits nothing.
             room: tokens that may still be emitted, at least ``depth + 1``.
 
         Raises: ContractError when the verifier breaks its contract, or the target's logits are not finite.
@@ -76,7 +76,7 @@ class DecodingLoop:
         return self._collect(executor)
 
     def close(self) -> None:
-        """Leave the target's state as single passes would; cycles in flight are waited for, and what they gave kept."""
+        """Wait for cycles in flight, keep their tokens, and leave the target's state as single passes would."""
         if self._executor is None:
             return
         self._sequence.intact = False
@@ -87,7 +87,7 @@ class DecodingLoop:
         self._sequence.intact = True
 
     def _open(self, room: int) -> Executor:
-        """The device's executor where target, drafter, verifier and settings allow it, else the host's."""
+        """The device's executor if target, drafter, verifier and settings allow it, else the host's."""
         sequence, device = self._sequence, None
         sampling = sequence.context.sampling
         if sampling.logprobs is None and sequence.verifier.is_argmax(sampling):
@@ -101,7 +101,7 @@ class DecodingLoop:
         return self._executor
 
     def _device_draft(self) -> DeviceDraft | None:
-        """How the device would draft; not at all where the drafter has failed."""
+        """How the device would draft; a failed drafter drafts nothing."""
         sequence, found = self._sequence, list[DeviceDraft | None]()
         if sequence.speculating:
             sequence.guard("device_draft", lambda: found.append(sequence.drafter.device_draft(sequence.context)))
@@ -120,7 +120,7 @@ class DecodingLoop:
         kept = self._cut(outcome.emitted) if outcome.emitted else 0
         decided = perf_counter()
         sequence.tokens.extend(outcome.emitted[:kept])
-        if outcome.emitted:  # else the cycle came behind the end
+        if outcome.emitted:  # else the cycle started after the end
             executor.keep(kept)
         sequence.intact = not self._in_flight
         began, self._since = self._since, perf_counter()
@@ -143,7 +143,7 @@ class DecodingLoop:
         return record
 
     def _leave_device(self) -> None:
-        """Give up drafting where the head on the device computes nonsense, as any drafter that fails."""
+        """Switch off drafting because the draft head's logits on the device are not finite."""
         self._sequence.give_up("the drafter failed on the device: the draft head's logits are not finite")
         self.close()
 
@@ -154,5 +154,5 @@ def _deviation(outcome: Outcome, kept: int) -> Deviation:
 
 
 def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
-    """One cycle on its own, run by the host."""
+    """Run a single cycle on the host."""
     return DecodingLoop(sequence, cut, stats, executor=HostExecutor(sequence, stats)).step(depth, depth + 1)

@@ -1,4 +1,4 @@
-"""The finished parts that a session works with: target, tokenizer, drafter, verifier and depth policy."""
+"""The parts that a session works with: target, tokenizer, drafter, verifier and depth policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Part:
     shared: Any = None
 
     def prepared(self, env: PrepareEnv) -> Self:
-        """The part after its spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
+        """Run the spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
         prepare = self.spec.prepare
         if prepare is None:
             return self
@@ -45,7 +45,7 @@ class _Part:
 
 @attrs.frozen(kw_only=True)
 class DrafterPart(_Part):
-    """A drafter, chosen and configured; makes one drafter object per sequence."""
+    """A configured drafter; makes one drafter object per sequence."""
 
     spec: DrafterSpec
 
@@ -57,11 +57,11 @@ class DrafterPart(_Part):
 
     @property
     def needs(self) -> Needs:
-        """What the drafter needs from its target; known once it is prepared."""
+        """What the drafter needs from its target; known after ``prepared``."""
         return self.spec.needs_of(self.config, self.shared)
 
     def make(self, target: ForwardPass, state: State, saved: DrafterSnapshot | None = None) -> Drafter:
-        """A drafter for the sequence of ``state``. Raises: PluginError when its factory fails."""
+        """A drafter for the sequence with ``state``. Raises: PluginError when its factory fails."""
         env = DrafterEnv(target=target, state=state, shared=self.shared, saved=saved)
         made: Drafter = registry().build(self.spec, lambda: self.spec.factory(self.config, env), Drafter)
         return made
@@ -69,7 +69,7 @@ class DrafterPart(_Part):
 
 @attrs.frozen(kw_only=True)
 class DepthPart(_Part):
-    """A depth policy, chosen and configured; makes one policy object per generation."""
+    """A configured depth policy; makes one policy object per generation."""
 
     spec: DepthPolicySpec
 
@@ -100,7 +100,7 @@ def _asked_by(choice: Choice, table: str) -> str:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Parts:
-    """A target with everything that was composed around it.
+    """A target with its tokenizer, drafter, verifier and depth policy.
 
     Make a variant over the same weights with ``attrs.evolve``.
 
@@ -108,7 +108,7 @@ class Parts:
         config: the configuration it was built from.
         target: the loaded model.
         tokenizer: text to token ids and back.
-        notices: what a user should know about this load (a downgrade, unused tensors, a fallback), one sentence each.
+        notices: notices about this load (a downgrade, unused tensors, a fallback), one sentence each.
     """
 
     config: RunConfig
@@ -121,12 +121,12 @@ class Parts:
 
     @property
     def info(self) -> ModelInfo:
-        """What the target is, and what its backend promises."""
+        """Facts about the target and its backend's guarantees."""
         return self.target.info
 
     @property
     def capacity(self) -> int:
-        """Tokens that a session can hold: the model's limit, or ``target.capacity`` where that is lower."""
+        """Tokens that a session can hold: the model's limit, or ``target.capacity`` if that is lower."""
         asked = self.config.target.capacity
         return self.info.max_positions if asked is None else min(asked, self.info.max_positions)
 

@@ -1,4 +1,4 @@
-"""Prompt tokens through target and drafter, before the first cycle."""
+"""Prefill: run the prompt through target and drafter before the first cycle."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from specdec.contract import Context
 from specdec.decoding.cycle import LiveSequence
 from specdec.decoding.statistics import RunStats
 
-PREFILL_CHUNK = 512  # prompt tokens between two looks at the stop flag
-PREFILL_TAIL = 8  # the last tokens of a prompt run on their own
-"""A recurrent state can return to the ends of prefill chunks only. The next prompt of a conversation often differs from
-this one in its last few tokens (the beginning of the answer is written anew), so there is such an end before them."""
+PREFILL_CHUNK = 512  # prompt tokens between two checks of the stop flag
+PREFILL_TAIL = 8  # the last tokens of a prompt run as a separate chunk
+"""A recurrent state can only rewind to the end of a prefill chunk. The next prompt of a conversation often differs from
+this one in its last few tokens (the template changes the start of the answer), so a chunk ends before them."""
 
 
 def prefill(sequence: LiveSequence, stats: RunStats, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Run every token but the last through the target and the drafter, unless ``stopping()`` says to end early."""
+    """Run every token but the last through the target and the drafter; end early once ``stopping()`` is true."""
     started = perf_counter()
     tokens, end = sequence.tokens, len(sequence.tokens) - 1
     while sequence.state.length < end and not stopping():

@@ -15,7 +15,7 @@ from specdec.decoding.statistics import RunStats
 class TokenLogprobs:
     """Log-probabilities of one generated token, from the target row that decided it.
 
-    They are the model's own, at temperature 1 and before bias, penalties, bans and filters.
+    They are at temperature 1, before bias, penalties, bans and filters.
     """
 
     token: int
@@ -25,7 +25,7 @@ class TokenLogprobs:
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """The output of a generation, and what was counted on the way."""
+    """The output of a generation and its counters."""
 
     tokens: list[int]
     text: str
@@ -36,8 +36,8 @@ class Result:
     deviation: Deviation
     stats: RunStats
     notices: list[str]
-    logprobs: list[TokenLogprobs] | None = None  # one per token of ``tokens``, when asked for
-    prompt: list[int] = attrs.field(factory=list)  # the token ids that ``tokens`` follow, earlier turns included
+    logprobs: list[TokenLogprobs] | None = None  # one per token of ``tokens``, if requested
+    prompt: list[int] = attrs.field(factory=list)  # all token ids before ``tokens``, earlier turns included
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)  # the settings in force
     fingerprint: str = ""  # of the model
 

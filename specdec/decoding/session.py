@@ -1,4 +1,4 @@
-"""One sequence over time: feed text, generate, feed more, go back. Tokens and states stay together."""
+"""A session: one sequence of tokens and its states. Feed text, generate, feed more, rewind, save."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from specdec.text import common_prefix
 
 
 class Session:
-    """A sequence of tokens with the states that hold all of them but the last.
+    """A sequence of tokens, and the states that hold all but the last of them.
 
     Not thread-safe, except for ``Stream.stop``.
 
     Attributes:
         stats: acceptance counters over all generations of the session; saved and loaded with it.
-        extra: what a program wants to keep beside the tokens (plain JSON data); saved, loaded and forked with them.
+        extra: a program's own JSON data; saved, loaded and forked with the tokens.
     """
 
     def __init__(self, lm: Parts) -> None:
@@ -53,23 +53,23 @@ class Session:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All committed tokens, prompt and generated; the last one is pending."""
+        """All committed tokens, prompt and generated; the last one is pending (not in the states yet)."""
         return tuple(self._sequence.tokens)
 
     @property
     def text(self) -> str:
-        """The committed tokens as text, special tokens left out."""
+        """The committed tokens as text, without special tokens."""
         return self._lm.tokenizer.decode(self._sequence.tokens)
 
     def feed(self, prompt: str | Sequence[int]) -> int:
         """Append a prompt; it runs through the model when generation starts. Returns the number of tokens added.
 
-        Raises: PromptError for an empty prompt, a token id outside the vocabulary, or more than the model can hold.
+        Raises: PromptError for an empty prompt, a token id outside the vocabulary, or more tokens than fit.
         """
         self._must_be_idle()
         if (
             isinstance(prompt, str) and self._sequence.tokens
-        ):  # what a tokenizer puts around a text stands at its beginning only
+        ):  # a tokenizer's special tokens belong at the beginning only
             prompt = self._lm.tokenizer.encode(prompt, add_special=False)
         added = self._lm.encode(prompt)
         self._check_fits(len(self._sequence.tokens) + len(added))
@@ -106,7 +106,7 @@ class Session:
         """Make ``prompt`` the whole content, keeping what it shares with the session; returns the tokens kept.
 
         A prompt that extends the session's tokens runs only its new part, through the MTP head too.
-        Raises: PromptError as ``feed`` does; the session then stays as it was.
+        Raises: PromptError as ``feed`` does; the session is then unchanged.
         """
         self._must_be_idle()
         wanted = self._lm.encode(prompt)
@@ -129,7 +129,7 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write tokens, states and counters to a file (safetensors with a JSON header), replacing it atomically.
 
-        Raises: SessionFileError when it cannot be written; what was there before stays.
+        Raises: SessionFileError when it cannot be written; an existing file is then unchanged.
         """
         self._must_be_idle()
         snapshot = self._snapshot()
@@ -145,7 +145,7 @@ class Session:
         write_session(Path(path), saved, self._lm.target)
 
     def load(self, path: str | Path) -> None:
-        """Become what ``save`` wrote. Raises: SessionFileError with the reason; this session then stays as it was."""
+        """Replace this session with a saved one. Raises: SessionFileError with the reason; it is then unchanged."""
         self._must_be_idle()
         saved = read_session(Path(path), self._lm.target)
         if len(saved.tokens) > self._lm.capacity:
@@ -154,11 +154,11 @@ class Session:
             )
         try:
             state = self._restored(saved.snapshot)
-        except Exception as error:  # the arrays are not what the header says; each backend fails in its own way
+        except Exception as error:  # the arrays do not match the header; backends raise different errors
             raise SessionFileError(
                 f"the saved state does not fit this model: {type(error).__name__}: {error}", file=path
             ) from error
-        ours = saved.drafter == self._lm.drafter.spec.name  # another one builds its own state again
+        ours = saved.drafter == self._lm.drafter.spec.name  # another drafter builds its state again
         self._adopt(list(saved.tokens), state, saved.cycle, saved.drafter_snapshot if ours else None)
         self.stats, self.extra = saved.stats, saved.extra
 
@@ -171,27 +171,27 @@ class Session:
         return self._sequence.target.snapshot(self._sequence.state)
 
     def _drafter_snapshot(self) -> DrafterSnapshot | None:
-        """The drafter's own state, where it works and has one."""
+        """The drafter's own state, if it works and has one."""
         sequence, kept = self._sequence, list[DrafterSnapshot | None]()
         if sequence.speculating:
             sequence.guard("snapshot", lambda: kept.append(sequence.drafter.snapshot(sequence.context)))
         return kept[0] if kept else None
 
     def _adopt(self, tokens: list[int], state: State, cycle: int, saved: DrafterSnapshot | None = None) -> None:
-        """Take over a restored state and the tokens it belongs to; a new drafter starts from that state."""
+        """Adopt a restored state and its tokens; a new drafter starts from that state."""
         sequence = self._new_sequence(tokens, state, saved)
         sequence.context.cycle = cycle
         self._sequence = sequence
 
     def stream(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Stream:
-        """Feed ``prompt`` (if any) and generate; iterate over the result for text as it comes.
+        """Feed ``prompt`` (if any) and generate; iterate over the result for text.
 
         Args:
             prompt: text or token ids to append first.
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
-                ...); the configuration's where not given or None.
+                ...); the configuration's value if omitted or None.
 
-        Raises: PromptError for an unusable prompt or setting; the session then stays as it was.
+        Raises: PromptError for an unusable prompt or setting; the session is then unchanged.
         """
         self._must_be_idle()
         generation = override_generation(self._lm.config.generation, settings)
@@ -209,10 +209,10 @@ class Session:
         return self._running
 
     def generate(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Result:
-        """``stream`` to its end. Takes the same arguments."""
+        """Run ``stream`` to the end and return its result. Takes the same arguments."""
         return self.stream(prompt, **settings).result
 
-    # --- the stream's side -----------------------------------------------------------------------------------------
+    # --- internals -------------------------------------------------------------------------------------------------
 
     def _must_be_idle(self) -> None:
         if self._running is not None and not self._running.over():
@@ -221,14 +221,14 @@ class Session:
             )
 
     def _repair(self) -> None:
-        """After an interruption inside a step: build the state again from the tokens, which are the truth."""
+        """Rebuild the state from the tokens if a step was interrupted."""
         if not self._sequence.intact:
-            cycle = self._sequence.context.cycle  # noise keys must not come twice
+            cycle = self._sequence.context.cycle  # noise keys must not repeat
             self._adopt(
                 self._sequence.tokens, self._lm.target.new_state(self._lm.capacity, self._lm.drafter.needs), cycle
             )
 
     @property
     def sequence(self) -> LiveSequence:
-        """What is decoded: for tools that run single cycles themselves."""
+        """The sequence being decoded, for tools that run single cycles themselves."""
         return self._sequence

@@ -1,7 +1,7 @@
 """A saved session: one safetensors file whose header carries a JSON description.
 
-The file is written beside its final place and renamed, so a crash leaves the old file or the new one, never half of
-one. What is read is checked completely before anything of a running session changes.
+A file is written under a temporary name and renamed, so a crash leaves the old file or the new one, never half of one.
+A file is checked completely before anything in a running session changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKENS = "tokens"
 
 @attrs.frozen(kw_only=True)
 class SavedSession:
-    """Everything that a session needs to go on as if it had never stopped."""
+    """Everything that a session needs to continue as if it had never stopped."""
 
     tokens: tuple[int, ...]
     cycle: int
@@ -42,7 +42,7 @@ class SavedSession:
 def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
     """Write ``saved``, a state of ``target``, to ``path`` atomically.
 
-    Raises: SessionFileError when the place cannot be written.
+    Raises: SessionFileError when it cannot be written.
     """
     described = {
         "format": FORMAT,
@@ -69,7 +69,7 @@ def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {_KEY: json.dumps(described)}
         )
-        _flush(temporary)  # the data must be on the disk before the name is: a power cut leaves the old file or the new
+        _flush(temporary)  # data must reach the disk before the rename: a power cut leaves the old file or the new one
         os.replace(temporary, path)
     except (OSError, safetensors.SafetensorError) as error:  # the latter for a full disk
         reason = error.strerror if isinstance(error, OSError) else None
@@ -88,7 +88,7 @@ def _flush(file: str) -> None:
 
 
 def read_session(path: Path, target: ForwardPass) -> SavedSession:
-    """Read and check a saved session. Raises: SessionFileError that says what is wrong with the file."""
+    """Read and check a saved session. Raises: SessionFileError with the reason when the file cannot be used."""
     if not path.is_file():
         raise SessionFileError("there is no such session file", file=path)
     try:
@@ -106,7 +106,7 @@ def read_session(path: Path, target: ForwardPass) -> SavedSession:
         raise SessionFileError(
             f"the session file's description is broken: {type(error).__name__}: {error}", file=path
         ) from error
-    # all tokens but the last one are in the state, or fewer where some were fed and nothing was generated yet
+    # the state holds all tokens but the last, or fewer if some were fed and nothing was generated yet
     fits = 0 <= saved.snapshot.length <= max(len(saved.tokens) - 1, 0) and saved.cycle >= 0
     if not fits or any(not 0 <= token < target.info.vocab_size for token in saved.tokens):
         raise SessionFileError("the session file's tokens do not fit its state", file=path)
@@ -114,7 +114,7 @@ def read_session(path: Path, target: ForwardPass) -> SavedSession:
 
 
 def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: ForwardPass) -> SavedSession:
-    """The parts of a file put together. Raises: KeyError, TypeError or ValueError where one is missing or no such."""
+    """The session from a file's parts. Raises: KeyError, TypeError or ValueError when one is missing or malformed."""
     counters = described["stats"]
     stats = Stats(
         cycles=int(counters["cycles"]),
@@ -167,7 +167,7 @@ def _identity(info: ModelInfo) -> dict[str, str]:
 
 
 def _check(described: Mapping[str, Any], info: ModelInfo, path: Path) -> None:
-    """Refuse a state of other weights, or one whose arrays another backend or dtype laid out."""
+    """Refuse a state of other weights, or one laid out by another backend or dtype."""
     model = described.get("model")
     for key, ours in _identity(info).items():
         theirs = model.get(key) if isinstance(model, Mapping) else None

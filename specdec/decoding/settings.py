@@ -1,4 +1,4 @@
-"""From generation settings to the sampling of one sequence."""
+"""Turns generation settings into the ``Sampling`` of one sequence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specdec.registry import registry
 
 
 def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
-    """``config`` with every setting that is not None. Raises: PromptError for one that is unknown or unusable."""
+    """``config`` with every setting that is not None. Raises: PromptError for an unknown or unusable setting."""
     given = {name: value for name, value in settings.items() if value is not None}
     if not given:
         return config
@@ -68,7 +68,7 @@ def _processor(choice: Choice, env: ProcessorEnv) -> LogitsProcessor:
 
 
 def _token_id(token: str | int, vocab: int, setting: str) -> int:
-    """A token id; TOML and JSON can only write it as a string where it is a key."""
+    """A token id; as a TOML or JSON key it is a string."""
     try:
         value = int(token)
     except ValueError:

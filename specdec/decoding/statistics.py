@@ -1,4 +1,4 @@
-"""Counters of a generation: the acceptance of its drafts, and where the time went."""
+"""Counters of a generation: draft acceptance and time by phase."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PHASES = ("prefill", "draft", "verify", "commit")
 class RunStats(Stats):
     """Everything counted during one generation."""
 
-    rows: int = 0  # that verification computed: sum(offered) + cycles
-    prefilled: int = 0  # prompt tokens that ran through the target now (the rest came from the session's state)
-    # wall-clock by phase; all of a whole cycle's time is in "verify"
+    rows: int = 0  # computed by verification: sum(offered) + cycles
+    prefilled: int = 0  # prompt tokens run through the target (the rest came from the session's state)
+    # wall-clock by phase; the time of a whole cycle on the device counts as "verify"
     seconds: dict[str, float] = attrs.field(factory=lambda: dict.fromkeys(PHASES, 0.0))
     draft_lengths: dict[int, int] = attrs.field(factory=dict)  # verified draft tokens of a cycle -> cycles
-    whole_cycles: int = 0  # of ``cycles``, those that ran on the device, whose phases are not timed apart
+    whole_cycles: int = 0  # cycles that ran on the device; their phases are not timed separately
     deviation: Deviation = Deviation()
     decode_seconds: float = 0.0  # wall-clock of all cycles, bookkeeping included
     drafter: str = "none"
-    inactive_reason: str = ""  # why nothing was drafted, or speculation went off, where the cause is known
-    faults: dict[str, int] = attrs.field(factory=dict)  # what was wrong with drafts, and how often
+    inactive_reason: str = ""  # why nothing was drafted or speculation went off, if known
+    faults: dict[str, int] = attrs.field(factory=dict)  # faults of drafts -> how often
     draft: dict[str, Any] = attrs.field(factory=dict)  # ``Drafter.report()`` at the end
 
     def add(self, cycle: CycleRecord, deviation: Deviation) -> None:
@@ -45,7 +45,7 @@ class RunStats(Stats):
             self.deviation = Deviation(self.deviation.count + deviation.count, gap)
 
     def fault(self, what: str) -> None:
-        """Count a draft that had to be cut because something was wrong with it."""
+        """Count a draft that had to be cut because it was faulty."""
         self.faults[what] = self.faults.get(what, 0) + 1
 
     @property
@@ -54,7 +54,7 @@ class RunStats(Stats):
         return self.tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def speculation(self) -> dict[str, object]:
-        """Whether any draft token was verified, and why not where none was."""
+        """Whether any draft token was verified, and if not, why."""
         if self.offered:
             return {"active": True, "drafter": self.drafter, "reason": self.inactive_reason}
         reason = self.inactive_reason or ("no cycle ran" if self.cycles == 0 else "the drafter made no draft")

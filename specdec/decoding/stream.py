@@ -1,4 +1,4 @@
-"""A running generation: the decoding loop, and text as it comes."""
+"""A running generation: drives the decoding loop and yields text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from specdec.text import IncrementalDecoder, StopMatcher
 
 
 class Stream:
-    """A running generation: iterate for text; ``result`` is there afterwards (and runs what is left when asked).
+    """A running generation: iterate for text, then read ``result`` (which generates whatever is left).
 
     Attributes:
-        on_cycle: called with the record of every cycle; assign it before the first text is read.
+        on_cycle: called with the record of every cycle; assign it before reading the first text.
     """
 
     def __init__(self, lm: Parts, sequence: LiveSequence, settings: GenerationConfig, totals: Stats) -> None:
-        """Args: ``totals``: counters of the session, to be counted on."""
+        """Args: ``totals``: the session's counters, updated with every cycle."""
         self._lm = lm
         self._sequence = sequence
         self._settings = settings
@@ -54,16 +54,16 @@ class Stream:
     def __next__(self) -> str:
         try:
             return next(self._pieces)
-        except BaseException:  # the end, an error, an interruption: the generator cannot go on after any of them
+        except BaseException:  # the end, an error or an interruption: the generator cannot continue
             self._over = True
             raise
 
     def stop(self) -> None:
-        """Ask the generation to end after the present cycle; safe from a signal handler or another thread."""
+        """Ask the generation to end after the current cycle; safe from a signal handler or another thread."""
         self.stopping = True
 
     def over(self) -> bool:
-        """Whether the session may be used again; ends a generation that was asked to stop and is not inside a cycle."""
+        """Whether the session may be used again; ends a generation that was stopped and is not inside a cycle."""
         if not self.finished and self.stopping and inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
             for _ in self:
                 pass
@@ -150,9 +150,9 @@ class Stream:
         return len(emitted)
 
     def _cut_at_ids(self, emitted: tuple[int, ...], produced: int) -> int:
-        """The same where no string ends the generation, so that the text of all tokens can be had at once.
+        """``_cut`` without stop strings, so that all tokens are decoded at once.
 
-        A cycle emits no more than the room that there was for it.
+        A cycle never emits more tokens than there is room for.
         """
         taken, shown = len(emitted), emitted
         if not self._stop_ids.isdisjoint(emitted):
@@ -177,7 +177,7 @@ class Stream:
             elif deepest == 0:
                 why = reason or f"the depth policy {lm.depth.spec.name!r} chose depth 0 in every cycle"
                 stats.inactive_reason = why
-        if reason and not stats.inactive_reason:  # it was on for a while, and went off for this
+        if reason and not stats.inactive_reason:  # speculation ran for a while, then went off for this reason
             stats.inactive_reason = reason
         return Result(
             prompt=self._prompt,

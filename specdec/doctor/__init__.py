@@ -1,4 +1,4 @@
-"""What this machine can promise: what is installed, and for a loaded checkpoint bits, costs and a verdict."""
+"""The doctor: report what is installed, compare a loaded checkpoint's bits, time its passes and give a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All comparisons of bits on one loaded target."""
+"""Run all bit comparisons on one loaded target."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specdec.records.probes import Finding
 
 
 def probe_bits(target: ForwardPass, contexts: Sequence[int] = CONTEXTS) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Every operation, then whole passes, blocks of rows against rows one by one.
+    """Compare blocks of rows with single rows, for every operation and then for whole passes.
 
     Args:
-        contexts: rows before the blocks of operations with a cache. Whole passes are compared after ``CONTEXT`` tokens,
-            and after the largest context that is not in ``CONTEXTS``.
-    Returns: what was found, and what could not be compared.
+        contexts: rows in the cache before each block, for operations with a cache. Whole passes are compared after
+            ``CONTEXT`` tokens, and after the largest context that is not in ``CONTEXTS``.
+    Returns: the findings, and notes on what could not be compared.
     """
     findings: list[Finding] = []
     notes: list[str] = []

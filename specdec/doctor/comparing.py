@@ -1,4 +1,4 @@
-"""Bits of rows beside what they should be."""
+"""Compare the bits of arrays with their expected values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def on_host(owner: Ops | ForwardPass, array: Any) -> NDArray[Any]:
-    """A copy of an array of ``owner``: float32 for any float, which keeps the bits of bfloat16."""
+    """Copy an array of ``owner`` to the host; floats become float32, which represents bfloat16 exactly."""
     if isinstance(array, Logits):
         return np.array(array.rows())
     host = torch.as_tensor(owner.to_host(array)).cpu()
@@ -25,12 +25,12 @@ def on_host(owner: Ops | ForwardPass, array: Any) -> NDArray[Any]:
 
 
 def arrays_on_host(ops: Ops, result: Any) -> list[NDArray[Any]]:
-    """What an operation gave, one array or several."""
+    """Copy the result of an operation, one array or several, to the host."""
     return [on_host(ops, part) for part in (result if isinstance(result, tuple) else (result,))]
 
 
 class Comparison:
-    """Compares block after block with the rows one by one, and remembers what a Finding says."""
+    """Compares blocks of rows with single rows and collects the differences for a Finding."""
 
     def __init__(self, kind: Kind, subject: str, rows: int) -> None:
         self._kind: Kind = kind
@@ -41,12 +41,12 @@ class Comparison:
         self._largest = 0.0
 
     def rows(self, got: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]], names: Sequence[str] = ()) -> None:
-        """A block: arrays ``[n, ...]`` and what their rows are alone. ``wanted`` may have more rows."""
+        """Compare a block's arrays ``[n, ...]`` with those of single rows. ``wanted`` may have more rows."""
         for number, (block, alone) in enumerate(zip(got, wanted, strict=True)):
             self._compare(block, alone[: len(block)], len(block), names[number] if names else "", by_row=True)
 
     def state(self, block: int, got: dict[str, NDArray[Any]], wanted: dict[str, NDArray[Any]]) -> None:
-        """What a block of so many rows left behind, and what rows one by one leave, by name."""
+        """Compare the state after a block of ``block`` rows with the state after single rows, by array name."""
         if got.keys() != wanted.keys():
             self._note(block, None, f"arrays {sorted(got.keys() ^ wanted.keys())}", float("inf"))
             return
@@ -72,7 +72,7 @@ class Comparison:
         self._largest = difference if np.isnan(difference) else max(self._largest, difference)
 
     def finding(self) -> Finding:
-        """What came of it."""
+        """Return the result of all comparisons."""
         _, row, name = self._first or (0, None, "")
         return Finding(
             kind=self._kind,
@@ -86,10 +86,10 @@ class Comparison:
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory as integers: 0 and -0 differ, a NaN equals itself."""
+    """View an array as integers: 0 and -0 differ, a NaN equals itself."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
 def one_by_one(results: Iterable[list[NDArray[Any]]]) -> list[NDArray[Any]]:
-    """Results of single rows, each a list of arrays ``[1, ...]``, as one list of arrays ``[T, ...]``."""
+    """Concatenate the results of single rows, lists of arrays ``[1, ...]``, to one list of arrays ``[T, ...]``."""
     return [np.concatenate(parts) for parts in zip(*results, strict=True)]

@@ -1,4 +1,4 @@
-"""What passes of several row counts and a draft step cost, and what a depth must earn from that."""
+"""Time passes of several row counts and a draft step, and derive the break-even acceptance of each depth."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from specdec.records.probes import RowCost
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 CONTEXT = 40  # tokens before the timed passes
 REPEATS = 7
-AT_LEAST = 3  # repeats, however slow
-BUDGET_S = 8.0  # no further repeat is started after this long
-MAX_DEPTH = 7  # the deepest that is priced: its pass has 8 rows
+AT_LEAST = 3  # minimum number of repeats
+BUDGET_S = 8.0  # no repeat starts after this long
+MAX_DEPTH = 7  # the largest depth evaluated: its pass has 8 rows
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)  # conditional, the same at every position
 
 
 @attrs.frozen(kw_only=True)
 class DepthPrice:
-    """What drafting so many tokens per cycle costs, and what it is worth."""
+    """Cost and benefit of drafting ``depth`` tokens per cycle."""
 
     depth: int
-    cost: float  # t(depth) / t(0): a cycle in plain steps
-    break_even: float | None  # conditional acceptance at which it pays; None where it never does
+    cost: float  # t(depth) / t(0): the cost of a cycle in plain decoding steps
+    break_even: float | None  # conditional acceptance at which it pays; None if it never does
     speedups: Mapping[str, float]  # by conditional acceptance, "0.7"
 
 
 @attrs.frozen(kw_only=True)
 class RowCosts:
-    """Medians of passes by row count, and of a step of the MTP head."""
+    """Median times of passes by row count, and of a step of the MTP head."""
 
     rows: tuple[RowCost, ...]
-    draft_step: float | None  # seconds of one MTP pass over one pair and the choice of its token; None without a head
+    draft_step: float | None  # seconds of an MTP pass over one pair and its argmax; None without an MTP head
     context: int
     repeats: int
-    steady: bool  # whether repeats of one row agreed; else the machine was busy
+    steady: bool  # whether the repeats with one row agreed; if not, the machine was busy
 
     def depths(self) -> list[DepthPrice]:
-        """Every depth up to ``MAX_DEPTH`` that the passes allow, with the draft steps where there is a head."""
+        """Evaluate every depth up to ``MAX_DEPTH`` that the timed passes allow, including draft steps of the head."""
         table = CostTable(
             verify={row.rows: row.ratio for row in self.rows},
             draft={0: 0.0, 1: (self.draft_step or 0.0) / self.rows[0].seconds},
@@ -63,7 +63,10 @@ class RowCosts:
         ]
 
     def best_depth(self, acceptance: float) -> tuple[int, float]:
-        """The depth with the largest expected speed-up at this conditional acceptance, and that; 0 and 1.0 for none."""
+        """Return the depth with the largest expected speed-up at this conditional acceptance, and the speed-up.
+
+        0 and 1.0 if no depth pays.
+        """
         priced = [(one.speedups[f"{acceptance}"], -one.depth) for one in self.depths()]
         speedup, depth = max([(1.0, 0), *priced])
         return -depth, speedup
@@ -77,9 +80,9 @@ def measure_row_costs(
     budget_s: float = BUDGET_S,
     rows: Sequence[int] = ROWS,
 ) -> RowCosts:
-    """Time passes of 1 to 8 and of 16 rows with the choice of their tokens, and a draft step, taking turns.
+    """Time passes of 1 to 8 and 16 rows with their argmax, and a draft step, interleaved.
 
-    Ratios are taken within a repeat, where their parts are milliseconds apart, and the median of those is kept.
+    A ratio is the median of the ratios within each repeat, whose measurements are only milliseconds apart.
     """
     counts = [count for count in rows if count <= min(target.info.max_rows, target.info.max_positions - 2)]
     context = max(1, min(context, target.info.max_positions - max(counts)))
@@ -111,7 +114,7 @@ def measure_row_costs(
             started = perf_counter()
             arm()
             times[name].append(perf_counter() - started)
-            if not name:  # a true pair drops the chained entry again
+            if not name:  # a true pair replaces the provisional entry
                 target.prefill_mtp(state, tokens[:1], last)
     return RowCosts(
         rows=tuple(

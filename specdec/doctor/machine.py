@@ -1,4 +1,4 @@
-"""What is installed here and what can run, without a model."""
+"""Report what is installed on this machine and what can run, without a model."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ class BackendStatus:
 
 @attrs.frozen(kw_only=True)
 class Memory:
-    """Bytes; what cannot be found out is None."""
+    """Memory sizes in bytes; None if unknown."""
 
     total: int | None
-    free: int | None  # that a program could have, caches of files included
-    device: str = ""  # the accelerator's, where there is one
+    free: int | None  # available to a program, including file caches
+    device: str = ""  # the accelerator's name, if there is one
     device_total: int | None = None
     device_free: int | None = None
 
 
 @attrs.frozen(kw_only=True)
 class MachineReport:
-    """What is here and what runs."""
+    """Software and hardware of this machine, and what can run."""
 
     specdec: str
     python: str
     system: str
     processor: str
     cores: int
-    threads: int  # torch's, also those of the native kernels
+    threads: int  # used by torch and the native kernels
     libraries: dict[str, str | None]  # versions; None: not installed
     compiler: str  # the command that builds native kernels, or why there is none
     kernels: str  # the native kernels, or why there are none
     kernels_available: bool
     backends: tuple[BackendStatus, ...]
-    auto: str  # what target.backend = "auto" takes, "" where it takes none
+    auto: str  # the backend that target.backend = "auto" chooses, or ""
     auto_reason: str
     failures: tuple[str, ...]  # plugins, or parts of them, that do not work
     memory: Memory
     cache_folder: str
     cache_bytes: int
-    cache_problem: str  # why nothing can be kept there, or ""
-    probe_folder: str | None  # None: probes are not kept
+    cache_problem: str  # why the cache folder cannot be used, or ""
+    probe_folder: str | None  # None: probes are not stored
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -79,7 +79,7 @@ class MachineReport:
 
 
 def examine_machine() -> MachineReport:
-    """Inspect this machine. Builds the native kernels where they were never built."""
+    """Inspect this machine. Builds the native kernels if they are not cached."""
     backends = _backends()
     auto, auto_reason = _auto(backends)
     compiler, kernels, kernels_available = _native()
@@ -115,7 +115,7 @@ def _backends() -> tuple[BackendStatus, ...]:
         assert isinstance(spec, BackendSpec)
         try:
             reason = spec.available()
-        except Exception as error:  # noqa: BLE001 - a listing shows what is broken, it does not break
+        except Exception as error:  # noqa: BLE001 - a broken plugin is listed, not raised
             reason = f"{type(error).__name__}: {error}"
         found.append(
             BackendStatus(
@@ -126,7 +126,7 @@ def _backends() -> tuple[BackendStatus, ...]:
 
 
 def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
-    """What ``auto`` takes, and why not the others."""
+    """Return the backend that ``auto`` chooses, and why not the others."""
     try:
         chosen, notices = auto_backend()
     except SpecdecError as error:
@@ -142,7 +142,7 @@ def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
 
 
 def _native() -> tuple[str, str, bool]:
-    """The compiler, the kernels, and whether those are there."""
+    """Describe the compiler and the native kernels, and whether the kernels are available."""
     found = find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
     compiler = " ".join(found) if isinstance(found, list) else f"none: {found.reason}"
     try:
@@ -161,7 +161,7 @@ def _memory() -> Memory:
 
 
 def _device_memory() -> tuple[str, int | None, int | None]:
-    """The accelerator's name and memory, as CUDA or MLX tell it; nothing where there is none."""
+    """Return the accelerator's name, total and free memory from CUDA or MLX; ``"", None, None`` without one."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return torch.cuda.get_device_name(), total, free
@@ -180,7 +180,7 @@ def _device_memory() -> tuple[str, int | None, int | None]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below; files that vanish meanwhile or cannot be read do not count."""
+    """Sum the bytes of all files in a folder; files that disappear or cannot be read do not count."""
     size = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -190,7 +190,7 @@ def _size(folder: Path) -> int:
 
 
 def _unwritable(folder: Path) -> str:
-    """Why nothing can be kept in ``folder``, which may not exist yet; "" where it can."""
+    """Return why ``folder``, which may not exist yet, cannot be written to, or ""."""
     at = folder
     while not at.exists() and at != at.parent:
         at = at.parent

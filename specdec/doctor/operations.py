@@ -1,9 +1,9 @@
-"""Each operation of a loaded model against itself: blocks of 2 to max_rows rows, and the same rows one by one.
+"""Compare each operation of a loaded model on blocks of 2 to max_rows rows with the same rows one by one.
 
-The calls are those that the model makes: one pass over all layers, the heads and the MTP head is run on ops that note
-the first call of each kind (name, shapes, dtypes), with its weights and inputs. Each is then repeated on the backend's
-own ops. Operations with a cache are compared with the rows before them kept in it, several numbers of them: kernels for
-long and for short caches differ.
+The calls are taken from the model: one pass over all layers, the heads and the MTP head runs on ops that record the
+first call of each kind (name, shapes, dtypes) with its weights and inputs. Each call is then repeated on the backend's
+own ops. Operations with a cache are compared after several context lengths, because kernels for long and short caches
+differ.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from specdec.records.probes import Finding
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-CONTEXTS = (7, 250, 1018, 4090)  # rows before a block, so that blocks reach over 256, 1024 and 4096 rows
-LONG = 512  # rows before a block, from which only one accept count per block is compared: copies of caches take time
+CONTEXTS = (7, 250, 1018, 4090)  # rows before a block; the blocks cross 256, 1024 and 4096 rows
+LONG = 512  # from this context on, only one accept count per block is compared, since copying caches takes time
 ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "embed": ("tokens",),
     "project": ("x",),
@@ -49,18 +49,18 @@ NO_ROWS = (
     *("weight", "stack", "vector", "to_host", "from_host", "hidden", "array", "head_rows"),
     *("new_kv", "new_latent", "new_delta", "record_passes", "device_executor"),
 )
-"""Operations without rows, or that only wrap them."""
+"""Operations without rows, or that only wrap rows."""
 
 
 @attrs.frozen
 class Call:
-    """One call of an operation, arguments by name."""
+    """One call of an operation, with its arguments by name."""
 
     name: str
     arguments: Mapping[str, Any]
 
     def run(self, ops: Ops, start: int, stop: int, **changed: Any) -> Any:
-        """The same call for some of the rows; ``changed`` replaces arguments, as they are."""
+        """Repeat the call for rows ``start`` to ``stop``; ``changed`` replaces arguments."""
         arguments = dict(self.arguments)
         for name in ROW_ARGUMENTS[self.name]:
             if arguments.get(name) is not None:
@@ -72,11 +72,11 @@ class Call:
         for parameter in list(_signature(self.name).parameters.values())[1:]:
             if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in arguments:
                 break
-            positional.append(arguments.pop(parameter.name))  # by place, as models do: a backend may use other names
+            positional.append(arguments.pop(parameter.name))  # positional, as in models: a backend may use other names
         return operator.methodcaller(self.name, *positional, **arguments)(ops)
 
     def label(self) -> str:
-        """The operation and the shapes of its matrices, of its inputs where it has none."""
+        """Describe the operation by name and the shapes of its matrices, or of its inputs if it has none."""
         rows = ROW_ARGUMENTS[self.name]
         others = (array for name, value in self.arguments.items() if name not in rows for array in _arrays(value))
         shapes = [_shown(array) for array in others if len(array.shape) > 1]
@@ -113,7 +113,7 @@ def _shown(array: Any, skipped: int = 0) -> str:
 
 
 def _storage(value: Any) -> tuple[str, ...]:
-    """How a weight of a backend's own form is stored, as far as it says: ``("group=64", "bits=4")``."""
+    """The storage settings of a backend's weight class, such as ``("group=64", "bits=4")``."""
     if not attrs.has(type(value)):
         return ()
     settings = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
@@ -121,11 +121,11 @@ def _storage(value: Any) -> tuple[str, ...]:
 
 
 class RecordingOps(DelegatingOps):
-    """Ops that pass every call on and note the first one of each kind.
+    """Ops that delegate every call and record the first one of each kind.
 
     Attributes:
-        calls: what was noted, in order.
-        unknown: operations that nothing here knows how to repeat.
+        calls: the recorded calls, in order.
+        unknown: called operations that cannot be repeated here.
     """
 
     def __init__(self, inner: Ops) -> None:
@@ -152,7 +152,7 @@ class RecordingOps(DelegatingOps):
 
 
 def _kind_of(operation: str, name: str, value: Any) -> Any:
-    """What makes two calls of an operation the same to a kernel: shapes without rows, dtypes, settings."""
+    """A key that is equal for calls that look the same to a kernel: shapes without rows, dtypes, settings."""
     if name in ("position", "cache"):
         return None
     if name in ROW_ARGUMENTS[operation] and isinstance(value, list):
@@ -164,11 +164,11 @@ def _kind_of(operation: str, name: str, value: Any) -> Any:
         return type(value).__name__, shape, str(getattr(value, "dtype", "")), _storage(value)
     if value is None or isinstance(value, int | float | str | Rope | Routing | DeltaShape):
         return value
-    return id(value)  # nothing is known about it: every one is its own kind
+    return id(value)  # unknown: each object is its own kind
 
 
 def over(piece: Any, ops: Any) -> Any:
-    """A piece of a model with these ops in place of its own, all the way down; weights are shared."""
+    """Copy a piece of a model, recursively, with these ops in place of its own; weights are shared."""
     if attrs.has(type(piece)):
         changed = {}
         for field in attrs.fields(type(piece)):
@@ -184,8 +184,8 @@ def over(piece: Any, ops: Any) -> Any:
 
 
 def note_calls(lm: CausalLM, rows: int) -> RecordingOps:
-    """Run a pass of ``rows`` rows through the layers, the heads and the MTP head, op by op."""
-    ops = RecordingOps(lm.ops)  # type: ignore[abstract]  # its methods are made in a loop
+    """Record the calls of a pass of ``rows`` rows through the layers, the heads and the MTP head."""
+    ops = RecordingOps(lm.ops)  # type: ignore[abstract]  # its methods are defined in a loop
     model = over(lm.model, ops)
     tokens = [(7 * i + 1) % lm.info.vocab_size for i in range(rows)]
     x = ops.embed(model.embed_tokens, tokens)
@@ -201,7 +201,7 @@ def note_calls(lm: CausalLM, rows: int) -> RecordingOps:
 
 
 def probe_operations(lm: CausalLM, contexts: Sequence[int] = CONTEXTS) -> tuple[list[Finding], list[str]]:
-    """What was found for each operation, and what could not be compared, one sentence each."""
+    """Return a finding for each operation, and one sentence for each that could not be compared."""
     rows = min(lm.ops.capabilities.max_rows, lm.info.max_positions)
     noted = note_calls(lm, rows)
     fitting = [context for context in contexts if context + rows <= lm.info.max_positions] or [0]
@@ -240,7 +240,7 @@ def _stateless(ops: Ops, call: Call, rows: int) -> Finding:
 
 @attrs.frozen(kw_only=True)
 class _Sequential:
-    """An operation on a cache."""
+    """An operation with a cache."""
 
     label: str
     empty: Callable[[int], Cache]  # capacity -> a cache
@@ -281,7 +281,7 @@ def _delta(ops: Ops, window: Call, call: Call) -> _Sequential:
 
 
 def _with_cache(ops: Ops, op: _Sequential, rows: int, context: int) -> Finding:
-    """Results and committed contents, with ``context`` rows in the cache before the block."""
+    """Compare results and committed cache contents after ``context`` rows."""
     before = op.empty(context + rows)
     for start in range(0, context, rows):
         count = min(rows, context - start)

@@ -1,6 +1,6 @@
-"""Whole passes against a chain of one-row passes: logits, and the state that each accept count leaves.
+"""Compare whole passes with one-row passes: their logits, and the state after each accept count.
 
-Cycles that the device runs by itself are compared with the passes that they stand for.
+Cycles of a device executor are compared with the same cycles on the host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Rows = list[NDArray[Any]]
 
 CONTEXT = 40  # tokens before the compared passes
-CYCLE_DEPTHS = (1, 3, 0, 2, 4) * 4  # many: drafts after a random prompt are seldom right
+CYCLE_DEPTHS = (1, 3, 0, 2, 4) * 4  # many, because drafts after an arbitrary prompt are rarely accepted
 
 
 class PassProbe:
@@ -57,7 +57,7 @@ class PassProbe:
         self._start = target.snapshot(state)
 
     def findings(self) -> list[Finding]:
-        """Logits, states, the same pass twice, and the MTP head where there is one."""
+        """Compare logits, states, repeated passes, the MTP head (if any) and device cycles (if supported)."""
         target, rows, tokens = self._target, self.rows, self._tokens
         after = f"after {self.context} tokens"
         logits = Comparison("pass", f"logits of whole passes {after}", rows)
@@ -100,7 +100,7 @@ class PassProbe:
     # --- the MTP head ----------------------------------------------------------------------------------------------
 
     def _draft_findings(self, after: str) -> list[Finding]:
-        """True pairs in blocks against pairs one by one: hidden states, logits of the last row, cache."""
+        """Compare true pairs in blocks with single pairs: hidden states, logits of the last row, cache."""
         target, rows = self._target, self.rows
         if not target.info.mtp_layers:
             return []
@@ -122,7 +122,7 @@ class PassProbe:
     # --- cycles on the device --------------------------------------------------------------------------------------
 
     def _cycle_findings(self, after: str) -> list[Finding]:
-        """Cycles of the device and cycles of the host: what they draft and emit, and the state that they leave."""
+        """Compare cycles on the device with cycles on the host: drafted and emitted tokens, and the state after."""
         depths = [depth for depth in CYCLE_DEPTHS if depth < self.rows]
         room = sum(depths) + len(depths) + 1
         if self.context < 2 or len(depths) < 2 or self.context + room > self._target.info.max_positions:
@@ -162,7 +162,7 @@ class PassProbe:
         return {"drafted and emitted tokens": np.array(numbers), **self._arrays(target.snapshot(state))}
 
     def _mtp(self, state: State, start: int, stop: int, hidden: Hidden) -> Rows:
-        """Logits ``[1, V]`` of the last row, and hidden states where they can be looked at."""
+        """Return logits ``[1, V]`` of the last row, and hidden states if they are accessible."""
         target = self._target
         output = target.decode_mtp(state, self._tokens[start:stop], hidden[start:stop])
         found = [on_host(target, output.need_logits())]

@@ -1,4 +1,4 @@
-"""The verdict: exact or numeric, and why; how deep it may pay to draft."""
+"""The doctor's verdict: exact or numeric parity with the reason, and a suggested draft depth."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SUGGESTED_AT = 0.7  # conditional acceptance for which a depth is suggested
 
 @attrs.frozen(kw_only=True)
 class Promise:
-    """What this machine can promise for one checkpoint."""
+    """The guarantee that this machine can give for one checkpoint."""
 
     exact: bool
     reason: str
-    claimed: bool  # whether the backend declares bitwise parity for what runs here
-    needs_probe: bool  # whether its claim holds only with a stored record
+    claimed: bool  # whether the backend declares bitwise parity
+    needs_probe: bool  # whether the declaration counts only with a stored record
     depth: int | None  # with the largest expected speed-up at SUGGESTED_AT; 0: none pays; None: not timed
     depth_reason: str
 
     @property
     def broken(self) -> bool:
-        """Whether a backend that is believed without a record gave other bits."""
+        """Whether a backend that declares parity without needing a record gave different bits."""
         return self.claimed and not self.needs_probe and not self.exact
 
 
 def promise(target: ForwardPass, record: ProbeRecord, costs: RowCosts | None) -> Promise:
-    """Judge a loaded target by what was found on it. ``record`` need not be stored."""
+    """Give the verdict on a loaded target from its findings. ``record`` need not be stored."""
     claimed, needs_probe, why_not = _claim(target)
     if record.differing:
         others = len(record.differing) - 1
@@ -56,7 +56,7 @@ def promise(target: ForwardPass, record: ProbeRecord, costs: RowCosts | None) ->
 
 
 def _claim(target: ForwardPass) -> tuple[bool, bool, str]:
-    """Whether bitwise parity is declared, whether a record is needed for it, and the reason where it is not."""
+    """Return whether bitwise parity is declared, whether it needs a record, and the declared reason."""
     declared = target.ops.capabilities if isinstance(target, CausalLM) else target.info
     needs_probe = isinstance(declared, Capabilities) and declared.parity_needs_probe
     return declared.parity is Parity.BITWISE, needs_probe, declared.parity_reason or "it gives no reason"
@@ -79,7 +79,7 @@ def _depth(info: ModelInfo, costs: RowCosts | None) -> tuple[int | None, str]:
 def make_record(
     target: ForwardPass, findings: tuple[Finding, ...], notes: tuple[str, ...], costs: RowCosts | None
 ) -> ProbeRecord:
-    """The record of this moment."""
+    """Make a record of the findings with the current time."""
     return ProbeRecord(
         identity=ProbeIdentity.of(target.info),
         probed=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

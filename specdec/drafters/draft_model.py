@@ -1,4 +1,4 @@
-"""Draft with a second, smaller causal language model: of the same tokenizer, or of another one by way of text.
+"""Draft with a second, smaller causal language model, with the target's tokenizer or its own.
 
 Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. For another tokenizer: Timor et al.
 2025, arXiv:2502.05202 (``specdec.drafters.retokenise``).
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specdec.contract import Float32
 
 OTHER_TOKENS = "the saved state holds other tokens"
-_SHOWN = 3  # examples that an error gives
+_SHOWN = 3  # examples in an error
 
 
 def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
@@ -51,7 +51,7 @@ def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
 
 @attrs.frozen(kw_only=True)
 class DraftModelConfig:
-    """The model that drafts, and how its tokens become the target's."""
+    """The draft model, and how its tokens become the target's."""
 
     model: str = attrs.field(validator=_filled)  # a folder, a hub id, or "demo" (embedded)
     backend: str = attrs.field(default="auto", validator=_filled)
@@ -63,7 +63,7 @@ class DraftModelConfig:
 
 @attrs.frozen(kw_only=True)
 class DraftModel:
-    """The loaded draft model, shared by all sequences. ``tokenizers`` are the target's and its own, for text only."""
+    """The loaded draft model, shared by all sequences. ``tokenizers``: the target's and its own (text mode only)."""
 
     model: ForwardPass
     name: str = ""
@@ -74,7 +74,7 @@ class _SecondModelDrafter(Drafter):
     """What both kinds share: following the committed tokens, and saving the state."""
 
     tokenizers: ClassVar[str]
-    places: ClassVar[int] = 1  # in the draft model's state per token of the target
+    places: ClassVar[int] = 1  # capacity of the draft model's state per target token
 
     def __init__(self, config: DraftModelConfig, env: DrafterEnv) -> None:
         shared: DraftModel = env.shared
@@ -96,17 +96,17 @@ class _SecondModelDrafter(Drafter):
 
     @abc.abstractmethod
     def _follow(self, context: Context) -> tuple[Sequence[int], int]:
-        """All committed tokens in the draft model's ids, and how many of them no later token can change.
+        """All committed tokens in the draft model's ids, and how many of them later tokens cannot change.
 
-        The follower holds nothing else afterwards.
+        Afterwards the follower's state holds a prefix of these tokens.
         """
 
     @abc.abstractmethod
     def _held_tokens(self, context: Context) -> Sequence[int]:
-        """The tokens that the follower holds, or more."""
+        """Tokens that begin with those the follower holds."""
 
     def _readable(self, tokens: Sequence[int], end: int) -> bool:
-        """Whether the draft model can hold the first ``end`` tokens; counts why not."""
+        """Whether the draft model can hold the first ``end`` tokens; if not, counts the reason."""
         follower = self._follower
         if end > follower.state.capacity:
             self._skip("capacity")
@@ -129,7 +129,7 @@ class _SecondModelDrafter(Drafter):
             self._follower.settle(*self._follow(context))
 
     def snapshot(self, context: Context) -> DrafterSnapshot | None:
-        # not _follow: the context may end with tokens that were fed and can still be taken back unseen
+        # not _follow: the context may end with tokens that were fed and can still be rewound
         return self._follower.snapshot(self._held_tokens(context), self._identity())
 
     def _identity(self) -> dict[str, str]:
@@ -149,7 +149,7 @@ class _SecondModelDrafter(Drafter):
 
 
 class DraftModelDrafter(_SecondModelDrafter):
-    """A draft model that reads and writes the target's own token ids."""
+    """A draft model that uses the target's token ids."""
 
     tokenizers = "ids"
 
@@ -174,7 +174,7 @@ class DraftModelDrafter(_SecondModelDrafter):
             except ConfigError:
                 if self._info.vocab_size >= self._vocab_size:
                     raise
-                self._skip("vocabulary")  # the draft model has none of the tokens that are allowed here
+                self._skip("vocabulary")  # the draft model has none of the allowed tokens
                 break
             drafted.append(token)
             if distribution is not None:
@@ -198,9 +198,9 @@ class DraftModelDrafter(_SecondModelDrafter):
 
 
 class TextDraftModelDrafter(_SecondModelDrafter):
-    """A draft model with a tokenizer of its own; drafts are point masses of its greedy text.
+    """A draft model with its own tokenizer; drafts are point masses of its greedy text.
 
-    Sampled drafts would help little here: the noise that decides a position belongs to the target's token ids.
+    Sampled drafts would help little: the noise that decides a position is keyed by the target's token ids.
     """
 
     tokenizers = "text"
@@ -226,7 +226,7 @@ class TextDraftModelDrafter(_SecondModelDrafter):
         while len(own) < steps and len(drafted) < depth and whole:
             row = DraftRow(self._follower.step(tokens, own), width, width)
             token = row.argmax()[0]
-            # an empty context: the settings of sampling are about the target's token ids
+            # an empty context: sampling settings refer to the target's token ids
             if self._gate.stops(row, Context([])) or token in self._draft_tokenizer.special_ids:
                 break
             own.append(token)
@@ -268,7 +268,7 @@ def _prepare(config: DraftModelConfig, env: PrepareEnv) -> DraftModel:
     """
     if env.load is None:
         raise UnsupportedError(
-            "the drafter 'draft_model' loads a second model, and there is nothing here to load it with",
+            "the drafter 'draft_model' loads a second model, and no loader is available here",
             try_="specdec.load; a check takes a DrafterSubject whose prepare gives a DraftModel",
         )
     asked = f"drafter.model = {config.model!r}"
@@ -295,13 +295,13 @@ def _prepare(config: DraftModelConfig, env: PrepareEnv) -> DraftModel:
 def check_vocabularies(
     found: Sequence[tuple[int, str | None, str | None]], env: PrepareEnv, draft: ModelInfo, asked: str
 ) -> None:
-    """Refuse a draft model whose token ids stand for other text than the target's.
+    """Refuse a draft model whose token ids mean different text than the target's.
 
-    Ids that only the target's tokenizer knows are harmless where the draft model has rows for them: it was not trained
-    on them, and drafts badly after them. They give a notice.
+    Ids that only the target's tokenizer has are harmless if the draft model has rows for them: it merely drafts badly
+    after them. They give a notice.
 
     Args:
-        found: what ``differences`` gave.
+        found: the result of ``differences``.
     Raises: UnsupportedError that names the first ids that differ.
     """
     needed = env.tokenizer.vocab_size
@@ -312,7 +312,7 @@ def check_vocabularies(
             for i, ours, theirs in wrong[:_SHOWN]
         )
         raise UnsupportedError(
-            f"the draft model has another vocabulary: {len(wrong)} token ids differ",
+            f"{len(wrong)} token ids differ between the draft model and the target",
             asked_for_by=asked,
             ids=examples + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""),
             try_='drafter.tokenizers = "text", or a draft model of the same family',

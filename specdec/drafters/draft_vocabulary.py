@@ -1,7 +1,7 @@
-"""Draft vocabularies: the token ids that a drafter's pruned head keeps, in a file (``specdec vocab`` makes one).
+"""Draft vocabularies: files of the token ids that a pruned draft head keeps (made by ``specdec vocab``).
 
-A draft head cut to the ids that a model really emits reads a fraction of the bytes of the full one, and misses only
-what lies outside. Source: Zhao et al. 2025, "FR-Spec", arXiv:2502.14856, section 3.
+A draft head cut to the ids that a model usually emits reads a fraction of the full head's bytes and misses only the
+other ids. Source: Zhao et al. 2025, "FR-Spec", arXiv:2502.14856, section 3.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ VERSION = 1
 
 @attrs.frozen(kw_only=True)
 class DraftVocabulary:
-    """Token ids for a draft head, of one tokenizer.
+    """The token ids of a draft head, for one tokenizer.
 
     Attributes:
-        tokens: the ids, each once, the ones that are always kept first, then the most frequent.
+        tokens: unique ids; those that are always kept come first, then the most frequent.
         vocab_size: V of the model.
-        tokenizer: hash of the tokenizer (``tokenizer_hash``); "" where there was none.
-        model: fingerprint of the model that it was made with; any model with that tokenizer may use it.
+        tokenizer: hash of the tokenizer (``tokenizer_hash``); "" if there was none.
+        model: fingerprint of the model it was made with; any model with that tokenizer may use it.
         made: how it was made.
-        coverage: share of text that was not counted inside the first n ids, by n.
+        coverage: share of held-out text covered by the first n ids, by n.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class DraftVocabulary:
 
     @classmethod
     def read(cls, path: Path | str) -> DraftVocabulary:
-        """Read what ``write`` wrote. Raises: ConfigError with the reason when it is not such a file."""
+        """Read a file made by ``write``. Raises: ConfigError with the reason when it is malformed."""
         try:
             data = json.loads(Path(path).read_bytes().decode())
         except OSError as error:
@@ -95,7 +95,7 @@ class DraftVocabulary:
         )
 
     def check(self, info: ModelInfo, tokenizer: Tokenizer | None, path: Path | str) -> None:
-        """Refuse a file of another model. ``tokenizer``: None where the target comes without one.
+        """Refuse a file for another model. ``tokenizer``: None if the target has none.
 
         Raises: ConfigError when vocabulary size or tokenizer differ.
         """
@@ -114,6 +114,6 @@ def _unusable(path: Path | str, reason: str) -> ConfigError:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Hash of what every token id stands for."""
+    """Hash of the mapping from token ids to text."""
     pieces = sorted((token, piece) for piece, token in tokenizer.core.get_vocab(with_added_tokens=True).items())
     return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()

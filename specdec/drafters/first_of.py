@@ -1,12 +1,11 @@
-"""Several drafters in a row: the first one with an opinion drafts.
+"""Chain several drafters: the first one that returns a draft wins.
 
-A look-up that demands a long match goes first, a model behind it: where the text repeats itself the look-up's drafts
-are long and free, elsewhere the model drafts.
+A typical chain is a look-up that demands a long match, then a model: the look-up gives long, free drafts in repetitive
+text, and the model drafts elsewhere.
 
-The choice of the drafter must depend on the prefix alone, or ratio tests are no longer exact: no choice may depend on
-the token whose verification it affects. The length of a match, a confidence before the draw and the room in a state are
-features of the prefix. A drafter that withholds a draft because of the tokens it sampled cannot be used here, nor with
-any ratio test.
+For ratio tests to be exact, the choice of the drafter must depend on the prefix alone, never on the token whose
+verification it affects. The length of a match, a confidence before the draw and the room in a state depend on the
+prefix alone. A drafter that withholds a draft because of the tokens it sampled cannot be used with any ratio test.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ def _some(owner: object, field: attrs.Attribute[Any], value: tuple[Choice, ...])
 
 @attrs.frozen(kw_only=True)
 class FirstOfConfig:
-    """The drafters in the order in which they are asked."""
+    """The drafters, in the order they are asked."""
 
     drafters: tuple[Choice, ...] = attrs.field(converter=tuple, validator=_some)  # [[drafter.drafters]] tables
 
 
 @attrs.frozen
 class Child:
-    """One of the drafters, prepared. ``label`` is its name, numbered where it occurs twice."""
+    """One prepared drafter. ``label`` is its name, numbered if it occurs twice."""
 
     label: str
     spec: DrafterSpec
@@ -65,15 +64,15 @@ class Child:
 
 @attrs.define
 class _Count:
-    """Counters of one of the drafters."""
+    """Counters of one drafter."""
 
     drafts: int = 0
     offered: int = 0  # tokens that were verified
-    accepted: int = 0  # of them, tokens that stayed
+    accepted: int = 0  # tokens of those that stayed
 
 
 class FirstOfDrafter(Drafter):
-    """Asks its drafters in their order. All of them see every prefill, outcome and rewind."""
+    """Asks its drafters in order. All of them see every prefill, outcome and rewind."""
 
     def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
         children: tuple[Child, ...] = env.shared
@@ -83,7 +82,7 @@ class FirstOfDrafter(Drafter):
             drafter = registry().build(child.spec, functools.partial(child.spec.factory, child.config, own), Drafter)
             self._children.append((child.label, drafter))
         self._counts = {label: _Count() for label, _ in self._children}
-        self._drafting = ""  # who made the draft that is being verified
+        self._drafting = ""  # the drafter whose draft is being verified
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
         for _, child in self._children:
@@ -101,7 +100,7 @@ class FirstOfDrafter(Drafter):
         if self._drafting:
             count = self._counts[self._drafting]
             count.drafts += 1
-            count.offered += output.rows - 1  # what the engine left of the draft
+            count.offered += output.rows - 1  # the engine may have cut the draft
             count.accepted += verdict.accepted
             self._drafting = ""
         for _, child in self._children:
@@ -128,7 +127,7 @@ class FirstOfDrafter(Drafter):
 
 
 def _part(saved: DrafterSnapshot | None, label: str) -> DrafterSnapshot | None:
-    """The snapshot of the drafter with this label; None where it saved nothing."""
+    """The snapshot of the drafter with this label; None if it saved nothing."""
     if saved is None or label not in saved.meta:
         return None
     prefix = f"{label}/"
@@ -144,10 +143,10 @@ def _part(saved: DrafterSnapshot | None, label: str) -> DrafterSnapshot | None:
 def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
     """Look up, check and prepare every drafter.
 
-    Raises: the error of the first one that cannot be used, with its place in the list.
+    Raises: the error of the first unusable one, with its place in the list.
     """
     chosen = []
-    for index, choice in enumerate(config.drafters):  # all names and options first: a model may take long to load
+    for index, choice in enumerate(config.drafters):  # check all names and options first: a model may take long to load
         path = _PATH.format(index)
         spec = registry().drafter(choice.name, asked_by=f"{path}.name")
         own: Any = structure_choice(choice, spec.config, path)
@@ -173,7 +172,7 @@ def _check_needs(spec: DrafterSpec, needs: Needs, env: PrepareEnv, path: str) ->
 
 
 def _needs(config: FirstOfConfig, children: tuple[Child, ...]) -> Needs:
-    """What serves all drafters."""
+    """The union of all drafters' needs."""
     needs = NO_NEEDS
     for child in children:
         needs |= child.spec.needs_of(child.config, child.shared)
@@ -182,7 +181,7 @@ def _needs(config: FirstOfConfig, children: tuple[Child, ...]) -> Needs:
 
 @contextmanager
 def _placed(index: int) -> Iterator[None]:
-    """An error that names a key of ``drafter`` names the key of the list's table instead."""
+    """Rewrite errors about a key of ``drafter`` to name the key in the list's table."""
     path = _PATH.format(index)
     try:
         yield
@@ -204,6 +203,6 @@ def specdec_drafters() -> list[DrafterSpec]:
             config=FirstOfConfig,
             prepare=_prepare,
             needs=_needs,
-            help="several drafters in a row: the first one with an opinion drafts",
+            help="a chain of drafters: the first one that returns a draft wins",
         )
     ]

@@ -1,4 +1,4 @@
-"""A second model's own sequence: it follows the committed tokens, drafts on provisional rows, and can be saved."""
+"""The sequence of a draft model: follows the committed tokens, drafts on provisional rows, and can be saved."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from specdec.text import common_prefix
 if TYPE_CHECKING:
     from specdec.contract import Float32
 
-WAITING_ROWS = 8  # committed tokens that ride in a decode; more of them are prefilled first
+WAITING_ROWS = 8  # committed tokens that a decode may include; more are prefilled first
 
 
 class Follower:
-    """Which tokens the model's state holds, and the provisional rows of the last decode.
+    """Tracks the tokens in the model's state, and the provisional rows of the last decode.
 
-    A draft is read off provisional rows: step i decodes ``[waiting ..., x_1 .. x_i]`` from the committed prefix, and
-    starts over from it. Of the last decode exactly the rows that agree with what the target decided are committed. So
-    every family rolls back for free, recurrent ones too. The last drafted token has been in no decode: when it is
-    accepted, it waits. Tokens also wait while nothing is drafted.
+    Drafting uses provisional rows: step i decodes ``[waiting ..., x_1 .. x_i]`` from the committed prefix. Afterwards
+    only the rows of the last decode that match the target's decision are committed, so rollback is free for every
+    family, recurrent ones included. The last drafted token has not been decoded; if accepted, it waits for the next
+    decode. Tokens also wait while nothing is drafted.
 
-    ``tokens`` in every method are all committed tokens in this model's ids; the state holds the first ``held``.
+    In every method, ``tokens`` are all committed tokens in this model's ids; the state holds the first ``held``.
     """
 
     def __init__(self, model: ForwardPass, state: State) -> None:
@@ -36,7 +36,7 @@ class Follower:
 
     @property
     def held(self) -> int:
-        """Tokens that the state holds."""
+        """The number of tokens in the state."""
         return self.state.length
 
     @property
@@ -45,7 +45,7 @@ class Follower:
         return bool(self._decoded)
 
     def settle(self, tokens: Sequence[int], stable: int) -> None:
-        """Commit the rows of the last decode that agree with ``tokens``, none of them at or after ``stable``."""
+        """Commit the rows of the last decode that match ``tokens`` before position ``stable``."""
         if self._decoded:
             decided = tokens[self.held : min(stable, self.held + len(self._decoded))]
             self.model.commit(self.state, common_prefix(self._decoded, decided))
@@ -66,10 +66,10 @@ class Follower:
         self._decoded = []
 
     def make_room(self, tokens: Sequence[int], stable: int, depth: int) -> int:
-        """The steps that a draft of ``depth`` tokens can take; prefills when too many tokens wait for that.
+        """How many steps a draft of ``depth`` tokens can take; prefills if too many tokens wait.
 
-        The last drafted token is in no decode, so a draft of k tokens takes k - 1 places in the state and k rows. One
-        committed token always stays to be decoded.
+        The last drafted token is not decoded, so a draft of k tokens takes k - 1 places in the state and k rows. At
+        least one committed token is left to decode.
         """
         steps = min(depth, self.state.capacity - len(tokens) + 1, self.model.info.max_rows)
         rows = min(WAITING_ROWS + steps - 1, self.model.info.max_rows)
@@ -85,7 +85,7 @@ class Follower:
         return self.model.decode(self.state, self._decoded).need_logits()
 
     def snapshot(self, tokens: Sequence[int], identity: Mapping[str, str]) -> DrafterSnapshot | None:
-        """The state and the tokens that it holds; None where ``tokens`` are fewer than those."""
+        """The state and its tokens; None if ``tokens`` is shorter than the state, or the state is empty."""
         kept = list(tokens[: self.held])
         if not kept or len(kept) != self.held:
             return None
@@ -98,7 +98,7 @@ class Follower:
 def restored(
     saved: DrafterSnapshot, model: ForwardPass, capacity: int, identity: Mapping[str, str]
 ) -> tuple[State, list[int]] | str:
-    """A saved state and the tokens that it holds, or why it is not used: of another model, or damaged."""
+    """A saved state and its tokens, or the reason why it is not used (another model, or damaged)."""
     for name, ours in identity.items():
         if saved.meta.get(name) != ours:
             return f"saved with another {name}: {saved.meta.get(name)!r}, this one has {ours!r}"
@@ -108,7 +108,7 @@ def restored(
         arrays = {name: model.from_host(array) for name, array in own.items()}
         meta = {name[6:]: int(value) for name, value in saved.meta.items() if name.startswith("state.")}
         state = model.restore(Snapshot(len(tokens), capacity, arrays, meta))
-    except Exception as error:  # noqa: BLE001 - arrays of a damaged file; each backend fails in its own way
+    except Exception as error:  # noqa: BLE001 - arrays of a damaged file; backends raise different errors
         return f"the saved state cannot be restored: {type(error).__name__}: {error}"
     if state.length != len(tokens):
         return f"the saved state holds {state.length} tokens, and {len(tokens)} belong to it"
@@ -118,8 +118,8 @@ def restored(
 class DraftRow(Logits):
     """The last row of a draft model's logits, as wide as the target's vocabulary.
 
-    Vocabularies of one tokenizer differ in their padding. Ids that only the target has get -inf; ids that only the
-    draft model has are left out of the distribution.
+    Models with the same tokenizer may pad their vocabularies differently. Ids that only the target has get -inf; ids
+    that only the draft model has are dropped.
     """
 
     def __init__(self, inner: Logits, inner_size: int, vocab_size: int) -> None:

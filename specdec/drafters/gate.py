@@ -1,12 +1,12 @@
-"""Stop drafting where the drafter itself is not sure; used by every drafter that runs a model.
+"""Stop a draft when the drafter is not confident; used by every drafter that runs a model.
 
-A gate decides **before** a token is drawn, from the logits of the step. This keeps ratio tests exact. A stop that looks
-at the draft distribution is a function of the prefix, so it only chooses the depth. A stop that looks at the drawn
-token would drop it after the draw and change the distribution of the output: a decision to stop must not depend on the
-token whose verification it prevents. Point masses (greedy and coupled drafts) are safe under any rule.
+A gate decides **before** a token is drawn, from the logits of the step. This keeps ratio tests exact: the draft
+distribution is a function of the prefix, so a stop that depends on it only chooses the depth. A stop that depends on
+the drawn token would change the distribution of the output, because a decision to stop must not depend on the token
+whose verification it prevents. Point masses (greedy and coupled drafts) are safe under any rule.
 
-A stop ends the draft before the token in question. At position 0 the draft is empty and the cycle is plain decoding;
-the drafter's step has been paid for all the same.
+A stop ends the draft before the token in question. At position 0 the draft is empty and the cycle is plain decoding,
+but the drafter's step has still cost its time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from specdec.sampling import Rows
 class DraftGate:
     """Stops a draft below a confidence or a margin; 0 switches either off. One object per sequence.
 
-    Confidence: the largest probability of the distribution that the next token would be drawn from, after temperature
-    and filters where drafts are drawn independently. For point masses it is that of the plain softmax.
+    Confidence: the largest probability of the distribution that the next token would be drawn from; after temperature
+    and filters for independent drafts, of the plain softmax for point masses.
 
-    Margin: the best raw logit less the second best, in nats; infinite where only one token can be drafted.
+    Margin: the best raw logit minus the second best, in nats; infinite if only one token can be drafted.
 
     Attributes:
         steps: decisions taken.
@@ -41,16 +41,16 @@ class DraftGate:
 
     @property
     def enabled(self) -> bool:
-        """Whether it can stop anything."""
+        """Whether either threshold is set."""
         return self.min_confidence > 0 or self.min_margin > 0
 
     def stops(self, logits: Logits, context: Context, drafted: Sequence[int] = ()) -> bool:
-        """Whether the draft ends before the token that the one row of ``logits`` would give.
+        """Whether the draft ends before the token that ``logits`` would give.
 
         Args:
-            logits: one row, the drafter's own.
-            context: the committed tokens and how they are chosen.
-            drafted: the tokens drafted so far; penalties and processors of an independent draft look at them.
+            logits: one row, from the drafter.
+            context: the committed tokens and the sampling settings.
+            drafted: the tokens drafted so far; used by penalties and processors of an independent draft.
         """
         if not self.enabled:
             return False

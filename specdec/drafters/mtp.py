@@ -1,10 +1,11 @@
 """Draft with the checkpoint's own multi-token-prediction (MTP) head.
 
-The target keeps the head fed with true pairs of hidden state and token (``specdec.contract.MtpPairs``); this drafter
-asks it for drafts and says how each token is chosen.
+The target feeds the head true pairs of hidden state and token (``specdec.contract.MtpPairs``); this drafter asks it for
+drafts and decides how each token is chosen.
 
-Most of a draft step is the output head. With a draft vocabulary (``specdec vocab``) it runs over the ids of that file
-and those of the sequence itself. Drafts are then drawn from the distribution over these ids; the output is the same.
+The output head takes most of the time of a draft step. With a draft vocabulary (``specdec vocab``) it covers only the
+ids of that file and of the sequence. Drafts are then drawn from the distribution over these ids; the output is the
+same.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from specdec.sampling import draft_token, is_plain
 class MtpConfig:
     """A cheaper head, and when to stop a draft early; the defaults do neither."""
 
-    vocabulary: str | None = None  # a file of specdec vocab: the ids that drafts are made of
+    vocabulary: str | None = None  # a file made by specdec vocab: the ids to draft from
     max_miss: float = attrs.field(default=0.1, validator=between(0.0, 1.0))  # share of tokens outside; above: full head
     max_extra: int = attrs.field(default=2048, validator=between(0, 65536))  # ids of a sequence added to the vocabulary
     min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least probability of the best token
     min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
 
     def __attrs_post_init__(self) -> None:
-        """Raises: ConfigError for settings of a draft vocabulary where there is none."""
+        """Raises: ConfigError for draft-vocabulary settings without a draft vocabulary."""
         fields = attrs.fields_dict(MtpConfig)
         idle = [name for name in ("max_miss", "max_extra") if getattr(self, name) != fields[name].default]
         if self.vocabulary is None and idle:
@@ -58,14 +59,14 @@ class MtpConfig:
 
 
 class MtpDrafter(Drafter):
-    """Asks the target for drafts by its MTP head."""
+    """Asks the target to draft with its MTP head."""
 
     def __init__(self, config: MtpConfig, env: DrafterEnv) -> None:
         self._target = env.target
         self._state = env.state
         self._gate = DraftGate(config.min_confidence, config.min_margin)
         self._choice: HeadChoice | None = None
-        self._dead_ends = 0  # drafts that ended because the rules of sampling left no token of the vocabulary
+        self._dead_ends = 0  # drafts that ended because sampling rules left no token of the vocabulary
         if config.vocabulary is not None:
             if not isinstance(env.shared, PreparedVocabulary):
                 raise StateError("the drafter 'mtp' has a draft vocabulary, and its prepare was not run")
@@ -87,7 +88,7 @@ class MtpDrafter(Drafter):
             except ConfigError:  # no token of the head is allowed here
                 if head is None:
                     raise
-                self._dead_ends += 1  # the target may choose among more ids: this is no fault of the settings
+                self._dead_ends += 1  # the target has more ids to choose from, so the settings are not at fault
                 return None
             distributions.append(distribution)
             return token

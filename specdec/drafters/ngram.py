@@ -1,4 +1,4 @@
-"""Draft whatever followed the latest earlier occurrence of the current suffix, longest suffix first.
+"""Draft the tokens that followed the latest earlier occurrence of the current suffix, longest suffix first.
 
 Source: prompt lookup decoding, A. Saxena 2023. The drafts are point masses; no model runs.
 """
@@ -26,7 +26,7 @@ class NgramConfig:
 
 
 class NgramDrafter(Drafter):
-    """An index from n-grams to the positions behind them, extended by each new token and cut by a rewind."""
+    """An index from n-grams to the positions after them, extended by each new token and cut by a rewind."""
 
     def __init__(self, config: NgramConfig, env: DrafterEnv | None = None) -> None:
         self._orders = range(config.max_order, config.min_order - 1, -1)
@@ -34,7 +34,7 @@ class NgramDrafter(Drafter):
         self._followers: dict[tuple[int, ...], list[int]] = {}  # n-gram -> where its continuations start, ascending
 
     def propose(self, context: Context, depth: int) -> Draft:
-        # the suffix itself is not indexed yet: its last token is what the next call adds
+        # leave the last token for the next call, so that the suffix itself is not indexed yet
         for token in context[len(self._tokens) : len(context) - 1]:
             self._tokens.append(token)
             for gram in self._ending_here():
@@ -68,6 +68,6 @@ def specdec_drafters() -> list[DrafterSpec]:
             name="ngram",
             factory=NgramDrafter,
             config=NgramConfig,
-            help="what followed the same words earlier in the text (prompt lookup)",
+            help="the tokens that followed the same words earlier in the text (prompt lookup)",
         )
     ]

@@ -1,4 +1,4 @@
-"""The drafter that never drafts: plain decoding through the same cycle."""
+"""The drafter that never drafts: plain decoding in the same cycle."""
 
 from __future__ import annotations
 

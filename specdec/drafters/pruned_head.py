@@ -1,7 +1,7 @@
-"""The head of the next draft: the one cut to a draft vocabulary, or the full one where that misses too much.
+"""Chooses the head of the next draft: pruned to a draft vocabulary, or full while the pruned one misses too much.
 
-Everything here is a function of the committed tokens and of where the generation began, so a drafter that is built anew
-over the same tokens chooses the same head.
+The choice is a function of the committed tokens and of where the generation began, so a drafter rebuilt over the same
+tokens chooses the same head.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from specdec.contract import Context, DraftHead
 
 WINDOW = 64
-"""Generated tokens over which misses are averaged: each new one counts 1/64, and all before it 63/64 of what they did.
-The average starts at 0, so seven misses in a row pass the default limit of 0.1."""
+"""Time constant, in generated tokens, of the exponential average of misses. It starts at 0, so seven misses in a row
+pass the default limit of 0.1."""
 
 
 @attrs.frozen(eq=False)
 class PreparedVocabulary:
-    """Shared by all sequences: the base head, and for each token id a byte, 1 where the head has it."""
+    """Shared by all sequences: the base head, and one byte per token id, 1 if the head has it."""
 
     head: DraftHead
     inside: bytes
@@ -34,14 +34,14 @@ class PreparedVocabulary:
 
 
 class HeadChoice:
-    """Follows one sequence: adds the ids it meets to the draft vocabulary, and counts what was outside.
+    """Follows one sequence: adds the ids it sees to the draft vocabulary, and counts misses.
 
-    Ids of the prompt and of the output that the vocabulary lacks are added for this sequence. There are at most
-    ``max_extra`` of them; when one more comes, the quarter that has not occurred for longest goes.
+    Ids of the prompt and the output that the vocabulary lacks are added for this sequence, at most ``max_extra`` of
+    them; beyond that, the least recently seen quarter is dropped.
 
-    A generated token is a **miss** when neither the vocabulary nor what had been added before it had the token: no
-    draft of that position could have been right. While the decayed share of misses is above ``max_miss`` drafts run
-    with the full head, until the share has fallen to half of that.
+    A generated token is a **miss** if neither the vocabulary nor the ids added before it contained it: no draft of
+    that position could have been right. Once the decayed share of misses exceeds ``max_miss``, drafts use the full
+    head until the share has fallen to half of that.
     """
 
     def __init__(self, prepared: PreparedVocabulary, *, max_miss: float, max_extra: int) -> None:
@@ -53,9 +53,9 @@ class HeadChoice:
         self.forget()
 
     def forget(self) -> None:
-        """Start over: the tokens followed so far are no longer those of the sequence."""
+        """Start over, because the sequence no longer begins with the tokens seen so far."""
         self._read = 0  # tokens followed
-        self._extra: dict[int, None] = {}  # ids added, the one that occurred last at the end
+        self._extra: dict[int, None] = {}  # ids added, most recently seen last
         self._head: DraftHead | None = self._prepared.head  # None: to be built from _extra
         self._new: list[int] = []  # ids in _extra that _head lacks
         self.share = 0.0
@@ -79,7 +79,7 @@ class HeadChoice:
         return None if self.full else self._extended()
 
     def count(self) -> None:
-        """Count one draft with the present head."""
+        """Count one draft with the current head."""
         self._drafts["full" if self.full else "pruned"] += 1
 
     def _add(self, token: int, *, new: bool) -> None:

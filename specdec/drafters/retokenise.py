@@ -1,15 +1,15 @@
-"""Between two tokenizers by way of text: committed tokens to the draft model's, and its text back to target tokens.
+"""Converts tokens between two tokenizers through text: committed tokens to the draft model's, and its drafts back.
 
 Source: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
-Vocabularies", arXiv:2502.05202, section 3 (string-level exact match). Drafts are point masses: nothing here can change
-an output, only how often a draft is right.
+Vocabularies", arXiv:2502.05202, section 3 (string-level exact match). Drafts are point masses, so this affects how
+often a draft is right but never the output.
 
 Two rules make a drafter's state a function of the committed tokens, however they were chunked:
 
 * text is cut into *segments* before a space that follows a visible character, and each segment is tokenised alone.
-  Tokenizers cut there themselves, so a segment that is followed by another never changes again. Only the last one is
-  tokenised anew with every token;
-* an incomplete character is no text yet, in either direction.
+  Tokenizers cut there too, so a segment that is followed by another never changes again. Only the last segment is
+  tokenised again with every token;
+* an incomplete character is not text yet, in either direction.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from specdec.text import IncrementalDecoder, Tokenizer, common_prefix
 
 LONGEST_SEGMENT = 64  # characters; text without spaces is cut here
-WINDOW = 8  # committed tokens at most that are tokenised again together with a draft's text
-_KEPT = 512  # characters of the last text that are kept; a window is far shorter
+WINDOW = 8  # most committed tokens that are tokenised again together with a draft's text
+_KEPT = 512  # characters of recent text that are kept; a window is far shorter
 _BROKEN = "\ufffd"  # what incomplete bytes decode to
 _WORD_STARTS = ("▁", "Ġ", "Ċ", "ĉ", "č", " ", "\n", "\t", "\r")  # spaces of SentencePiece, of byte-level BPE, and plain
 
 
 def differences(target: Tokenizer, draft: Tokenizer) -> list[tuple[int, str | None, str | None]]:
-    """Token ids that do not stand for the same string, ascending: ``(id, target's, draft's)``; None: no such id."""
+    """Token ids with different strings, ascending: ``(id, target's, draft's)``; None where an id does not exist."""
     ours, theirs = _pieces(target), _pieces(draft)
     if ours == theirs:
         return []
@@ -39,19 +39,19 @@ def _pieces(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 class Transcript:
-    """Committed target tokens, as the draft model's tokens.
+    """The committed target tokens, converted to the draft model's tokens.
 
-    Special tokens have no text. One that the draft model has as a special token of the same string becomes that one;
-    all others are left out.
+    Special tokens have no text. A special token that the draft model also has, with the same string, is mapped to it;
+    all others are dropped.
 
     Attributes:
         ids: the draft model's tokens of everything read.
-        closed: how many of ``ids`` no later text can change.
-        text: the text since the last special token; of a long one its end.
+        closed: how many of ``ids`` later text cannot change.
+        text: the text since the last special token, or its end if it is long.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, former: Sequence[int] | None = None) -> None:
-        """``former``: tokens that a saved state was built from; the first ``follow`` says how many are still right."""
+        """``former``: the tokens of a saved state; the first ``follow`` returns how many of them are still right."""
         self._target, self._draft = target, draft
         self._specials = {i: draft.core.token_to_id(target.piece(i) or "") for i in target.special_ids}
         self._opening = _opening(draft)
@@ -64,27 +64,27 @@ class Transcript:
         self.closed = len(self.ids)
         self.text = ""
         self._segment = ""  # the last one, still open
-        self._fresh = True  # no text yet: the tokenizer's own prefix belongs here
+        self._fresh = True  # no text yet: the tokenizer adds its prefix here
         self._read = 0  # target tokens
         self._decoder = IncrementalDecoder(self._target)
 
     @property
     def known(self) -> list[int]:
-        """The tokens that the next ``follow`` compares with: ``ids``, or those before a restart."""
+        """The tokens that the next ``follow`` compares with: ``ids``, or those from before a restart."""
         return self.ids if self._former is None else self._former
 
     def restart(self) -> None:
-        """Forget what was read: the next ``follow`` reads its context from the beginning."""
+        """Make the next ``follow`` read its context from the beginning."""
         if self._former is None:
             self._former = self.ids
         self._clear()
 
     def follow(self, context: Sequence[int]) -> int:
-        """Read what ``context`` has beyond what was read; returns how many leading ``ids`` are what they were."""
+        """Read the new tokens of ``context``; returns how many leading ``ids`` are unchanged."""
         first = self.closed if self._former is None else 0
         before = self.ids[first:] if self._former is None else self._former
         self._former = None
-        for token in context[self._read :]:  # one by one: the result must not depend on how they were grouped
+        for token in context[self._read :]:  # one by one: the result must not depend on the grouping
             self._take(token)
         self._read = len(context)
         self.ids[self.closed :] = self._encoded(self._segment)
@@ -98,7 +98,7 @@ class Transcript:
         self._close(len(self._segment))
         self.text = ""
         same = self._specials[token]
-        if same is not None and same in self._draft.special_ids and self.ids != [same]:  # a bos token stands there
+        if same is not None and same in self._draft.special_ids and self.ids != [same]:  # the bos token is there
             self.ids.append(same)
             self.closed += 1
 
@@ -124,13 +124,13 @@ class Transcript:
 
     def _encoded(self, text: str) -> list[int]:
         if self._space is not None and not self._fresh and text.startswith(" "):
-            text = text[1:]  # the tokenizer puts its own one there
+            text = text[1:]  # the tokenizer adds this space itself
             if not text:
                 return [self._space]
         return self._draft.encode(text, add_special=False) if text else []
 
     def spelt(self, drafted: Sequence[int]) -> str:
-        """The text that draft model tokens add behind ``ids``, up to the last complete character."""
+        """The text that draft model tokens add after ``ids``, up to the last complete character."""
         tail = [i for i in self.ids[-WINDOW:] if i not in self._draft.special_ids]
         before, after = self._draft.decode(tail), self._draft.decode([*tail, *drafted])
         return after[len(before) :].rstrip(_BROKEN) if after.startswith(before) else ""
@@ -139,18 +139,18 @@ class Transcript:
 def continuation(
     target: Tokenizer, context: Sequence[int], written: str, text: str, vocab_size: int
 ) -> list[int] | None:
-    """``text`` as target tokens behind ``context``; special tokens and what follows them are left out.
+    """``text`` as target tokens after ``context``, cut before the first special token.
 
-    The last word of ``context`` is tokenised again together with the text. When that does not begin with the committed
-    tokens themselves (the text would have merged with them), there is no continuation: None.
+    The last word of ``context`` is tokenised again together with the text. If the result does not begin with the
+    committed tokens (the text would have merged with them), there is no continuation: None.
 
     Args:
         written: the end of the text of ``context``, ``Transcript.text``.
-        vocab_size: ids from here on are left out, with what follows them.
+        vocab_size: the result is also cut before the first id of this or more.
     """
     window = _last_word(target, context[-WINDOW:])
     before = target.decode(window)
-    if not written.endswith(before) or (window and not before):  # bytes that are not complete, ids without text
+    if not written.endswith(before) or (window and not before):  # incomplete bytes, or ids without text
         return None
     ids = target.encode(before + text, add_special=False) if before + text else []
     if ids[: len(window)] != window:
@@ -171,12 +171,12 @@ def _last_word(target: Tokenizer, tokens: Sequence[int]) -> list[int]:
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text: often a bos token."""
+    """The tokens that the tokenizer adds before a text: often a bos token."""
     return [i for i in tokenizer.encode("") if i == tokenizer.bos_id][:1]
 
 
 def _added_space(tokenizer: Tokenizer) -> int | None:
-    """The space that a text without one gets put before it, as SentencePiece does; None where none is."""
+    """The token of the space that the tokenizer adds before a text, as SentencePiece does; None if it adds none."""
     ids = tokenizer.encode("a", add_special=False)
     first = (tokenizer.piece(ids[0]) or "")[:1] if ids else ""
     return tokenizer.core.token_to_id(first) if first in ("▁", "Ġ") else None

@@ -1,7 +1,7 @@
-"""Counting token ids, and choosing the draft vocabulary that covers most of them.
+"""Counts token ids, and chooses the draft vocabulary that covers most of them.
 
 Zhao et al. 2025, "FR-Spec", arXiv:2502.14856, rank by frequency in a corpus; ranking by the model's own outputs covers
-more of them.
+more of what it generates.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     Counts = NDArray[np.int64]
 
-HELD_OUT = 10  # one block of text in this many is not counted, but measured
+HELD_OUT = 10  # one block of text in this many is held out to measure coverage
 BLOCK = 256  # tokens of a block
 SIZES = tuple(1024 * 2**i for i in range(8))  # whose coverage is reported: 1k to 128k
 
 
 def always_kept(tokenizer: Tokenizer) -> list[int]:
-    """Ids that every draft vocabulary has, ascending: special and added tokens, and those of single bytes."""
+    """Ids in every draft vocabulary, ascending: special and added tokens, and single bytes."""
     core = tokenizer.core
     kept = {*core.get_added_tokens_decoder(), *tokenizer.special_ids, *tokenizer.eos_ids}
     if tokenizer.bos_id is not None:
@@ -43,9 +43,9 @@ def always_kept(tokenizer: Tokenizer) -> list[int]:
 
 @attrs.define
 class TokenCounts:
-    """Counts of token ids, and a sample of the text that is kept out of them to measure on.
+    """Counts of token ids, and of a held-out sample to measure coverage on.
 
-    Text comes as documents; every tenth block of 256 tokens is held out, whole documents long or parts of them.
+    Every tenth block of 256 tokens is held out, regardless of document boundaries.
     """
 
     vocab_size: int
@@ -70,13 +70,13 @@ class TokenCounts:
 
     @property
     def total(self) -> int:
-        """Tokens seen."""
+        """The number of tokens seen."""
         return self._filled
 
     def ranking(self, always: Collection[int], known: int) -> NDArray[np.int64]:
         """All ids below ``known``: those of ``always`` first, then by count, equal counts by ascending id.
 
-        What was never counted comes last, lowest ids first: in a merged vocabulary these are the shortest pieces.
+        Uncounted ids come last, lowest first: in a BPE vocabulary these are the shortest pieces.
         """
         ids = np.arange(known)
         first = np.zeros(known, dtype=bool)
@@ -84,7 +84,7 @@ class TokenCounts:
         return np.lexsort((ids, -self.counted[:known], ~first))
 
     def coverage(self, ranking: Sequence[int] | NDArray[np.int64], sizes: Iterable[int]) -> dict[int, float]:
-        """Share of the held-out tokens among the first ``size`` of a ranking; {} where nothing was held out."""
+        """Share of the held-out tokens among the first ``size`` of a ranking; {} if nothing was held out."""
         total = int(self.held_out.sum())
         if not total:
             return {}
@@ -95,7 +95,7 @@ class TokenCounts:
 def make_vocabulary(
     counts: TokenCounts, tokenizer: Tokenizer, info: ModelInfo, size: int, made: Mapping[str, Any]
 ) -> DraftVocabulary:
-    """The ``size`` most useful ids by these counts. Raises: ConfigError for a size that cannot be had."""
+    """The ``size`` most useful ids by these counts. Raises: ConfigError for a size out of range."""
     always = [token for token in always_kept(tokenizer) if token < info.vocab_size]
     known = min(tokenizer.vocab_size, info.vocab_size)
     if not len(always) <= size <= known:

@@ -1,21 +1,21 @@
-"""What a draft of some depth will bring: acceptance by lookahead position, from decayed counts."""
+"""Estimates draft acceptance by lookahead position, from decayed counts."""
 
 from __future__ import annotations
 
 from specdec.contract import CycleRecord
 
-PRIOR_WEIGHT = 2.0  # observations that a guess counts as
-FIRST_GUESS = 0.6  # of position 0, before anything was seen
-CARRIED = 8.0  # observations per position, at most, that one generation hands to the next
+PRIOR_WEIGHT = 2.0  # observations that a prior counts as
+FIRST_GUESS = 0.6  # prior of position 0
+CARRIED = 8.0  # most observations per position that one generation hands to the next
 
 
 class Acceptance:
-    """Decayed counts by lookahead position, in two questions that need no independence of drafter and target.
+    """Two decayed ratios per lookahead position; neither assumes that drafter and target are independent.
 
-    *Gain* of position i: a cycle asked for more than i tokens and accepted its first i; was token i there and accepted
-    too? The product of gains is the survival A_i, and ``E(k) = 1 + A_1 + ... + A_k`` tokens come from a cycle of
-    depth k. *Offer* of position i: a cycle asked for more than i tokens and got at least i; did it get one more? A
-    drafter may give fewer tokens than asked for, and a shorter draft costs less.
+    *Gain* of position i: of the cycles that asked for more than i tokens and accepted the first i, the share that also
+    accepted token i. The product of gains is the survival A_i; a cycle of depth k gives ``E(k) = 1 + A_1 + ... + A_k``
+    tokens. *Offer* of position i: of the cycles that asked for more than i tokens and got at least i, the share that
+    got one more. A drafter may give fewer tokens than asked for, and a shorter draft costs less.
     """
 
     def __init__(self, positions: int, window: int) -> None:
@@ -25,13 +25,13 @@ class Acceptance:
         self._offer_seen = [0.0] * positions
         self._offer_held = [0.0] * positions
         self.gains: list[float] = []
-        """By position; an unseen one is believed to be like the one before it, where that was offered."""
+        """By position; the prior of a position is the acceptance of offered tokens at the one before it."""
         self.offers: list[float] = []
-        """By position; a drafter is believed to give what it is asked for until it does not."""
+        """By position; a drafter is assumed to give as many tokens as asked for until it does not."""
         self._share_out()
 
     def observe(self, cycle: CycleRecord) -> None:
-        """Count one cycle; depth 0 shows nothing."""
+        """Count one cycle; a cycle of depth 0 carries no information."""
         keep, asked = self._keep, min(cycle.depth, len(self._gain_seen))
         for position in range(min(asked, cycle.accepted + 1)):
             self._gain_seen[position] = self._gain_seen[position] * keep + 1.0
@@ -55,17 +55,17 @@ class Acceptance:
 
     @property
     def drafts(self) -> float:
-        """Decayed count of the cycles that showed something about position 0."""
+        """Decayed count of the cycles that observed position 0."""
         return self._gain_seen[0]
 
     def forget(self) -> None:
-        """Count nothing that was seen: it is no longer true."""
+        """Discard all counts."""
         for counts in (self._gain_seen, self._gain_held, self._offer_seen, self._offer_held):
             counts[:] = [0.0] * len(counts)
         self._share_out()
 
     def adopt(self, other: Acceptance) -> None:
-        """Start from another generation's counts, with the weight of ``CARRIED`` observations at most."""
+        """Start from another generation's counts, weighted as at most ``CARRIED`` observations."""
         for position in range(min(len(self._gain_seen), len(other._gain_seen))):
             for seen, held, their_seen, their_held in (
                 (self._gain_seen, self._gain_held, other._gain_seen, other._gain_held),

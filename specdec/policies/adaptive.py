@@ -1,7 +1,7 @@
-"""The adaptive depth policy: the depth with the best rate; depth 0, plain decoding, is always a candidate.
+"""The adaptive depth policy: picks the depth with the best rate, depth 0 (plain decoding) included.
 
-``Rates`` says what each depth is worth, ``Trials`` when another one is tried, and ``AdaptivePolicy`` decides. Feedback
-across cycles never touches the output of an exact verifier: given the committed tokens and k, the next cycle is exact.
+``Rates`` estimates the rate of each depth, ``Trials`` schedules trials of other depths, and ``AdaptivePolicy`` decides.
+The output of an exact verifier does not depend on the depth, so feedback across cycles cannot change it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from specdec.policies.rates import Rates
 from specdec.policies.trials import Trials
 from specdec.records.cost_table import CostTable
 
-STEP_GUESS = 0.2  # plain cycles that a drafted token costs, where nothing was measured: break-even at usual acceptance
+STEP_GUESS = 0.2  # cost of a drafted token in plain cycles if nothing was measured: break-even at usual acceptance
 QUIET = 16  # plain cycles between two updates of their cost, in a long run of them
 PATIENCE = 6.0  # drafts before speculation goes off for the first time, the last of them of depth 1
-LASTING = 32  # cycles after which speculation has lasted
+LASTING = 32  # cycles after which speculation counts as lasting
 
 
 @attrs.frozen(kw_only=True)
 class AdaptiveConfig:
-    """The deepest draft, how fast to forget, how rarely to try another depth, and a cost table of the user's own."""
+    """The deepest draft, how fast to forget, how rarely to try another depth, and an optional cost table."""
 
     max_depth: int = attrs.field(default=6, validator=between(1, MAX_DEPTH))
     window: int = attrs.field(default=48, validator=between(4, 4096))  # cycles that acceptance remembers
-    min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # below it the depth stays
+    min_gain: float = attrs.field(default=0.03, validator=between(0.0, 1.0))  # relative; below it the depth stays
     first_probe: int = attrs.field(default=64, validator=between(1, 65536))  # tokens until a trial, doubled each time
     last_probe: int = attrs.field(default=1024, validator=between(1, 65536))  # tokens between trials at most
-    costs: str | None = None  # a file with this machine's costs; measured at load, and kept, where there is none
+    costs: str | None = None  # a file with this machine's costs; measured at load and kept if None
 
 
 @attrs.define
 class Learnt:
-    """What the generations of one language model share: the table, and the policy that ran last.
+    """What the generations of one language model share: the cost table and the last policy.
 
-    A policy reads ``last`` when it is made and never again. Generations in several threads may take turns in setting
-    it; what is read meanwhile are plain floats, so the worst outcome is an estimate mixed from two generations.
+    A policy reads ``last`` only when it is made. Generations in several threads may set it in turn; the values are
+    plain floats, so the worst outcome is an estimate mixed from two generations.
     """
 
     table: CostTable | None = None
@@ -48,7 +48,7 @@ class Learnt:
 
 
 class AdaptivePolicy(DepthPolicy):
-    """Follows the best rate, and tries other depths rarely; speculation that lasted makes trials frequent again."""
+    """Follows the best rate and rarely tries other depths; trials become frequent again after lasting speculation."""
 
     def __init__(self, config: AdaptiveConfig, learnt: Learnt | None = None) -> None:
         self._learnt = learnt if learnt is not None else Learnt()
@@ -71,7 +71,7 @@ class AdaptivePolicy(DepthPolicy):
         if last is None:
             self._patient = self._depth > 0
             if self._depth == 0 and not self._trials.opening:
-                self._trials.due()  # nothing was drafted yet, and a table may be wrong
+                self._trials.due()  # nothing was drafted yet, and the table may be wrong
 
     @property
     def reason(self) -> str:
@@ -91,7 +91,7 @@ class AdaptivePolicy(DepthPolicy):
     def record(self, cycle: CycleRecord) -> None:
         rates, trials = self._rates, self._trials
         if not (cycle.depth or self._depth or trials.opening) and rates.plain_cycles > QUIET:
-            if rates.plain_cycles % QUIET:  # every microsecond here is one that plain decoding would not have lost
+            if rates.plain_cycles % QUIET:  # overhead here slows plain decoding
                 rates.plain_cycles += 1
                 trials.passed(1)
                 return
@@ -105,13 +105,13 @@ class AdaptivePolicy(DepthPolicy):
         self._move(self._best())
 
     def _best(self) -> int:
-        """The depth with the best rate; the present one where that gains too little. A depth below plain goes."""
+        """The depth with the best rate, or the current one if the gain is too small and it beats plain decoding."""
         rates, depth = self._rates.by_depth, self._depth
         best = rates.index(max(rates))
         enough = rates[best] > rates[depth] * (1.0 + self._min_gain) or rates[depth] < rates[0]
         chosen = best if enough else depth
         if chosen == 0 and depth and self._patient and self._rates.drafts < PATIENCE:
-            return 1  # two wrong drafts at the start are bad luck more often than a bad drafter
+            return 1  # a few wrong drafts at the start are more often bad luck than a bad drafter
         return chosen
 
     def _move(self, depth: int) -> None:
@@ -146,6 +146,6 @@ def specdec_depth_policies() -> list[DepthPolicySpec]:
             factory=AdaptivePolicy,
             config=AdaptiveConfig,
             prepare=_prepare,
-            help="the depth with the best measured rate; plain decoding where none beats it",
+            help="the depth with the best measured rate; plain decoding if none beats it",
         )
     ]

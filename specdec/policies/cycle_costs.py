@@ -1,4 +1,4 @@
-"""What a cycle of each depth costs now: a table, corrected by the cycles' own wall-clock times."""
+"""Estimates the cost of a cycle at each depth: a cost table corrected by measured cycle times."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import statistics
 from collections.abc import Sequence
 
 CLOCK_STEP = 1e-9  # seconds; a coarse clock may read 0, and no cycle is free
-SLOWER = 0.3  # nats; what a cycle took longer than this is put down to an accident, a neighbour's burst of work
-FASTER = 1.5  # nats; nothing makes a cycle faster by accident
-NOISE = 0.02  # variance of log seconds of a cycle, a deviation of 14 %, until two of one depth followed each other
-NOISES = 16  # pairs of cycles whose mean is the noise
-DOUBT = 0.08  # variance of a table's entry, in relation to the other entries, before the first visit
-DRIFT = 0.02  # variance per cycle of what all depths share
-UNKNOWN = 1.0  # variance of the load before it was seen: the first cycles may be unlike all later ones
-TRUSTED = 100  # visits after which an entry is believed no more firmly
+SLOWER = 0.3  # nats; anything slower is clipped as an outlier, such as a burst of other work on the machine
+FASTER = 1.5  # nats; the limit is wider here because no outlier makes a cycle faster
+NOISE = 0.02  # initial variance of a cycle's log seconds, a deviation of 14 %
+NOISES = 16  # pairs of equal cycles over which the noise is averaged
+DOUBT = 0.08  # variance of a table entry, relative to the other entries, before the first visit
+DRIFT = 0.02  # variance per cycle of the load that all depths share
+UNKNOWN = 1.0  # variance of the load before it is measured: the first cycles may be unlike all later ones
+TRUSTED = 100  # visits after which confidence in an entry stops growing
 FIRST = 3  # cycles whose median is the first load: the very first one runs on cold caches
-CONTRAST = 4  # cycles after a change of depth that compare the two
+CONTRAST = 4  # cycles after a change of depth that compare the two depths
 LEARNING = 10  # visits during which an entry also moves its unvisited neighbours
 
 
 class CycleCosts:
     """Seconds of a cycle by drafted tokens.
 
-    ``log seconds = log table[tokens] + load + own[tokens]``. The load is what all depths share (a neighbour's work, the
-    clock rate); it changes fast, and no comparison of depths depends on it. A depth's own correction is learnt from
-    visits and changes slowly; one never visited is believed to be off by as much as its nearest visited neighbours.
-    Both follow a filter of two scalars with their covariance left out.
+    ``log seconds = log table[tokens] + load + own[tokens]``. All depths share the load (other work, clock rate); it
+    changes fast and does not affect comparisons of depths. A depth's own correction is learnt from visits and changes
+    slowly; an unvisited depth is interpolated from its nearest visited neighbours. Both are estimated by a filter of
+    two scalars that ignores their covariance.
     """
 
     def __init__(self, table: Sequence[float]) -> None:
@@ -34,16 +34,16 @@ class CycleCosts:
         self._own = [0.0] * len(table)
         self._visits = [0] * len(table)
         self._first: list[float] = []
-        self._load = 0.0  # of this generation, first seen after FIRST cycles
+        self._load = 0.0  # of this generation, first measured after FIRST cycles
         self._load_doubt = UNKNOWN  # its variance
         self._noise = NOISE
         self._contrast = 0  # cycles for which the load is still that of another depth
-        self._before = (-1, 0.0)  # drafted tokens and log seconds of the cycle before
+        self._before = (-1, 0.0)  # drafted tokens and log seconds of the previous cycle
         self.seconds = [math.exp(value) for value in self._table]
-        """By drafted tokens, at the table's load: what depths are compared with."""
+        """By drafted tokens, at the table's load; depths are compared by these."""
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A cycle that verified ``tokens`` drafted tokens took so long. Longer drafts than the table's are left out."""
+        """Learn that a cycle with ``tokens`` drafted tokens took ``seconds``; ignores drafts beyond the table."""
         if tokens >= len(self._own):
             return
         logged = math.log(max(seconds, CLOCK_STEP))
@@ -51,14 +51,14 @@ class CycleCosts:
         same, earlier = self._before[0] == tokens, self._before[1]
         self._contrast = CONTRAST if not same and len(self._first) == FIRST else max(self._contrast - 1, 0)
         self._before = tokens, logged
-        if same:  # a difference knows nothing of tables and loads
+        if same:  # the difference of two equal cycles depends on neither table nor load
             self._noise += (min(abs(logged - earlier), SLOWER) ** 2 / 2 - self._noise) / NOISES
         if len(self._first) < FIRST:
             self._first.append(measured)
             self._load = statistics.median(self._first)
             return
         surprise = min(max(measured - self._load, -FASTER), SLOWER)
-        # Cycles of one depth alone say nothing about its price beside the others': there, all of it is load.
+        # Cycles of a single depth say nothing about its cost relative to others: attribute all of it to the load.
         doubt = DOUBT / (1 + self._visits[tokens]) if self._contrast else 0.0
         total = doubt + self._load_doubt + self._noise
         self._load += surprise * self._load_doubt / total
@@ -73,7 +73,7 @@ class CycleCosts:
             self._price(tokens)
 
     def adopt(self, other: CycleCosts) -> None:
-        """Start from what another generation over the same table learnt; the load is measured anew."""
+        """Start from what another generation with the same table learnt; the load is measured again."""
         self._own, self._visits = list(other._own), list(other._visits)
         self._price_all()
 
@@ -88,7 +88,7 @@ class CycleCosts:
             self._price(tokens)
 
     def _between(self, tokens: int, visited: list[int]) -> float:
-        """The estimate for an entry never visited. Plain decoding shows nothing about the cost of drafts."""
+        """The estimate for an unvisited entry. Plain decoding says nothing about the cost of drafts."""
         visited = [v for v in visited if v > 0]
         low = max((v for v in visited if v < tokens), default=None)
         high = min((v for v in visited if v > tokens), default=None)

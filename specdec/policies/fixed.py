@@ -1,4 +1,4 @@
-"""The same depth in every cycle."""
+"""The fixed depth policy: the same depth in every cycle."""
 
 from __future__ import annotations
 

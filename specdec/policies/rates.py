@@ -1,4 +1,4 @@
-"""What each depth is worth now: expected tokens over expected seconds of a cycle."""
+"""Estimates the rate of each depth: expected tokens over expected seconds of a cycle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from specdec.contract import CycleRecord
 from specdec.policies.acceptance import Acceptance
 from specdec.policies.cycle_costs import CycleCosts
 
-STALE = 4  # plain cycles after which a drafter has catching up to do, so that its next cycle takes unusually long
-MISSES = 8  # empty drafts whose mean is the cost of one
+STALE = 4  # plain cycles after which a drafter must catch up, so that its next cycle takes unusually long
+MISSES = 8  # empty drafts over which the cost of one is averaged
 
 
 class Rates:
@@ -19,12 +19,12 @@ class Rates:
     ``CycleCosts``.
 
     Args:
-        seconds: of a cycle by drafted tokens, 0 to the deepest, as far as known; only their ratios matter.
+        seconds: of a cycle, by drafted tokens from 0 to the deepest; only their ratios matter.
         window: cycles that acceptance remembers.
 
     Attributes:
-        by_depth: tokens per second, the last one for the deepest draft; ``update`` computes it anew.
-        plain_cycles: cycles without a draft in a row.
+        by_depth: tokens per second, from depth 0 to the deepest draft; computed by ``update``.
+        plain_cycles: consecutive cycles without a draft.
     """
 
     def __init__(self, seconds: Sequence[float], window: int) -> None:
@@ -42,17 +42,17 @@ class Rates:
 
     @property
     def drafts(self) -> float:
-        """Decayed count of the cycles that showed something about position 0."""
+        """Decayed count of the cycles that observed position 0."""
         return self._acceptance.drafts
 
     def adopt(self, other: Rates) -> None:
-        """Start from what another generation learnt; acceptance of another text counts for less."""
+        """Start from what another generation learnt; its acceptance counts for less."""
         self._acceptance.adopt(other._acceptance)
         self._costs.adopt(other._costs)
         self._miss = other._miss
 
     def observe(self, cycle: CycleRecord) -> None:
-        """Learn from a cycle. The time of a drafter that catches up after a pause does not count."""
+        """Learn from a cycle; the time of a drafter that catches up after a pause is ignored."""
         if cycle.depth:
             self._acceptance.observe(cycle)
         if cycle.offered:
@@ -68,15 +68,15 @@ class Rates:
             self.plain_cycles += 1
 
     def restart(self, cycle: CycleRecord) -> None:
-        """Forget what was known of acceptance, and begin again with this cycle."""
+        """Discard what was learnt about acceptance and start again from this cycle."""
         self._acceptance.forget()
         self._acceptance.observe(cycle)
 
     def update(self) -> None:
-        """Compute ``by_depth``. t(k) is a mean over the drafts that the drafter gives when asked for k tokens."""
+        """Compute ``by_depth``. t(k) is the mean over the drafts that the drafter gives when asked for k tokens."""
         rates = []
         tokens = survival = given = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
-        shorter = 0.0  # seconds of the drafts of fewer than k tokens, each with its probability
+        shorter = 0.0  # seconds of drafts of fewer than k tokens, weighted by probability
         extra = self._miss
         for seconds, gain, offer in zip(
             self._costs.seconds, (*self._acceptance.gains, 0.0), (*self._acceptance.offers, 0.0), strict=True

@@ -1,24 +1,24 @@
-"""When a depth other than the best one is tried, to see whether what is known of it still holds."""
+"""Schedules trial cycles at depths other than the best one, to keep their estimates up to date."""
 
 from __future__ import annotations
 
 from specdec.contract import CycleRecord
 
-OPENING = 2  # cycles of each depth tried at the start, where nothing was measured
-TRIES = 8  # cycles that a trial waits for a draft: an empty draft shows nothing
-NEARER = 4  # speculation tries other depths this many times as often as plain decoding: it loses less by that
-HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial has no second cycle
+OPENING = 2  # cycles of each depth tried at the start if nothing was measured
+TRIES = 8  # cycles that a trial waits for a draft: an empty draft carries no information
+NEARER = 4  # while speculation is on, trials are this many times as frequent, because they cost less
+HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial gets no second cycle
 
 
 class Trials:
     """A schedule of trial cycles.
 
-    While speculation is off, a trial is one cycle of depth 1, and a second one, to be timed, unless drafts are
-    hopeless. While it is on, a trial is one cycle of another depth. Trials come after ``first`` tokens, then at doubled
-    distances up to ``last``.
+    While speculation is off, a trial is one cycle of depth 1, plus a second one for timing unless drafts are hopeless.
+    While it is on, a trial is one cycle of another depth. The first trial comes after ``first`` tokens; the distance
+    then doubles up to ``last``.
 
     Args:
-        first, last: tokens between trials, the shortest and the longest distance.
+        first, last: shortest and longest distance between trials, in tokens.
         max_depth: the deepest draft.
     """
 
@@ -26,8 +26,8 @@ class Trials:
         self._first, self._last, self._max_depth = first, last, max_depth
         self._opening: list[int] = []
         self._distance = first  # tokens until the next trial
-        self._tokens = 0  # of those, passed
-        self._cycles = 0  # that the running trial may still take; 0 when none runs
+        self._tokens = 0  # tokens since the last trial
+        self._cycles = 0  # cycles that the running trial may still take; 0 when none runs
         self._second = False  # whether this is a trial's second cycle
         self._others = 0  # trials of other depths so far
 
@@ -37,7 +37,7 @@ class Trials:
         return bool(self._opening)
 
     def open(self) -> None:
-        """Begin with plain decoding, three depths and plain decoding again: nothing is known yet."""
+        """Begin with plain decoding, three depths and plain decoding again, because nothing is known yet."""
         depths = sorted({1, min(3, self._max_depth), self._max_depth})
         self._opening = [0, *(depth for depth in depths for _ in range(OPENING)), 0]
 
@@ -50,16 +50,16 @@ class Trials:
         self._tokens = self._distance
 
     def reset(self) -> None:
-        """Set the distance back to the shortest."""
+        """Reset the distance to the shortest."""
         self._distance = self._first
 
     def cancel(self) -> None:
-        """End the running trial and count the tokens to the next one from here."""
+        """End the running trial and start counting tokens towards the next one."""
         self._tokens = self._cycles = 0
         self._second = False
 
     def depth(self, current: int) -> int:
-        """The depth of the next cycle: ``current``, or the one to try."""
+        """The depth of the next cycle: ``current``, or a trial depth."""
         if self._opening:
             return self._opening[0]
         if not self._cycles:
@@ -86,14 +86,14 @@ class Trials:
         """Continue or end the running trial, if any.
 
         Args:
-            current: the depth in force, not the one tried.
+            current: the depth in force, not the trial depth.
             first_acceptance: the estimate for position 0.
         """
         if not self._cycles:
             return
         self._cycles -= 1
         if cycle.depth and not cycle.offered and self._cycles:
-            return  # nothing was drafted, so nothing was learnt
+            return  # nothing was drafted
         if current == 0 and not self._second and first_acceptance > HOPELESS:
             self._second, self._cycles = True, 1
             return

@@ -1,1 +1,1 @@
-"""The logits processors that come with specdec."""
+"""Built-in logits processors."""

@@ -1,7 +1,7 @@
-"""Structured output: only tokens that keep the output inside a regular expression, a JSON schema or a Lark grammar.
+"""Structured output: restricts tokens so that the output matches a regular expression, JSON schema or Lark grammar.
 
-The automaton is llguidance's (``pip install specdec-framework[grammar]``), imported when a grammar is first built. It
-follows the rows of a draft: a row's history says where it should be, and what differs is rolled back and read again.
+The automaton comes from llguidance (``pip install specdec-framework[grammar]``), imported when a grammar is first
+built. For each row of a draft it rolls back to the tokens it shares with the row's history and reads the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-KEPT_GRAMMARS = 8  # compiled grammars kept per tokenizer: a server sees the same few schemas again and again
+KEPT_GRAMMARS = 8  # compiled grammars kept per tokenizer: a server reuses the same few schemas
 
 
 def _schema_text(schema: str | Mapping[str, Any] | None) -> str | None:
@@ -57,18 +57,18 @@ class GrammarConfig:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Forbids every token after which the output could no longer become a sentence of the grammar.
+    """Forbids every token after which the output could no longer match the grammar.
 
-    End tokens are allowed where a sentence is complete, and nothing else is where it cannot go on; only end tokens
-    follow an end token, or an output that the grammar does not accept (a draft row that will be rejected).
+    End tokens are allowed only after a complete match; if it cannot be extended, nothing else is allowed. Only end
+    tokens may follow an end token, or an output that the grammar rejects (a draft row that will be rejected).
 
-    What is kept between calls, the matcher and the tokens it has read, is a cache: results depend on arguments only.
+    The matcher and the tokens it has read are only a cache: results depend on the arguments alone.
     """
 
     def __init__(self, config: GrammarConfig, env: ProcessorEnv) -> None:
         if not env.end_tokens:
             raise ConfigError(
-                "a grammar needs an end token to say where the output ends, and this tokenizer names none",
+                "a grammar needs an end token to end the output, and this tokenizer has none",
                 try_="eos_token_id in generation_config.json",
             )
         self._end_tokens = frozenset(env.end_tokens)
@@ -76,7 +76,7 @@ class GrammarProcessor(LogitsProcessor):
         self._only_end = np.zeros(env.vocab_size, dtype=bool)
         self._only_end[list(env.end_tokens)] = True
         self._matcher = _vocabulary(env).matcher(config)
-        self._read: list[int] = []  # what the matcher has consumed; never an end token
+        self._read: list[int] = []  # tokens the matcher has consumed; never an end token
 
     def process(self, logits: Float32, history: Sequence[int]) -> Float32:
         allowed = self._allowed() if self._go_to(history[self._start :]) else self._only_end
@@ -100,7 +100,7 @@ class GrammarProcessor(LogitsProcessor):
         return count
 
     def _go_to(self, generated: Sequence[int]) -> bool:
-        """Bring the matcher to an output; False where it cannot follow: behind an end token or an illegal one."""
+        """Move the matcher to this output; False if it contains an end token or an illegal one."""
         generated = list(generated)
         kept = len(self._read)
         if generated[:kept] != self._read:
@@ -119,7 +119,7 @@ class GrammarProcessor(LogitsProcessor):
         return list(tokens[: next(ends, len(tokens))])
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """The tokens that may follow what the matcher has read ``[V]``."""
+        """``[V]`` bool: the tokens that may come next."""
         complete = self._matcher.is_accepting()
         if self._matcher.is_stopped():
             allowed = np.zeros_like(self._only_end)
@@ -129,9 +129,9 @@ class GrammarProcessor(LogitsProcessor):
         allowed[self._only_end] = complete
         if self._matcher.is_error() or not allowed.any():
             raise UnsupportedError(
-                f"the grammar cannot go on after {len(self._read)} tokens: no token spells what must follow",
+                f"the grammar cannot continue after {len(self._read)} tokens: no token spells what must follow",
                 reason=_first_line(self._matcher.get_error()) or None,
-                try_="a grammar over characters that the tokenizer knows",
+                try_="a grammar over characters that the tokenizer has",
             )
         return allowed
 
@@ -148,7 +148,7 @@ class _Vocabulary:
         core = env.tokenizer.core
         size = max(env.vocab_size, env.tokenizer.vocab_size)  # models pad their vocabulary
         try:
-            # one end token is enough for it: where any of them is allowed is decided above, from is_accepting()
+            # llguidance needs just one end token: is_accepting() above decides where all of them are allowed
             self._words = self._library.LLTokenizer(core.to_str(), n_vocab=size, eos_token=env.end_tokens[0])
         except ValueError as error:
             raise UnsupportedError(
@@ -157,7 +157,7 @@ class _Vocabulary:
         self._matchers: dict[str, Any] = {}
 
     def matcher(self, config: GrammarConfig) -> Any:
-        """A matcher at the grammar's beginning. Raises: ConfigError when the grammar is none."""
+        """A matcher at the start of the grammar. Raises: ConfigError when the grammar is invalid."""
         source = self._source(config)
         matcher = self._matchers.get(source)
         if matcher is None:
@@ -193,7 +193,7 @@ _vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Vocabula
 
 
 def _vocabulary(env: ProcessorEnv) -> _Vocabulary:
-    """One per tokenizer: building it takes seconds for a large vocabulary."""
+    """Cached per tokenizer, because building it takes seconds for a large vocabulary."""
     kept = _vocabularies.setdefault(env.tokenizer, {})
     key = (env.vocab_size, env.end_tokens)
     if key not in kept:

@@ -1,1 +1,1 @@
-"""What is kept on this machine between processes: cost tables and probe records."""
+"""Records kept on this machine between processes: cost tables and probe records."""

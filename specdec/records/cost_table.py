@@ -1,7 +1,7 @@
 """Cost tables and their files: seconds of a pass by rows, of a draft by tokens, and of the rest of a cycle.
 
-Costs are wall-clock and belong to one target, drafter and machine. Acceptance is not in here: expected tokens over
-these seconds is what a depth is worth (``specdec.policies.adaptive``). ``specdec.decoding.cycle_timing`` measures them.
+Costs are wall-clock times of one target, drafter and machine, measured by ``specdec.decoding.cycle_timing``.
+``specdec.policies.adaptive`` combines them with acceptance into the rate of each depth.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COSTS = Store("cost table", "costs", "SPECDEC_COSTS")
 
 @attrs.frozen(kw_only=True)
 class CostTable:
-    """Measured seconds, with lines through the neighbours in between and the last slope beyond."""
+    """Measured seconds; interpolated linearly in between, extrapolated with the last slope."""
 
-    verify: Mapping[int, float]  # rows of a pass -> seconds of decode and the decision
+    verify: Mapping[int, float]  # rows of a pass -> seconds of decode and verify
     draft: Mapping[int, float]  # drafted tokens -> seconds of propose; 0 -> 0.0
     commit: float  # seconds of commit, observe and bookkeeping per cycle
-    steady: bool = attrs.field(default=True, eq=False)  # whether repeats agreed; else it is not kept
+    steady: bool = attrs.field(default=True, eq=False)  # whether repeats agreed; otherwise the table is not kept
 
     def cycle(self, depth: int) -> float:
         """t(depth): expected seconds of a cycle that drafts ``depth`` tokens."""
@@ -40,7 +40,7 @@ class CostTable:
         return _on_line(self.draft, tokens)
 
     def draft_step(self) -> float:
-        """Seconds per drafted token, averaged over the deepest draft measured; 0 where none was."""
+        """Seconds per drafted token, averaged over the deepest draft measured; 0 if there was none."""
         deepest = max(self.draft)
         return self.draft[deepest] / deepest if deepest else 0.0
 
@@ -69,9 +69,9 @@ class CostIdentity(Identity):
 
 
 def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
-    """A table and the identity that was written with it.
+    """A table and the identity written with it.
 
-    Raises: OSError when the file cannot be read, ValueError when it is no cost table.
+    Raises: OSError when the file cannot be read, ValueError when it is not a cost table.
     """
     data = COSTS.read(path)
     return parse_costs(data), data["identity"]

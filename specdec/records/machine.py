@@ -1,4 +1,4 @@
-"""What this machine is and what is installed on it: the one reader for records, reports and measurements."""
+"""Facts about this machine and its installed libraries, for records, reports and measurements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
-LIBRARIES = ("torch", "mlx", "mlx-metal", "triton")  # whose kernels compute
+LIBRARIES = ("torch", "mlx", "mlx-metal", "triton")  # libraries that provide kernels
 
 
 @functools.cache
 def processor() -> str:
-    """The CPU's name where the system gives one (Linux, macOS), else its architecture."""
+    """The CPU's name if the system reports one (Linux, macOS), else its architecture."""
     name = ""
     try:
         if sys.platform == "darwin":
@@ -33,7 +33,7 @@ def processor() -> str:
 
 
 def system() -> str:
-    """The operating system with its release."""
+    """The operating system and its release."""
     return platform.platform(terse=True)
 
 
@@ -45,18 +45,18 @@ def cores() -> int:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes of main memory: all of it, and what a program could still have, file caches included."""
+    """Bytes of main memory: total, and available to programs (file caches included)."""
     found = psutil.virtual_memory()
     return found.total, found.available
 
 
 def load_1min() -> float:
-    """Processes that wanted a core, averaged over the last minute."""
+    """The 1-minute load average."""
     return float(psutil.getloadavg()[0])
 
 
 def library_version(name: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
-"""Probe records: what ``specdec doctor`` found out about a checkpoint on this machine, kept for the loads that follow.
+"""Probe records: what ``specdec doctor`` found out about a checkpoint on this machine, kept for later loads.
 
-A backend whose kernels could not be tried on this kind of device declares ``parity_needs_probe`` (see
-``specdec.backends.ops.Capabilities``): parity is then bitwise only where a record of exactly this checkpoint, device,
-library and kernels is stored and nothing in it differs. A record that is missing, outdated, foreign or broken does not
-count (``unproved`` says which).
+A backend whose kernels have not been tested on this kind of device declares ``parity_needs_probe`` (see
+``specdec.backends.ops.Capabilities``). Parity is then bitwise only if a record of exactly this checkpoint, device,
+library and kernels is stored and shows no difference. A missing, outdated, foreign or broken record does not count;
+``unproved`` returns the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.records.store import Identity, Store
 PROBES = Store("probe record", "probes", "SPECDEC_PROBES")
 
 Kind = Literal["op", "pass", "state", "draft", "cycle"]
-PROOF: frozenset[Kind] = frozenset(("op", "pass", "state"))  # kinds that a record needs to stand for exactness
+PROOF: frozenset[Kind] = frozenset(("op", "pass", "state"))  # kinds that a record needs to prove exactness
 
 
 @attrs.frozen(kw_only=True)
@@ -41,15 +41,15 @@ class ProbeIdentity(Identity):
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """One comparison of blocks of rows with the same rows one by one."""
+    """One comparison of blocks of rows with the same rows computed one by one."""
 
     kind: Kind
-    subject: str  # what was compared: an op with its shapes, the logits after so many tokens
+    subject: str  # what was compared: an op with its shapes, the logits after n tokens
     rows: int  # the longest block; all lengths from 2 were compared unless the subject says otherwise
     differing: tuple[int, ...] = ()  # lengths of the blocks in which some bit differs
     first_row: int | None = None  # of the shortest such block
-    difference: float | None = None  # largest absolute difference over all blocks; None where it is not finite
-    where: str = ""  # the array that differs first, where there are several
+    difference: float | None = None  # largest absolute difference over all blocks; None if not finite
+    where: str = ""  # the array that differs first, if there are several
 
     @property
     def equal(self) -> bool:
@@ -82,7 +82,7 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 @attrs.frozen(kw_only=True)
 class RowCost:
-    """What a pass of so many rows costs."""
+    """The cost of a pass by its number of rows."""
 
     rows: int
     seconds: float  # median
@@ -91,7 +91,7 @@ class RowCost:
 
 @attrs.frozen(kw_only=True)
 class ProbeRecord:
-    """What was found, when, and what it belongs to."""
+    """The findings of a probe, their date, and the identity they belong to."""
 
     identity: ProbeIdentity
     probed: str  # UTC, ISO 8601
@@ -112,16 +112,16 @@ class ProbeRecord:
 
 
 def stored_probe(info: ModelInfo) -> ProbeRecord | None:
-    """The record of exactly this target on exactly this machine, whatever it says; None where there is none."""
+    """The record of exactly this target on this machine, passed or not; None if there is none."""
     found = _find(info)
     return found if isinstance(found, ProbeRecord) else None
 
 
 def unproved(info: ModelInfo, model: str) -> str | None:
-    """Why no stored record shows that this target is exact here; None where one does.
+    """Why no stored record proves that this target is exact here; None if one does.
 
     Args:
-        model: what the user calls the checkpoint, for the command that makes a record.
+        model: the user's name of the checkpoint, for the command that makes a record.
     """
     found = _find(info)
     if isinstance(found, str):
@@ -138,9 +138,9 @@ def _find(info: ModelInfo) -> ProbeRecord | str:
 
 
 def read_probe(path: Path) -> ProbeRecord:
-    """A record as ``write_probe`` wrote it.
+    """Read a record written by ``write_probe``.
 
-    Raises: OSError when the file cannot be read, ValueError when it is no probe record.
+    Raises: OSError when the file cannot be read, ValueError when it is not a probe record.
     """
     return _parse(PROBES.read(path))
 
@@ -155,7 +155,7 @@ def _parse(data: dict[str, Any]) -> ProbeRecord:
 def write_probe(record: ProbeRecord, folder: Path) -> Path:
     """Write a record under its own name, replacing the file atomically.
 
-    Raises: UnsupportedError when it belongs to no checkpoint, or the folder cannot be written.
+    Raises: UnsupportedError when its target has no fingerprint, or the folder cannot be written.
     """
     if not record.identity.model:
         raise UnsupportedError("a probe of a target without a fingerprint cannot be stored: it would fit any other")
@@ -172,5 +172,5 @@ def write_probe(record: ProbeRecord, folder: Path) -> Path:
 
 
 def finite(value: float) -> float | None:
-    """``value``, or None where JSON has no number for it."""
+    """``value``, or None if JSON cannot represent it (NaN, infinity)."""
     return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""Records of this machine in JSON files, each with the identity of what it belongs to.
+"""Stores records about this machine as JSON files, each with the identity of what it was made for.
 
-A record counts only where nothing in its identity differs from the present one. A broken record, or one from another
-machine or installation, is reported and made again, never used.
+A record is used only if its identity equals the current one. A broken record, or one from another machine or
+installation, is reported and made again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def cache_folder() -> Path:
     """specdec's cache folder: $SPECDEC_CACHE_DIR, else ``specdec`` in the user's cache folder. It may not exist yet.
 
-    Raises: UnsupportedError where the user's folder is not known, as in some containers.
+    Raises: UnsupportedError when the user's home is unknown, as in some containers.
     """
     if chosen := os.environ.get("SPECDEC_CACHE_DIR"):
         return Path(chosen)
@@ -38,17 +38,17 @@ def cache_folder() -> Path:
         return Path.home() / ".cache" / "specdec"
     except RuntimeError as error:
         raise UnsupportedError(
-            "there is no folder for caches: HOME is not set, and the system knows no home of this user",
+            "there is no folder for caches: HOME is not set, and the system does not know this user's home",
             try_="SPECDEC_CACHE_DIR=FOLDER",
         ) from error
 
 
 @attrs.frozen(kw_only=True)
 class Identity:
-    """Everything that a record depends on, as far as it can be found out. Subclasses add fields."""
+    """Everything known that a record depends on. Subclasses add fields."""
 
     NAMED_BY: ClassVar[tuple[str, ...]] = ("model", "backend", "device", "dtype")
-    """The fields in a file's name: what was measured, not where, so that an outdated record is found and reported."""
+    """The fields in a file's name: what was measured but not where, so that an outdated record is still found."""
 
     model: str  # ModelInfo.fingerprint
     backend: str
@@ -56,12 +56,12 @@ class Identity:
     dtype: str
     kernels: str
     processor: str
-    libraries: str  # versions of machine.LIBRARIES, those that are installed
+    libraries: str  # installed versions of machine.LIBRARIES
     specdec: str
 
     @classmethod
     def of(cls, info: ModelInfo, **own: Any) -> Self:
-        """The identity of a loaded target, here and now; ``own`` are the fields of the subclass."""
+        """The current identity of a loaded target; ``own`` are the subclass's fields."""
         return cls(
             model=info.fingerprint,
             backend=info.backend,
@@ -80,7 +80,7 @@ class Identity:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
     def differences(self, other: Mapping[str, Any]) -> list[str]:
-        """``threads 2, here 1`` for every field in which ``other`` differs."""
+        """``threads 2, here 1`` for every field that differs in ``other``."""
         ours = attrs.asdict(self)
         return [f"{name} {other.get(name)}, here {ours[name]}" for name in ours if other.get(name) != ours[name]]
 
@@ -94,14 +94,14 @@ class Store:
     switch: str  # environment variable: a folder, or "off" to keep none
 
     def folder(self) -> Path | None:
-        """Where records are kept: $switch, else the subfolder of the cache folder. None: they are not kept."""
+        """Where records are kept: $switch, else the subfolder of the cache folder; None if they are not kept."""
         chosen = os.environ.get(self.switch)
         if chosen:
             return None if chosen == "off" else Path(chosen)
         return cache_folder() / self.subfolder
 
     def find(self, identity: Identity, parse: Callable[[dict[str, Any]], T]) -> T | str:
-        """The record of exactly this identity, or the reason why there is none ("" where none was ever made).
+        """The record of exactly this identity, or the reason why there is none ("" if none was ever made).
 
         Args:
             parse: makes the record from its JSON data. Raises: ValueError.
@@ -125,7 +125,7 @@ class Store:
         return record
 
     def read(self, path: Path) -> dict[str, Any]:
-        """The data of a record. Raises: OSError, ValueError when it is no record of this format."""
+        """The data of a record. Raises: OSError; ValueError when it is not a record of this format."""
         data: Any = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(data, dict) and data.pop("format", None) == FORMAT and isinstance(data.get("identity"), dict):
             return data

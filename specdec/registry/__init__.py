@@ -1,4 +1,4 @@
-"""Loading plugins, looking up what they registered, and guarding the calls to them."""
+"""The registry: loads plugins, looks up what they registered, and guards calls into them."""
 
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind
 from specdec.registry.loading import tracing

@@ -1,4 +1,4 @@
-"""What plugins can register: the kinds of specs, their hooks, and the checks that a spec must pass."""
+"""The kinds of specs that plugins can register, their hooks, and the checks that a spec must pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BUILT_INS = (
     "specdec.models.glm4_moe",
     "specdec.models.deepseek_v3",
 )
-"""Modules that register through the same hooks as other people's plugins."""
+"""Built-in modules; they register through the same hooks as third-party plugins."""
 
 
 class Kind(enum.Enum):
@@ -54,7 +54,7 @@ class Kind(enum.Enum):
 
 @attrs.frozen
 class KindInfo:
-    """How a kind is registered and chosen."""
+    """How a kind is registered and configured."""
 
     hook: str
     spec: type[Any]
@@ -75,7 +75,7 @@ PUBLISHED: Mapping[tuple[Kind, str | None], tuple[str, str]] = {
     (Kind.BACKEND, "transformers"): ("specdec-transformers", "the plugin that brings 'transformers'"),
     (Kind.MODEL, None): ("specdec-transformers", "which runs every causal language model of transformers"),
 }
-"""Our plugin to install for a name that is not registered, and why; None stands for every name of the kind."""
+"""The plugin to install for an unregistered name, and why; None matches every name of the kind."""
 
 
 def kind_of(spec: Spec) -> Kind:
@@ -84,12 +84,12 @@ def kind_of(spec: Spec) -> Kind:
 
 
 def names_of(spec: Spec) -> tuple[str, ...]:
-    """The names that a spec is looked up by: a family by the model types that it reads."""
+    """The names under which a spec is found; for a family, its model types."""
     return tuple(spec.model_types) if isinstance(spec, ModelSpec) else (spec.name,)
 
 
 def check_specs(info: KindInfo, result: object) -> list[Spec]:
-    """What a hook returned, as a list of specs. Raises: PluginError when it is something else."""
+    """A hook's result as a list of specs. Raises: PluginError when it is something else."""
     expected = f"{info.hook} returns a list of {info.spec.__name__}"
     if not isinstance(result, list | tuple):
         raise PluginError(f"{expected}, got {_described(result)}")
@@ -100,7 +100,7 @@ def check_specs(info: KindInfo, result: object) -> list[Spec]:
 
 
 def check_fields(spec: Any) -> None:
-    """What attrs does not check: the types of a spec's fields, so that a wrong one fails when it is registered."""
+    """Check the types of a spec's fields, which attrs does not. Raises: PluginError when one is wrong."""
     who = f"{type(spec).__name__} {spec.name!r}"
     if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
         raise PluginError(f"{who}: a name is a word other than 'auto'")

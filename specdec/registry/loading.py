@@ -1,4 +1,4 @@
-"""Loading plugins one by one: all of a plugin or nothing, with failures recorded instead of raised."""
+"""Loads plugins one by one, each completely or not at all; failures are recorded instead of raised."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Candidate:
 class Loader:
     """Imports plugins, keeps what they registered, and calls their hooks.
 
-    Installed plugins come first, then the built-ins: commands need the installed ones only.
+    Installed plugins come first, then the built-ins, because commands need only the installed ones.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Loader:
         self._loading = False
 
     def advance(self, *, sources_left: int) -> None:
-        """Admit candidates until only ``sources_left`` sources are left; after an interruption, continue there."""
+        """Admit candidates until only ``sources_left`` sources are left; can resume after an interruption."""
         with self.lock:
-            if self._loading:  # the lock is this thread's own, so we are inside an import that we started
+            if self._loading:  # this thread holds the lock, so it is inside an import that it started
                 raise PluginError("a plugin asked for the registry while it was being imported")
             self._loading = True
             try:
@@ -81,7 +81,7 @@ class Loader:
                 self._loading = False
 
     def admit(self, candidate: Candidate) -> Plugin | Failure:
-        """Import, register and collect one plugin: all of it, or nothing and a Failure."""
+        """Import, register and collect one plugin completely, or return a Failure."""
         name, origin, during = candidate.name, candidate.origin, "import"
         provides: list[str] = []
         admitted: Plugin | None = None
@@ -108,7 +108,7 @@ class Loader:
         return admitted
 
     def remove(self, plugin: Plugin) -> None:
-        """Take a plugin back, with everything that it registered."""
+        """Remove a plugin and everything it registered."""
         known = self._manager.get_name(plugin.plugin)
         if known is not None:
             self._manager.unregister(name=known)
@@ -127,12 +127,12 @@ class Loader:
         )
 
     def implementing(self, hook: str) -> list[Plugin]:
-        """The plugins that implement a hook, in the order in which they were loaded."""
+        """The plugins that implement a hook, in load order."""
         found = [impl.plugin for impl in getattr(self._manager.hook, hook).get_hookimpls()]
         return [plugin for plugin in self.plugins if any(plugin.plugin is one for one in found)]
 
     def caller(self, plugin: Plugin, hook: str) -> Callable[..., Any]:
-        """The hook of one plugin; goes through pluggy, so that tracing sees it."""
+        """The hook of one plugin, called through pluggy so that tracing sees it."""
         others = [other for other in self._manager.get_plugins() if other is not plugin.plugin]
         return self._manager.subset_hook_caller(hook, others)
 
@@ -157,7 +157,7 @@ class Loader:
             try:  # one distribution with a broken entry_points.txt must not hide all others
                 mine = distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
                 name = re.sub(r"[-_.]+", "-", distribution.name).lower() if mine else ""
-            except Exception as error:  # noqa: BLE001 - whatever broken metadata makes importlib raise
+            except Exception as error:  # noqa: BLE001 - broken metadata can raise anything
                 where = str(getattr(distribution, "_path", "unknown distribution"))
                 self.fail(Failure(where, Origin(where), error, "registration"))
                 continue
@@ -171,13 +171,13 @@ class Loader:
     def _check_registrable(self, plugin: object) -> None:
         if plugin is None:
             raise PluginError("the entry point names None")
-        hash(plugin)  # pluggy keeps plugins in sets, where an unhashable one would break all others' calls
+        hash(plugin)  # pluggy keeps plugins in sets, where an unhashable one would break the calls of all others
         for loaded in self.plugins:
             if loaded.plugin is plugin:
                 raise PluginError(f"the same plugin is registered as {loaded}")
 
     def _check_marks(self, plugin: object) -> None:
-        """A hook without ``@hookimpl`` would silently never be called."""
+        """Raises: PluginError for a hook without ``@hookimpl``, which would silently never be called."""
         implemented = {caller.name for caller in self._manager.get_hookcallers(plugin) or []}
         for hook in vars(hookspecs):
             if hook.startswith("specdec_") and hook not in implemented:
@@ -188,13 +188,13 @@ class Loader:
             raise PluginError("it implements no hook; mark one with @specdec.hookimpl")
 
     def _collect(self, plugin: Plugin, provides: list[str]) -> list[Entry]:
-        """Every spec of a plugin, checked; names go to ``provides`` as they are found, so that a failure knows them."""
+        """Every spec of a plugin, checked; adds their names to ``provides`` as it goes, for use in a Failure."""
         entries: list[Entry] = []
         implemented = {caller.name for caller in self._manager.get_hookcallers(plugin.plugin) or []}
         for kind, info in KINDS.items():
             if info.hook not in implemented:
                 continue
-            for result in self.caller(plugin, info.hook)():  # a list per implementation: here one
+            for result in self.caller(plugin, info.hook)():  # one list per implementation; here there is one
                 for spec in check_specs(info, result):
                     provides.append(str(spec.name))
                     check_fields(spec)
@@ -204,7 +204,7 @@ class Loader:
 
 
 def flag(name: str) -> bool:
-    """Whether an environment variable is switched on."""
+    """Whether an environment variable is set to a true value."""
     return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 

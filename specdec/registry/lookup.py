@@ -1,8 +1,8 @@
-"""Finding what plugins registered, building it, and calling their hooks. Nothing is imported before the first look-up.
+"""The plugin registry: finds what plugins registered, builds it, and calls their hooks.
 
-A plugin that fails is recorded with its error, which is raised when the plugin is asked for.
-``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin authors and CI); ``SPECDEC_TRACE_PLUGINS=1`` logs every hook
-call.
+Nothing is imported before the first look-up. A plugin that fails is recorded with its error, which is raised when the
+plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin authors and CI);
+``SPECDEC_TRACE_PLUGINS=1`` logs every hook call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Registry:
     """All plugins of a process, by what they provide.
 
-    Installed plugins and built-ins are loaded on the first look-up; commands need the installed ones only, so that
+    Installed plugins and built-ins are loaded on the first look-up. Commands load only the installed ones, so that
     ``specdec --help`` imports no tensor library.
     """
 
@@ -49,11 +49,11 @@ class Registry:
         strict: bool | None = None,
         trace: bool | None = None,
     ) -> None:
-        """Load nothing yet.
+        """Nothing is loaded yet.
 
         Args:
             built_ins: module names or plugin objects.
-            entry_points: None takes those of the installed distributions.
+            entry_points: None uses those of the installed distributions.
             strict: None reads SPECDEC_STRICT_PLUGINS.
             trace: None reads SPECDEC_TRACE_PLUGINS.
         """
@@ -63,7 +63,7 @@ class Registry:
         self._ready = False
 
     def load(self) -> None:
-        """Load what is not loaded yet; every look-up does.
+        """Load everything not loaded yet; every look-up does this.
 
         Raises: PluginError for the first failure or conflict, when strict.
         """
@@ -77,9 +77,9 @@ class Registry:
                 raise conflict_error(kind, name, claims, "SPECDEC_STRICT_PLUGINS=1")
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Add a plugin of this program: a module, or an object with ``@hookimpl`` methods. Fails at once.
+        """Add a plugin of this program: a module, or an object with ``@hookimpl`` methods.
 
-        Raises: PluginError when it cannot be registered, or a name that it brings is taken.
+        Raises: PluginError when it cannot be registered, or a name that it provides is taken.
         """
         self.load()
         module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
@@ -123,7 +123,7 @@ class Registry:
         return self._find(Kind.MODEL, ModelSpec, model_type, asked_by)
 
     def origin_of(self, spec: Spec) -> Origin:
-        """Where ``spec`` comes from; one that is not registered is this program's."""
+        """Where ``spec`` comes from; an unregistered spec belongs to this program."""
         self.load()
         return next((entry.origin for entry in self._loader.entries if entry.spec is spec), Origin())
 
@@ -141,7 +141,7 @@ class Registry:
 
     @property
     def failures(self) -> list[Failure]:
-        """What failed so far: plugins that are missing, and single hooks that are switched off."""
+        """Failures so far: plugins that could not be loaded, and hooks that were switched off."""
         self.load()
         return list(self._loader.failures)
 
@@ -211,10 +211,10 @@ class Registry:
     # --- calls into plugins ------------------------------------------------------------------------------------------
 
     def build(self, spec: Spec, make: Callable[[], Any], wanted: type = object) -> Any:
-        """What ``make()`` returns, a call into the plugin of ``spec``.
+        """Return ``make()``, a call into the plugin of ``spec``.
 
-        Raises: PluginError that names the plugin when the call fails or does not return a ``wanted``; the plugin's own
-        SpecdecError passes through.
+        Raises: PluginError that names the plugin when the call fails or does not return a ``wanted``; a SpecdecError
+        from the plugin passes through.
         """
         try:
             made = make()
@@ -237,9 +237,9 @@ class Registry:
         )
 
     def forward_pass(self, target_config: TargetConfig) -> ForwardPass | None:
-        """The first plugin's own model for this target, or None.
+        """The model of the first plugin that takes this target, or None.
 
-        Raises: PluginError when a plugin fails on it; continuing would run another engine than intended.
+        Raises: PluginError when a plugin fails; continuing would run another engine than intended.
         """
         self.load()
         for plugin in reversed(self._loader.implementing("specdec_forward_pass")):  # pluggy's order: the last one first
@@ -263,7 +263,7 @@ class Registry:
         return None
 
     def notify_cycle(self, record: CycleRecord) -> None:
-        """Show a cycle to every observer; one that raises is recorded and switched off."""
+        """Pass a cycle to every observer; one that raises is recorded and switched off."""
         for plugin, call in self._observers:
             try:
                 call(record=record)
@@ -278,7 +278,7 @@ class Registry:
         self._observers = tuple((plugin, self._loader.caller(plugin, "specdec_cycle")) for plugin in found)
 
     def add_commands(self, cli: click.Group) -> None:
-        """Let installed plugins add commands; one that raises, or takes a name in use, adds none."""
+        """Let installed plugins add commands; one that raises or uses a taken name adds none."""
         self._loader.advance(sources_left=1)
         for plugin in self._loader.implementing("specdec_commands"):
             before = dict(cli.commands)
@@ -301,7 +301,7 @@ def _listed(known: Mapping[str, list[Entry]]) -> str:
 
 
 def _suggested(known: Mapping[str, list[Entry]]) -> str | None:
-    """A name that works: a built-in one where there is one."""
+    """A name that works, preferably a built-in one."""
     usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
     return min(usable, key=lambda name: (not usable[name].origin.built_in, name == "none", name), default=None)
 
@@ -322,7 +322,7 @@ def registry() -> Registry:
 
 
 def use_registry(new: Registry | None) -> Registry | None:
-    """Replace the registry of this process (None: build a new one on the next call); returns the former. For tests."""
+    """Replace the registry of this process (None: build a new one on the next call); returns the old one. For tests."""
     global _current
     with _current_lock:
         former, _current = _current, new
@@ -330,6 +330,6 @@ def use_registry(new: Registry | None) -> Registry | None:
 
 
 def notify_cycle(record: CycleRecord) -> None:
-    """Show a finished cycle to the plugins that observe cycles."""
+    """Pass a finished cycle to the plugins that observe cycles."""
     if _current is not None:
         _current.notify_cycle(record)

@@ -1,4 +1,4 @@
-"""Who registered what: the origin of a plugin, its entries, and its failures."""
+"""The origin of a plugin, its entries, and its failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Origin:
 
     @property
     def built_in(self) -> bool:
-        """Whether it came with specdec itself."""
+        """Whether it is part of specdec itself."""
         return self.distribution is None and self.module.startswith("specdec.")
 
     def __str__(self) -> str:
@@ -60,13 +60,13 @@ class Entry:
 
 @attrs.frozen(eq=False)
 class Failure:
-    """A plugin, or a part of one, that does not work, and why."""
+    """A plugin, or part of one, that does not work, and why."""
 
     name: str  # of the entry point, or the last part of a built-in's module
     origin: Origin
     error: BaseException
     during: str  # "import", "registration", or the hook that raised
-    provides: tuple[str, ...] = ()  # names that its specs would have had, as far as they are known
+    provides: tuple[str, ...] = ()  # names of its specs, as far as they are known
 
     @property
     def reason(self) -> str:
@@ -78,11 +78,11 @@ class Failure:
 
     @property
     def fatal(self) -> bool:
-        """Whether the whole plugin is missing; otherwise only one of its hooks is off."""
+        """Whether the whole plugin is unavailable; otherwise only one of its hooks is off."""
         return self.during in ("import", "registration")
 
     def stands_for(self, name: str) -> bool:
-        """Whether a look-up of ``name`` most likely means this plugin."""
+        """Whether this plugin most likely provides ``name``."""
         return name == self.name or name in self.provides or self.origin.distribution == f"specdec-{name}"
 
     def remedy(self, otherwise: str | None = None) -> str:
@@ -96,7 +96,7 @@ class Failure:
         return f"{repair}, or {otherwise}" if otherwise else repair
 
     def as_error(self) -> PluginError:
-        """The error to raise where failures are not tolerated."""
+        """The error to raise in strict mode."""
         return PluginError(
             f"the plugin {self.name!r} failed ({self.during})",
             plugin=f"{self.name} ({self.origin})",

@@ -22,25 +22,25 @@ from specdec.errors import CheckpointError, PromptError
 
 @attrs.frozen
 class ChatTemplate:
-    """A Jinja source and the file that it comes from."""
+    """A Jinja source and its file."""
 
     source: str
     file: Path
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation. Raises: PromptError with the template's file and line when it fails."""
+        """The text of a conversation. Raises: PromptError with the template's file and line when rendering fails."""
         line: int | None
         try:
             return _compiled(self.source).render(variables)
         except jinja2.TemplateSyntaxError as error:
             reason, line = error.message, error.lineno
-        except Exception as error:  # noqa: BLE001 - a template can raise anything that its expressions can
+        except Exception as error:  # noqa: BLE001 - expressions in a template can raise anything
             reason, line = _reason(error), _template_line(error)
         raise PromptError(f"the chat template failed: {reason}", file=self.file, line=line)
 
 
 def read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """Every chat template of a folder by name; a file of its own wins over tokenizer_config.json."""
+    """Every chat template of a folder by name; a separate file wins over tokenizer_config.json."""
     templates: dict[str, ChatTemplate] = {}
 
     def take(value: Any, file: Path) -> None:
@@ -68,19 +68,19 @@ def read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
 
 
 class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}``, which marks an assistant's words for training: here just its body."""
+    """``{% generation %}...{% endgeneration %}``, which marks an assistant's words for training; renders its body."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The body, as if the two tags were not there."""
+        """The body, without the two tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    """A template in the environment that Hugging Face templates are written for, sandboxed."""
+    """A compiled template in a sandboxed environment that matches Hugging Face's."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -97,7 +97,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON, arguments in the order of Hugging Face's filter: Jinja's own escapes for HTML."""
+    """Plain JSON, with the arguments of Hugging Face's filter; Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -111,7 +111,7 @@ def _reason(error: Exception) -> str:
 
 
 def _template_line(error: BaseException) -> int | None:
-    """The last line of a template in a traceback; Jinja compiles templates with their own line numbers."""
+    """The innermost template line in a traceback; compiled templates keep their line numbers."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: text that never changes again."""
+"""Incremental decoding: turns streamed tokens into text that never changes again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specdec.text.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:
-    """Text of a growing sequence of tokens, each character once, as soon as it is final.
+    """Decodes a growing sequence of tokens; returns each character once, as soon as it is final.
 
-    What ``push`` and finally ``flush`` return, joined, is ``tokenizer.decode`` of all ids, however they were chunked.
-    An incomplete character is held back. The cost of a push depends on its own tokens only.
+    The results of all ``push`` calls and the last ``flush``, joined, equal ``tokenizer.decode`` of all ids, however
+    they were chunked. An incomplete character is held back. The cost of a push depends on its own tokens only.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -21,16 +21,16 @@ class IncrementalDecoder:
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take more tokens and return the text that became final."""
+        """Add tokens and return the text that became final."""
         return self._decoder.push([token for token in ids if token not in self._skipped])
 
     def flush(self) -> str:
-        """Return what was held back, with incomplete characters as U+FFFD, and reset."""
+        """Return the text held back, with incomplete characters as U+FFFD, and reset."""
         return self._decoder.flush()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: printable bytes are themselves, the others are shifted behind U+0100.
+    """Character -> byte of byte-level BPE: printable bytes map to themselves, the others to U+0100 onwards.
 
     Source: GPT-2, openai/gpt-2 ``src/encoder.py``, ``bytes_to_unicode``.
     """
@@ -67,7 +67,7 @@ class _ByteDecoder:
             piece = self._piece(token) or ""
             try:
                 known = bytes(_BYTE_OF[character] for character in piece)
-            except KeyError:  # an added token with a space, say, is not spelt in the byte alphabet
+            except KeyError:  # for example, an added token with a space is not in the byte alphabet
                 known = piece.encode("utf-8")
             self._bytes[token] = known
         return known
@@ -76,7 +76,7 @@ class _ByteDecoder:
 class _WindowDecoder:
     """For every other tokenizer: decodes the last final tokens together with the new ones and returns the difference.
 
-    The tokens before give the new ones their context (a leading space that is stripped only at the very beginning).
+    The final tokens provide context (a leading space is stripped only at the very beginning).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -98,7 +98,7 @@ class _WindowDecoder:
     def _may_change(self) -> bool:
         """Whether later tokens could change the text of the last one."""
         last = self._piece(self._new[-1]) or ""
-        # a run of byte pieces is decoded as a whole: one invalid byte at its end makes all of it U+FFFD
+        # a run of byte pieces is decoded as a whole: an invalid byte at its end turns all of it into U+FFFD
         if self._byte_runs and len(last) == 6 and last.startswith("<0x") and last.endswith(">"):
             return True
         return self._decode(self._new[-4:]).endswith("�")  # a character has four bytes, a piece at least one

@@ -1,4 +1,4 @@
-"""Stop strings in streamed text."""
+"""Finds stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from specdec.errors import PromptError
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces, however it was split.
+    """Finds stop strings in text that arrives in pieces, however it is split.
 
-    The match that is complete first counts; of several that end at the same character, the longest. Text before the
-    match is emitted; the match and what follows it are not.
+    The match that ends first wins; of several that end at the same character, the longest. Text before the match is
+    emitted; the match and what follows are not.
     Raises: PromptError for an empty stop string.
     """
 
@@ -24,9 +24,9 @@ class StopMatcher:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take text; return the part that no match can include, and the stop string once one was found.
+        """Add text; return the part that no match can include, and the stop string if one was found.
 
-        Text that could be the beginning of a stop string is held back. After a match nothing is emitted.
+        Text that could be the start of a stop string is held back. After a match nothing is emitted.
         """
         if self._matched is not None or not self._stops:
             return ("" if self._matched is not None else text), self._matched
@@ -41,7 +41,7 @@ class StopMatcher:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """The text held back, at the end of the text."""
+        """Return the text held back; call it at the end of the text."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the checkpoint's own tokenizer does it."""
+"""The tokenizer: text to token ids and back, with the checkpoint's own ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Tokenizer:
 
     Args:
         core: the tokenizer of the ``tokenizers`` library; its truncation and padding are switched off.
-        tokenizer_config, generation_config, config: the JSON files beside it, where they exist.
-        chat_templates: by name; "default" is the ordinary one.
-        folder: where it comes from, for messages.
+        tokenizer_config, generation_config, config: the JSON files next to it, if they exist.
+        chat_templates: by name; "default" is the usual one.
+        folder: its folder, for messages.
 
     Attributes:
         vocab_size: one more than the largest token id.
-        special_ids: ids of special tokens (``<|im_end|>``, ...), which ``decode`` leaves out.
-        eos_ids: ids that end a generation: generation_config's (config's where that names none), and the tokenizer's.
+        special_ids: ids of special tokens (``<|im_end|>``, ...), which ``decode`` omits.
+        eos_ids: ids that end a generation: those of generation_config (else of config), and the tokenizer's.
         bos_id: id of the token that begins a text, or None.
     """
 
@@ -65,12 +65,12 @@ class Tokenizer:
 
     @property
     def core(self) -> tokenizers.Tokenizer:
-        """The underlying tokenizer of the library ``tokenizers``; do not change it."""
+        """The underlying tokenizer of the ``tokenizers`` library; do not modify it."""
         return self._core
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
-        """Read ``tokenizer.json`` and what stands beside it. Raises: CheckpointError naming the file."""
+        """Read ``tokenizer.json`` and the files next to it. Raises: CheckpointError that names the file."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -82,7 +82,7 @@ class Tokenizer:
                 f"tokenizer.json cannot be read: {error}", file=file, try_="download it again, or a newer `tokenizers`"
             ) from error
         tokenizer_config = _optional_json(folder / "tokenizer_config.json")
-        if not tokenizer_config.keys() >= {"eos_token", "bos_token"}:  # older folders keep them in a file of their own
+        if not tokenizer_config.keys() >= {"eos_token", "bos_token"}:  # older folders keep them in a separate file
             tokenizer_config = _optional_json(folder / "special_tokens_map.json") | tokenizer_config
         return cls(
             core,
@@ -94,9 +94,9 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a text; ``add_special`` adds its prefix and suffix (often a bos token, or none).
+        """Token ids of a text; ``add_special`` adds the tokenizer's prefix and suffix (often a bos token, or nothing).
 
-        Raises: PromptError for text that is no valid Unicode (lone surrogates).
+        Raises: PromptError for text that is not valid Unicode (lone surrogates).
         """
         try:
             text.encode("utf-8")
@@ -109,7 +109,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of token ids; unknown ids have none."""
+        """The text of token ids; unknown ids are skipped."""
         text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
@@ -121,17 +121,17 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt text of a conversation, by the checkpoint's own Jinja template; encode it without ``add_special``.
+        """The prompt text of a conversation, by the checkpoint's Jinja template; encode it without ``add_special``.
 
         Args:
             messages: mappings with "role" and "content".
             add_generation_prompt: end with the beginning of the assistant's answer.
-            **variables: what else the template knows ("tools", "enable_thinking", ...). With "tools", a template named
-                "tool_use" is taken where there is one.
+            **variables: other template variables ("tools", "enable_thinking", ...). With "tools", a template named
+                "tool_use" is used if there is one.
 
-        Raises: PromptError when there is no template, or it fails, with its file and line.
+        Raises: PromptError when there is no template; with its file and line when it fails.
         """
-        message: Any  # whatever a caller sent
+        message: Any  # input from the caller
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise PromptError(f"a message is a mapping with 'role' and 'content', got {message!r}")
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @functools.cached_property
     def decodes_bytes(self) -> bool:
-        """Whether decoding is nothing but joining the pieces' bytes (byte-level BPE)."""
+        """Whether decoding only joins the pieces' bytes (byte-level BPE)."""
         decoder = json.loads(self._core.to_str())["decoder"]
         if decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
             decoder = decoder["decoders"][0]
@@ -165,11 +165,11 @@ class Tokenizer:
 
     @functools.cached_property
     def falls_back_to_bytes(self) -> bool:
-        """Whether pieces such as ``<0xE2>`` stand for bytes, which the decoder reads by whole runs."""
+        """Whether pieces such as ``<0xE2>`` are bytes, which the decoder reads in whole runs."""
         return '"ByteFallback"' in json.dumps(json.loads(self._core.to_str())["decoder"])
 
     def piece(self, token: int) -> str | None:
-        """The vocabulary entry of a token, or None for an id that there is none for."""
+        """The vocabulary entry of a token, or None for an unknown id."""
         piece: str | None = self._core.id_to_token(token)
         return piece
 
@@ -208,7 +208,7 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def common_prefix(one: Iterable[int], other: Iterable[int]) -> int:
-    """How many leading tokens two sequences share."""
+    """The number of leading tokens that two sequences share."""
     shared = 0
     for ours, theirs in zip(one, other, strict=False):
         if ours != theirs:

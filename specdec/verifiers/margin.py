@@ -1,4 +1,4 @@
-"""Near-greedy: a draft token within a stated margin of the target's best is kept."""
+"""Near-greedy verification: keeps draft tokens within a given margin of the target's best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.verifiers.strict import check_rows
 
 @attrs.frozen(kw_only=True)
 class MarginConfig:
-    """``margin`` in nats of logit gap; 0 is strict, 0.1 accepts near ties only, 1 is visibly lossy."""
+    """``margin``: the largest logit gap, in nats; 0 is strict, 0.1 accepts only near ties, 1 is visibly lossy."""
 
     margin: float = attrs.field(default=0.1, validator=between(0.0, 20.0))
 
@@ -22,8 +22,8 @@ class MarginConfig:
 class MarginVerifier(Verifier):
     """Every committed token has a logit gap of at most ``margin`` to the best, so ``P(x) >= exp(-margin) max P``.
 
-    The bound is per token, not per sequence: what follows a tolerated token is conditioned on it. Gaps are of the
-    logits after bias, penalties and bans, before temperature.
+    The bound is per token, not per sequence: what follows a tolerated token is conditioned on it. Gaps are measured
+    after bias, penalties and bans, before temperature.
     """
 
     guarantee = Guarantee.BOUNDED

@@ -1,7 +1,7 @@
 """Lossless sampling by the ratio rule, token by token or block by block.
 
 Sources: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1, with p = target and q = draft (Chen et al. 2023,
-arXiv:2302.01318, have the letters the other way round); for blocks Sun et al. 2024, arXiv:2403.10444, algorithm 2.
+arXiv:2302.01318, swap the letters); for blocks Sun et al. 2024, arXiv:2403.10444, algorithm 2.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from specdec.sampling import Float64, Float64Like
 
 Distribution = Callable[[int], "Float64"]
-"""The distribution ``[V]`` of a row, computed when it is asked for."""
+"""Gives the distribution ``[V]`` of a row; computed on demand."""
 
 
 @attrs.frozen(kw_only=True)
 class RejectionConfig:
-    """``block``: judge the block as a whole. Accepts at least as many tokens on average; drafts need ``probs``."""
+    """``block``: verify the block as a whole; accepts at least as many tokens on average. Drafts need ``probs``."""
 
     block: bool = False
 
 
 class RejectionVerifier(Verifier):
-    """The output follows the target's distribution, with other tokens than plain decoding with the same seed."""
+    """The output follows the target's distribution, but differs from plain decoding with the same seed."""
 
     guarantee = Guarantee.DISTRIBUTION
     draft_noise = DraftNoise.INDEPENDENT
@@ -70,7 +70,7 @@ def accept_chain(
 ) -> tuple[int, Float64]:
     """The token-level rule: how many draft tokens stay, and the distribution of the token after them.
 
-    Token x of row i stays when ``accepts[i] * draft(x) < target(x)``; the first that fails leaves
+    Token x of row i stays if ``accepts[i] * draft(x) < target(x)``; after the first failure the distribution is
     ``norm(max(target - draft, 0))``. ``draft_distributions`` None: point masses. Leviathan et al., algorithm 1.
     """
     for row, token in enumerate(tokens):
@@ -84,11 +84,11 @@ def accept_chain(
 def accept_block(
     target_distribution: Distribution, draft_distributions: Float64Like, tokens: Sequence[int], accepts: Sequence[float]
 ) -> tuple[int, Float64]:
-    """Block verification: the largest index whose test passes decides, an earlier failure does not stop.
+    """Block verification: the largest index whose test passes decides; an earlier failure does not end it.
 
     Sun et al. 2024, algorithm 2; ``kept`` is their p_i, ``spare`` the mass s_i of the scaled residual.
     """
-    kept: float = 1  # ints, here and below: they leave fractions exact
+    kept: float = 1  # ints, here and below, keep fractions exact
     best, final = 0, None
     count = len(tokens)
     for row in range(count + 1):
@@ -110,7 +110,7 @@ def accept_block(
 
 
 def residual(target: Float64, draft: Float64) -> Float64:
-    """``norm(max(0, target - draft))`` of two distributions ``[V]``; the target where the two are equal."""
+    """``norm(max(0, target - draft))`` of two distributions ``[V]``; the target if they are equal."""
     rest = np.maximum(target - draft, 0)
     mass = rest.sum()
     return rest / mass if mass > 0 else target
@@ -123,12 +123,12 @@ def _point_mass(token: int, like: Float64) -> Float64:
 
 
 def _wide(distribution: Float64Like) -> Float64:
-    """Float32 as float64; fractions, with which the rules are proved in tests, as they are."""
+    """Converts float32 to float64; leaves fractions (used in tests) unchanged."""
     return distribution.astype(np.float64) if distribution.dtype == np.float32 else cast("Float64", distribution)
 
 
 def _check_honest(draft: Draft) -> None:
-    """A token that its own distribution could not have given makes every ratio wrong."""
+    """Raises: ContractError for a token with probability 0 in its own draft distribution."""
     if draft.probs is None:
         return
     for row, token in enumerate(draft.tokens):

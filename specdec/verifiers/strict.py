@@ -11,8 +11,8 @@ from specdec.sampling import Rows, is_plain
 class StrictVerifier(Verifier):
     """Row k decides token k by the same function as plain decoding: argmax, or noise keyed by the position.
 
-    The output is a function of target, prompt, settings and seed alone, so no drafter, depth or cycle boundary can
-    change it.
+    The output is a function of target, prompt, settings and seed alone; drafter, depth and cycle boundaries do not
+    affect it.
     """
 
     guarantee = Guarantee.EXACT
@@ -34,7 +34,7 @@ class StrictVerifier(Verifier):
 
 
 def check_rows(draft: Draft, logits: Logits) -> None:
-    """Raises: ShapeError unless there is a row for every draft token and one for the token after them."""
+    """Raises: ShapeError unless there is one row per draft token plus one for the token after them."""
     if len(logits) != len(draft.tokens) + 1:
         raise ShapeError(f"{len(draft.tokens)} draft tokens need {len(draft.tokens) + 1} rows, got {len(logits)}")
 

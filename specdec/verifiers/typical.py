@@ -1,4 +1,4 @@
-"""Typical acceptance: a draft token is kept when it is not too improbable for the row's entropy. A heuristic."""
+"""Typical acceptance: a heuristic that keeps draft tokens not too improbable for the row's entropy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specdec.verifiers.strict import check_rows
 
 @attrs.frozen(kw_only=True)
 class TypicalConfig:
-    """Thresholds of the rule; ``epsilon = 1`` and ``delta`` huge accept nothing that plain decoding does not choose."""
+    """Thresholds of the rule; ``epsilon = 1`` and a huge ``delta`` accept only the tokens of plain decoding."""
 
     epsilon: float = attrs.field(default=0.09, validator=between(0.0, 1.0))  # hard floor of the probability
     delta: float = attrs.field(default=0.3, validator=between(0.0, 1e9))  # factor of exp(-entropy)
 
 
 class TypicalVerifier(Verifier):
-    """Keep x when ``P(x) > min(epsilon, delta * exp(-H(P)))``, with P at temperature 1 when decoding greedily.
+    """Keep x if ``P(x) > min(epsilon, delta * exp(-H(P)))``, with P at temperature 1 for greedy decoding.
 
     Source: Cai et al. 2024 (Medusa), arXiv:2401.10774, section 2.3.1. The output's distribution is not bounded.
     """

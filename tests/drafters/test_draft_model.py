@@ -508,7 +508,7 @@ BAD: dict[str, tuple[Callable[..., dict[str, Any]], list[str]]] = {
     ),
     "another tokenizer": (
         lambda folders, **_: {"model": folders.other},
-        ["the draft model has another vocabulary", "5 token ids differ", "258 is 'in'", 'drafter.tokenizers = "text"'],
+        ["5 token ids differ between the draft model and the target", "258 is 'in'", 'drafter.tokenizers = "text"'],
     ),
     "more tokens": (
         lambda written, **_: {"model": with_one_more_token(written)},
@@ -557,7 +557,7 @@ def test_text_between_equal_vocabularies_and_ids_that_the_draft_model_lacks_are_
 
 def test_a_draft_model_without_a_loader_says_what_it_needs():
     spec = draft_model.specdec_drafters()[0]
-    with pytest.raises(UnsupportedError, match="nothing here to load it with"):
+    with pytest.raises(UnsupportedError, match="no loader is available here"):
         spec.prepare(DraftModelConfig(model="demo"), PrepareEnv(target=TableModel.random(5)))
 
 

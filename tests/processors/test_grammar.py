@@ -334,5 +334,5 @@ def test_a_grammar_that_no_token_can_spell_says_so():
     env = attrs.evolve(words.env(), tokenizer=Tokenizer(core), vocab_size=2, end_tokens=(1,))
     processor = GrammarProcessor(GrammarConfig(regex="ab"), env)
     assert processor.process(np.zeros(2, np.float32), []).tolist() == [0.0, -np.inf]
-    with pytest.raises(UnsupportedError, match="cannot go on after 1 tokens"):
+    with pytest.raises(UnsupportedError, match="cannot continue after 1 tokens"):
         processor.process(np.zeros(2, np.float32), [0])

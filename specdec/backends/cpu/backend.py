@@ -1,4 +1,4 @@
-"""The CPU backend: which dtype this processor is fast at, and which kernels it can run."""
+"""The CPU backend: choose a dtype for this processor and load its kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class CpuBackend(Backend):
-    """Native kernels where a C++ compiler is present, the torch reference with a recorded reason elsewhere."""
+    """Native kernels if a C++ compiler is present, else the torch reference with the reason recorded."""
 
     name = "cpu"
     dtypes = ("bfloat16", "float32")

@@ -1,4 +1,4 @@
-"""Per-layer state on the CPU: keys and values, and the convolution window plus recurrent matrix of the delta rule."""
+"""Caches on the CPU: keys and values, and the convolution window and recurrent matrix of the delta rule."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from specdec.errors import StateError
 
 
 class CpuKVCache(Cache):
-    """Keys and values ``[capacity, nkv, D]`` in act dtype; rows at and behind ``length`` are stale or provisional.
+    """Keys and values ``[capacity, nkv, D]`` in act dtype; rows from ``length`` on are stale or provisional.
 
-    The memory is reserved, not touched: pages become resident as rows are written.
+    Memory is reserved up front; its pages become resident as rows are written.
     """
 
     def __init__(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -24,7 +24,7 @@ class CpuKVCache(Cache):
         self.values = torch.empty(capacity, kv_heads, head_dim, dtype=dtype)
 
     def reserve(self, rows: int) -> tuple[int, int]:
-        """The slots ``start, end`` that a pass of ``rows`` rows writes."""
+        """Return the range ``start, end`` of rows that a pass of ``rows`` rows writes."""
         end = self.length + rows
         if end > self.keys.shape[0]:
             raise StateError(f"the KV cache holds {self.keys.shape[0]} tokens, {end} are needed")
@@ -34,7 +34,7 @@ class CpuKVCache(Cache):
         self.length += rows
 
     advance = commit
-    """After a recorded pass, whose replay leaves only the counting to do."""
+    """Count rows that the replay of a recorded pass has already committed."""
 
     def truncate(self, length: int) -> bool:
         self.length = length
@@ -53,9 +53,10 @@ class CpuKVCache(Cache):
 
 
 class CpuLatentCache(CpuKVCache):
-    """Rows of latent attention ``[capacity, 1, D]``: keys and values are the same memory, kept once.
+    """Rows of latent attention ``[capacity, 1, D]``; keys and values share this memory.
 
-    The values of a row are its first entries; those that are keys only (the rotary part) are mixed along and dropped.
+    The values are the first entries of a row. Attention also mixes the entries that are only keys (the rotary part)
+    and then drops them.
     """
 
     def __init__(self, capacity: int, dims: int, dtype: torch.dtype) -> None:
@@ -76,11 +77,11 @@ class CpuLatentCache(CpuKVCache):
 class CpuDeltaCache(MarkedCache):
     """Recurrent matrix ``S [Hv, Dk, Dv]`` float32 and the last kc-1 raw convolution rows.
 
-    ``window`` and the memory of the two matrices stay where they are: recorded passes know their addresses.
+    ``window`` and the memory of the two matrices never move, because recorded passes hold their addresses.
 
-    A pass reads ``state`` and leaves the matrix after all of its T rows in ``after``, so that keeping everything is a
-    swap. Keeping only a < T rows runs the first a rows again from ``state`` through ``replay``, which the op set up
-    with the inputs of the pass: the same arithmetic in the same order, hence the same bits.
+    A pass reads ``state`` and writes the matrix after all of its T rows to ``after``, so committing all rows is a swap.
+    Committing a < T rows computes the first a rows again from ``state``, using ``replay``, which the op prepared with
+    the inputs of the pass. The arithmetic and its order are the same, so the bits are too.
     """
 
     def __init__(self, shape: DeltaShape, dtype: torch.dtype) -> None:
@@ -107,7 +108,7 @@ class CpuDeltaCache(MarkedCache):
         self.advance(rows)
 
     def advance(self, rows: int) -> None:
-        """Count ``rows`` rows that ``after`` and ``window`` hold already."""
+        """Count ``rows`` rows that ``after`` and ``window`` already include."""
         self.raw = self.replay = None
         if rows:
             self.state, self.after = self.after, self.state

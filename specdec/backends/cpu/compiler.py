@@ -1,7 +1,7 @@
-"""Build the C++ kernels with this machine's compiler at first use, keep them in the user's cache, load them.
+"""Build the C++ kernels with the local compiler on first use, cache the library and load it.
 
-Why not wheels: ``-march=native`` is worth a factor here, and one source then serves every processor. The library is
-keyed by its sources, flags, compiler version and processor, so a changed machine builds again instead of crashing.
+The kernels are not shipped in wheels because ``-march=native`` makes them several times faster. The cache key covers
+sources, flags, compiler version and processor, so a different machine rebuilds instead of crashing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import attrs
 import structlog
-import torch  # noqa: F401  (first, so that its OpenMP runtime is the one that the kernels' soname resolves to)
+import torch  # noqa: F401  (load torch's OpenMP runtime first, so that the kernels' soname resolves to it)
 
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.records.store import cache_folder
@@ -31,19 +31,19 @@ log = structlog.get_logger(__name__)
 
 SOURCES = Path(__file__).with_name("kernels")
 SWITCH = "SPECDEC_CPU_KERNELS"  # auto, torch (never build) or native (unavailable is an error)
-TARGET = "SPECDEC_CPU_TARGET"  # the processor to build for, as the compiler names it (x86-64-v3); default native
+TARGET = "SPECDEC_CPU_TARGET"  # the compiler's name of the processor to build for (x86-64-v3); default native
 FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-ffp-contract=off",  # a fused multiply-add is written, never chosen by the optimiser: the bits depend on it
+    "-ffp-contract=off",  # multiply-adds are fused only where written, since fusing changes the bits
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-Wno-psabi",
 )
 OPENMP = "-fopenmp"
 BUILD_SECONDS = 300  # a compiler that takes longer has hung
-_TAIL = 2000  # characters of compiler output that a report keeps
+_TAIL = 2000  # characters of compiler output kept in an error report
 
 
 @attrs.frozen
@@ -63,7 +63,7 @@ class Kernels:
     library: ctypes.CDLL = attrs.field(repr=False, eq=False)
 
     def function(self, name: str, arguments: str, result: Any = None) -> Any:
-        """A C function. ``arguments`` has a letter for each: p pointer, i int64, f float."""
+        """Return a C function. ``arguments`` has one letter per argument: p pointer, i int64, f float."""
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
         found = getattr(self.library, name)
         found.argtypes = [kinds[letter] for letter in arguments]
@@ -72,7 +72,7 @@ class Kernels:
 
 
 def load_kernels() -> Kernels | KernelsUnavailable:
-    """The native kernels, built if need be, or the reason why there are none.
+    """Return the native kernels, built if necessary, or the reason why they are unavailable.
 
     Raises: UnsupportedError when SPECDEC_CPU_KERNELS=native asks for them and they are unavailable.
     """
@@ -93,7 +93,7 @@ def load_kernels() -> Kernels | KernelsUnavailable:
 
 
 def target_processor() -> str:
-    """The processor that kernels are built for: SPECDEC_CPU_TARGET, or ``native``."""
+    """Return the processor to build kernels for: SPECDEC_CPU_TARGET, or ``native``."""
     return os.environ.get(TARGET) or "native"
 
 
@@ -106,7 +106,7 @@ def _load(cxx: str, path: str, cache: str, processor: str) -> Kernels | KernelsU
 
 
 def find_compiler(cxx: str, path: str) -> list[str] | KernelsUnavailable:
-    """The command of the C++ compiler: CXX (which may hold arguments), else c++, g++ or clang++ on PATH."""
+    """Return the C++ compiler command: CXX (with any arguments), else c++, g++ or clang++ on PATH."""
     if cxx:
         command = shlex.split(cxx)
         found = shutil.which(command[0], path=path)
@@ -120,13 +120,13 @@ def find_compiler(cxx: str, path: str) -> list[str] | KernelsUnavailable:
 
 
 def build(command: Sequence[str], cache: Path, processor: str = "native") -> Kernels | KernelsUnavailable:
-    """The library of ``command`` for ``processor``, from the cache or freshly built."""
+    """Return the library built by ``command`` for ``processor``, from the cache if possible."""
     version = _version(command)
     if version is None:
         return KernelsUnavailable(f"{command[0]} --version failed")
     machine = f"-mcpu={processor}" if platform.machine() in ("arm64", "aarch64") else f"-march={processor}"
     failure = KernelsUnavailable("")
-    for openmp in ((OPENMP,), ()):  # Apple's clang has no OpenMP: kernels on one thread are still kernels
+    for openmp in ((OPENMP,), ()):  # Apple's clang has no OpenMP: build for one thread
         flags = [*FLAGS, machine, *openmp]
         target = cache / f"cpu-kernels-{_key(command, flags, version)}.so"
         threads = "" if openmp else "; one thread, as this compiler has no OpenMP"
@@ -145,7 +145,7 @@ def _cached(target: Path, description: str) -> Kernels | None:
         return None
     try:
         return Kernels(target, description, ctypes.CDLL(str(target)))
-    except OSError as error:  # cut short by a full disk, or built by another libc: build it again
+    except OSError as error:  # truncated by a full disk, or built for another libc: rebuild
         log.warning("cached_kernels_unusable", path=str(target), error=str(error))
         return None
 
@@ -166,7 +166,7 @@ def _compile(
             link = [*command, *flags, "-shared", *map(str, objects), "-o", str(library)]
             if failure := _run_all(steps) or _run_all([link]):
                 return failure
-            os.replace(library, target)  # atomic: another process sees no library or a whole one
+            os.replace(library, target)  # atomic: other processes never see a partial library
         log.info("kernels_built", path=str(target), elapsed_s=round(time.perf_counter() - started, 1))
         return Kernels(target, description, ctypes.CDLL(str(target)))
     except OSError as error:
@@ -174,7 +174,7 @@ def _compile(
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> KernelsUnavailable | None:
-    """Run compiler commands side by side; the first failure, or None."""
+    """Run compiler commands in parallel; return the first failure, or None."""
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         for command in commands
@@ -219,7 +219,7 @@ def _key(command: Sequence[str], flags: Sequence[str], version: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What ``-march=native`` depends on, as far as the system tells."""
+    """Identify the processor that ``-march=native`` builds for, as far as the system reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             wanted = ("flags", "Features", "model name", "CPU part")

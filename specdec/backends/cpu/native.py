@@ -1,8 +1,8 @@
-"""The C++ kernels behind the Ops protocol: the same arithmetic for 1 row and for a thousand.
+"""Ops that run the C++ kernels, with the same arithmetic for 1 row and for a thousand.
 
-Each method names no formula: ``specdec.backends.ops`` says what it computes, ``ReferenceOps`` is the reference it is
-tested against, and the head of each C++ file states its contract on bits. Tensors are passed by address, so everything
-that would make an address mean something else (dtype, layout, shape) is checked here and refused, never converted.
+``specdec.backends.ops`` defines the formulas, ``ReferenceOps`` is the reference for tests, and the header comment of
+each C++ file states its bits contract. Tensors are passed by address, so dtype, layout and shape are checked here; a
+mismatch is an error and never converted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 MAX_TAPS = 8  # kernels/delta.cpp
 MAX_WEIGHTS = 16  # kernels/dense.cpp, project
 FEATURES, WORD = 32, 4  # kernels/panels.h: weight rows of a panel, bytes of a word
-MAX_KNOWN = 8192  # weights whose layout is remembered
-SMALL = 256 * 1024  # bytes of a matrix that is kept plain beside its packed copy: routers are read by torch too
+MAX_KNOWN = 8192  # weights whose layout is cached
+SMALL = 256 * 1024  # bytes; smaller matrices also stay unpacked, because torch reads routers too
 
 _empty = torch.empty
 _Pointers = [ctypes.c_void_p * n for n in range(MAX_WEIGHTS + 1)]
@@ -44,12 +44,12 @@ _Sizes = [ctypes.c_int64 * n for n in range(MAX_WEIGHTS + 1)]
 
 
 def _new(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory for an output: fresh, or the recording's where a pass is being recorded."""
+    """Allocate an output, from the recording while a pass is being recorded."""
     return _empty(*shape, dtype=dtype) if current.tape is None else current.tape.empty(*shape, dtype=dtype)
 
 
 class NativeLogits(CpuLogits):
-    """Logits that are searched and sampled where they lie, in one pass over the row."""
+    """Logits that are searched and sampled by native kernels, in one pass over the row."""
 
     __slots__ = ("_best", "_choose", "_search")
 
@@ -65,7 +65,7 @@ class NativeLogits(CpuLogits):
         self._best(self.array.data_ptr(), rows, size, found)
         best = list(found)
         if min(best) < 0:  # ~token: not finite
-            return super().argmax()  # which says so
+            return super().argmax()  # raises
         return best
 
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int:
@@ -99,10 +99,10 @@ class NativeLogits(CpuLogits):
 
 
 class NativeOps(ReferenceOps):
-    """Ops in C++. Bits of a row depend on that row and the cached rows only, for any number of rows and threads."""
+    """Ops in C++. The bits of a row depend only on that row and the cached rows, for any number of rows and threads."""
 
     def __init__(self, dtype: torch.dtype, kernels: Kernels, *, eager_reason: str = "") -> None:
-        """``eager_reason`` says why passes are not to be recorded; "" records them."""
+        """``eager_reason`` is the reason not to record passes; "" records them."""
         super().__init__(dtype)
         self.capabilities = Capabilities(
             kernels=kernels.description,
@@ -110,8 +110,8 @@ class NativeOps(ReferenceOps):
             parity_reason="every output has its own accumulators, filled in an order that only its length sets",
         )
         self.eager_reason = eager_reason
-        self.timing = False  # count the time inside the kernels of recorded passes
-        self.lock = threading.Lock()  # held by the pass that uses the work memory
+        self.timing = False  # measure the time in each kernel of recorded passes
+        self.lock = threading.Lock()  # held while a pass uses the work memory
         self._work = torch.empty(0, dtype=torch.uint8)
         self._frequencies: dict[int, tuple[Rope, Tensor, int]] = {}
         self._groups: dict[tuple[tuple[int, int, int], ...], tuple[int, Any, Any, tuple[int, ...], Any]] = {}
@@ -147,12 +147,12 @@ class NativeOps(ReferenceOps):
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
         if self.eager_reason:
             return EagerPasses(body, self.eager_reason)
-        if type(self) is not NativeOps:  # its ops may do what no recording sees
+        if type(self) is not NativeOps:  # a subclass may do what cannot be recorded
             return EagerPasses(body, f"{type(self).__name__} changes the native ops")
         return record(self, self._runner, body, caches, hidden_size)
 
     def parameters(self) -> list[Tensor]:
-        """What the kernels may read in every pass: weights, as this object handed them out."""
+        """Return all live weights and parameters, which recorded passes may read by address."""
         found = (known() for known in list(self._parameters.values()))
         return [tensor for tensor in found if tensor is not None]
 
@@ -162,7 +162,7 @@ class NativeOps(ReferenceOps):
         return tensor
 
     def work(self, size: int) -> int:
-        """Address of the work memory, at least ``size`` bytes. The caller holds the lock."""
+        """Return the address of the work memory, at least ``size`` bytes. The caller must hold the lock."""
         if self._work.nbytes < size:
             self._work = torch.empty(size, dtype=torch.uint8)
         return self._work.data_ptr()
@@ -177,12 +177,12 @@ class NativeOps(ReferenceOps):
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def weight(self, tensor: Tensor) -> Tensor:
-        """The weight as this object's operations know it; the kernels read a packed copy of a matrix, wherever it came
-        from (docs/decisions/006-prepacked-weights.md), and it is resident once.
+        """Convert a weight and pack matrices for the kernels (docs/decisions/006-prepacked-weights.md).
 
-        A matrix in a memory-mapped file stays a plain tensor, whose pages are given back and read again by whoever
-        reads it. So does a small one. Any other is a tensor without data (device "meta"): its own memory goes when the
-        caller lets go of ``tensor``. None must be written to.
+        Only the packed copy of a large matrix stays resident. A matrix in a memory-mapped file is returned as it is,
+        with its pages released; they are read again on access. A small matrix is also returned as it is. For any other,
+        the result is a tensor without data (device "meta"), so that the memory of ``tensor`` can be freed. Weights must
+        not be written to.
         """
         weight = super().weight(tensor)
         if weight.ndim == 1:
@@ -201,10 +201,10 @@ class NativeOps(ReferenceOps):
         return w.ndim == 2 and w.is_contiguous() and w.shape[1] * w.element_size() % WORD == 0 and w.numel() > 0
 
     def pack(self, w: Tensor, *, release: bool = False) -> None:
-        """Let the kernels read a packed copy of a weight ``[N, K]`` from now on.
+        """Pack a weight ``[N, K]``; the kernels read the packed copy from now on.
 
-        ``release`` gives the pages of ``w`` back, which must be a file's. Raises: ShapeError for what is no contiguous
-        matrix in act dtype whose rows are whole words.
+        ``release`` releases the pages of ``w``, which must be mapped from a file. Raises: ShapeError unless ``w`` is a
+        contiguous matrix in act dtype whose rows are whole words.
         """
         if w.dtype is not self.dtype or not self._packable(w):
             raise self._refused("pack", "weight", w, "[N, K], contiguous, rows of whole words,")
@@ -212,7 +212,7 @@ class NativeOps(ReferenceOps):
             self._keep(w, self._pack_copy(w, release=release))
 
     def _pack_copy(self, w: Tensor, *, release: bool) -> Tensor:
-        """The panels of a weight, ``[N rounded up, K]``."""
+        """Return a weight packed in panels, ``[N rounded up, K]``."""
         rows, length = w.shape
         row_bytes = length * w.element_size()
         copy = torch.empty(-(-rows // FEATURES) * FEATURES, length, dtype=self.dtype)
@@ -220,7 +220,7 @@ class NativeOps(ReferenceOps):
         return copy
 
     def _keep(self, w: Tensor, copy: Tensor) -> None:
-        """Let the kernels read ``copy`` where they are given ``w``, for as long as there is ``w``."""
+        """Make the kernels read ``copy`` in place of ``w``, as long as ``w`` is alive."""
         key = id(w)
         self._copies[key] = (weakref.ref(w, lambda _: self._copies.pop(key, None)), self._own(copy))
         self._weights.pop(key, None)
@@ -233,9 +233,9 @@ class NativeOps(ReferenceOps):
     def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
         return self._own(super().vector(tensor, plus=plus))
 
-    # --- what an address must mean ---------------------------------------------------------------------------------
+    # --- checks and addresses --------------------------------------------------------------------------------------
 
-    # Contiguity is asked first because it is what nearly always holds and costs a quarter of reading the strides.
+    # Contiguity is checked first: it nearly always holds, and costs a quarter of reading the strides.
 
     def _rows(self, x: Tensor, op: str) -> tuple[int, int, int, int]:
         """Address, row stride, rows and length of ``[T, H]`` activations."""
@@ -252,11 +252,11 @@ class NativeOps(ReferenceOps):
     def _matrix(self, w: Tensor, length: int, op: str) -> tuple[int, int, int]:
         """Address, row stride and output features of a weight ``[N, length]``."""
         at = w.data_ptr()
-        known = self._weights.get(id(w))  # weights are few and read on every pass: what they are is asked once
+        known = self._weights.get(id(w))  # weights are few and read on every pass: checked once
         if known is None or known[0]() is not w or known[1] != at:
             if w.dtype is not self.dtype or w.ndim != 2 or w.stride(1) != 1:
                 raise self._refused(op, "weight", w, f"[N, {length}]")
-            if len(self._weights) >= MAX_KNOWN:  # new weights are made for every pass
+            if len(self._weights) >= MAX_KNOWN:  # the caller makes new weights for every pass
                 self._weights.clear()
             packed = self._panels(w)
             found = (at, w.stride(0)) if packed is None else (packed.data_ptr(), -w.shape[1])
@@ -334,11 +334,11 @@ class NativeOps(ReferenceOps):
             bias_addresses,
             _Pointers[count](*[out.data_ptr() for out in outs]),
         )
-        del wide  # whose addresses the call has used
+        del wide  # kept alive for the call, which used its addresses
         return outs
 
     def _group(self, matrices: Sequence[tuple[int, int, int]]) -> tuple[int, Any, Any, tuple[int, ...], Any]:
-        """The C arrays that describe weights: count, addresses, strides, features as integers and as an array."""
+        """Return C arrays that describe weights: count, addresses, strides, features as integers and as an array."""
         count = len(matrices)
         if not 0 < count <= MAX_WEIGHTS:
             raise UnsupportedError(f"project takes 1 to {MAX_WEIGHTS} weights, got {count}")
@@ -350,7 +350,7 @@ class NativeOps(ReferenceOps):
         return group
 
     def _biases(self, biases: Sequence[Tensor | None], features: Sequence[int]) -> tuple[list[Tensor | None], Any]:
-        """Biases (act dtype or float32, None for none) as float32, and the array of their addresses."""
+        """Return biases (act dtype, float32 or None) as float32, and the array of their addresses."""
         wide = [bias.float() if bias is not None and bias.dtype is not torch.float32 else bias for bias in biases]
         addresses = [
             0 if bias is None else self._floats(bias, n, "project", "bias")
@@ -410,7 +410,7 @@ class NativeOps(ReferenceOps):
         return out
 
     def _dense_rows(self, x: Tensor) -> tuple[int, int, int] | None:
-        """Address, row stride and number of the rows along the last axis, where one stride leads through all."""
+        """Address, row stride and number of rows along the last axis; None unless one stride covers them all."""
         if x.dtype is not self.dtype or x.ndim < 2:
             return None
         rows = x.numel() // x.shape[-1]

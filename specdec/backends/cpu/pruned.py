@@ -1,4 +1,4 @@
-"""Rows of an output head for some token ids, and the logits that they give: addressed by token id, -inf elsewhere."""
+"""Pruned heads: gathered rows of an output head, and their logits, addressed by token id (-inf for other ids)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _F32x2 = ctypes.c_float * 2
 
 
 class SearchKernels:
-    """What kernels/sampling.cpp offers for rows of float32 logits, by address.
+    """The functions of kernels/sampling.cpp on rows of float32 logits, passed by address.
 
-    ``ids`` is the address of int32 token ids of a pruned row; 0 for a full one.
+    ``ids`` is the address of the int32 token ids of a pruned row, 0 for a full row.
     """
 
     __slots__ = ("_best_two", "_logsumexp", "_noisy_argmax_of")
@@ -41,29 +41,29 @@ class SearchKernels:
         self._noisy_argmax_of = kernels.function("noisy_argmax_of", "ppifiii", ctypes.c_int64)
 
     def best(self, at: int, size: int, ids: int = 0) -> tuple[list[int], list[float]] | None:
-        """The best token and the second, fewer where there are fewer; None for a row with a NaN."""
+        """Return up to two best tokens and their logits; None for a row with a NaN."""
         tokens, values = _I64x2(), _F32x2()
         found = self._best_two(at, ids, size, tokens, values)
         return None if found < 0 else (tokens[:found], values[:found])
 
     def logsumexp(self, at: int, size: int) -> float:
-        """The same bits in whatever order the logits stand, and with any number of -inf between them."""
+        """Return the log-sum-exp; its bits do not depend on the order of the logits or on -inf entries."""
         value: float = self._logsumexp(at, size)
         return value
 
     def noisy_argmax(self, at: int, ids: int, size: int, scale: float, seed: int, position: int) -> int:
-        """The token chosen from a pruned row; -1 where nothing in it is finite, or something a NaN."""
+        """Sample a token from a pruned row; -1 if no logit is finite or one is NaN."""
         token: int = self._noisy_argmax_of(at, ids, size, scale, seed, position, int(Purpose.TOKEN))
         return token
 
 
 class HeadRows:
-    """Gathered rows of a head: those shared with other heads, then a few of its own.
+    """Gathered rows of a head: rows shared with other heads, then a few of its own.
 
-    Its own rows stand in a block with room to grow: adding to the newest head of a block copies nothing.
+    The head's own rows are in a block with spare room, so extending the newest head of a block copies no rows.
 
     Attributes:
-        parts: weights ``[n, H]`` as the ops take them, one or two.
+        parts: one or two weights ``[n, H]``, in the form that the ops take.
         ids: token id of every row ``[n]`` int32, in the order of the parts.
         vocab_size: V.
     """
@@ -94,12 +94,12 @@ class HeadRows:
         return self._tokens
 
     def missing(self, tokens: Sequence[int]) -> list[int]:
-        """Those of ``tokens`` that have no row here, once each, in their order."""
+        """Return the distinct ``tokens`` without a row here, in order."""
         own = self.tokens
         return [token for token in dict.fromkeys(tokens) if not _contains(own, token)]
 
     def extended(self, tokens: Sequence[int], rows: Tensor) -> HeadRows:
-        """These rows and the given ones ``[len(tokens), H]``, none of which is here yet."""
+        """Return these rows plus the given new ones ``[len(tokens), H]``."""
         used = 0 if self._block is None else len(self.ids) - len(self.base.ids)
         block = self._block
         if block is None or block.used != used or used + len(tokens) > len(block.rows):
@@ -116,7 +116,7 @@ class HeadRows:
 
 
 class _Block:
-    """Memory of added rows; ``used`` of them belong to some head."""
+    """Memory for added rows, of which ``used`` are taken."""
 
     __slots__ = ("rows", "used")
 
@@ -126,7 +126,7 @@ class _Block:
 
     @classmethod
     def holding(cls, old: Tensor | None, new: Tensor) -> _Block:
-        """Room for old and new rows and as many again; the old ones are copied."""
+        """Allocate twice the room of the old and new rows, and copy the old ones."""
         kept = 0 if old is None else len(old)
         made = cls(torch.empty(2 * (kept + len(new)), new.shape[1], dtype=new.dtype))
         if old is not None:
@@ -140,7 +140,7 @@ def _contains(ascending: Sequence[int], value: int) -> bool:
 
 
 class PrunedLogits(Logits):
-    """``[T, n]`` float32 for n token ids; the logit of every other id is -inf. The reference, in numpy."""
+    """Logits ``[T, n]`` float32 of n token ids; all other ids have -inf. The numpy reference."""
 
     __slots__ = ("_full", "_ids", "_values", "_vocab_size")
 
@@ -174,7 +174,7 @@ class PrunedLogits(Logits):
         return ids, values
 
     def _others(self, taken: Sequence[int], count: int) -> list[int]:
-        """The lowest ids but ``taken``: all of them have -inf, and equal logits go by id."""
+        """Return the lowest ids not in ``taken``: they all have -inf, and ties are ordered by id."""
         found: list[int] = []
         token = 0
         while len(found) < count:
@@ -198,7 +198,7 @@ class PrunedLogits(Logits):
 
 
 class NativePrunedLogits(PrunedLogits):
-    """The same, searched and sampled where the logits lie."""
+    """Pruned logits that are searched and sampled by native kernels, without a full row."""
 
     __slots__ = ("_kernels",)
 
@@ -227,7 +227,7 @@ class NativePrunedLogits(PrunedLogits):
         for row in range(len(self)):
             found = self._kernels.best(*self._at(row), self._ids.ctypes.data)
             if found is None or len(found[0]) < k or found[1][k - 1] == -np.inf:
-                return super().topk(k)  # a NaN, or too few tokens that can be drafted
+                return super().topk(k)  # a NaN, or fewer than k finite logits
             ids.append(found[0][:k])
             values.append(found[1][:k])
         return ids, values

@@ -1,8 +1,8 @@
-"""The torch reference of every op: obviously right first, and the fallback where no C++ compiler is present.
+"""The torch reference of every op, written for clarity; also the fallback without a C++ compiler.
 
-Rows of passes of up to ``max_rows`` rows go through every product one by one, because neither MKL (float32) nor oneDNN
-(bfloat16) promises the same bits for 1 row and for many; and through every exponential and cosine, because torch
-computes the end of an array with other code than its body. Longer passes (prompts) are computed in bulk.
+In passes of up to ``max_rows`` rows, every product is computed row by row, because neither MKL (float32) nor oneDNN
+(bfloat16) guarantees the same bits for 1 row and for many. So is every exponential and cosine, because torch computes
+the end of an array with different code than its body. Longer passes (prompts) are computed in bulk.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from specdec.contract import Float32
 
 MAX_ROWS = 16
-_ATTEND_BLOCK = 128  # query rows whose scores are held at once: a long prompt never builds a T x T matrix
+_ATTEND_BLOCK = 128  # query rows whose scores are computed at once: a long prompt never builds a T x T matrix
 
 
 class ReferenceOps(Ops):
-    """Ops in plain torch. See ``specdec.backends.ops.Ops`` for what each one computes."""
+    """Ops in plain torch."""
 
     hidden_type = CpuHidden
 
@@ -49,7 +49,7 @@ class ReferenceOps(Ops):
     # --- weights and storage ---------------------------------------------------------------------------------------
 
     def weight(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype)  # no copy when the dtype is already right: the memory map itself is used
+        return tensor.to(self.dtype)  # no copy if the dtype matches: the memory map itself is used
 
     def to_host(self, array: Tensor) -> Tensor:
         return array
@@ -77,7 +77,7 @@ class ReferenceOps(Ops):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[0] > MAX_ROWS:
             return F.linear(x, weight, bias)
-        # a copy is aligned as every row alone is; MKL's bits depend on the address too
+        # MKL's bits depend on the address too: a copy has the alignment of a single row
         return torch.cat([F.linear(x[t : t + 1].clone(), weight, bias) for t in range(x.shape[0])])
 
     def project(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
@@ -104,12 +104,12 @@ class ReferenceOps(Ops):
 
     # --- experts ---------------------------------------------------------------------------------------------------
     #
-    # Built from the products above, so that a subclass with better ones has better experts too. Sorting, adding and
-    # multiplying in float32 are row-invariant; exponentials go row by row, whatever the backend.
+    # These use the products above, so a subclass with faster products has faster experts. Sorting, adding and
+    # multiplying in float32 are row-invariant; exponentials are computed row by row in every subclass.
 
     def _float32_product(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ w.T`` not rounded to act."""
-        if type(self).head is not ReferenceOps.head:  # a kernel that sums in float32 and has no limit of rows
+        if type(self).head is not ReferenceOps.head:  # a kernel that sums in float32, for any number of rows
             return torch.from_numpy(self.head(x, weight).rows())
         return self._product(x.float(), weight.float())
 
@@ -229,7 +229,7 @@ class ReferenceOps(Ops):
         return CpuLogits(self._product(x, weight).float())
 
     def head_rows(self, weight: Tensor, tokens: Sequence[int], base: Any = None) -> HeadRows:
-        # through embed, which knows how this backend keeps a weight
+        # embed can read packed weights
         if base is None:
             ids = np.unique(np.array(tokens, dtype=np.int32))
             return HeadRows((self.embed(weight, ids.tolist()),), ids, weight.shape[0])
@@ -249,19 +249,19 @@ class ReferenceOps(Ops):
 
 
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of ``x [T, ...]``, elementwise; with the bits of single rows for up to ``MAX_ROWS`` of them."""
+    """Apply an elementwise ``function`` to ``x [T, ...]``, with the bits of single rows for up to ``MAX_ROWS`` rows."""
     if x.shape[0] > MAX_ROWS:
         return function(x)
     return torch.cat([function(x[t : t + 1]) for t in range(x.shape[0])])
 
 
 def _each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of ``x [T, ...]`` with the bits of single rows, however many there are."""
+    """Apply ``function`` to ``x [T, ...]`` with the bits of single rows, for any T."""
     return function(x) if x.shape[0] == 1 else torch.cat([function(x[t : t + 1]) for t in range(x.shape[0])])
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest of each row, largest first; of equal ones the lower index first."""
+    """Indices of the ``count`` largest values of each row, in descending order; ties go to the lower index."""
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -279,7 +279,7 @@ def _frequencies(rope: Rope) -> Tensor:
 
 
 def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> Tensor:
-    """Causal attention of rows ``position..`` over the keys up to each: ``[T, nq, D]`` float32."""
+    """Causal attention of T rows that start at ``position``: ``[T, nq, D]`` float32."""
     rows, heads, dim = q.shape
     end = position + rows
     keys, values = cache.keys[:end].float(), cache.values[:end].float()  # [S, nkv, D]
@@ -293,7 +293,7 @@ def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> 
 def _delta_row(
     u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, shape: DeltaShape
 ) -> Tensor:
-    """One token of the gated delta rule; updates ``state [Hv, Dk, Dv]`` in place and gives o ``[Hv, Dv]`` float32."""
+    """One token of the gated delta rule: update ``state [Hv, Dk, Dv]`` in place, return o ``[Hv, Dv]`` float32."""
     keys = shape.key_heads * shape.key_dim
     wide = u.float()
     q, k, v = wide[:keys], wide[keys : 2 * keys], wide[2 * keys :]

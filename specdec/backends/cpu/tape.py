@@ -1,14 +1,14 @@
-"""Passes of the native kernels, recorded once per number of rows and replayed with one call.
+"""Record passes of the native kernels once per number of rows, and replay each with one call.
 
-While a pass is recorded, the family's code and the ops run as always, but kernel calls are written down and outputs are
-memory that is never filled. Every argument is either the same in all passes (a stride, the address of a weight) or is
-read from a *slot* that is filled before each replay: lengths, threads, addresses of the sequence's caches, of results,
-and of two blocks of memory. *Work* holds what only the pass reads; it belongs to the ops, so passes of one model take
-turns. *Kept* holds what a commit reads too; it belongs to the sequence.
+During recording, the model code and the ops run as usual, but kernel calls are stored instead of made and outputs are
+memory that is never filled. Each argument is either constant (a stride, the address of a weight) or read from a *slot*
+that is filled before each replay: lengths, threads, and addresses of the sequence's caches, of results, and of two
+blocks of memory. *Work* memory is used only during the pass; it belongs to the ops, so passes of one model take turns.
+*Kept* memory is also read by a commit; it belongs to the sequence.
 
-An address must lie in known memory: an output of this recording, a weight, a cache or an argument of the pass. A length
-is a ``Slot``, which cannot be calculated with. A torch function that does more than look at a tensor is refused.
-``NotRecordable`` says what was refused; such passes run op by op.
+Every address must be in known memory: an output of this recording, a weight, a cache or an argument of the pass. A
+length is a ``Slot``, which cannot be calculated with. Torch functions that do more than inspect or view a tensor are
+refused. ``NotRecordable`` gives the reason; such passes run op by op.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 
 class TapeOps(Protocol):
-    """What recording and replaying need of ``NativeOps``."""
+    """The part of ``NativeOps`` that recording and replaying use."""
 
     dtype: torch.dtype
     capabilities: Capabilities
@@ -56,18 +56,18 @@ class TapeOps(Protocol):
 
 
 ALIGNMENT = 64  # bytes
-TRIED_ROWS = (1, 2)  # recorded when a model is loaded, so that what cannot be recorded is known by then
+TRIED_ROWS = (1, 2)  # recorded when a model is loaded, to find out early whether its passes can be recorded
 _TABLE = -1  # kernels/tape.cpp
-_ENTRIES = 256  # likewise: first entry and number of entries of a table share one integer
+_ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of a table share one integer
 
-# Slots: fixed ones, then four for every cache.
+# Slots: fixed ones, then four per cache.
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
-ROW, LOGITS, BEST = range(8, 11)  # of a greedy chain: the row that a token is chosen from, its logits, the token
+ROW, LOGITS, BEST = range(8, 11)  # of a greedy chain: the last row of a pass, its logits, the best token
 _FIRST_CACHE = 11
 _PER_CACHE = 4  # length and up to three addresses
 
-# What a recorded pass may ask torch: questions about a tensor, and other views of it. A view that turns out to be a
-# copy has an address that no one knows, and is refused when a kernel reads it.
+# Torch functions that a recorded pass may call: queries and views of a tensor. A view that turns out to be a copy has
+# an unknown address, so it is refused when a kernel reads it.
 _HARMLESS = frozenset(
     "__get__ __getitem__ __len__ chunk data_ptr dim element_size empty expand flatten is_contiguous narrow ndimension "
     "numel permute reshape select size split squeeze storage_offset stride t tensor transpose unbind unflatten "
@@ -76,11 +76,11 @@ _HARMLESS = frozenset(
 
 
 class NotRecordable(Exception):
-    """A pass does something that a replay could not repeat; the message says what."""
+    """A pass does something that a replay cannot repeat; the message says what."""
 
 
 class Slot(PlaceholderInteger):
-    """An integer that only the replay knows: the slot that it is read from."""
+    """Placeholder of an integer that the replay reads from a slot."""
 
     __slots__ = ("slot",)
     error = NotRecordable
@@ -90,7 +90,7 @@ class Slot(PlaceholderInteger):
 
 
 class RecordedTokens(PlaceholderTokens):
-    """The token ids of a pass: their number is known, and where they will lie."""
+    """Placeholder of the token ids of a pass: only their number is known, and the slot of their address."""
 
     error = NotRecordable
 
@@ -104,14 +104,14 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""The recording that this thread is in."""
+"""The recording in progress on this thread."""
 
 
 class Kernel:
-    """A C function; ``signature`` has a letter for each argument (see ``Kernels.function``).
+    """A C function; ``signature`` has one letter per argument (see ``Kernels.function``).
 
-    A call appends the number of threads where the function takes it. While this thread records a pass, the call is
-    written down instead.
+    A call of a ``threaded`` function appends the number of threads. While this thread records a pass, the call is
+    recorded instead of made.
     """
 
     __slots__ = ("address", "function", "has_result", "name", "signature", "threaded")
@@ -135,7 +135,7 @@ class Kernel:
 
 
 class Runner:
-    """The C side of replays."""
+    """The C functions that replay recordings."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._caller = kernels.function("tape_caller", "pi", ctypes.c_void_p)
@@ -144,7 +144,7 @@ class Runner:
         self.keep_window = Kernel(kernels, "keep_window", "ppiii", threaded=False)
 
     def caller(self, kernel: Kernel) -> int:
-        """The C function that calls kernels of this signature."""
+        """Return the C function that calls kernels of this signature."""
         text = kernel.signature.encode()
         found: int | None = self._caller(text, kernel.has_result)
         if found is None:
@@ -152,7 +152,7 @@ class Runner:
         return found
 
 
-# --- what stands for the caches while a pass is recorded --------------------------------------------------------------
+# --- stand-ins for caches during recording ----------------------------------------------------------------------------
 
 
 class _KeptLength:
@@ -186,7 +186,7 @@ class _Step:
 
 @attrs.define
 class _Buffer:
-    """An output of the recording. Its tensor is only there to have addresses of its own."""
+    """An output of the recording. Its tensor only reserves a unique range of addresses."""
 
     tensor: Tensor
     slot: int = WORK
@@ -196,14 +196,14 @@ class _Buffer:
 
 
 class Tape(TorchFunctionMode):
-    """One recording in the making: a context in which torch is watched and kernels are written down."""
+    """A recording in progress: a context that checks torch calls and records kernel calls."""
 
     def __init__(self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
         super().__init__()
         self._ops = ops
         self._runner = runner
         self.steps: list[_Step] = []
-        self._alive: list[Any] = []  # what addresses in the recording point to
+        self._alive: list[Any] = []  # owners of memory that the recording points to
         self._buffers: list[_Buffer] = []
         self._starts: list[int] = []  # their addresses, once they are sorted
         self._known: dict[int, tuple[int, int, Tensor]] = {}  # start -> end, slot, owner
@@ -214,7 +214,7 @@ class Tape(TorchFunctionMode):
             self._buffers[-1].slot = HIDDEN
 
     def _stand_in(self, cache: Cache, slot: int) -> Any:
-        if type(cache) not in (CpuKVCache, CpuLatentCache, CpuDeltaCache):  # a subclass may do what no replay does
+        if type(cache) not in (CpuKVCache, CpuLatentCache, CpuDeltaCache):  # a subclass may do what a replay does not
             raise NotRecordable(f"a cache of type {type(cache).__name__} cannot be recorded")
         for at, tensor in enumerate(_memory(cache), start=slot + 1):
             self._known.setdefault(tensor.data_ptr(), (tensor.data_ptr() + tensor.nbytes, at, tensor))
@@ -244,7 +244,7 @@ class Tape(TorchFunctionMode):
         return tensor
 
     def call(self, kernel: Kernel, arguments: tuple[Any, ...]) -> int | None:
-        """Write a call down; gives what a successful one gives."""
+        """Record a call; return the result of a successful one."""
         if kernel.threaded:
             arguments = (*arguments, Slot(THREADS))
         self._alive.append(arguments)
@@ -252,7 +252,7 @@ class Tape(TorchFunctionMode):
         return -1 if kernel.has_result else None
 
     def finish(self, out: Tensor) -> Recording:
-        """The recording, given what the pass returned."""
+        """Return the recording; ``out`` is the result of the pass."""
         passed, self.steps = self.steps, []
         for cache in self.caches:
             if isinstance(cache, _RecordedDelta) and cache.raw is not None:
@@ -282,7 +282,7 @@ class Tape(TorchFunctionMode):
         )
 
     def best(self, head: Tensor) -> Program:
-        """The token with the largest logit of one row: a head ``[V, H]`` over slot ROW, by way of LOGITS, to BEST."""
+        """Compile the greedy choice with a head ``[V, H]``: from slot ROW, by way of LOGITS, to BEST."""
         length = head.shape[1]
         address, stride, features = self._ops._matrix(head, length, "head")
         self._ops._head(Slot(ROW), length, 1, length, address, stride, features, Slot(LOGITS))
@@ -317,7 +317,7 @@ class Tape(TorchFunctionMode):
                 yield from (address or 0 for address in argument)
 
     def _lay_out(self, passed: Sequence[_Step], committed: Sequence[_Step]) -> int:
-        """Give every buffer its place; buffers that are never in use together share memory. Returns the kept bytes."""
+        """Assign offsets to buffers; those never in use at the same time share memory. Returns the kept bytes."""
         kept = 0
         for step in committed:
             for address in self._addresses(step):
@@ -399,7 +399,7 @@ class Tape(TorchFunctionMode):
 
 
 def _memory(cache: Any) -> tuple[Tensor, ...]:
-    """What of a cache the kernels read and write, in the order of its slots."""
+    """The tensors of a cache that kernels read and write, in the order of its slots."""
     if isinstance(cache, CpuDeltaCache):
         return cache.state, cache.after, cache.window
     return cache.keys, cache.values
@@ -415,7 +415,7 @@ def _aligned(size: int) -> int:
 
 @attrs.frozen(eq=False)
 class Program:
-    """Steps as kernels/tape.cpp runs them."""
+    """Steps for kernels/tape.cpp."""
 
     names: list[str]  # kernel of each step
     steps: Any
@@ -423,7 +423,7 @@ class Program:
     spent: Any  # nanoseconds in each step, counted while ``NativeOps.timing`` is on
 
     def addresses(self) -> tuple[int, int, int, int]:
-        """As kernels/tape.cpp has it."""
+        """The ``Program`` of kernels/tape.cpp."""
         return (
             ctypes.addressof(self.steps),
             len(self.names),
@@ -434,19 +434,19 @@ class Program:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Recording:
-    """A pass of one number of rows."""
+    """The recorded pass for one number of rows."""
 
     run: Program
-    replay: Program  # brings recurrent states to fewer rows
-    windows: Program  # brings convolution windows to the kept rows
+    replay: Program  # recomputes recurrent states for fewer rows
+    windows: Program  # updates convolution windows to the kept rows
     out_shape: tuple[int, ...]
     work_bytes: int
     kept_bytes: int
-    alive: Any  # what the addresses in the programs belong to
+    alive: Any  # owners of memory that the programs point to
 
 
 class RecordedPasses:
-    """Passes of one body, a recording for every number of rows that was asked for."""
+    """Passes of one body, with a recording for each number of rows that was run."""
 
     eager_reason = ""
 
@@ -455,38 +455,38 @@ class RecordedPasses:
         self.runner = runner
         self.body = body
         self.hidden_size = hidden_size
-        self.recordings: dict[int, Recording | None] = {}  # by rows; None: they run eagerly
-        self.best: Program | None = None  # of greedy chains
-        self._head: Tensor | None = None  # that it reads
+        self.recordings: dict[int, Recording | None] = {}  # by rows; None: run eagerly
+        self.best: Program | None = None  # the token choice in greedy chains
+        self._head: Tensor | None = None  # the head in ``best``
         self._chains: dict[int, tuple[Any, int] | None] = {}  # by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
 
     def recorded(self, rows: int, caches: Sequence[Cache]) -> Recording:
-        """Record a pass of ``rows`` rows. Raises: NotRecordable with what stands in the way."""
+        """Record a pass of ``rows`` rows. Raises: NotRecordable with the reason."""
         tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
         try:
             with tape:
                 return tape.finish(self.body(tape.caches, RecordedTokens(rows), tape.hidden))
         except NotRecordable:
             raise
-        except Exception as error:  # a family may use more of a cache than its stand-in has; a bug comes up again
+        except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
             raise NotRecordable(f"recording failed with {type(error).__name__}: {error}") from error
 
     def add(self, rows: int, caches: Sequence[Cache]) -> Recording | None:
-        """The recording of that many rows, or None (and a warning) where such passes cannot be recorded."""
+        """Record a pass of ``rows`` rows; None, with a warning, if it cannot be recorded."""
         try:
             self.recordings[rows] = self.recorded(rows, caches)
-        except NotRecordable as refusal:  # though passes of other lengths could
+        except NotRecordable as refusal:  # although passes of other lengths could be
             log.warning("passes_run_eagerly", rows=rows, reason=str(refusal))
             self.recordings[rows] = None
         return self.recordings[rows]
 
     def chain(self, rows: int, head: Tensor, caches: Sequence[Cache]) -> tuple[Any, int] | None:
-        """A greedy chain that begins with ``rows`` rows: its programs, and where its outputs begin in the work memory.
+        """Return the programs of a greedy chain that starts with ``rows`` rows, and the offset of its outputs in work.
 
-        None where a part of it is not recorded.
+        None if any of its passes is not recorded.
         """
         if head is not self._head:
             tape = Tape(self.ops, self.runner, (), 1, 0)
@@ -502,7 +502,7 @@ class RecordedPasses:
             first, one = (self.recordings[n] if n in self.recordings else self.add(n, caches) for n in (rows, 1))
             self._chains[rows] = None
             if first is not None and one is not None and self.best is not None:
-                if not first.kept_bytes and not one.kept_bytes:  # a commit has nothing to do
+                if not first.kept_bytes and not one.kept_bytes:  # nothing to do in a commit
                     numbers = [*first.run.addresses(), *one.run.addresses(), *self.best.addresses()]
                     programs = (ctypes.c_int64 * len(numbers))(*numbers)
                     self._chains[rows] = programs, _aligned(max(first.work_bytes, one.work_bytes))
@@ -510,7 +510,7 @@ class RecordedPasses:
 
 
 class RecordedPass(Pass):
-    """Recorded passes over the caches of one sequence: the slots that they fill."""
+    """Recorded passes over the caches of one sequence."""
 
     def __init__(self, passes: RecordedPasses, caches: Sequence[Cache]) -> None:
         self._passes = passes
@@ -527,7 +527,7 @@ class RecordedPass(Pass):
                 self._slots[at] = tensor.data_ptr()
         self._recurrent = any(recurrent for _, _, recurrent in self._moving)
         self._kept: Tensor | None = None
-        self._last: Recording | None = None  # of the last run; None after an eager one
+        self._last: Recording | None = None  # the last run's; None after an eager run
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         rows, passes, ops = len(tokens), self._passes, self._ops
@@ -574,7 +574,7 @@ class RecordedPass(Pass):
         slots = self._slots
         for slot, cache, _ in self._moving:
             if cache.length + end > cache.keys.shape[0]:
-                return None  # one of the passes will say so
+                return None  # the pass that does not fit raises the error
             slots[slot] = cache.length
         hidden = self._checked(hidden, rows)
         ids = (ctypes.c_int64 * rows)(*tokens)
@@ -602,7 +602,7 @@ class RecordedPass(Pass):
             if not_finite:
                 wrong = (ctypes.c_float * head.shape[0]).from_address(work + logits)
                 logits_of_step = torch.frombuffer(bytearray(wrong), dtype=torch.float32)
-        ran = drafted + not_finite  # passes
+        ran = drafted + not_finite  # number of passes
         for cache in self._caches:
             cache.advance(rows + ran - 1 if ran else 0)
         if not_finite:
@@ -631,7 +631,7 @@ class RecordedPass(Pass):
         if hidden is None or hidden.shape != (rows, size) or hidden.dtype is not dtype:
             got = "none" if hidden is None else f"{list(hidden.shape)} {hidden.dtype}"
             raise ShapeError("a pass got hidden states that do not fit", got=got, takes=f"{[rows, size]} {dtype}")
-        checked: Tensor = hidden.contiguous()  # rows of a pass are
+        checked: Tensor = hidden.contiguous()  # rows of a pass already are
         return checked
 
     def _play(self, program: Program) -> int:
@@ -641,7 +641,7 @@ class RecordedPass(Pass):
 
 
 def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
-    """Recorded passes, or eager ones with the reason why these cannot be recorded."""
+    """Return recorded passes, or eager ones with the reason why recording failed."""
     passes = RecordedPasses(ops, runner, body, hidden_size)
     try:
         for rows in TRIED_ROWS:

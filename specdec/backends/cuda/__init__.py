@@ -1,4 +1,4 @@
-"""The CUDA backend: Triton kernels and CUDA graphs. Its spec imports neither triton nor the ops until one is built."""
+"""The CUDA backend: Triton kernels and CUDA graphs. Triton and the ops are imported only when a backend is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _build(config: NoConfig) -> Any:
 
 
 def _available() -> str | None:
-    """Looks for triton without importing it, then asks torch about the device."""
+    """Look for triton without importing it, then ask torch about the device."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install 'specdec-framework[cuda]')"
     from specdec.backends.cuda.device import unusable
@@ -25,7 +25,7 @@ def _available() -> str | None:
 
 
 def _preference() -> int | None:
-    """Where the machine shows an NVIDIA device."""
+    """A preference if the machine has an NVIDIA device."""
     from specdec.backends.cuda.device import nvidia_here
 
     return 20 if nvidia_here() else None

@@ -1,7 +1,6 @@
 """Logits, hidden states and gathered head rows on the device, and deferred results that the next op can fuse.
 
-Logits are computed on demand, and only as far as needed: the best tokens of a greedy pass need no row of the vocabulary
-in memory.
+Logits are computed on demand and only as far as needed: greedy decoding never writes full rows of logits to memory.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class Stats(Protocol):
-    """What a head kernel says about every row, on the device."""
+    """Statistics of every row from a head kernel, on the device."""
 
     @property
     def ids(self) -> Tensor:
-        """Best token ids ``[T]`` int32, the lowest of equals; -1 in a row with a NaN."""
+        """Best token ids ``[T]`` int32; ties go to the lowest id; -1 in a row with a NaN."""
 
     @property
     def values(self) -> Tensor:
-        """Their logits ``[T]`` float32."""
+        """Logits of the best tokens ``[T]`` float32."""
 
     @property
     def log_sum(self) -> Tensor:
@@ -58,20 +57,20 @@ class CudaHidden(ArrayHidden):
 
 
 class HeadProducts(Protocol):
-    """The three ways through an output head that logits need, for some rows of hidden states."""
+    """The three head computations that logits use, for given rows of hidden states."""
 
     def logits(self) -> Tensor:
         """``[T, n]`` float32."""
 
     def best(self) -> Stats:
-        """The best of every row."""
+        """Find the best token of every row."""
 
     def sample(self, scale: float, seed: int, position: int) -> Stats:
-        """The best of every row of ``scale * logits + noise``; row t has the noise of ``position + t``."""
+        """Find the best token of ``scale * logits + noise``; row t uses the noise of ``position + t``."""
 
 
 class _DeviceLogits(Logits):
-    """Logits whose best and sampled tokens are found on the device, in parts of the vocabulary, once."""
+    """Logits whose best and sampled tokens are found on the device, once, in parts of the vocabulary."""
 
     def __init__(self, rows: int, parts: Sequence[HeadProducts]) -> None:
         self._count = rows
@@ -100,10 +99,10 @@ class _DeviceLogits(Logits):
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
         if position < row:
             return None
-        key = scale, seed, position - row  # one launch chooses for all rows, whose positions are consecutive
+        key = scale, seed, position - row  # one launch samples all rows: their positions are consecutive
         if key not in self._sampled:
 
-            def score(row: int, token: int, value: float) -> float:  # of the few winners of parts, to compare them
+            def score(row: int, token: int, value: float) -> float:  # only for the winners of parts
                 noise = gumbel(seed, key[2] + row, np.array([token]), Purpose.TOKEN)
                 return scale * value + float(noise[0])
 
@@ -114,7 +113,7 @@ class _DeviceLogits(Logits):
 def _winners(
     parts: Sequence[Stats], score: Callable[[int, int, float], float] = lambda row, token, value: value
 ) -> list[int]:
-    """The best tokens of several parts of a vocabulary; -1 where a row has no finite best."""
+    """Merge the best tokens of several parts of a vocabulary; -1 for a row without a finite best."""
     found = [(stats.ids.tolist(), stats.values.tolist()) for stats in parts]
     ids, values = found[0]
     for other_ids, other_values in found[1:]:
@@ -129,7 +128,7 @@ def _winners(
 
 
 def checked(tokens: Sequence[int]) -> list[int]:
-    """``tokens``, the best of their rows. Raises: ContractError where a row has none."""
+    """Return ``tokens``, the best of each row. Raises: ContractError if one is -1."""
     for row, token in enumerate(tokens):
         if token < 0:
             raise not_finite(row)
@@ -137,7 +136,7 @@ def checked(tokens: Sequence[int]) -> list[int]:
 
 
 class CudaLogits(_DeviceLogits):
-    """``[T, V]`` float32 logits of hidden states that are still there."""
+    """Logits ``[T, V]`` float32, computed on demand from hidden states."""
 
     def __init__(self, rows: int, products: HeadProducts) -> None:
         super().__init__(rows, [products])
@@ -170,9 +169,9 @@ class CudaLogits(_DeviceLogits):
 
 
 def _ordered(logits: Tensor) -> Tensor:
-    """int64 keys ``[T, V]``, all different, ordered as the logits are and by descending id where those are equal.
+    """Distinct int64 keys ``[T, V]`` with the order of the logits; ties are ordered by descending id.
 
-    The bits of a float, with all but the sign flipped where it is negative, are ordered as the floats are.
+    Flipping all bits but the sign of negative floats makes the order of the bits the order of the floats.
     """
     bits = (logits + 0.0).view(torch.int32)  # -0 becomes 0
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
@@ -180,12 +179,12 @@ def _ordered(logits: Tensor) -> Tensor:
 
 
 class CudaHeadRows:
-    """Gathered rows of a head: those shared with other heads, then those that were added.
+    """Gathered rows of a head: rows shared with other heads, then added ones.
 
     Attributes:
-        parts: weights as the head kernels take them, one or two.
+        parts: one or two weights, in the form that the head kernels take.
         part_ids: token ids of their rows, int32 on the device; ascending in each part.
-        ids: the same on the host, part by part.
+        ids: the same on the host, concatenated.
         vocab_size: V.
     """
 
@@ -204,25 +203,25 @@ class CudaHeadRows:
     def of(
         cls, gather: Callable[[list[int]], tuple[Any, Tensor]], tokens: Sequence[int], vocab_size: int
     ) -> CudaHeadRows:
-        """The rows for these ids; ``gather`` gives some rows as a weight, and their ids on the device."""
+        """Gather the rows for these ids; ``gather`` returns rows as a weight, and their ids on the device."""
         ids = np.unique(np.array(list(tokens), dtype=np.int32))
         part, on_device = gather(ids.tolist())
         return cls((part,), (on_device,), ids, vocab_size)
 
     def extended(self, gather: Callable[[list[int]], tuple[Any, Tensor]], tokens: Sequence[int]) -> CudaHeadRows:
-        """These rows and those for ids that are not here; the first part is shared, not copied."""
+        """Return these rows plus those for missing ids; the first part is shared, not copied."""
         missing = np.setdiff1d(np.array(list(tokens), dtype=np.int32), self.ids)
         if not len(missing):
             return self
         first = len(self.part_ids[0])
-        added = np.union1d(self.ids[first:], missing).astype(np.int32)  # few: those of the sequence
+        added = np.union1d(self.ids[first:], missing).astype(np.int32)  # few
         part, on_device = gather(added.tolist())
         ids = np.concatenate([self.ids[:first], added])
         return CudaHeadRows((self.parts[0], part), (self.part_ids[0], on_device), ids, self.vocab_size)
 
 
 class CudaPrunedLogits(_DeviceLogits):
-    """Logits of gathered rows; the best token of a row is found on the device, everything else on the host."""
+    """Logits of gathered rows; the best tokens are found on the device, everything else on the host."""
 
     def __init__(self, rows: int, products: Sequence[HeadProducts], head: CudaHeadRows) -> None:
         super().__init__(rows, products)
@@ -248,9 +247,9 @@ class CudaPrunedLogits(_DeviceLogits):
 
 @attrs.define(eq=False, slots=False)
 class Deferred:
-    """The result of an op that the next op may compute in its own kernel.
+    """A delayed result that the next op may compute inside its own kernel.
 
-    Any other use computes the tensor, once, with a kernel that gives the same bits.
+    Any other use computes the tensor once, with a kernel that gives the same bits.
     """
 
     compute: Callable[[], Tensor]
@@ -259,18 +258,18 @@ class Deferred:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the result."""
+        """The shape of the result."""
         return self.x.shape
 
     def tensor(self) -> Tensor:
-        """The result itself."""
+        """Return the result, computed if necessary."""
         if self._tensor is None:
             self._tensor = self.compute()
         return self._tensor
 
     @property
     def computed(self) -> bool:
-        """Whether the tensor is computed already."""
+        """Whether the tensor is already computed."""
         return self._tensor is not None
 
     @property
@@ -291,7 +290,7 @@ class Deferred:
 
 @attrs.define(eq=False, slots=False)
 class Normed(Deferred):
-    """``rms_norm(x)``: the prologue of a product."""
+    """A delayed ``rms_norm(x)``, which can be the prologue of a product."""
 
     weight: Tensor
     eps: float
@@ -299,7 +298,7 @@ class Normed(Deferred):
 
 @attrs.define(eq=False, slots=False)
 class GatedNormed(Deferred):
-    """``gated_rms_norm(x, z)``: likewise, ``[T, n * D]``."""
+    """A delayed ``gated_rms_norm(x, z)``, ``[T, n * D]``, which can be the prologue of a product."""
 
     z: Tensor
     weight: Tensor
@@ -312,7 +311,7 @@ class GatedNormed(Deferred):
 
 @attrs.define(eq=False, slots=False)
 class Rotated(Deferred):
-    """``norm_rope(x)``: a query or key on its way to attention."""
+    """A delayed ``norm_rope(x)``: a query or key for attention."""
 
     weight: Tensor | None
     eps: float
@@ -322,12 +321,12 @@ class Rotated(Deferred):
 
 @attrs.define(eq=False, slots=False)
 class Convolved(Deferred):
-    """``conv_window(x)``: the delta rule convolves it itself."""
+    """A delayed ``conv_window(x)``, which the delta rule kernel computes itself."""
 
     weight: Tensor
     cache: Any
 
 
 def materialised(x: Any) -> Tensor:
-    """``x`` as a tensor, whether it waits or not."""
+    """Return ``x`` as a tensor, computing a deferred result."""
     return x.tensor() if isinstance(x, Deferred) else x

@@ -1,4 +1,4 @@
-"""The CUDA backend: on which device it runs, in which dtype, and whether passes are replayed from graphs."""
+"""The CUDA backend: choose the device, the dtype, and whether passes are replayed from graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.backends.cuda.ops import CudaOps
 class CudaBackend(Backend):
     """The current CUDA device (CUDA_VISIBLE_DEVICES chooses among several).
 
-    Raises: UnsupportedError with the reason where the device cannot run the kernels.
+    Raises: UnsupportedError with the reason if the device cannot run the kernels.
     """
 
     name = "cuda"

@@ -1,8 +1,8 @@
-"""Per-layer state on the device, behind an address table: kernels never get an address or a length from the host.
+"""Caches on the device. Kernels read all addresses and lengths from an address table, never from the host.
 
-Every cache owns one row of the table (columns in ``kernels.launch``), and the host keeps a mirror of it: it knows what
-it launched, so nothing is ever read back. Rows are changed by launches and copies in stream order.
-Memory grows by stages up to the capacity; the addresses change then, and graphs that know the table's row alone do not.
+Every cache owns one row of the table (columns in ``kernels.launch``). Launches and copies change the row in stream
+order; the host mirrors these changes and never reads the row back.
+Memory grows in stages up to the capacity. Growing changes addresses but not graphs, which know only the table's row.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from specdec.backends.ops import DeltaShape
 from specdec.backends.placeholders import PlaceholderInteger
 from specdec.errors import StateError
 
-FIRST_SLOTS = 6  # states of a new delta cache: passes of up to 5 rows; longer ones make it MAX_ROWS + 1
+FIRST_SLOTS = 6  # states of a new delta cache, for passes of up to 5 rows; longer ones grow it to MAX_ROWS + 1
 MORE_ROOM = "target.capacity below that, which ends sessions earlier; fewer open sessions; a quantised checkpoint"
 
 
 class Kind(enum.IntEnum):
-    """What a commit does to a row of the table."""
+    """How a commit changes a row of the table."""
 
     ROWS = 0  # LENGTH += kept
-    STATES = 1  # and SLOT moves on by as many states
+    STATES = 1  # LENGTH += kept, and SLOT moves on by as many states
 
 
 class Position(int):
-    """A cache's committed length, which knows the table row that holds it: kernels read it there."""
+    """A cache's committed length with its table row, from which kernels read it."""
 
     row: Tensor
 
@@ -51,7 +51,7 @@ class Position(int):
 
 
 class DeviceCache(Cache):
-    """What the caches share: the row, its mirror, and when memory is taken."""
+    """The base of the caches: the table row, its mirror, and memory growth."""
 
     kind: ClassVar[Kind]
 
@@ -60,7 +60,7 @@ class DeviceCache(Cache):
         self.capacity = capacity
         self.row = torch.empty(COLUMNS, dtype=torch.int64, device=device.place)
         self._length = 0
-        self._pending: int | None = None  # rows of the pass that is not committed yet
+        self._pending: int | None = None  # rows of the uncommitted pass
 
     @property
     def length(self) -> int:  # type: ignore[override]  # read-only here
@@ -70,55 +70,52 @@ class DeviceCache(Cache):
     @property
     @abc.abstractmethod
     def bound(self) -> int:
-        """Rows that memory is allocated for: no pass reads beyond them."""
+        """The number of allocated rows; no pass reads beyond them."""
 
     @abc.abstractmethod
     def entries(self) -> list[int]:
-        """The row of the table, as the host knows it."""
+        """The row of the table, from the host's mirror."""
 
     def adopt(self, row: Tensor) -> None:
-        """Keep the row in a table with others from now on; ``write_rows`` fills it."""
+        """Move the row into a table shared with other caches; ``write_rows`` fills it."""
         self.row = row
 
     def write(self) -> None:
-        """Bring the row on the device to what the host knows."""
+        """Copy the host's mirror to the row on the device."""
         write_rows([self], self.row[None])
 
     def reserve(self, rows: int) -> None:
-        """Make room for a pass of ``rows`` rows after the committed ones.
-
-        Raises: StateError above the capacity, OutOfMemory.
-        """
+        """Make room for a pass of ``rows`` rows. Raises: StateError above the capacity, OutOfMemory."""
         self.make_room(self._length + rows, rows)
         self._pending = rows
 
     @abc.abstractmethod
     def make_room(self, end: int, rows: int) -> bool:
-        """Have memory for ``end`` rows in all and passes of ``rows`` rows; whether that moved it.
+        """Ensure memory for ``end`` rows in total and passes of ``rows`` rows; return whether the memory moved.
 
-        Rows and states that the device has, but the host has not counted yet, move along.
+        Rows and states that the host has not counted yet are copied too.
         Raises: StateError above the capacity, OutOfMemory.
         """
 
     def commit(self, rows: int) -> None:
-        """Keep the first ``rows`` rows of the last pass, or drop them all."""
+        """Keep the first ``rows`` rows of the last pass; 0 drops all."""
         if rows:
             self.advance(rows)
             self.write()
         self._pending = None
 
     def advance(self, rows: int) -> None:
-        """Count ``rows`` rows that the table's row has been advanced by already."""
+        """Count ``rows`` rows that the table's row already includes."""
         self._length += rows
         self._pending = None
 
     def advances_alone(self) -> bool:
-        """Whether the launch that commits a pass of up to ``MAX_ROWS`` rows is right for the last one."""
+        """Whether the launch that commits passes of up to ``MAX_ROWS`` rows also commits the last pass correctly."""
         return self._pending is None or self._pending <= MAX_ROWS
 
 
 class CudaKVCache(DeviceCache):
-    """Keys and values ``[bound, nkv, D]`` in act dtype; rows at and behind ``length`` are stale or provisional."""
+    """Keys and values ``[bound, nkv, D]`` in act dtype; rows from ``length`` on are stale or provisional."""
 
     kind = Kind.ROWS
 
@@ -180,7 +177,7 @@ class CudaKVCache(DeviceCache):
 
 
 class CudaLatentCache(CudaKVCache):
-    """Rows of latent attention ``[bound, 1, D]``: keys are whole rows, values their first entries. Kept once."""
+    """Rows of latent attention ``[bound, 1, D]``; a key is a whole row, a value its first entries."""
 
     def __init__(self, device: Device, capacity: int, dims: int, dtype: torch.dtype) -> None:
         DeviceCache.__init__(self, device, capacity)
@@ -216,9 +213,9 @@ class CudaLatentCache(CudaKVCache):
 class CudaDeltaCache(MarkedCache, DeviceCache):
     """Recurrent matrices ``[S, Hv, Dk, Dv]`` float32, one per slot, and a ring ``[W, C]`` of raw convolution rows.
 
-    A pass of T rows leaves the matrix after row t in the slot ``SLOT + 1 + t``, and the raw row of position p stands at
-    ``p % W``: a commit of any number of rows is a matter of counting. A prompt leaves only its last matrix, in the next
-    slot, and is committed whole.
+    A pass of T rows writes the matrix after row t to slot ``SLOT + 1 + t``, and the raw row of position p to ring row
+    ``p % W``, so a commit only advances counters. A prompt writes only its last matrix, to the next slot, and must be
+    committed whole.
     """
 
     kind = Kind.STATES
@@ -257,7 +254,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
 
     @property
     def state(self) -> Tensor:
-        """The committed matrices ``[Hv, Dk, Dv]``, where they lie."""
+        """The committed matrices ``[Hv, Dk, Dv]``, not a copy."""
         return self.states[self._slot]
 
     def entries(self) -> list[int]:
@@ -266,7 +263,7 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
 
     def make_room(self, end: int, rows: int) -> bool:
         self._tail = None
-        needed = rows + 1 if rows <= MAX_ROWS else 2  # of a prompt the last one is left
+        needed = rows + 1 if rows <= MAX_ROWS else 2  # a prompt writes only its last state
         if needed <= self.slots:
             return False
         before = self.states
@@ -284,12 +281,12 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         if rows and not self.advances_alone() and rows != self._pending:
             raise StateError(f"a prompt of {self._pending} rows is committed whole, asked for {rows}")
         waiting = None if self._convolved is None else self._convolved()
-        if waiting is not None:  # it may still be read, and is computed from the rows before this pass
+        if waiting is not None:  # it may still be read, and depends on the rows before this pass
             waiting.tensor()
         super().commit(rows)
 
     def convolved(self, waiting: Convolved) -> Convolved:
-        """Remember a convolution that is not computed yet."""
+        """Remember a convolution that is still deferred."""
         self._convolved = weakref.ref(waiting)
         return waiting
 
@@ -304,21 +301,21 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         self._tail = None
 
     def window(self) -> Tensor:
-        """A copy of the last kc-1 raw rows, oldest first; zeros before the first token."""
+        """Copy the last kc-1 raw rows, oldest first; zeros before the first token."""
         window = torch.zeros(self.shape.kernel - 1, self.shape.channels, dtype=self.ring.dtype, device=self.ring.device)
         for at, position in self._window_positions():
             window[at] = self.ring[position % self.ring_rows]
         return window
 
     def _window_positions(self) -> list[tuple[int, int]]:
-        """Rows of the window that exist, and their positions."""
+        """Pairs of window row and position, for positions from 0 on."""
         taps = self.shape.kernel - 1
         return [(at, self._length - taps + at) for at in range(taps) if self._length - taps + at >= 0]
 
     def keep_tail(self, raw: Tensor) -> None:
-        """Remember the raw rows ``[T, C]`` at a prompt's end: they are written when it is committed.
+        """Remember the raw rows ``[T, C]`` at a prompt's end, to be written when it is committed.
 
-        Sooner they would overwrite those that a dropped prompt must leave.
+        Writing them earlier would overwrite rows that are needed if the prompt is dropped.
         """
         self._tail = raw[-self.ring_rows :]
 
@@ -348,16 +345,16 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
 
 
 def write_rows(caches: Sequence[DeviceCache], table: Tensor) -> None:
-    """Bring the rows ``[caches, 8]`` of a table to what the host knows of the caches, in one copy."""
+    """Copy the host's mirrors of the caches to the rows ``[caches, 8]`` of a table, in one copy."""
     entries = [entry for cache in caches for entry in cache.entries()]
     caches[0].device.upload(entries, torch.int64, table.view(-1))
 
 
-# --- what stands for a cache while a pass is captured -----------------------------------------------------------------
+# --- stand-ins for caches during capture ------------------------------------------------------------------------------
 
 
 class DeviceLength(PlaceholderInteger):
-    """A length that only the device knows, in a row of the table."""
+    """Placeholder of a length that only the device knows, in a row of the table."""
 
     __slots__ = ("row",)
 
@@ -366,12 +363,12 @@ class DeviceLength(PlaceholderInteger):
 
 
 class CapturedCache:
-    """A cache of any sequence: what is the same for all of them, and a row of the static table."""
+    """Stand-in for a cache of any sequence: the common properties, and a row of the static table."""
 
     def __init__(self, cache: Any, row: Tensor, bound: int) -> None:
         self.kind = cache.kind
         self.row = row
-        self.bound = bound  # at least that of every sequence that replays
+        self.bound = bound  # at least the bound of every sequence that replays
         self.length = DeviceLength(row)
         if isinstance(cache, CudaDeltaCache):
             self.shape = cache.shape
@@ -379,8 +376,8 @@ class CapturedCache:
             self.kv_heads, self.head_dim = cache.kv_heads, cache.head_dim
 
     def reserve(self, rows: int) -> None:
-        """The replay makes room."""
+        """Does nothing: the replay makes room."""
 
     def convolved(self, waiting: Convolved) -> Convolved:
-        """It is not read after the pass."""
+        """Not remembered, as it is not read after the pass."""
         return waiting

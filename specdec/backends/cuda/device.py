@@ -1,6 +1,6 @@
-"""Where kernels run: a CUDA device and its graphs, behind a protocol that tests fill with a device of their own.
+"""The CUDA device and its graphs, with a protocol so that tests can provide their own device.
 
-Nothing here imports triton, and asking what a machine has creates no CUDA context unless a device is there.
+This module does not import triton, and its checks create a CUDA context only if there is a device.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch import Tensor
 from specdec.backends.cuda.memory import out_of_memory
 from specdec.errors import UnsupportedError
 
-CAPABILITY = (8, 0)  # Ampere: bfloat16 in the tensor cores, and copies that do not go through registers
+CAPABILITY = (8, 0)  # Ampere: bfloat16 tensor cores and asynchronous copies
 
 
 class Graph(Protocol):
-    """Launches that were captured, over the buffers that they were captured with."""
+    """Captured launches, over fixed buffers."""
 
     def replay(self) -> None:
-        """Launch them again, behind what the device has been given so far."""
+        """Launch them again, after all earlier launches."""
 
 
 class Marker(Protocol):
-    """A point in the stream, after what has been launched so far."""
+    """A point in the stream."""
 
     def wait(self) -> None:
-        """Until the device has got there."""
+        """Wait until the device reaches it."""
 
 
 class Device(Protocol):
-    """What the ops ask of the place where their tensors lie.
+    """The device interface that the ops use.
 
     Attributes:
-        place: torch's name of it.
-        name: the same for people.
-        label: what tile tables are chosen by, such as "sm_90".
+        place: the torch device.
+        name: a readable name.
+        label: the key of tile tables, such as "sm_90".
     """
 
     place: torch.device
@@ -50,35 +50,35 @@ class Device(Protocol):
     label: str
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """What ``body`` launches, as a graph.
+        """Capture the launches of ``body`` as a graph.
 
-        ``body`` runs once for real before it is captured, so that every kernel is compiled and every workspace exists.
-        Under capture it must do nothing that a replay could not repeat: no reading by the host, no other buffers.
+        ``body`` first runs once for real, so that every kernel is compiled and every workspace exists. During capture
+        it must do nothing that a replay cannot repeat: no reads by the host, no other buffers.
         """
 
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Integers from the host, in ``out`` where given, without waiting for the device."""
+        """Copy integers to the device, into ``out`` if given, without waiting for the device."""
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that the device reads and writes without a detour."""
+        """Allocate pinned host memory."""
 
     def marker(self) -> Marker:
-        """A marker behind everything launched so far."""
+        """Return a marker after everything launched so far."""
 
     def synchronise(self) -> None:
         """Wait until everything launched so far is done."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that can be allocated now, and bytes of the device."""
+        """Free and total bytes of the device."""
 
     def guarded(self, what: str, nbytes: int | None, setting: str) -> contextlib.AbstractContextManager[None]:
-        """A context whose allocations, of ``nbytes`` in all, fail with an error that says what they were for.
+        """A context for allocations of ``nbytes`` in total.
 
-        Raises: OutOfMemory, naming ``setting`` as what would help.
+        Raises: OutOfMemory if they fail, naming ``what`` and suggesting ``setting``.
         """
 
     def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
-        """Seconds that the device takes for ``body``, the mean of ``repeats`` runs in a row."""
+        """Device seconds of ``body``, the mean of ``repeats`` consecutive runs."""
 
 
 class _EventMarker:
@@ -90,7 +90,7 @@ class _EventMarker:
 
 
 class CudaDevice:
-    """The current CUDA device. Graphs share one pool of memory: only one of them runs at a time."""
+    """The current CUDA device. Graphs share one memory pool, since only one of them runs at a time."""
 
     _capturing = threading.Lock()  # torch captures one graph at a time in a process
 
@@ -109,23 +109,23 @@ class CudaDevice:
             if self._anchor is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 self._pool = torch.cuda.graph_pool_handle()
-                # a graph that stays: torch refuses to capture into a pool whose graphs are all gone, while memory of it
-                # is in use (the result of one of them, the workspace of a library)
+                # a permanent graph: torch refuses to capture into a pool without graphs while some of its memory is in
+                # use (the result of a graph, the workspace of a library)
                 held = torch.zeros(1, device=self.place)
                 self._anchor = held, self._captured(held.zero_)
-            # on the stream of everything else: kernels share the workspace, and other threads may be launching them
+            # on the common stream: kernels share the workspace, and other threads may be launching them
             body()
             return self._captured(body)
 
     def _captured(self, body: Callable[[], object]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # other threads may go on allocating while this one captures
+        # other threads may allocate while this one captures
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             body()
         return graph
 
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        # the allocator of pinned memory keeps a block until the copy out of it is done
+        # the allocator of pinned memory keeps a block until the copy from it is done
         host = torch.tensor(values, dtype=dtype).pin_memory()
         if out is None:
             return host.to(self.place, non_blocking=True)
@@ -166,11 +166,11 @@ class CudaDevice:
         return elapsed_ms / 1000 / repeats
 
 
-# --- what this machine has --------------------------------------------------------------------------------------------
+# --- detection --------------------------------------------------------------------------------------------------------
 
 
 def nvidia_here() -> bool:
-    """Whether the machine shows an NVIDIA device to this process, usable or not."""
+    """Whether this process can see an NVIDIA device, usable or not."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
         return False  # hidden on purpose
@@ -180,12 +180,12 @@ def nvidia_here() -> bool:
 
 
 def _device_files() -> bool:
-    """The driver's device files: /dev/nvidia0 and so on, or those of WSL."""
+    """Whether the driver's device files exist: /dev/nvidia0 and so on, or those of WSL."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
 
 
 def unusable() -> str | None:
-    """None where a CUDA device can run the kernels, else why not and what would help."""
+    """Return None if a CUDA device can run the kernels, else the reason and a remedy."""
     if torch.version.hip is not None:
         return "this torch was built for ROCm, and the kernels are written for CUDA (try a CUDA build of torch)"
     if torch.version.cuda is None:
@@ -195,7 +195,7 @@ def unusable() -> str | None:
     try:
         found = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
-    except RuntimeError as error:  # a device that cannot be talked to: a broken driver, another mode
+    except RuntimeError as error:  # the device does not respond: a broken driver, another mode
         return _first_line(error)
     if found < CAPABILITY:
         return (
@@ -211,7 +211,7 @@ def _why_not_available() -> str:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every CUDA device (unset it)"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # torch says here what is wrong: no driver, or one that is too old
+    except (RuntimeError, AssertionError) as error:  # torch explains here: no driver, or one that is too old
         text = _first_line(error)
         if "too old" in text:
             return (
@@ -227,7 +227,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def open_device() -> CudaDevice:
-    """The current CUDA device. Raises: UnsupportedError with the reason where there is none that the kernels run on."""
+    """Return the current CUDA device. Raises: UnsupportedError with the reason if it cannot run the kernels."""
     reason = unusable()
     if reason is not None:
         raise UnsupportedError(f"the cuda backend cannot run here: {reason}", try_='target.backend = "cpu"')

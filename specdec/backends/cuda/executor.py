@@ -1,19 +1,19 @@
-"""Whole greedy cycles as one CUDA graph each: settle, draft, verify, decide.
+"""The executor that runs each greedy cycle as one CUDA graph: settle, draft, verify, decide.
 
-    settle   the rows that the last cycle kept are committed, and their MTP pairs join those that wait
-    draft    the head's pass over all pairs that wait, its first token, and K - 1 chained steps
-    verify   the target's pass over the pending token and the draft, and the best token of every row
-    decide   ``kernels.accept``: what is emitted, kept and pending, and whether generation ends
+    settle   commit the rows that the last cycle kept, and add their MTP pairs to the waiting ones
+    draft    run the head's pass over all waiting pairs, choose its token, and run K - 1 chained steps
+    verify   run the target's pass over the pending token and the draft, and find the best token of every row
+    decide   ``kernels.accept``: determine the emitted, kept and pending tokens, and whether generation ends
 
-A cycle of depth 0 drafts nothing, and its pairs go on waiting until there is no room for more. Without an MTP head
-there are no pairs, and all cycles are of depth 0.
+A cycle of depth 0 drafts nothing, and its pairs keep waiting until there is no room for more. Without an MTP head there
+are no pairs, and all cycles have depth 0.
 
-Everything that a cycle starts from lies on the device, so the next one is launched before the host has read what the
-last one decided. The host reads a copy of the decision, through pinned memory.
+All inputs of a cycle are on the device, so the next cycle is launched before the host has read the last decision. The
+host reads a copy of the decision in pinned memory.
 
-The buffers that the graphs know serve one sequence at a time (``_Buffers``); they move in and out when another sequence
-takes its turn. Only the device knows how many pairs wait: the head's pass has room for as many as there can be, and the
-rows behind them are garbage that nothing reads and the chained steps overwrite.
+The graphs' buffers serve one sequence at a time (``_Buffers``); their contents are swapped when another sequence runs.
+Only the device knows how many pairs wait. The head's pass has room for the maximum; its unused rows hold garbage that
+is never read and that the chained steps overwrite.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from specdec.errors import StateError
 
 STOPS = 64  # stop tokens that the device can look for
 _CONTROL = FIELDS.value + MAX_ROWS
-_FED_ROWS = (2, 4, 8, MAX_ROWS)  # rows that the head's pass may have: few graphs, and no pass much too wide
-_ADDED_ROWS = (256, 1024, 4096)  # rows that a sequence may have added to a pruned head, likewise
-_IN_FLIGHT = 2  # one cycle runs while the host looks at another
+_FED_ROWS = (2, 4, 8, MAX_ROWS)  # allowed row counts of the head's pass: few graphs, little waste
+_ADDED_ROWS = (256, 1024, 4096)  # allowed numbers of rows added to a pruned head, likewise
+_IN_FLIGHT = 2  # one cycle runs while the host processes another
 
 
 @attrs.frozen(kw_only=True)
 class _Buffers:
-    """What a cycle leaves for the next one of its sequence."""
+    """State that a cycle leaves for the next cycle of its sequence."""
 
     table: Tensor  # [caches, 8] int64, the target's and then the head's
     control: Tensor  # [24] int32, kernels.accept
     waiting: Tensor  # [16, H]
     waiting_ids: Tensor  # [16] int32
     fresh: Tensor  # [16, H]: hidden states of the last verification
-    stops: Tensor  # [64] int32, -1 behind them
+    stops: Tensor  # [64] int32, padded with -1
 
     def fill(self, other: _Buffers) -> None:
-        """Become a copy of ``other``."""
+        """Copy the contents of ``other``."""
         for ours, theirs in zip(attrs.astuple(self, recurse=False), attrs.astuple(other, recurse=False), strict=True):
             ours.copy_(theirs)
 
@@ -68,7 +68,7 @@ class _Buffers:
 
 
 class CycleGraphs:
-    """The graphs of one model's cycles, with or without its MTP head, and the buffers that they know."""
+    """The graphs of one model's cycles, with or without its MTP head, and their buffers."""
 
     def __init__(self, target: CudaPass, mtp: CudaPass | None) -> None:
         self.device, dtype = target.passes.device, target.passes.dtype
@@ -79,7 +79,7 @@ class CycleGraphs:
         self._caches = len(target.caches)
         caches = self._caches + len(mtp.caches if mtp else ())
         hidden_size = mtp.passes.hidden_size if mtp else 0
-        # the control block, the pending token and the draft, so that the host reads them in one copy
+        # the control block, the pending token and the draft together, for one copy to the host
         self.report = torch.zeros(_CONTROL + 1 + MAX_ROWS, dtype=torch.int32, device=place)
         self._verified = self.report[_CONTROL:]
         self._drafted = self._verified[1:]
@@ -94,13 +94,13 @@ class CycleGraphs:
         )
         self._graphs: dict[tuple[int, ...], Graph] = {}
         self._heads: tuple[Any, ...] = (None,) * 4
-        self._added: DenseWeight | None = None  # rows that the present sequence added to a pruned head
+        self._added: DenseWeight | None = None  # rows that the current sequence added to a pruned head
         self._added_ids: Tensor | None = None
-        self.owner: CudaExecutor | None = None  # the sequence that the buffers serve at present
+        self.owner: CudaExecutor | None = None  # the sequence whose state is in the buffers
 
     @contextlib.contextmanager
     def turn_of(self, executor: CudaExecutor) -> Iterator[_Buffers]:
-        """The buffers with what this sequence left in them; the one that had them keeps a copy."""
+        """Provide the buffers with this sequence's state; the previous owner keeps a copy of its own."""
         with self._target.lock, contextlib.nullcontext() if self._mtp is None else self._mtp.lock:
             if self.owner is not executor:
                 if self.owner is not None:
@@ -111,11 +111,11 @@ class CycleGraphs:
             yield self.buffers
 
     def tables(self, buffers: _Buffers) -> tuple[Tensor, Tensor]:
-        """The target's rows of the address table, and the head's."""
+        """Return the address table's rows of the target and of the head."""
         return buffers.table[: self._caches], buffers.table[self._caches :]
 
     def _take_added(self, added: tuple[Tensor, Tensor] | None) -> None:
-        """Copy the rows that a sequence added where graphs know them, the first one again in the places left."""
+        """Copy a sequence's added rows to the graphs' buffer, padded with copies of the first row."""
         if added is None:
             return
         rows, ids = added
@@ -129,7 +129,7 @@ class CycleGraphs:
         self._added_ids[len(ids) :] = ids[:1]
 
     def settle(self) -> None:
-        """Launch the beginning of a cycle by itself."""
+        """Launch only the settle step of a cycle."""
         b = self.buffers
         accept.commit_rows(self.tables(b)[0], self._kinds, b.control[KEPT.value : KEPT.value + 1])
         if self._mtp is None:
@@ -138,9 +138,9 @@ class CycleGraphs:
             cycle.settle(b.control, b.fresh, b.waiting, b.waiting_ids, self._counters, self._verified)
 
     def graph(self, executor: CudaExecutor, fed: int, depth: int) -> Graph:
-        """The graph of a cycle of ``depth`` draft tokens; its head takes in up to ``fed`` pairs, or none of them."""
+        """Return the graph of a cycle of ``depth`` draft tokens, whose head pass takes up to ``fed`` pairs."""
         added = None if executor.added is None else self._added
-        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)  # kept: graphs know addresses alone
+        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)  # graphs hold only addresses
         if any(new is not old for new, old in zip(heads, self._heads, strict=True)):
             self._graphs.clear()
             self._heads = heads
@@ -151,7 +151,7 @@ class CycleGraphs:
                 [CapturedCache(held, row, bound) for held, row in zip(of, table, strict=True)]
                 for of, table, bound in zip(caches, self.tables(self.buffers), executor.bounds, strict=True)
             )
-            before = self.buffers.copy()  # it runs for real before it is captured
+            before = self.buffers.copy()  # capturing runs the cycle for real first
             with self.device.guarded(f"the CUDA graph of a cycle of {depth} draft tokens", None, "SPECDEC_EAGER=1"):
                 self._graphs[key] = self.device.capture(lambda: self._cycle(executor, of_target, of_mtp, fed, depth))
             self.buffers.fill(before)
@@ -171,7 +171,7 @@ class CycleGraphs:
         accept.accept(self._drafted[:depth], best.ids, b.stops, b.control, fed=fed > 0 or self._mtp is None)
 
     def _draft(self, executor: CudaExecutor, mtp: list[CapturedCache], fed: int, depth: int) -> None:
-        """Feed the pairs that wait, and draft behind them."""
+        """Feed the waiting pairs to the head, and draft."""
         assert self._mtp is not None
         b, table = self.buffers, self.tables(self.buffers)[1]
         x = self._mtp.launched(mtp, b.waiting_ids[:fed], b.waiting[:fed])
@@ -197,7 +197,7 @@ class CycleGraphs:
 
 @attrs.frozen
 class _Flight:
-    """A cycle whose outcome the host has not collected; without a report where it knew that generation had ended."""
+    """A cycle that the host has not collected; without a report if it was submitted after the end of generation."""
 
     depth: int
     fed: bool
@@ -208,15 +208,15 @@ class _Flight:
 class CudaExecutor(Executor):
     """Cycles of one sequence. See ``specdec.backends.passes.ExecutorSetup``.
 
-    At most two are in flight, so that a cycle is launched only where the last decision but one is known, and was not
-    the end. A cycle begins by settling what the one before decided; so with ``_last``, the decision collected last, the
-    host knows what the caches hold behind the last cycle launched.
+    At most two are in flight, so a cycle is launched only when the last decision but one is known and was not the end.
+    A cycle begins by settling the one before, so from ``_last``, the decision collected last, the host knows the
+    contents of the caches after the last launched cycle.
 
     Attributes:
         target, mtp: the passes over the sequence's caches; without ``mtp`` nothing is drafted.
-        kept: what belongs into the graphs' buffers when it is this sequence's turn.
-        lm_head, draft_head, draft_ids, added: heads; ``added`` are the sequence's own rows of a pruned one, with ids.
-        bounds: the stages of growth that graphs over these caches are captured for.
+        kept: this sequence's copy of the graphs' buffers while another sequence runs.
+        lm_head, draft_head, draft_ids, added: heads; ``added`` are the sequence's own rows of a pruned head, with ids.
+        bounds: the stages of cache growth that the graphs are captured for.
     """
 
     def __init__(self, graphs: CycleGraphs, target: CudaPass, mtp: CudaPass | None, setup: ExecutorSetup) -> None:
@@ -233,7 +233,7 @@ class CudaExecutor(Executor):
             drafting = drafting.parts[0]
         self.draft_head: Weight | None = drafting
         self.bounds: tuple[int, int] = (0, 0)
-        self._rows = self._slots = 0  # positions and states that surely fit; the first cycle makes room
+        self._rows = self._slots = 0  # positions and states known to fit; the first cycle makes room
         self._flights: list[_Flight] = []
         device = graphs.device
         self._reports = itertools.cycle(
@@ -276,7 +276,7 @@ class CudaExecutor(Executor):
         if self._last.halted:
             self._flights.append(_Flight(0, fed=False))
             return
-        waiting = self._last.waiting + self._last.kept  # and no more than this where a cycle is in flight
+        waiting = self._last.waiting + self._last.kept  # an upper bound while a cycle is in flight
         for flight in self._flights:
             waiting = (0 if flight.fed else waiting) + flight.depth + 1
         fed = 0
@@ -341,10 +341,10 @@ class CudaExecutor(Executor):
             graphs.owner = None
         self._setup.closed(left)
 
-    # --- what the host knows ---------------------------------------------------------------------------------------
+    # --- the host's mirrors ----------------------------------------------------------------------------------------
 
     def _count(self) -> None:
-        """Bring the mirrors of all caches to where the device is behind the last cycle launched."""
+        """Update the mirrors of all caches to their state after the last launched cycle."""
         last, launched = self._last, self._flights[-1:]
         for held in self.target.caches:
             held.advance(last.position - (0 if launched else last.kept) - held.length)
@@ -354,7 +354,7 @@ class CudaExecutor(Executor):
                 held.advance(fed - held.length)
 
     def _make_room(self, depth: int, buffers: _Buffers) -> None:
-        """See that every cache has the memory for one more cycle, whatever those in flight decide."""
+        """Ensure that every cache has memory for one more cycle, whatever the cycles in flight decide."""
         end = self._last.position + sum(flight.depth + 1 for flight in self._flights) + depth + 1
         if end <= self._rows and depth + 2 <= self._slots:
             return
@@ -371,7 +371,7 @@ class CudaExecutor(Executor):
 
 
 def device_executor(target: Pass, mtp: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
-    """An executor over CUDA passes; None where they run eagerly or the cycles do not fit."""
+    """Return an executor over CUDA passes; None if they run eagerly or the cycles do not fit."""
     if not isinstance(target, CudaPass) or not isinstance(mtp, CudaPass | None):
         return None
     if target.passes.eager_reason or len(setup.stop_tokens) > STOPS:
@@ -392,5 +392,5 @@ def device_executor(target: Pass, mtp: Pass | None, setup: ExecutorSetup) -> Cud
 
 
 def _bound(caches: Sequence[DeviceCache]) -> int:
-    """What a graph is captured for, as in ``passes``."""
+    """The bound that a graph is captured for, as in ``passes``."""
     return stage(max((held.bound for held in caches), default=0))

@@ -1,24 +1,24 @@
-"""Memory of the device: how much a sequence takes at first, how it grows, and the error when there is none left."""
+"""Device memory of caches: their first size, their growth, and the error when memory runs out."""
 
 from __future__ import annotations
 
 from specdec.errors import SpecdecError
 
-FIRST_ROWS = 1024  # rows of keys and values that an empty cache has room for; a capacity is not paid for before its use
-GROWTH = 4  # a full cache becomes this many times as long: graphs are captured again for a longer one
+FIRST_ROWS = 1024  # rows of an empty cache of keys and values; the full capacity is not allocated up front
+GROWTH = 4  # growth factor of a full cache; each stage needs new graphs
 
 
 class OutOfMemory(SpecdecError):
-    """The device has no room for weights, or for the state of a sequence."""
+    """The device has no memory for weights or for the state of a sequence."""
 
 
 def rows_for(needed: int, held: int, capacity: int) -> int:
-    """Rows that a cache of ``held`` rows should have when ``needed`` are used: at most ``capacity``, by stages."""
+    """The size of a cache of ``held`` rows that needs ``needed``: a stage of growth, at most ``capacity``."""
     return min(stage(max(held, needed)), capacity)
 
 
 def stage(rows: int) -> int:
-    """The size of a cache that outgrew the ones before it, or more: at least ``rows``."""
+    """The smallest stage of growth with at least ``rows`` rows."""
     found = FIRST_ROWS
     while found < rows:
         found *= GROWTH
@@ -26,7 +26,7 @@ def stage(rows: int) -> int:
 
 
 def out_of_memory(what: str, nbytes: int | None, free: int, total: int, setting: str) -> OutOfMemory:
-    """The error for an allocation of ``nbytes`` (None: unknown) that failed."""
+    """Return the error for a failed allocation of ``nbytes`` (None: unknown)."""
     return OutOfMemory(
         f"the CUDA device has no room for {what}",
         asked_for=None if nbytes is None else size(nbytes),
@@ -36,7 +36,7 @@ def out_of_memory(what: str, nbytes: int | None, free: int, total: int, setting:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: ``1.5 GiB``."""
+    """Format bytes readably, such as ``1.5 GiB``."""
     value = float(nbytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

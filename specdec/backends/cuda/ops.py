@@ -1,6 +1,6 @@
-"""The ops on a CUDA device: Triton kernels for passes of up to 16 rows, torch's library for prompts.
+"""The ops on a CUDA device: Triton kernels for passes of up to 16 rows, torch for prompts.
 
-Nothing here reads from the device. An op whose result the next one can fuse returns a ``Deferred``.
+No op reads from the device. An op whose result the next one can fuse returns a ``Deferred``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LOADING = "a smaller or quantised checkpoint; on a machine with several devices
 
 
 class CudaOps(Ops):
-    """See ``specdec.backends.ops.Ops`` for what each op computes."""
+    """Ops in Triton kernels and torch."""
 
     hidden_type = CudaHidden
 
@@ -77,7 +77,7 @@ class CudaOps(Ops):
         self._frequencies: dict[Rope, Tensor] = {}
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> CudaPasses:
-        """Passes that are captured as graphs when they are first run, one for each number of rows."""
+        """Return passes that are captured as graphs on their first run, one per number of rows."""
         return CudaPasses(self.device, self.dtype, body, len(caches), hidden_size, self.eager_reason)
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
@@ -94,7 +94,7 @@ class CudaOps(Ops):
             return DenseWeight(tensor.to(self.device.place).to(self.dtype))
 
     def _packed(self, stored: StoredMatrix) -> Weight:
-        """A quantised matrix as its kernel reads it, or decoded where none does."""
+        """Convert a quantised matrix to its kernel's layout, or decode it if there is no kernel."""
         if stored.format not in self.capabilities.packed_formats:
             raise UnsupportedError(f"the cuda backend does not keep {stored.format} weights packed")
         place, meta = self.device.place, stored.meta
@@ -121,7 +121,7 @@ class CudaOps(Ops):
             return ExpertStack(packed)
         rows, columns = first.shape
         unit = _ALIGNED // self.dtype.itemsize
-        apart = -(-rows * columns // unit) * unit  # every matrix begins where kernels may read 16 bytes at once
+        apart = -(-rows * columns // unit) * unit  # aligns every matrix for 16-byte reads
         nbytes = len(tensors) * apart * self.dtype.itemsize
         with self.device.guarded(f"{len(tensors)} weights of shape {[rows, columns]}", nbytes, _LOADING):
             memory = torch.empty(len(tensors) * apart, dtype=self.dtype, device=self.device.place)
@@ -152,7 +152,7 @@ class CudaOps(Ops):
         return CudaDeltaCache(self.device, shape, self.dtype)
 
     def _matrix(self, weight: Any) -> Tensor:
-        """A weight whose rows are looked up: itself, or decoded once and kept."""
+        """Return a weight as a matrix for row lookups; a packed one is decoded once and kept."""
         if isinstance(weight, DenseWeight):
             return weight.tensor
         if weight not in self._decoded:
@@ -351,13 +351,13 @@ class CudaOps(Ops):
 
 
 def _aligned(part: Tensor) -> Tensor:
-    """``part`` where kernels may read 16 bytes at once: a view of a file, on the host, begins anywhere."""
+    """Align ``part`` for 16-byte reads; a view of a memory-mapped file may start at any address."""
     return part.clone() if part.data_ptr() % _ALIGNED else part
 
 
 @attrs.frozen(eq=False)
 class _Joined:
-    """Statistics of several pieces of rows, joined."""
+    """Joined statistics of several chunks of rows."""
 
     ids: Tensor
     values: Tensor
@@ -366,7 +366,7 @@ class _Joined:
 
 @attrs.frozen(eq=False)
 class _Products:
-    """A head, or gathered rows of one with their ids, over rows of hidden states. Any number of rows, 16 at a time."""
+    """Products of a head, or of gathered rows of one with their ids, with any number of rows, 16 at a time."""
 
     x: Tensor
     weight: Weight
@@ -397,9 +397,9 @@ def _joined(pieces: Sequence[Stats]) -> Stats:
 
 
 def _prologue(x: Any) -> tuple[Tensor, Prologue | None]:
-    """What a product reads, and what it does to it first, whether or not the deferred result is computed already.
+    """Split ``x`` into the input and the prologue of a product, even if the deferred result is already computed.
 
-    A product with a gated prologue goes over K head by head, so its bits are not those of one without.
+    A gated prologue changes the bits of a product, which then runs over K head by head.
     """
     if isinstance(x, Normed):
         return x.x, Rms(x.weight, x.eps)
@@ -409,7 +409,7 @@ def _prologue(x: Any) -> tuple[Tensor, Prologue | None]:
 
 
 def _in_place(x: Any, cache: Any) -> bool:
-    """Whether a query or key waits to be rotated to where the cache's next row is."""
+    """Whether ``x`` is a deferred query or key to be rotated to the position of the cache's next row."""
     if not isinstance(x, Rotated):
         return False
     if isinstance(x.position, DeviceLength):

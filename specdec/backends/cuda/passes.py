@@ -1,12 +1,12 @@
-"""Passes as CUDA graphs: captured once per number of rows, replayed for every sequence.
+"""Passes as CUDA graphs, captured once per number of rows and replayed for every sequence.
 
-A graph knows no sequence. It reads token ids, hidden states and the address table from static buffers; before a
-replay the sequence's table is copied into the static one, and that is all that tells sequences apart. So lengths,
-addresses and slots are never part of a graph, and a cache that grows or another session needs no new one, as long as
-its rows fit the bound that a graph was captured for. What a commit changes is the sequence's own table, in one launch.
+A graph is independent of sequences: it reads token ids, hidden states and the address table from static buffers, and
+before a replay the sequence's table is copied into the static one. Lengths, addresses and slots are never part of a
+graph, so growing caches and other sessions need no new graph, as long as their rows fit the graph's bound. A commit
+updates the sequence's own table, in one launch.
 
-A greedy draft is two graphs: the pass over the true pairs with the first token, and all steps that follow. Its tokens
-go from head to embedding on the device, and the static table counts the rows between the steps.
+A greedy draft is two graphs: the pass over the true pairs with the first token, and all further steps. Its tokens stay
+on the device, and the static table counts the rows between the steps.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from specdec.backends.cuda.weights import Weight
     from specdec.backends.ops import Array, Cache
 
-_WIDTH = 4  # int32 values per drafted token, the id first and its score second: each starts at a multiple of 16 bytes
+_WIDTH = 4  # int32 values per drafted token: id, score and padding to 16 bytes
 
 
 class DeviceTokens(PlaceholderTokens):
-    """Token ids that lie on the device: their number is known, and where they are."""
+    """Token ids on the device; the host knows only their number and address."""
 
     def __init__(self, ids: Tensor) -> None:
         super().__init__(len(ids))
@@ -48,8 +48,8 @@ class DeviceTokens(PlaceholderTokens):
 @attrs.frozen(eq=False)
 class _Captured:
     graph: Graph
-    out: Tensor  # [T, H], where every replay leaves it
-    body: Callable[[], Tensor]  # keeps alive what the graph knows by its address alone
+    out: Tensor  # [T, H], overwritten by every replay
+    body: Callable[[], Tensor]  # keeps alive the memory that the graph uses by address
 
 
 class CudaPasses:
@@ -65,17 +65,17 @@ class CudaPasses:
         self.eager_reason = eager_reason
         self.lock = threading.RLock()  # the static buffers serve one pass at a time
         place, rows = device.place, MAX_ROWS
-        self.current = torch.zeros(caches, COLUMNS, dtype=torch.int64, device=place)  # the table that graphs read
+        self.current = torch.zeros(caches, COLUMNS, dtype=torch.int64, device=place)  # the static table
         self._ids = torch.zeros(rows, dtype=torch.int32, device=place)
         self._hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=place)
-        self._fed = torch.zeros(1, hidden_size, dtype=dtype, device=place)  # the row that a draft goes on from
+        self._fed = torch.zeros(1, hidden_size, dtype=dtype, device=place)  # the row that a draft continues from
         self._drafted = torch.zeros(rows, _WIDTH, dtype=torch.int32, device=place)
         self.graphs: dict[tuple[int, int], _Captured] = {}  # by rows and bound
-        self._firsts: dict[tuple[int, int], _Captured] = {}  # of drafts, by rows of the first pass and bound
-        self._rests: dict[tuple[int, int], _Captured] = {}  # by further tokens and bound
-        self._head: Weight | None = None  # that drafts read
+        self._firsts: dict[tuple[int, int], _Captured] = {}  # first graphs of drafts, by rows and bound
+        self._rests: dict[tuple[int, int], _Captured] = {}  # second graphs of drafts, by further tokens and bound
+        self._head: Weight | None = None  # the head of the captured drafts
         self._captures = 0
-        self.cycle_graphs: dict[CudaPasses | None, Any] = {}  # of whole cycles, by the head's passes (``executor``)
+        self.cycle_graphs: dict[CudaPasses | None, Any] = {}  # by the head's passes (``executor``)
 
     def bind(self, caches: Sequence[Cache]) -> CudaPass:
         return CudaPass(self, caches)
@@ -91,7 +91,7 @@ class CudaPasses:
     def ready(
         self, of: CudaPass, tokens: Sequence[int], hidden: Tensor | None, graphs: Callable[[], list[_Captured]]
     ) -> list[_Captured]:
-        """The graphs, and the static buffers filled for a replay; again where a capture has used what was in them."""
+        """Return the graphs, with the static buffers filled for a replay, again after a capture that used them."""
         self.load(of.table, tokens, hidden)
         before = self._captures
         found = graphs()
@@ -100,12 +100,12 @@ class CudaPasses:
         return found
 
     def draft(self, rows: int, depth: int, of: CudaPass, weight: Weight) -> list[_Captured]:
-        """The graphs of a greedy draft."""
+        """Return the graphs of a greedy draft."""
         first = self.first(rows, of.caches, of.kinds, weight)
         return [first] if depth == 1 else [first, self.rest(depth - 1, of.caches, of.kinds, weight)]
 
     def checked(self, hidden: Array | None, rows: int) -> Tensor | None:
-        """Hidden states as the body takes them. Raises: ShapeError."""
+        """Check the shape and dtype of hidden states. Raises: ShapeError."""
         if not self.hidden_size:
             return None
         if hidden is None or hidden.shape != (rows, self.hidden_size) or hidden.dtype is not self.dtype:
@@ -117,11 +117,11 @@ class CudaPasses:
 
     # --- capturing -------------------------------------------------------------------------------------------------
     #
-    # The static buffers are filled when these are called, since the body runs for real before it is captured. What it
-    # writes into the sequence's caches are rows that the replay writes again.
+    # The static buffers must be filled first, because the body runs for real before it is captured. It writes rows to
+    # the sequence's caches that the replay writes again.
 
     def captured(self, rows: int, caches: Sequence[DeviceCache]) -> _Captured:
-        """The graph of a pass of that many rows."""
+        """Capture a pass of ``rows`` rows."""
         key = rows, _bound(caches)
         if key not in self.graphs:
             stand_ins = self._stand_ins(caches, key[1])
@@ -131,7 +131,7 @@ class CudaPasses:
         return self.graphs[key]
 
     def first(self, rows: int, caches: Sequence[DeviceCache], kinds: Tensor, weight: Weight) -> _Captured:
-        """The graph of a draft's first pass: its last row goes to ``_fed``, the token to ``_drafted[0]``."""
+        """Capture a draft's first pass: its last row goes to ``_fed``, its token to ``_drafted[0]``."""
         self._draft_with(weight)
         key = rows, _bound(caches)
         if key not in self._firsts:
@@ -148,7 +148,7 @@ class CudaPasses:
         return self._firsts[key]
 
     def rest(self, steps: int, caches: Sequence[DeviceCache], kinds: Tensor, weight: Weight) -> _Captured:
-        """The graph of a draft's further steps, each over the token before it and that token's hidden state."""
+        """Capture a draft's further steps, each over the token before it and that token's hidden state."""
         self._draft_with(weight)
         key = steps, _bound(caches)
         if key not in self._rests:
@@ -178,17 +178,17 @@ class CudaPasses:
         return [CapturedCache(cache, row, bound) for cache, row in zip(caches, self.current, strict=True)]
 
     def launched(self, stand_ins: Sequence[CapturedCache], ids: Tensor, hidden: Tensor | None) -> Tensor:
-        """What the body launches over ids and hidden states on the device, with stand-ins for the caches."""
+        """Run the body on ids and hidden states on the device, with stand-ins for the caches."""
         return materialised(self.body(stand_ins, DeviceTokens(ids), hidden))
 
     def _draft(self, x: Tensor, weight: Weight, place: int) -> None:
-        """Leave the best token of the one row ``x`` and its score at ``place``."""
+        """Write the best token of the single row ``x`` and its score to ``place``."""
         best = head.best(x, weight)
         self._drafted[place, :1].copy_(best.ids)
         self._drafted.view(torch.float32)[place, 1:2].copy_(best.values)
 
     def drafted(self, count: int) -> list[int]:
-        """The first tokens of the last draft; -1 where there was no finite score. Waits for the device."""
+        """Read the first ``count`` tokens of the last draft, -1 where no score was finite. Waits for the device."""
         found = self._drafted[:count].cpu().numpy()
         finite = np.isfinite(found.view(np.float32)[:, 1])
         tokens: list[int] = np.where(finite, found[:, 0], -1).tolist()
@@ -217,12 +217,12 @@ class CudaPasses:
 
 
 class CudaPass(Pass):
-    """Passes over the caches of one sequence, whose rows of the address table stand behind one another here.
+    """Passes over the caches of one sequence, which share one contiguous address table.
 
     Attributes:
-        passes: what these are passes of.
-        caches: the sequence's.
-        table: their rows ``[caches, 8]`` int64.
+        passes: the passes of the body, shared by all sequences.
+        caches: the sequence's caches.
+        table: their rows of the address table ``[caches, 8]`` int64.
         kinds: ``kernels.accept.ROWS`` or ``STATES`` for each, int32 ``[caches]``.
     """
 
@@ -237,7 +237,7 @@ class CudaPass(Pass):
         kinds = [int(cache.kind) for cache in self.caches]
         self.kinds = torch.tensor(kinds, dtype=torch.int32, device=place)
         self._recurrent = Kind.STATES in kinds
-        self._rows = 0  # of the last run
+        self._rows = 0  # the last run's
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         rows, passes = len(tokens), self.passes
@@ -264,7 +264,7 @@ class CudaPass(Pass):
         if passes.eager_reason or self._recurrent or rows > MAX_ROWS or depth > MAX_ROWS or not passes.hidden_size:
             return None
         if any(cache.length + most > cache.capacity for cache in self.caches):
-            return None  # one of the passes will say so
+            return None  # the pass that does not fit raises the error
         given = passes.checked(hidden, rows)
         for cache in self.caches:
             cache.reserve(most)
@@ -275,13 +275,13 @@ class CudaPass(Pass):
             for further in rest:
                 further.graph.replay()
             found = passes.drafted(depth)
-        ran = found.index(-1) + 1 if -1 in found else depth  # passes that the steps one by one would have run
+        ran = found.index(-1) + 1 if -1 in found else depth  # passes that single steps would have run
         self.commit(rows + ran - 1)
         if -1 in found:
-            checked([-1])  # the error of a step by itself, whose logits have one row
+            checked([-1])  # raises the error of a single step, whose logits have one row
         return tuple(found)
 
 
 def _bound(caches: Sequence[DeviceCache]) -> int:
-    """What a graph is captured for: the stage of growth that holds the longest of these caches."""
+    """The bound that a graph is captured for: the stage of growth that holds the longest of these caches."""
     return stage(max(cache.bound for cache in caches))

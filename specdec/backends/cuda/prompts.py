@@ -1,7 +1,7 @@
-"""Passes of more than 16 rows, which are prompts: torch's own products and attention over what the kernels wrote.
+"""Passes of more than 16 rows (prompts), with torch's products and attention.
 
-Their bits depend on how a prompt is cut into chunks, as ``parity_reason`` says; every token that is decoded later reads
-what its prompt's pass left, so plain decoding and speculation read the same.
+Their bits depend on how a prompt is cut into chunks, as ``parity_reason`` says. Plain and speculative decoding both
+continue from the same prompt pass, so this does not affect their parity.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Weight
 
-_MASK = 2**26  # entries of an attention mask that is held at once
+_MASK = 2**26  # entries of the largest attention mask built at once
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The weight as a matrix in ``dtype``: itself, or decoded for one product."""
+    """Return the weight as a matrix in ``dtype``, decoded if packed."""
     return weight.decode().to(dtype)
 
 
@@ -45,7 +45,7 @@ def moe(
     residual: Tensor,
     common: Tensor | None,
 ) -> Tensor:
-    """The experts of every row in slot order, each expert read once; then ``common`` float32."""
+    """Add the experts of every row in slot order, reading each expert once; then ``common`` float32."""
     gates, ups, downs = experts
     rows, slots = ids.shape
     places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending
@@ -67,7 +67,7 @@ def moe(
 def attend(q: Tensor, keys: Tensor, values: Tensor, position: int, scale: float) -> Tensor:
     """Causal attention of ``q [T, nq, D]``, the last T of the S rows ``[S, nkv, ...]``: ``[T, nq, Dv]``.
 
-    The query heads of one key-value head are further rows of it, so that no key is copied for them.
+    The query heads of one key-value head become additional rows, so that keys are not copied.
     """
     rows, heads, dim = q.shape
     kv_heads = keys.shape[1]
@@ -92,6 +92,6 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, position: int, scale: float)
 
 
 def in_pieces(function: Callable[[int, int], Sequence[Tensor]], rows: int, most: int) -> list[Tensor]:
-    """``function(first, last)`` for every ``most`` rows, each of its results joined along the rows."""
+    """Call ``function(first, last)`` for every ``most`` rows, and join each of its results along the rows."""
     parts = [function(at, min(at + most, rows)) for at in range(0, rows, most)]
     return [torch.cat(columns) for columns in zip(*parts, strict=True)]

@@ -1,6 +1,6 @@
-"""Weights as the CUDA kernels read them: dense, FP8 with block scales, NVFP4, and stacks of experts.
+"""Weights in the layouts of the CUDA kernels: dense, FP8 with block scales, NVFP4, and stacks of experts.
 
-A holder, not a tensor, is what model code passes around: ``fuse`` may later move its memory beside that of others.
+Model code passes these holders instead of tensors, so that ``fuse`` can later move their memory together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DenseWeight:
     """A weight in act dtype: ``tensor [N, K]`` (or ``[N]``, a bias), contiguous."""
 
     tensor: Tensor = attrs.field(converter=_contiguous)
-    fused: bool = attrs.field(default=False, init=False)  # a view of a tensor that holds others too
+    fused: bool = attrs.field(default=False, init=False)  # a view of a tensor shared with other weights
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class DenseWeight:
         return self.tensor.nbytes
 
     def decode(self) -> Tensor:
-        """The weight itself."""
+        """Return the tensor."""
         return self.tensor
 
 
@@ -85,11 +85,11 @@ class Fp8BlockWeight:
 
 @attrs.define(eq=False)
 class Nvfp4Weight:
-    """E2M1 codes, two in a byte (even column in the low half), with an E4M3 scale per 16 columns and one per row.
+    """E2M1 codes, two per byte (even column in the low half), with an E4M3 scale per 16 columns and one scale per row.
 
     ``codes`` uint8 ``[N, K / 2]``, ``scales`` uint8 (E4M3, never negative) ``[N, K / 16]``, ``global_scale`` float32
-    ``[N]``; a scalar is spread over the rows, so that weights with different ones can be fused.
-    ``W = code * scale * global_scale``. Raises: ShapeError when K is no multiple of 16 or the parts disagree.
+    ``[N]``; a scalar is expanded to all rows, so that weights with different scalars can be fused.
+    ``W = code * scale * global_scale``. Raises: ShapeError if K is not a multiple of 16 or the shapes disagree.
     """
 
     codes: Tensor = attrs.field(converter=_contiguous)
@@ -137,9 +137,9 @@ Weight = DenseWeight | Fp8BlockWeight | Nvfp4Weight
 
 @attrs.define(eq=False)
 class ExpertStack:
-    """Weights of one kind and shape, one per expert, found through a table of addresses on the device.
+    """Weights of one kind and shape, one per expert, with a table of their addresses on the device.
 
-    Raises: UnsupportedError for a mixture of kinds or block sizes, ShapeError for different shapes.
+    Raises: UnsupportedError for mixed kinds or block sizes, ShapeError for different shapes.
     """
 
     experts: tuple[Weight, ...] = attrs.field(converter=tuple)
@@ -175,14 +175,14 @@ class ExpertStack:
 
     @functools.cached_property
     def aligned(self) -> bool:
-        """Whether dense values and byte codes, NVFP4's scales among them, begin at multiples of 16 bytes."""
+        """Whether dense values and byte codes, including NVFP4's scales, are aligned to 16 bytes."""
         wide = (part for expert in self.experts for part in parts(expert)[:1])
         scales = (expert.scales for expert in self.experts if isinstance(expert, Nvfp4Weight))
         return all(part.data_ptr() % 16 == 0 for part in (*wide, *scales))
 
     @functools.cached_property
     def addresses(self) -> Tensor:
-        """int64 ``[E, 3]``: codes (or the dense tensor), scales, global scales; 0 where a format has none."""
+        """int64 ``[E, 3]``: codes (or the dense tensor), scales, global scales; 0 for what a format lacks."""
         rows = [[part.data_ptr() for part in parts(expert)] for expert in self.experts]
         return torch.tensor([row + [0] * (3 - len(row)) for row in rows], dtype=torch.int64, device=self.device)
 
@@ -192,7 +192,7 @@ class ExpertStack:
 
 
 def parts(weight: Weight) -> tuple[Tensor, ...]:
-    """The tensors that make up a weight, codes first."""
+    """Return the tensors of a weight, codes first."""
     match weight:
         case DenseWeight():
             return (weight.tensor,)
@@ -203,10 +203,10 @@ def parts(weight: Weight) -> tuple[Tensor, ...]:
 
 
 def fuse(weights: Sequence[Weight]) -> bool:
-    """Move weights that are projected together behind one another, so that one launch can read them.
+    """Move weights that are projected together into contiguous memory, so that one launch can read them.
 
-    Their tensors become views of new ones; afterwards no memory is doubled. False, and nothing is changed, where that
-    cannot be: another format or K, FP8 blocks that would straddle two weights, a member that is fused already.
+    Their tensors become views of new ones, and the old memory is freed. Returns False, with nothing changed, for
+    different formats or K, FP8 blocks that would straddle two weights, or a weight that is already fused.
     """
     first = weights[0]
     if any(w.fused or _format(w) != _format(first) or w.shape[1:] != first.shape[1:] for w in weights):
@@ -230,7 +230,7 @@ _NVFP4 = ("codes", "scales", "global_scale")
 
 
 def runs(weights: Sequence[Weight]) -> list[int]:
-    """Lengths of the runs of weights that lie behind one another in memory; they add up to ``len(weights)``."""
+    """Lengths of the runs of weights that are contiguous in memory; they add up to ``len(weights)``."""
     lengths = [1]
     for before, weight in zip(weights, weights[1:], strict=False):
         joined = before.fused and weight.fused and _format(before) == _format(weight)

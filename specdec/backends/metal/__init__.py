@@ -1,4 +1,4 @@
-"""The Metal backend: the ops on MLX. Its spec imports MLX only when a backend is built."""
+"""The Metal backend: the ops on MLX. MLX is imported only when a backend is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MetalConfig:
     """Options of ``[target.backend_options]``.
 
     Attributes:
-        mode: ``exact`` runs specdec's kernels, which are row-invariant; ``fast`` MLX's own.
+        mode: ``exact`` runs specdec's row-invariant kernels, ``fast`` MLX's own.
     """
 
     mode: Literal["exact", "fast"] = "exact"
@@ -30,7 +30,7 @@ def _build(config: MetalConfig) -> Any:
 
 
 def _available() -> str | None:
-    """Looks for MLX and does not import it."""
+    """Look for MLX without importing it."""
     try:
         found = importlib.util.find_spec("mlx.core")
     except ModuleNotFoundError:
@@ -39,7 +39,7 @@ def _available() -> str | None:
 
 
 def _preference() -> int | None:
-    """On Apple silicon."""
+    """A preference on Apple silicon."""
     return 10 if (platform.system(), platform.machine()) == ("Darwin", "arm64") else None
 
 

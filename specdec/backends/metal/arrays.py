@@ -1,4 +1,4 @@
-"""Logits, hidden states and gathered head rows as MLX arrays, and the way between torch and MLX."""
+"""Logits, hidden states and gathered head rows as MLX arrays, and conversion between torch and MLX."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TORCH = {mx.bfloat16: torch.bfloat16, mx.float16: torch.float16, mx.float32: to
 
 
 def from_host(tensor: Any, dtype: mx.Dtype | None = None) -> mx.array:
-    """A torch tensor on the host (or an MLX array) in ``dtype``: one copy, in memory that the device reads."""
+    """Copy a torch tensor on the host (or an MLX array) once, to an MLX array in ``dtype``."""
     if isinstance(tensor, mx.array):
         return tensor if dtype is None else tensor.astype(dtype)
     host = tensor.detach().to(None if dtype is None else _TORCH[dtype]).contiguous()
-    if host.dtype is torch.bfloat16:  # numpy has no bfloat16; the bits travel as integers
+    if host.dtype is torch.bfloat16:  # numpy has no bfloat16: pass the bits as integers
         made = mx.array(host.view(torch.uint16).numpy()).view(mx.bfloat16)
     else:
         made = mx.array(host.numpy())
@@ -34,7 +34,7 @@ def from_host(tensor: Any, dtype: mx.Dtype | None = None) -> mx.array:
 
 
 def to_host(array: mx.array) -> torch.Tensor:
-    """A copy as a torch tensor of the same dtype on the host."""
+    """Copy an array to a torch tensor of the same dtype on the host."""
     array = mx.contiguous(array)
     if array.dtype == mx.bfloat16:
         return torch.from_numpy(np.array(array.view(mx.uint16))).view(torch.bfloat16)
@@ -42,10 +42,10 @@ def to_host(array: mx.array) -> torch.Tensor:
 
 
 class MetalHidden(ArrayHidden):
-    """Some rows of an array ``[T, H]`` in act dtype, cut out when they are used.
+    """Rows of an array ``[T, H]`` in act dtype, sliced on use.
 
-    Whatever is kept is computed or on its way: MLX leaves what it has only promised to the thread that asked for it,
-    and a session may go on in another one.
+    A stored array is always computed or being computed: an array that MLX has not started to compute belongs to the
+    thread that made it, and a session may continue in another one.
     """
 
     __slots__ = ("_array", "_rows")
@@ -81,13 +81,13 @@ def _started(array: mx.array) -> mx.array:
 
 
 class MetalLogits(HostLogits):
-    """``[T, V]`` float32, computed when they are read."""
+    """Logits ``[T, V]`` float32, computed when read."""
 
     __slots__ = ()
 
     def argmax(self) -> list[int]:
         best = self.array.max(axis=-1, keepdims=True)
-        # the lowest of equal ids by what the operations mean, whatever order the device reduces in
+        # ties go to the lowest id by definition of the operations, for any order of reduction on the device
         ids = mx.arange(self.array.shape[1])
         tokens = mx.where(self.array == best, ids, self.array.shape[1]).min(axis=-1)
         broken = mx.isnan(self.array).any(axis=-1) | ~mx.isfinite(best[:, 0])
@@ -104,17 +104,17 @@ class MetalLogits(HostLogits):
         return values
 
     def rows(self) -> Float32:
-        rows: Float32 = np.asarray(self.array)  # the device's own memory: nothing is copied
+        rows: Float32 = np.asarray(self.array)  # shared memory: nothing is copied
         return rows
 
 
 class MetalHeadRows:
-    """Gathered rows of a head: those shared with other heads, then those that were added.
+    """Gathered rows of a head: rows shared with other heads, then added ones.
 
     Attributes:
-        parts: weights ``[n, H]``, one or two, packed where the head is.
+        parts: one or two weights ``[n, H]``, packed if the head is.
         ids: token id of every row ``[n]`` int32, in the order of the parts.
-        part_ids: the same part by part, on the device.
+        part_ids: the same ids for each part, on the device.
         vocab_size: V.
     """
 
@@ -130,12 +130,12 @@ class MetalHeadRows:
 
     @classmethod
     def of(cls, weight: Matrix, tokens: Sequence[int]) -> MetalHeadRows:
-        """The rows of ``weight [V, H]`` for these ids."""
+        """Gather the rows of ``weight [V, H]`` for these ids."""
         ids = np.unique(np.array(list(tokens), dtype=np.int32))
         return cls((joined([take(weight, mx.array(ids))]),), ids, int(weight.shape[0]))
 
     def extended(self, weight: Matrix, tokens: Sequence[int]) -> MetalHeadRows:
-        """These rows and those for ids that are not here; the first part is shared, not copied."""
+        """Return these rows plus those for missing ids; the first part is shared, not copied."""
         missing = np.setdiff1d(np.array(list(tokens), dtype=np.int32), self.ids)
         if not len(missing):
             return self
@@ -143,7 +143,7 @@ class MetalHeadRows:
         return MetalHeadRows((self.parts[0], added), np.concatenate([self.ids, missing]), self.vocab_size)
 
     def spread(self, values: mx.array) -> MetalLogits:
-        """Logits over the whole vocabulary from ``values [T, n]`` of these rows, float32; -inf where there is none."""
+        """Expand ``values [T, n]`` of these rows, float32, to logits over the vocabulary, with -inf elsewhere."""
         full = mx.full((values.shape[0], self.vocab_size), -mx.inf, dtype=mx.float32)
         full[:, mx.array(self.ids)] = values
         return MetalLogits(full)

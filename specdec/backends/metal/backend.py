@@ -1,4 +1,4 @@
-"""The Metal backend: on which of MLX's devices it runs here, and in which dtype."""
+"""The Metal backend: choose MLX's device and the dtype."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from specdec.errors import UnsupportedError
 
 try:
     import mlx.core as mx
-except ImportError as error:  # the package without its library, as mlx alone is on Linux
+except ImportError as error:  # the package without its library, as on Linux with mlx alone
     raise UnsupportedError(f"mlx cannot be loaded: {error}", try_="pip install 'specdec-framework[metal]'") from error
 
 from specdec.backends.metal.ops import MetalOps, Mode
 
 
 class MetalBackend(Backend):
-    """MLX on the default device: the GPU where there is Metal, else the CPU.
+    """MLX on its default device: the GPU with Metal, else the CPU.
 
     Attributes:
         mode: see ``specdec.backends.metal.ops``.

@@ -1,10 +1,10 @@
-"""Per-layer state as MLX arrays. Arrays are values here: a reference to one is a snapshot, and it costs nothing.
+"""Caches as MLX arrays. MLX arrays are immutable values, so a reference to one is a free snapshot.
 
-The exception are keys and values: rows are written in place only while there is no other reference to the array or to a
-view of it; otherwise the whole array is copied. So the caches hand out whole buckets for one pass, and no view is kept.
+Keys and values are an exception. MLX writes rows in place only if there is no other reference to the array or to a view
+of it; otherwise it copies the whole array. So the caches return whole buckets for one pass, and no view is kept.
 
-What a cache holds between passes is computed or being computed (``arrays``): an array that MLX has not started to
-compute belongs to the thread that made it, and a session may continue in another one.
+Between passes, the contents of a cache are always computed or being computed (``arrays``): an array that MLX has not
+started to compute belongs to the thread that made it, and a session may continue in another one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from specdec.backends.metal.kernel_sets import Past
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
 
-BUCKET = 256  # keys and values grow by a quarter, in whole buckets of rows: a capacity is not paid for before its use
+BUCKET = 256  # keys and values grow by a quarter, in multiples of this; the full capacity is not allocated up front
 
 
 class RowCache(Cache):
-    """What caches of one row per token share. Rows at and behind ``length`` are stale or provisional.
+    """The base of caches with one row per token. Rows from ``length`` on are stale or provisional.
 
     Attributes:
         length: committed rows.
-        capacity: rows that it may hold.
+        capacity: the maximum number of rows.
         buckets: arrays ``[1, n, bucket, D]`` in act dtype, all of the same size.
     """
 
-    names: tuple[str, ...]  # of the buckets, in ``save``
+    names: tuple[str, ...]  # names of the buckets in ``save``
 
     def __init__(self, capacity: int, buckets: list[mx.array]) -> None:
         self.length = 0
@@ -53,7 +53,7 @@ class RowCache(Cache):
             self.buckets = [mx.concatenate(pair, axis=2) for pair in zip(self.buckets, added, strict=True)]
 
     def write(self, rows: tuple[mx.array, ...], at: mx.array) -> None:
-        """Put rows ``[T, n, D]`` at the place ``at``, int32 ``[1]``; the buckets are large enough."""
+        """Write rows ``[T, n, D]`` at position ``at``, int32 ``[1]``; the buckets must be large enough."""
         for i, new in enumerate(rows):
             self.buckets[i] = mx.slice_update(self.buckets[i], new.transpose(1, 0, 2)[None], at, axes=[2])
 
@@ -114,7 +114,7 @@ class MetalKVCache(RowCache):
 
 
 class MetalLatentCache(RowCache):
-    """Rows of latent attention, as one head; the values of a row are its first entries."""
+    """Rows of latent attention, stored as one head; the values of a row are its first entries."""
 
     names = ("rows",)
 
@@ -136,14 +136,14 @@ class MetalLatentCache(RowCache):
 
 
 class Placed:
-    """Stands for a cache of rows while a pass runs whose length only the device knows. Room was made before."""
+    """Stand-in for a row cache in a pass whose length only the device knows. Room must be made before."""
 
     def __init__(self, cache: RowCache, length: DeviceLength) -> None:
         self._cache = cache
         self.length = length
 
     def append(self, *rows: mx.array) -> Any:
-        """As the cache's own."""
+        """Append rows as the cache does."""
         shaped = tuple(new if new.ndim == 3 else new[:, None] for new in rows)
         self._cache.write(shaped, self.length.array)
         return tuple(self._cache.buckets) if len(rows) > 1 else self._cache.buckets[0]
@@ -151,13 +151,13 @@ class Placed:
 
 @attrs.frozen(kw_only=True, eq=False)
 class DeltaState:
-    """The state of a delta layer after some block, not yet computed: see ``kernels.delta``.
+    """The lazy state of a delta layer after a block of rows (see ``kernels.delta``).
 
     Attributes:
         base: the matrix before the block, ``[Hv, Dv, Dk]`` float32 (MLX's order, S transposed).
-        past: the block's rows; None where the matrix stands alone.
-        raw: raw convolution rows ``[n, C]``, the kc - 1 before the block and the block's.
-        kept: how many rows of the block stay, int32 ``[1]``; 0 where there are none.
+        past: the block's rows; None if there is no block.
+        raw: raw convolution rows ``[n, C]``: the kc - 1 before the block, then the block's.
+        kept: the number of committed rows of the block, int32 ``[1]``; 0 without a block.
     """
 
     base: mx.array
@@ -178,9 +178,9 @@ class DeltaState:
 
 
 class MetalDeltaCache(MarkedCache):
-    """Recurrent matrix and convolution window, committed lazily: the next launch folds the rows that stay.
+    """Recurrent matrix and convolution window, committed lazily: the next launch folds in the kept rows.
 
-    A pass leaves ``state`` alone and puts what it would become, all of its rows waiting, into ``following``.
+    A pass does not change ``state``; it puts the next state, with all of its rows unfolded, into ``following``.
     """
 
     def __init__(self, shape: DeltaShape, dtype: mx.Dtype) -> None:
@@ -190,7 +190,7 @@ class MetalDeltaCache(MarkedCache):
         self._become(0, None)
 
     def _copied(self) -> DeltaState:
-        return self.state  # a value: nothing writes to it
+        return self.state  # immutable
 
     def _become(self, length: int, state: DeltaState | None) -> None:
         if state is None:
@@ -204,7 +204,7 @@ class MetalDeltaCache(MarkedCache):
 
     def _drop(self) -> None:
         self.following: DeltaState | None = None
-        self._rows = 0  # of the last pass
+        self._rows = 0  # the last pass's
         self._raw: mx.array | None = None
 
     # --- a pass ----------------------------------------------------------------------------------------------------
@@ -215,16 +215,16 @@ class MetalDeltaCache(MarkedCache):
         return self._raw
 
     def follow(self, base: mx.array, past: Past) -> None:
-        """End a pass: what ``kernel_sets.KernelSet.delta`` gave."""
+        """End a pass with the result of ``kernel_sets.KernelSet.delta``."""
         assert self._raw is not None
         self._rows = self._raw.shape[0] - (self.shape.kernel - 1)
         self.following = DeltaState(base=base, past=past, raw=self._raw, kept=number(0))
 
     def follow_whole(self, matrix: mx.array) -> None:
-        """End a prompt's pass, which is committed whole or not at all: the matrix after it."""
+        """End a prompt's pass, which is committed whole or not at all, with the matrix after it."""
         assert self._raw is not None
         self._rows = self._raw.shape[0] - (self.shape.kernel - 1)
-        window = self._raw[self._rows :] * 1  # a view would keep all rows of a prompt alive
+        window = self._raw[self._rows :] * 1  # a copy: a view would keep all rows of a prompt alive
         self.following = _whole(matrix, window)
 
     def arrays(self) -> list[mx.array]:
@@ -243,7 +243,7 @@ class MetalDeltaCache(MarkedCache):
         self._drop()
 
     def settle(self, kept: mx.array) -> None:
-        """Commit the first ``kept`` rows, int32 ``[1]``. The caller counts ``length`` once it knows the number."""
+        """Commit the first ``kept`` rows, int32 ``[1]``. The caller updates ``length`` once it knows the number."""
         assert self.following is not None
         self.state = attrs.evolve(self.following, kept=kept)
         self._drop()
@@ -265,7 +265,7 @@ class MetalDeltaCache(MarkedCache):
 
 
 def _whole(matrix: mx.array, window: mx.array) -> DeltaState:
-    """A state that waits for nothing."""
+    """Return a state without a block."""
     return DeltaState(base=matrix, past=None, raw=window, kept=number(0))
 
 

@@ -1,16 +1,16 @@
-"""Whole greedy cycles as one lazy graph each: settle, draft, verify, decide.
+"""The executor that runs each greedy cycle as one lazy graph: settle, draft, verify, decide.
 
-    settle   the rows that the last cycle kept are committed, and their MTP pairs join those that wait
-    draft    the head's pass over all pairs that wait, its first token, and K - 1 chained steps
-    verify   the target's pass over the pending token and the draft, and the best token of every row
-    decide   what is emitted and kept, and whether generation ends
+    settle   commit the rows that the last cycle kept, and add their MTP pairs to the waiting ones
+    draft    run the head's pass over all waiting pairs, choose its token, and run K - 1 chained steps
+    verify   run the target's pass over the pending token and the draft, and find the best token of every row
+    decide   determine the emitted and kept tokens, and whether generation ends
 
-A cycle of depth 0 drafts nothing, and its pairs go on waiting until a pass has no row for more. Without an MTP head
-there are no pairs, and all cycles are of depth 0.
+A cycle of depth 0 drafts nothing, and its pairs keep waiting until a pass has no row for more. Without an MTP head
+there are no pairs, and all cycles have depth 0.
 
-The host reads nothing before it collects the outcome, so a cycle can be started behind one that still runs. Only the
-device knows how many pairs wait: the head's pass has a row for each that there can be, and the rows behind the last of
-them are garbage that nothing reads and the chained steps overwrite.
+The host reads nothing before it collects the outcome, so a cycle can be started while the one before still runs. Only
+the device knows how many pairs wait. The head's pass has rows for the maximum; its unused rows hold garbage that is
+never read and that the chained steps overwrite.
 
 Source of the decision: greedy case of Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
 """
@@ -31,8 +31,8 @@ from specdec.backends.passes import ExecutorSetup, Pass
 from specdec.contract import Executor, Outcome
 from specdec.errors import ContractError, StateError
 
-_IN_FLIGHT = 2  # one cycle runs while the host looks at another
-_NEVER = 2**30  # the place of a stop token in rows that have none
+_IN_FLIGHT = 2  # one cycle runs while the host processes another
+_NEVER = 2**30  # the index of the stop token if there is none
 _NOTHING = Outcome((), 0, ())
 
 Best = Callable[..., mx.array]
@@ -40,7 +40,7 @@ Best = Callable[..., mx.array]
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Rows:
-    """Rows whose number the device knows: the first ``count`` of both arrays."""
+    """Rows whose number only the device knows: the first ``count`` of both arrays."""
 
     ids: mx.array  # [n] int32, the token after each row
     hidden: mx.array  # [n, H], the hidden state of the row
@@ -50,7 +50,7 @@ class _Rows:
         return self.ids, self.hidden, self.count
 
     def joined(self, more: _Rows) -> _Rows:
-        """These, and ``more`` behind them."""
+        """Append the rows of ``more`` after these."""
 
         def both(ours: mx.array, theirs: mx.array) -> mx.array:
             return mx.slice_update(mx.concatenate([ours, theirs]), theirs, self.count, axes=[0])
@@ -61,7 +61,7 @@ class _Rows:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Flight:
-    """A cycle that the host has not collected; without a report where it knew that generation had ended."""
+    """A cycle that the host has not collected; without a report if it was submitted after the end of generation."""
 
     depth: int
     fed: bool
@@ -71,8 +71,8 @@ class _Flight:
 class MetalExecutor(Executor):
     """Cycles of one sequence. See ``specdec.backends.passes.ExecutorSetup``.
 
-    At most two are in flight, so that when one is submitted, the outcome of the last but one is known: whether the last
-    one ran at all, or came behind the end. Only its own outcome may be open, which the device knows.
+    At most two are in flight. So when a cycle is submitted, the outcome of the last but one is known, and with it
+    whether the last one ran or came after the end. Only the last one's own outcome may still be on the device.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class MetalExecutor(Executor):
         self._lm_head = [setup.lm_head]
         self._stops = mx.array(list(setup.stop_tokens), mx.int32) if setup.stop_tokens else None
         self._flights: list[_Flight] = []
-        # on the device: where the newest cycle began, and what it led to
-        self._waiting: _Rows | None = None  # pairs, those that it fed included
-        self._fed = False  # whether it fed them
+        # on the device: the start and the outcome of the newest cycle
+        self._waiting: _Rows | None = None  # pairs, including those that it fed
+        self._fed = False  # whether it fed the pairs
         self._length, self._pending = number(target.caches[0].length), number(setup.pending)
         self._verified: _Rows | None = None  # its rows; the first ``count`` are kept
         self._remaining, self._halted = number(setup.limit), number(0)
-        # what the host knows: the same behind the last cycle collected, all of its rows committed
+        # on the host: the same after the last collected cycle, with all of its rows committed
         self._known_length = int(target.caches[0].length)
         self._known_waiting = 0
         self._end = self._known_length + setup.limit
-        self._emitted: tuple[int, ...] = ()  # by the newest cycle where it is collected; nothing behind the end
+        self._emitted: tuple[int, ...] = ()  # by the newest cycle, if it is collected; nothing after the end
         self._over = False
         if setup.waiting is not None:
             given = setup.waiting
@@ -137,7 +137,7 @@ class MetalExecutor(Executor):
         start([*left, report, self._length, self._pending, self._remaining, self._halted], caches)
 
     def _settle(self) -> None:
-        """Commit what the last cycle kept; it ran, for otherwise the host would know that all is over."""
+        """Commit what the last cycle kept. That cycle ran, or the host would know that generation has ended."""
         rows = self._verified
         if rows is None:
             return
@@ -151,17 +151,17 @@ class MetalExecutor(Executor):
         self._verified = None
 
     def _waiting_with(self, rows: _Rows) -> _Rows:
-        """The pairs that wait behind the newest cycle, of which ``rows`` are kept."""
+        """Return the pairs that wait after the newest cycle, which keeps ``rows``."""
         return rows if self._fed or self._waiting is None else self._waiting.joined(rows)
 
     def _draft(self, depth: int, bound: int) -> list[mx.array]:
-        """Feed the pairs that wait, and draft: K arrays int32 ``[1]``, -1 from where the logits are not finite."""
+        """Feed the waiting pairs and draft: K arrays int32 ``[1]``, -1 from the first logits that are not finite."""
         waiting, mtp = self._waiting, self._mtp
         assert waiting is not None
         assert mtp is not None
         for cache in mtp.caches:
             cache.reserve(bound + max(len(waiting.ids), depth))
-        first = self._placed(mtp, self._length - waiting.count, bound)  # behind the pairs in the cache
+        first = self._placed(mtp, self._length - waiting.count, bound)  # after the pairs in the cache
         x = mtp.body(first, DeviceTokens(waiting.ids), waiting.hidden)
         x = rows_from(x, waiting.count - 1, 1)
         drafted: list[mx.array] = []
@@ -178,10 +178,10 @@ class MetalExecutor(Executor):
         return [cache if isinstance(cache, MetalDeltaCache) else Placed(cache, at) for cache in over.caches]
 
     def _decide(self, drafted: list[mx.array], best: mx.array) -> tuple[mx.array, mx.array]:
-        """How many rows are kept, int32 ``[1]``, and the report."""
+        """Return the number of kept rows, int32 ``[1]``, and the report."""
         depth = len(drafted)
         accepted = number(0)
-        if drafted:  # where both are -1, the host raises all the same
+        if drafted:  # if both are -1, the host raises an error anyway
             right = (mx.concatenate(drafted) == best[:depth]).astype(mx.int32)
             accepted = mx.cumprod(right).sum(keepdims=True).astype(mx.int32)
         kept = mx.minimum(accepted + 1, self._remaining)
@@ -210,7 +210,7 @@ class MetalExecutor(Executor):
         if -1 in best[: accepted + 1]:
             raise ContractError(
                 f"the target's logits of row {best.index(-1)} are not finite",
-                try_="specdec info MODEL (the weight audit), or dtype = float32",
+                try_="specdec info MODEL (the weight check), or dtype = float32",
             )
         self._known_length += kept
         self._known_waiting = (0 if flight.fed else self._known_waiting) + kept
@@ -251,7 +251,7 @@ class MetalExecutor(Executor):
 def device_executor(
     best: Best, max_rows: int, target: Pass, mtp: Pass | None, setup: ExecutorSetup
 ) -> MetalExecutor | None:
-    """An executor over Metal passes; None where the cycles do not fit. ``best``: ``MetalOps.best``."""
+    """Return an executor over Metal passes; None if the cycles do not fit. ``best`` is ``MetalOps.best``."""
     if not isinstance(target, MetalPass) or not isinstance(mtp, MetalPass | None):
         return None
     if mtp is not None:

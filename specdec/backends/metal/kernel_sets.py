@@ -1,8 +1,8 @@
-"""The operations that mix elements, in two sets: specdec's own kernels, and MLX's stock ones.
+"""Two sets of kernels for the operations that mix elements: specdec's own, and MLX's stock kernels.
 
-Own kernels give a row the same bits whatever rows it is computed beside, for a few rows. Stock kernels are chosen by
-MLX by the number of rows, and are made for prompts. Everything else an operation does (norms, gates, rotation, residual
-connections) works on each row or element alone, in MLX operations that both share.
+Own kernels are row-invariant, for a few rows. Stock kernels are for prompts; MLX chooses them by the number of rows.
+The remaining work of an operation (norms, gates, rotation, residual connections) treats each row or element separately,
+in MLX operations that both sets share.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from specdec.backends.metal.quantised import Matrix, PackedMatrix
 
 
 class Past(Protocol):
-    """Rows of a block of the delta rule that wait for the number of them that stay."""
+    """Rows of a delta-rule block that are not folded yet, until the number of kept rows is known."""
 
     def fold(self, base: mx.array, kept: mx.array) -> mx.array:
-        """The matrix ``[Hv, Dv, Dk]`` float32 after the first ``kept`` (int32 ``[1]``) rows behind ``base``."""
+        """Return the matrix ``[Hv, Dv, Dk]`` float32 after ``base`` and the first ``kept`` (int32 ``[1]``) rows."""
 
     def arrays(self) -> list[mx.array]:
-        """What it holds."""
+        """The arrays it holds."""
 
 
 @attrs.frozen(kw_only=True)
 class DeltaInputs:
-    """A block of T rows of the delta rule, float32 but for v; letters of ``specdec.backends.ops.Ops.gated_delta``."""
+    """A block of T rows of the delta rule, float32 except v; letters as in ``specdec.backends.ops.Ops.gated_delta``."""
 
     q: mx.array  # [T, Hk, Dk], normalised and scaled
     k: mx.array  # [T, Hk, Dk], normalised
@@ -46,7 +46,7 @@ class DeltaInputs:
 
 
 class KernelSet(Protocol):
-    """What the operations need. Shapes and letters as in ``specdec.backends.ops.Ops``; everything is lazy."""
+    """The kernels of the operations. Shapes and letters as in ``specdec.backends.ops.Ops``; all results are lazy."""
 
     def product(self, x: mx.array, weight: Matrix, residual: mx.array | None = None, *, dtype: mx.Dtype) -> mx.array:
         """``x [T, K] @ w.T``, plus ``residual`` (``[T, N]`` or ``[N]``): ``[T, N]``."""
@@ -70,7 +70,7 @@ class KernelSet(Protocol):
     def delta(
         self, base: mx.array, past: Past | None, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
-        """A block after the kept rows of the last one: its result, the matrix before it, and its rows."""
+        """Run a block after the kept rows of the last one; return its result, the matrix before it, and its rows."""
 
     def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
         """The greedy token of every row, -1 where the logits are not finite: int32 ``[T]``."""
@@ -78,7 +78,7 @@ class KernelSet(Protocol):
 
 @attrs.frozen(eq=False)
 class OwnKernels:
-    """specdec's kernels on an executor; with None their references in MLX operations."""
+    """specdec's kernels on an executor, or their references in MLX operations if it is None."""
 
     executor: Executor | None
 
@@ -121,7 +121,7 @@ class OwnKernels:
 
 @attrs.frozen(eq=False)
 class OwnPast:
-    """Rows as the own kernel leaves them: they are folded without being computed again."""
+    """Rows from the own kernel, which are folded without being recomputed."""
 
     rows: delta.DeltaRows
     executor: Executor | None
@@ -145,8 +145,7 @@ class StockKernels:
     """MLX's kernels.
 
     Attributes:
-        wide: products that MLX's CPU device does not have in other dtypes than float32, or whose parts it would round,
-            are computed in it.
+        wide: compute in float32 the products that MLX's CPU device lacks in other dtypes or would round in between.
     """
 
     wide: bool
@@ -179,7 +178,7 @@ class StockKernels:
     ) -> mx.array:
         rows = q.shape[0]
         mask: Any = "causal" if rows > 1 else None
-        if isinstance(length, DeviceLength):  # how far to read is not known, so all is read and most of it masked
+        if isinstance(length, DeviceLength):  # unknown on the host: read the whole bucket and mask the rest
             mask = mx.arange(keys.shape[2])[None] < length.array + 1 + mx.arange(rows)[:, None]
         else:
             keys, values = keys[:, :, : length + rows], values[:, :, : length + rows]
@@ -206,7 +205,7 @@ class StockKernels:
 
 @attrs.frozen(eq=False)
 class StockPast:
-    """Rows that are computed again. A row that is not kept has no effect: it decays nothing and adds nothing."""
+    """Rows that are recomputed. A row that is not kept has no effect: its decay is 1 and it adds nothing."""
 
     rows: DeltaInputs
 
@@ -221,14 +220,14 @@ class StockPast:
 
 
 def updated(state: mx.array, rows: DeltaInputs) -> tuple[mx.array, mx.array]:
-    """MLX's own delta rule: the result ``[T, Hv, Dv]`` float32 and the matrix after all rows."""
+    """Run MLX's delta rule; return the result ``[T, Hv, Dv]`` float32 and the matrix after all rows."""
     inputs = (array.astype(mx.float32)[None] for array in (rows.q, rows.k, rows.v, rows.g, rows.beta))
     y, after = mx.fast.gated_delta_update(*inputs, state[None])
     return y[0], after[0]
 
 
 def lowest_best(logits: mx.array, tokens: mx.array) -> mx.array:
-    """The token of the largest of ``logits [T, N]``, of equal ones the lowest, -1 where some logit is not finite."""
+    """The token of the largest of ``logits [T, N]``; ties go to the lowest; -1 where some logit is not finite."""
     best = logits.max(axis=-1, keepdims=True)
     winners = mx.where(logits == best, tokens, 2**31 - 1).min(axis=-1)
     broken = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(best[:, 0])

@@ -1,4 +1,4 @@
-"""The ops on MLX arrays. Graphs are lazy: nothing here waits for the device.
+"""The ops on MLX arrays. Graphs are lazy, so no op waits for the device.
 
 Two modes (docs/decisions/010-metal-modes.md). ``exact`` computes passes of up to ``max_rows`` rows with specdec's own
 kernels, which are row-invariant; ``fast`` uses MLX's stock kernels throughout.
@@ -32,7 +32,7 @@ from specdec.contract import Parity
 from specdec.errors import ContractError
 
 Mode = Literal["exact", "fast"]
-MAX_ROWS = 16  # of a pass that is no prompt, where no kernel of ours sets a lower limit
+MAX_ROWS = 16  # rows of the longest pass that is not a prompt, unless a kernel of ours sets a lower limit
 _ON_LINUX = (
     "MLX's CPU device on Linux has been row-invariant wherever it was tried; MLX does not promise it, so every load "
     "probes it"
@@ -48,13 +48,13 @@ _STOCK = (
 
 
 class MetalOps(Ops):
-    """Ops in MLX operations. See ``specdec.backends.ops.Ops`` for what each one computes.
+    """Ops in MLX operations.
 
     Args:
         dtype: act.
-        mode: whose kernels compute passes of a few rows.
-        executor: what runs specdec's kernels. By default the GPU where MLX has one; elsewhere their references in MLX
-            operations are used.
+        mode: which kernels compute passes of a few rows.
+        executor: runs specdec's kernels; by default on MLX's GPU. Without a GPU, their references in MLX operations
+            are used.
     """
 
     hidden_type = MetalHidden
@@ -66,7 +66,7 @@ class MetalOps(Ops):
         if executor is None and on_gpu:
             executor = OnMetal()
         device = "GPU" if on_gpu else "CPU"
-        # products that MLX's CPU device does not have in other dtypes, or whose parts it would round
+        # MLX's CPU device lacks some products in other dtypes, or rounds in between
         self._wide = not on_gpu and dtype != mx.float32
         stock = StockKernels(self._wide)
         self._few: KernelSet = stock
@@ -82,7 +82,7 @@ class MetalOps(Ops):
             return
         self._few = OwnKernels(executor)
         if executor is None:
-            self._many = self._few  # references keep rows apart in passes of any length
+            self._many = self._few  # references are row-invariant in passes of any length
             kernels = f"MLX {mx.__version__}, operations of the {device} in place of specdec's kernels"
         else:
             self._max_rows = lanes.MAX_ROWS
@@ -97,14 +97,14 @@ class MetalOps(Ops):
         )
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> MetalPasses:
-        """Nothing is recorded: MLX builds the graph anew. See ``specdec.backends.metal.passes``."""
+        """Return passes that build their graph each time (see ``specdec.backends.metal.passes``)."""
         return MetalPasses(body)
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> MetalExecutor | None:
         return device_executor(self.best, self.capabilities.max_rows, target, head, setup)
 
     def _set(self, rows: int) -> KernelSet:
-        """Whose kernels compute a pass of so many rows."""
+        """Return the kernels for a pass of ``rows`` rows."""
         return self._few if rows <= self._max_rows else self._many
 
     # --- weights and storage ---------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class MetalOps(Ops):
         return stacked
 
     def to_host(self, array: Any) -> torch.Tensor:
-        if isinstance(array, torch.Tensor):  # what caches save is in host memory already
+        if isinstance(array, torch.Tensor):  # saved caches are already in host memory
             return array
         return to_host(array.decoded(self.dtype) if isinstance(array, PackedMatrix) else array)
 
@@ -318,10 +318,10 @@ class MetalOps(Ops):
         return _own(rows).spread(mx.concatenate([self._float32_product(x, part) for part in _own(rows).parts], axis=1))
 
     def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
-        """The token that ``head(x).argmax()`` or ``pruned_head(x).argmax()`` gives for every row, on the device.
+        """Compute ``head(x).argmax()`` or ``pruned_head(x).argmax()`` on the device: int32 ``[T]``.
 
-        Int32 ``[T]``; -1 where those would raise. ``parts`` and ``ids`` are the whole head and None, or the parts of
-        gathered rows and the token ids of each.
+        -1 where those would raise. ``parts`` and ``ids`` are the whole head and None, or the parts of gathered rows and
+        their token ids.
         """
         return self._set(x.shape[0]).best(x, parts, ids)
 
@@ -337,13 +337,13 @@ def _silu(x: mx.array) -> mx.array:
 
 
 def _unit(x: mx.array) -> mx.array:
-    """``x * rsqrt(sum(x^2) + 1e-6)`` over the last axis in float32, as an RMS norm: that sums every row alone."""
+    """``x * rsqrt(sum(x^2) + 1e-6)`` over the last axis in float32, as an RMS norm, which is row-invariant."""
     size = x.shape[-1]
     return mx.fast.rms_norm(x.astype(mx.float32), None, 1e-6 / size) * size**-0.5
 
 
 def _in_order(parts: mx.array, axis: int = -1) -> mx.array:
-    """The sum over an axis, first to last, which keeps the axis; a reduction's order may depend on other axes."""
+    """Sum over an axis from first to last, keeping the axis; the order of a reduction may depend on other axes."""
     first, *others = mx.split(parts, parts.shape[axis], axis=axis)
     for other in others:
         first = first + other
@@ -351,10 +351,10 @@ def _in_order(parts: mx.array, axis: int = -1) -> mx.array:
 
 
 def _best(values: mx.array, count: int) -> mx.array:
-    """Indices of the ``count`` largest float32 of each last axis, largest first; of equal ones the lower index first.
+    """Indices of the ``count`` largest float32 values along the last axis, in descending order; ties by lower index.
 
-    MLX's sort promises nothing about equals, so that value and index are sorted as one integer: the bits of a float,
-    with all but the sign flipped where it is negative, are ordered as the floats are.
+    MLX's sort guarantees no order for ties, so value and index are sorted as one integer. Flipping all bits but the
+    sign of negative floats makes the order of the bits the order of the floats.
     """
     bits = (values + 0.0).view(mx.int32)  # -0 becomes 0
     ordered = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
@@ -388,9 +388,9 @@ def _angles(rope: Rope) -> _Angles:
 
 
 class _Angles:
-    """Cosines and sines of the positions from 0 on, ``[S, 1, R/2]`` float32; grows as they are needed.
+    """Tables of cosines and sines for positions from 0 on, ``[S, 1, R/2]`` float32, extended on demand.
 
-    Computed on the host: a GPU's own functions lose digits at angles as large as positions are.
+    Computed on the host, because a GPU's functions lose precision at large angles.
     """
 
     def __init__(self, rope: Rope) -> None:
@@ -401,7 +401,7 @@ class _Angles:
         self._lock = threading.Lock()
 
     def on_host(self, size: int) -> tuple[Any, Any]:
-        """Tables of ``size`` positions or more."""
+        """Return tables of at least ``size`` positions."""
         with self._lock:
             have = len(self._tables[0])
             if have < size:
@@ -412,7 +412,7 @@ class _Angles:
             return self._tables
 
     def on_device(self, size: int) -> tuple[mx.array, mx.array]:
-        """The same numbers as MLX arrays."""
+        """Return the same tables as MLX arrays."""
         tables = self.on_host(size)
         made = self._made
         if made is None or made[0].shape[0] < size:

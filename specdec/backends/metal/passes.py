@@ -1,4 +1,4 @@
-"""How a pass is launched on MLX: its graph is built op by op, then handed to the device without waiting for it."""
+"""Passes on MLX: build the graph op by op, then start it without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specdec.errors import UnsupportedError
 class MetalPass(Pass):
     """A body over the caches of one sequence.
 
-    The contents of the caches are started with the result. Otherwise a prompt, whose logits are not read, would build
-    up one graph over all its chunks and keep their intermediate results. A commit leaves nothing to compute.
+    The contents of the caches are started together with the result. Otherwise a prompt, whose logits are not read,
+    would build one graph over all its chunks and keep their intermediate results. A commit adds nothing to compute.
     """
 
     def __init__(self, body: Body, caches: Sequence[Any]) -> None:
@@ -36,13 +36,13 @@ class MetalPass(Pass):
 
 
 def start(arrays: Iterable[mx.array], caches: Iterable[Any]) -> None:
-    """Begin to compute arrays and whatever caches hold; afterwards any thread may use them."""
+    """Start computing the arrays and the contents of the caches; afterwards any thread may use them."""
     mx.async_eval(*arrays, *(array for cache in caches for array in cache.arrays()))
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Building and starting a graph. Raises: UnsupportedError where MLX cannot build one of specdec's kernels."""
+    """A context for building and starting a graph. Raises: UnsupportedError if MLX cannot build a specdec kernel."""
     try:
         yield
     except RuntimeError as error:

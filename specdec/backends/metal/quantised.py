@@ -1,4 +1,4 @@
-"""Weights that stay packed: MLX's affine format, computed with by MLX's own products."""
+"""Packed weights in MLX's affine format, and MLX's own products with them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GROUPS = (32, 64, 128)
 class PackedMatrix:
     """A matrix ``[N, K]``, or a stack of them ``[E, N, K]``: ``W = code * scale + bias`` per group of columns.
 
-    Scales are in act dtype where they are stored in it, else in float32, and then so are the products: MLX's CPU device
-    would sum in a narrower one.
+    Scales keep act dtype if they are stored in it. Otherwise they are float32, and so are the products, since MLX's CPU
+    device would sum in a narrower dtype.
     """
 
     codes: mx.array  # uint32 [..., N, K * bits / 32]
@@ -31,7 +31,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the decoded matrix or stack."""
+        """The shape of the decoded matrix or stack."""
         return (*self.scales.shape[:-1], self.scales.shape[-1] * self.group)
 
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -45,17 +45,17 @@ class PackedMatrix:
         return attrs.evolve(self, codes=codes, scales=scales, biases=biases)
 
     def take(self, rows: mx.array) -> PackedMatrix:
-        """Some rows of a matrix, packed."""
+        """Gather rows of a matrix, packed."""
         codes, scales, biases = (part[rows] for part in self.parts())
         return attrs.evolve(self, codes=codes, scales=scales, biases=biases)
 
     def decoded(self, dtype: mx.Dtype) -> mx.array:
-        """All of it in ``dtype``: computed in float32, rounded once."""
+        """Decode to ``dtype``: computed in float32, rounded once."""
         scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
         return mx.dequantize(self.codes, scales, biases, group_size=self.group, bits=self.bits).astype(dtype)
 
     def product(self, x: mx.array, experts: mx.array | None = None) -> mx.array:
-        """``x @ w.T`` in the dtype of x; of a stack matrix by matrix, or with the matrices that ``experts`` names."""
+        """``x @ w.T`` in the dtype of x; for a stack, with each matrix or with those that ``experts`` selects."""
         if experts is None:
             y = mx.quantized_matmul(x, *self.parts(), group_size=self.group, bits=self.bits)
         else:
@@ -67,9 +67,9 @@ Matrix: TypeAlias = mx.array | PackedMatrix
 
 
 def packed(matrices: Sequence[StoredMatrix], dtype: mx.Dtype, *, wide: bool) -> PackedMatrix | None:
-    """Matrices of one layout side by side ``[E, N, K]``; None where MLX has no product for their sizes.
+    """Stack matrices of one layout, ``[E, N, K]``; None if MLX has no product for their sizes.
 
-    ``wide``: products are float32 whatever the scales are stored in.
+    ``wide``: products are float32, whatever the dtype of the stored scales.
     """
     meta = matrices[0].meta
     if meta["bits"] not in _BITS or meta["group"] not in _GROUPS:
@@ -91,7 +91,7 @@ def product(x: mx.array, weight: Matrix) -> mx.array:
 
 
 def joined(weights: Sequence[Matrix]) -> Matrix:
-    """Rows of matrices of one layout, one below the other, and computed."""
+    """Concatenate the rows of matrices of one layout, and compute the result."""
     one = weights[0]
     if not isinstance(one, PackedMatrix):
         rows = mx.concatenate(list(weights))
@@ -103,5 +103,5 @@ def joined(weights: Sequence[Matrix]) -> Matrix:
 
 
 def take(weight: Matrix, rows: mx.array) -> Matrix:
-    """Some rows, packed where the weight is."""
+    """Gather rows, packed if the weight is."""
     return weight.take(rows) if isinstance(weight, PackedMatrix) else weight[rows]
