@@ -116,7 +116,7 @@ def _expect_routes(
     chosen = np.array([row[0] for row in wanted], np.float64)
     expect_equal(ids.shape, chosen.shape, f"{what}: the ids have the wrong shape")
     for t in range(len(logits)):
-        expect_equal(ids[t], chosen[t], f"{what}: row {t} has other experts", **case)
+        expect_equal(ids[t], chosen[t], f"{what}: row {t} has different experts", **case)
     # a logit's error is at most the float32 error of its product; a score's relative error is no larger
     error = 4 * ROUTED * 2.0**-23 * (np.abs(logits).max() + 8.0) + 2.0**-18
     truth = np.array([row[1] for row in wanted])
