@@ -1,4 +1,4 @@
-"""A chain of drafters and its parts: a look-up drafts where the text repeats itself, the MTP head elsewhere.
+"""A chain of drafters and its parts: a look-up drafts in repetitive text, the MTP head elsewhere.
 
 Run it with ``python examples/chained_drafters.py``.
 """
@@ -18,7 +18,7 @@ for kind, prompt in PROMPTS.items():
     tokens = plain.generate(prompt, **settings).tokens
     for name, lm in models.items():
         result = lm.generate(prompt, **settings)
-        assert result.tokens == tokens  # the output is that of plain decoding with every drafter
+        assert result.tokens == tokens  # every drafter gives the output of plain decoding
         stats = result.stats
         print(f"{kind:9} {name:7} {stats.tokens / stats.cycles:.2f} tokens per cycle", end="")
         parts = stats.draft.get("drafters", {})

@@ -1,4 +1,4 @@
-"""A custom depth policy, registered as a plugin object: go deeper while drafts hold, back off when they fail.
+"""A custom depth policy, registered as a plugin object: go deeper while drafts are accepted, back off otherwise.
 
 Run it with ``python examples/custom_policy.py``.
 """
@@ -11,13 +11,13 @@ from specdec.registry import registry
 
 @attrs.frozen(kw_only=True)
 class StreakConfig:
-    """Between which depths to move. The table is ``[depth]``: ``name = "streak"``, ``deepest = 6``."""
+    """The range of depths. The table is ``[depth]``: ``name = "streak"``, ``deepest = 6``."""
 
     deepest: int = attrs.field(default=6, validator=specdec.between(1, 15))
 
 
 class StreakPolicy(specdec.DepthPolicy):
-    """One deeper after a draft that was accepted whole, half as deep after one of which nothing was."""
+    """One deeper after a fully accepted draft, half as deep after a fully rejected one."""
 
     def __init__(self, config: StreakConfig) -> None:
         self._deepest = config.deepest
@@ -34,7 +34,7 @@ class StreakPolicy(specdec.DepthPolicy):
 
 
 class StreakPlugin:
-    """In a package this would be a module, named by an entry point in the group ``specdec``."""
+    """In a package this would be a module, listed as an entry point in the group ``specdec``."""
 
     @specdec.hookimpl
     def specdec_depth_policies(self) -> list[specdec.DepthPolicySpec]:
@@ -59,5 +59,5 @@ for name, result in results.items():
 
 first, *others = results.values()
 if any(other.tokens != first.tokens for other in others):
-    raise SystemExit("a depth policy changed the output, and must not be able to")
+    raise SystemExit("the depth policy changed the output, which must not happen")
 print("the same output each time")

@@ -1,4 +1,4 @@
-"""specdec inside a program: load, generate, stream, stop, keep a session, handle errors.
+"""Use specdec in a program: load, generate, stream, stop, keep a session, handle errors.
 
 Run it with ``python examples/embed.py [MODEL]``.
 """
@@ -17,7 +17,7 @@ result = lm.generate("def add(a, b):", max_new_tokens=32)
 print(f"\n1. {len(result.tokens)} tokens in {result.stats.cycles} cycles, ended by {result.finish_reason!r}")
 print(result.text)
 
-# 2. text as it comes; stop() may be called from a signal handler or another thread
+# 2. streamed text; stop() may be called from a signal handler or another thread
 print("\n2. ", end="")
 stream = lm.stream("class Stack:\n    def __init__(self):\n", max_new_tokens=200)
 received = 0
@@ -28,14 +28,14 @@ for piece in stream:
         stream.stop()
 print(f"\n   {stream.result.finish_reason} after {len(stream.result.tokens)} tokens")
 
-# 3. a session keeps the state: the second turn runs its own tokens only
+# 3. a session keeps the state: the second turn runs only its own tokens
 session = lm.session()
 session.generate("The first railway in the region was opened in 1868 and", max_new_tokens=24)
 second = session.generate(" In the year after that", max_new_tokens=24)
 print(f"\n3. {second.prompt_tokens} tokens of prompt in the second turn, of which {second.stats.prefilled} were new")
 print(session.text)
 
-# 4. everything raised on purpose is a SpecdecError that says what would work
+# 4. every deliberate error is a SpecdecError that says what would work
 try:
     lm.generate("hello", max_new_tokens=0)
 except specdec.SpecdecError as error:

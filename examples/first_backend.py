@@ -1,6 +1,6 @@
-"""A backend in plain numpy: every operation that dense and recurrent families need, one row at a time.
+"""A backend in plain numpy, with every operation that dense and recurrent families need, one row at a time.
 
-Slow and short. Families with experts or latent attention need operations that it does not have, and say so.
+It is slow and short. Families with experts or latent attention need operations that it lacks, and raise an error.
 """
 
 import sys
@@ -27,7 +27,7 @@ class NumpyHidden(ArrayHidden):
 
 
 class RowCache(Cache):
-    """Keys and values of one attention layer. What stands at and behind ``length`` is provisional or stale."""
+    """Keys and values of one attention layer. Entries from ``length`` on are provisional or stale."""
 
     def __init__(self, capacity, heads, dim):
         self.length = 0
@@ -135,7 +135,7 @@ class NumpyOps(Ops):
     def from_host(self, tensor):
         return tensor.float().numpy()
 
-    # a product of many rows may sum in another order than a product of one, so rows are multiplied one by one
+    # a product of many rows may sum in a different order than a product of one, so rows are multiplied one by one
 
     def linear(self, x, weight, residual=None):
         y = np.stack([weight @ row for row in x.copy()])

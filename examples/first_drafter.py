@@ -10,7 +10,7 @@ from specdec import Context, Draft, Drafter, DrafterEnv, DrafterSpec, between, h
 
 @attrs.frozen(kw_only=True)
 class EchoConfig:
-    """What is repeated; a wrong value fails when the configuration is read."""
+    """How many tokens repeat; a wrong value fails when the configuration is read."""
 
     period: int = attrs.field(default=2, validator=between(1, 64))  # tokens
 

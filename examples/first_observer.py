@@ -1,4 +1,4 @@
-"""An observer: write what every cycle offered and accepted to a JSONL file."""
+"""An observer that writes the offered and accepted tokens of every cycle to a JSONL file."""
 
 import json
 import os
@@ -12,7 +12,7 @@ VARIABLE = "SPECDEC_CYCLE_LOG"  # the file to append to; unset: nothing is writt
 
 
 class CycleLog:
-    """One line per cycle, written at once, so that an interrupted run leaves whole lines."""
+    """One line per cycle, flushed immediately, so that an interrupted run leaves whole lines."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None

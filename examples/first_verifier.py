@@ -1,4 +1,4 @@
-"""A verifier: keep a draft token when it is among the target's k best."""
+"""A verifier that keeps a draft token if it is among the target's k best."""
 
 import sys
 
@@ -12,15 +12,15 @@ from specdec.verifiers.strict import check_rows
 
 @attrs.frozen(kw_only=True)
 class TopConfig:
-    """How far down the target's ranking a draft token may be."""
+    """The lowest rank, in the target's order, that is kept."""
 
     k: int = attrs.field(default=2, validator=between(1, 1000))  # 1 keeps the best only
 
 
 class TopVerifier(Verifier):
-    """Keeps a token of rank 1 to k; otherwise the token of plain decoding takes its place."""
+    """Keeps a token of rank 1 to k; otherwise the token of plain decoding replaces it."""
 
-    guarantee = Guarantee.HEURISTIC  # the second best may be any distance behind the best: there is no bound to state
+    guarantee = Guarantee.HEURISTIC  # the second best may be arbitrarily worse than the best, so there is no bound
 
     def __init__(self, config: TopConfig) -> None:
         self._k = config.k
@@ -28,7 +28,7 @@ class TopVerifier(Verifier):
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
         check_rows(draft, logits)  # K draft tokens come with K + 1 rows
         rows = Rows(logits, draft.tokens, context)  # bias, penalties, bans and grammars, each row with its own history
-        deviating: list[tuple[int, float]] = []  # lookahead position and gap of what plain decoding would not say
+        deviating: list[tuple[int, float]] = []  # lookahead position and gap of tokens unlike plain decoding
         for position, token in enumerate(draft.tokens):
             chosen = rows.choose(position)  # the token of plain decoding
             if token == chosen:

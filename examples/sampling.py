@@ -1,4 +1,4 @@
-"""Sampling with a seed: speculation does not change the sample, and log-probabilities of what was chosen.
+"""Sampling with a seed: speculation does not change the sample. Also shows log-probabilities of the chosen tokens.
 
 Run it with ``python examples/sampling.py``.
 """
@@ -19,9 +19,9 @@ for seed in range(3):
     print(f"seed {seed}: {same} with {stats.cycles} cycles instead of {alone.stats.cycles}, accepted {stats.accepted}")
     print(f"  {together.text!r}")
     if alone.tokens != together.tokens and together.parity == "bitwise":
-        raise SystemExit("the promise is broken")
+        raise SystemExit("speculation changed the sample")
 
-# the ratio rule has the same distribution and other noise: another, equally valid sample
+# the ratio rule has the same distribution but different noise, so it gives another, equally valid sample
 ratio = specdec.load(drafter="mtp", depth=3, verifier="rejection")
 print(f"rejection: {ratio.generate(PROMPT, seed=0, **settings).text!r}")
 

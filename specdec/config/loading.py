@@ -83,7 +83,7 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
         if choice.name == "auto" and choice.options:
             option = next(iter(choice.options))
             raise ConfigError(
-                f"{table}.{option} is the option of a {kind}, and none is named: {table}.name is 'auto'."
+                f"{table}.{option} is an option of a {kind}, but none is chosen: {table}.name is 'auto'."
                 f"{did_you_mean(option, ['name', *(['depth'] if table == 'depth' else [])])}",
                 asked_for_by=choice.source or None,
                 try_=f'name the {kind} it is for, such as {table}.name = "{example}"',

@@ -59,7 +59,7 @@ class LiveSequence:
 
     @property
     def speculating(self) -> bool:
-        """Whether the drafter is asked for drafts."""
+        """Whether the drafter is still in use."""
         return not self.failure
 
     def guard(self, moment: str, call: Callable[[], None]) -> None:

@@ -53,7 +53,7 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     A model without a fingerprint is measured every time. A table measured under load is not kept.
 
     Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
-    UnsupportedError where costs cannot be measured.
+    UnsupportedError when costs cannot be measured.
     """
     depths_that_fit(lm)
     identity = cost_identity(lm)
@@ -84,10 +84,10 @@ def _from_file(path: Path, identity: CostIdentity) -> CostTable:
         table, stored = read_costs(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"depth.costs names no cost table: {reason}", file=path, try_=remedy) from error
+        raise ConfigError(f"depth.costs is not a cost table: {reason}", file=path, try_=remedy) from error
     if differences := identity.differences(stored):
         raise ConfigError(
-            f"depth.costs names a cost table that does not fit: {'; '.join(differences)}", file=path, try_=remedy
+            f"depth.costs is a cost table that does not fit: {'; '.join(differences)}", file=path, try_=remedy
         )
     return table
 

@@ -97,7 +97,7 @@ def read_session(path: Path, target: ForwardPass) -> SavedSession:
             _check(described, target.info, path)
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise SessionFileError(f"this is no complete session file: {error}", file=path) from error
+        raise SessionFileError(f"this is not a complete session file: {error}", file=path) from error
     except RecursionError as error:
         raise SessionFileError("the session file's description is nested too deeply", file=path) from error
     try:
@@ -148,10 +148,10 @@ def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor],
 
 def _described(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
     if not metadata or _KEY not in metadata:
-        raise SessionFileError("this safetensors file is no saved session", file=path)
+        raise SessionFileError("this safetensors file is not a saved session", file=path)
     described = json.loads(metadata[_KEY])
     if not isinstance(described, dict) or not isinstance(described.get("format"), int):
-        raise SessionFileError("the session file's description is broken: it names no format", file=path)
+        raise SessionFileError("the session file's description is broken: it has no format", file=path)
     version = described["format"]
     if version != FORMAT:
         raise SessionFileError(

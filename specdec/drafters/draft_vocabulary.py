@@ -72,7 +72,7 @@ class DraftVocabulary:
         except ValueError as error:  # not UTF-8, or not JSON
             raise _unusable(path, f"is not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise _unusable(path, f"is another kind of file: its 'format' is not {FORMAT!r}")
+            raise _unusable(path, f"is a different kind of file: its 'format' is not {FORMAT!r}")
         if data.get("version") != VERSION:
             raise _unusable(path, f"has version {data.get('version')!r}, this specdec reads version {VERSION}")
         tokens, vocab_size = data.get("tokens"), data.get("vocab_size")
@@ -101,10 +101,10 @@ class DraftVocabulary:
         """
         if self.vocab_size != info.vocab_size:
             raise _unusable(
-                path, f"is of another model: its vocab_size is {self.vocab_size}, this model's {info.vocab_size}"
+                path, f"was made for another model: its vocab_size is {self.vocab_size}, this model's {info.vocab_size}"
             )
         if tokenizer is not None and self.tokenizer and self.tokenizer != tokenizer_hash(tokenizer):
-            raise _unusable(path, "is of another tokenizer: the same ids stand for other text here")
+            raise _unusable(path, "was made for another tokenizer: the same ids mean different text here")
 
 
 def _unusable(path: Path | str, reason: str) -> ConfigError:

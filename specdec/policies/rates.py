@@ -73,7 +73,7 @@ class Rates:
         self._acceptance.observe(cycle)
 
     def update(self) -> None:
-        """Compute ``by_depth``. t(k) is the mean over the drafts that the drafter gives when asked for k tokens."""
+        """Compute ``by_depth``. t(k) is the mean over the drafts returned for depth k."""
         rates = []
         tokens = survival = given = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
         shorter = 0.0  # seconds of drafts of fewer than k tokens, weighted by probability

@@ -184,7 +184,7 @@ class _Vocabulary:
             try:
                 schema = json.loads(given if given.lstrip().startswith("{") else _file("json_schema", given))
             except json.JSONDecodeError as error:
-                raise _unusable(config, f"no JSON: {error}") from error
+                raise _unusable(config, f"not JSON: {error}") from error
             source = library.grammar_from_json_schema(schema, overrides={"whitespace_flexible": config.whitespace})
         return source
 

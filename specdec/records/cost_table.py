@@ -92,7 +92,7 @@ def parse_costs(data: Mapping[str, Any]) -> CostTable:
 
 def _seconds(value: object) -> float:
     if type(value) not in (int, float) or not 0.0 <= value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{value!r} is no number of seconds")
+        raise ValueError(f"{value!r} is not a number of seconds")
     return float(value)  # type: ignore[arg-type]
 
 

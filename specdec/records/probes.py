@@ -66,7 +66,7 @@ class Finding:
         off = "no finite number" if self.difference is None else f"at most {self.difference:.3g}"
         row = "" if self.first_row is None else f", first in row {self.first_row}"
         where = f" ({self.where})" if self.where else ""
-        return f"{self.subject}{where}: other bits in blocks of {self.blocks()} rows{row}; off by {off}"
+        return f"{self.subject}{where}: different bits in blocks of {self.blocks()} rows{row}; off by {off}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
@@ -158,7 +158,7 @@ def write_probe(record: ProbeRecord, folder: Path) -> Path:
     Raises: UnsupportedError when its target has no fingerprint, or the folder cannot be written.
     """
     if not record.identity.model:
-        raise UnsupportedError("a probe of a target without a fingerprint cannot be stored: it would fit any other")
+        raise UnsupportedError("a probe of a target without a fingerprint cannot be stored: it would fit any target")
     path = folder / f"{record.identity.key()}.json"
     try:
         PROBES.write(path, record.identity, attrs.asdict(record))

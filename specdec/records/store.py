@@ -121,7 +121,7 @@ class Store:
             return f"the {self.kind} {path} is broken ({error})"
         differences = identity.differences(data["identity"])
         if differences:
-            return f"the {self.kind} is of another machine or installation ({'; '.join(differences)})"
+            return f"the {self.kind} is from another machine or installation ({'; '.join(differences)})"
         return record
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Store:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(data, dict) and data.pop("format", None) == FORMAT and isinstance(data.get("identity"), dict):
             return data
-        raise ValueError(f"no {self.kind} of format {FORMAT}")
+        raise ValueError(f"not a {self.kind} of format {FORMAT}")
 
     def write(self, path: Path, identity: Identity, data: Mapping[str, Any]) -> None:
         """Write a record, replacing the file atomically. Raises: OSError."""

@@ -72,7 +72,7 @@ KINDS: Mapping[Kind, KindInfo] = {
 }
 
 PUBLISHED: Mapping[tuple[Kind, str | None], tuple[str, str]] = {
-    (Kind.BACKEND, "transformers"): ("specdec-transformers", "the plugin that brings 'transformers'"),
+    (Kind.BACKEND, "transformers"): ("specdec-transformers", "the plugin that provides 'transformers'"),
     (Kind.MODEL, None): ("specdec-transformers", "which runs every causal language model of transformers"),
 }
 """The plugin to install for an unregistered name, and why; None matches every name of the kind."""

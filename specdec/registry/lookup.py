@@ -180,7 +180,7 @@ class Registry:
             if failure.fatal and failure.stands_for(name):
                 other = _suggested(known)
                 raise PluginError(
-                    f"the plugin that should bring the {kind.value} {name!r} could not be loaded",
+                    f"the plugin that should provide the {kind.value} {name!r} could not be loaded",
                     asked_for_by=asked_by,
                     plugin=f"{failure.name} ({failure.origin})",
                     error=failure.reason,
@@ -196,7 +196,7 @@ class Registry:
         failed = {word for failure in broken for word in (failure.name, *failure.provides)}
         key, match = KINDS[kind].key, nearest(name, known) or _suggested(known)
         what = "reads model_type" if kind is Kind.MODEL else "is called"
-        remedy = f'set {key} = "{match}", or install the plugin that brings {name!r}' if key and match else None
+        remedy = f'set {key} = "{match}", or install the plugin that provides {name!r}' if key and match else None
         plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
         if plugin and not self.has_distribution(plugin):
             remedy = f"pip install {plugin}, {why}"
@@ -231,7 +231,7 @@ class Registry:
             return made
         got = type(made).__name__
         raise PluginError(
-            f"the {kind_of(spec).value} {spec.name!r} is no specdec.{wanted.__name__}: its factory returned {got}",
+            f"the {kind_of(spec).value} {spec.name!r} is not a specdec.{wanted.__name__}: its factory returned {got}",
             plugin=f"{spec.name} ({self.origin_of(spec)})",
             try_=f"derive {got} from specdec.{wanted.__name__}",
         )
@@ -256,7 +256,7 @@ class Registry:
             if made is not None and not isinstance(made, ForwardPass):
                 raise PluginError(
                     f"{plugin} returned {type(made).__name__} from specdec_forward_pass",
-                    takes="a specdec.ForwardPass, or None to leave the target to others",
+                    takes="a specdec.ForwardPass, or None to decline the target",
                 )
             if made is not None:
                 return made

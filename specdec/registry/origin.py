@@ -109,8 +109,8 @@ def conflict_error(kind: Kind, name: str, claims: Sequence[Entry], asked_by: str
     """The error for a name that several plugins claim."""
     installed = [claim.origin.distribution for claim in claims if claim.origin.distribution is not None]
     return PluginError(
-        f"{len(claims)} plugins bring a {kind.value} called {name!r}, and specdec does not choose between them",
+        f"{len(claims)} plugins provide a {kind.value} called {name!r}, and specdec does not choose between them",
         asked_for_by=asked_by,
-        brought_by=" and ".join(f"{claim.origin} ({claim.origin.module})" for claim in claims),
+        provided_by=" and ".join(f"{claim.origin} ({claim.origin.module})" for claim in claims),
         try_=f"pip uninstall {installed[-1]}" if installed else "give one of them another name",
     )

@@ -311,7 +311,7 @@ def test_errors_do_not_end_the_conversation(chat, tmp_path):
         "the session could not be written: No such file or directory",
         "/load takes a file name",
         "no such session file",
-        "no complete session file",
+        "not a complete session file",
         "/rewind takes a number of turns, got 'two'",
         "there is no turn yet",
         "there is no command /rewnd. Did you mean rewind?",

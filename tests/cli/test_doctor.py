@@ -164,7 +164,7 @@ def test_a_mistake_is_named_and_a_believed_backend_that_makes_it_fails(invoke, t
     status, told = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=wrong)
     assert status == 1
     assert not told["model"]["promise"]["exact"]
-    assert told["model"]["promise"]["reason"].startswith("swiglu 72x48, 72x48: other bits in blocks of 3 to 6 rows")
+    assert told["model"]["promise"]["reason"].startswith("swiglu 72x48, 72x48: different bits in blocks of 3 to 6 rows")
     assert not read_probe(next(folder.iterdir())).passed
 
     done = invoke("doctor", tiny_model, "-s", "target.backend=probed", registry=with_plugins(wrong))

@@ -89,7 +89,7 @@ def test_a_depth_alone_names_the_policy_fixed(tmp_path):
     assert load_config(write(tmp_path, "[depth]\ndepth = 3\n"), ["depth.name=adaptive"]).depth == Choice("adaptive")
     assert load_config(write(tmp_path, '[depth]\nname = "adaptive"\n'), ["depth.depth=3"]).depth.name == "adaptive"
     for overrides in (["depth.max_depth=3"], ["depth.name=auto", "depth.depth=3"]):
-        with pytest.raises(ConfigError, match="is the option of a depth policy, and none is named"):
+        with pytest.raises(ConfigError, match="is an option of a depth policy, but none is chosen"):
             load_config(None, overrides)
 
 
@@ -166,7 +166,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("target.source=x", "key target.source is unknown"),
         ("drafter=ngram", 'name = "ngram" inside the table'),
         ("drafter.name=3", "key drafter.name takes the name of a plugin, got 3"),
-        ("drafter.max_order=3", "drafter.max_order is the option of a drafter, and none is named"),
+        ("drafter.max_order=3", "drafter.max_order is an option of a drafter, but none is chosen"),
         ("target=1", "key target takes a table, got 1 (an integer)"),
     ],
 )

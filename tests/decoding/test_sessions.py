@@ -301,7 +301,7 @@ def test_a_damaged_header_is_refused_or_harmless(
 CHANGES: dict[str, tuple[Change, str]] = {
     "newer": (lambda d, t: d.update(format=2), "format 2, this version reads 1[^$]*newer specdec"),
     "older": (lambda d, t: d.update(format=0), "saving the session again"),
-    "no format": (lambda d, t: d.pop("format"), "names no format"),
+    "no format": (lambda d, t: d.pop("format"), "has no format"),
     "another model": (lambda d, t: d["model"].update(fingerprint="f00"), "another model: 'f00'"),
     "another backend": (lambda d, t: d["model"].update(backend="cuda"), "another backend: 'cuda'"),
     "no model": (lambda d, t: d.pop("model"), "another model: None"),
@@ -335,9 +335,9 @@ def test_files_that_are_none_are_refused(refuses: Callable[..., str], tmp_path: 
     assert "no such session file" in refuses(tmp_path)
     for name, data in (("empty", b""), ("text", b"Dear diary,\n" * 99), ("zeros", bytes(999))):
         (tmp_path / name).write_bytes(data)
-        assert "no complete session file" in refuses(tmp_path / name)
+        assert "not a complete session file" in refuses(tmp_path / name)
     weights = pathlib.Path(lm.config.target.model) / "model.safetensors"
-    assert "no saved session" in refuses(weights)
+    assert "not a saved session" in refuses(weights)
 
 
 def test_a_session_of_another_model_or_dtype_is_refused(

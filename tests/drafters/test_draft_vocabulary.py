@@ -45,7 +45,7 @@ GOOD: dict[str, Any] = {"format": "specdec draft vocabulary", "version": 1, "voc
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": "other"}, "another kind of file"),
+        ({"format": "other"}, "different kind of file"),
         ({"version": 2}, "version 2, this specdec reads version 1"),
         ({"vocab_size": True}, "the vocab_size True"),
         ({"vocab_size": 0}, "the vocab_size 0"),
@@ -69,7 +69,7 @@ def test_damaged_files_are_refused(change: dict[str, Any], said: str, tmp_path: 
 def test_other_files_are_refused(content: bytes, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "v.json"
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"is not JSON|another kind"):
+    with pytest.raises(ConfigError, match=r"is not JSON|different kind"):
         DraftVocabulary.read(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         DraftVocabulary.read(tmp_path)
@@ -92,7 +92,7 @@ def test_another_model_or_tokenizer_is_refused(
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text(json.dumps(core))
-    with pytest.raises(ConfigError, match="of another tokenizer"):
+    with pytest.raises(ConfigError, match="for another tokenizer"):
         made.check(info, Tokenizer.from_folder(other), "v.json")
 
 

@@ -269,7 +269,7 @@ def test_prepare_reads_checks_and_gathers(tmp_path: pathlib.Path, make_target: C
     assert list(shared.head.tokens) == [4, 9]
     assert [i for i, inside in enumerate(shared.inside) if inside] == [4, 9]
     DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB + 1).write(file)
-    with pytest.raises(ConfigError, match="of another model"):
+    with pytest.raises(ConfigError, match="for another model"):
         mtp.prepare(MtpConfig(vocabulary=str(file)), env)
 
 

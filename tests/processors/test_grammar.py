@@ -296,7 +296,7 @@ def test_a_compiled_grammar_is_kept_and_not_shared():
         (GrammarConfig(lark="start: nothere"), "the lark cannot be used as a grammar: .*nothere"),
         (GrammarConfig(json_schema='{"type": "foo"}'), "the json_schema cannot be used as a grammar: .*foo"),
         (GrammarConfig(json_schema='{"not": {}}'), "the json_schema cannot be used as a grammar: .*not"),
-        (GrammarConfig(json_schema='{"type": '), "the json_schema cannot be used as a grammar: no JSON"),
+        (GrammarConfig(json_schema='{"type": '), "the json_schema cannot be used as a grammar: not JSON"),
         (GrammarConfig(json_schema="missing.json"), "cannot read the json_schema file 'missing.json'"),
         (GrammarConfig(lark="missing.lark"), "cannot read the lark file 'missing.lark'"),
     ],

@@ -161,7 +161,7 @@ def test_a_table_of_another_machine_is_measured_again_and_said_so(folder, demo, 
     notices: list[str] = []
     assert costs_of(demo, notices) != TABLE
     assert len(notices) == 1
-    assert notices[0].startswith(f"the cost table is of another machine or installation ({told}")
+    assert notices[0].startswith(f"the cost table is from another machine or installation ({told}")
     assert notices[0].endswith(": measured again")
     assert read_costs(path)[1][part] != value  # and replaced
     again: list[str] = []
@@ -229,7 +229,7 @@ def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content):
     read_costs(path)  # and replaced
     broken = folder / "named.json"
     broken.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match=r"depth\.costs names no cost table"):
+    with pytest.raises(ConfigError, match=r"depth\.costs is not a cost table"):
         costs_of(demo, [], broken)
 
 
@@ -274,7 +274,7 @@ def test_a_named_table_is_used_where_it_fits_and_refused_where_not(folder, demo,
     write_costs(path, TABLE, attrs.evolve(cost_identity(demo), model="m", processor="a quick one"))
     with pytest.raises(ConfigError, match="does not fit: model m, here .*; processor a quick one, here "):
         specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(path)})
-    with pytest.raises(ConfigError, match="no cost table: No such file"):
+    with pytest.raises(ConfigError, match="not a cost table: No such file"):
         specdec.load(drafter="mtp", depth={"name": "adaptive", "costs": str(tmp_path / "absent.json")})
 
 

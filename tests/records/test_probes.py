@@ -198,7 +198,7 @@ def test_a_failed_probe_counts_against_the_claim(folder):
     record = stored_probe(INFO)
     assert record is not None
     assert not record.passed
-    told = "linear 4x4: other bits in blocks of 3 to 5, 8 rows, first in row 2; off by at most 0.5"
+    told = "linear 4x4: different bits in blocks of 3 to 5, 8 rows, first in row 2; off by at most 0.5"
     assert unproved(INFO, "m") == f"the probe of 2027-01-02 found it not exact: {told}"
 
 

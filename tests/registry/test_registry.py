@@ -208,11 +208,11 @@ def test_two_plugins_of_one_name_are_refused_with_both_origins(ship, other):
     assert registry.drafter("ngram").name == "ngram"
     with pytest.raises(PluginError) as raised:
         registry.drafter(name)
-    assert "another-echo 2.0" in raised.value.facts["brought by"]
-    assert ("specdec-echo 1.0" if other else "built in") in raised.value.facts["brought by"]
+    assert "another-echo 2.0" in raised.value.facts["provided by"]
+    assert ("specdec-echo 1.0" if other else "built in") in raised.value.facts["provided by"]
     ((kind, taken, claims),) = registry.conflicts()
     assert (kind, taken, len(claims)) == (Kind.DRAFTER, name, 2)
-    with pytest.raises(PluginError, match="2 plugins bring a drafter called"):
+    with pytest.raises(PluginError, match="2 plugins provide a drafter called"):
         Registry(LIGHT, strict=True).drafter("ngram")
 
 
@@ -267,7 +267,7 @@ def test_registering_by_hand_fails_at_once_and_leaves_nothing():
     registry = Registry((), entry_points=())
     registry.register(Mine())
     assert registry.verifier("mine").name == "mine"
-    with pytest.raises(PluginError, match="2 plugins bring a verifier"):
+    with pytest.raises(PluginError, match="2 plugins provide a verifier"):
         registry.register(Mine())
     assert len(registry.entries(Kind.VERIFIER)) == 1
     with pytest.raises(PluginError, match="implements no hook"):
@@ -289,7 +289,7 @@ def test_what_a_factory_does_wrong_names_its_plugin(ship):
         registry.build(bad, lambda: bad.factory("key", env), Drafter)
     assert raised.value.facts["plugin"] == "bad (specdec-bad 3.0)"
     assert isinstance(raised.value.__cause__, KeyError)
-    with pytest.raises(PluginError, match="is no specdec.Drafter: its factory returned int"):
+    with pytest.raises(PluginError, match="is not a specdec.Drafter: its factory returned int"):
         registry.build(wrong, lambda: wrong.factory(None, env), Drafter)
 
 

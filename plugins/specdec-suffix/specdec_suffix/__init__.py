@@ -1,4 +1,4 @@
-"""specdec-suffix: draft what followed the longest suffix of the text that occurred before.
+"""specdec-suffix: a drafter that continues the longest suffix of the text that occurred before.
 
 Entry point, group ``specdec``: ``suffix = "specdec_suffix"``.
 """
@@ -23,6 +23,6 @@ def specdec_drafters() -> list[DrafterSpec]:
             factory=SuffixDrafter,
             config=SuffixConfig,
             prepare=load_corpus,
-            help="what most often followed the longest match in the session or in a corpus (suffix automaton)",
+            help="the tokens that most often followed the longest match in the session or a corpus (suffix automaton)",
         )
     ]

@@ -1,13 +1,13 @@
-"""An online suffix automaton with occurrence counts that can take tokens back.
+"""An online suffix automaton with occurrence counts and undo.
 
-A state stands for a set of substrings that end at the same places; a substring is followed by what its state's edges
-say. Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text". Two additions:
+A state represents a set of substrings that end at the same positions; its edges give the tokens that follow them.
+Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text". Two additions:
 
-- *Counts.* Every new token is one more occurrence of all suffixes of the text, that is, of a path of suffix links.
-  Only suffixes that a draft can ask for are counted, those of ``min_match`` to ``max_match + 1`` tokens, so a token
-  costs amortised O(1) for the structure and at most ``max_match + 1`` steps for counts (a handful on real text).
-- *Undo.* Each token leaves a record of what it changed, so that ``pop`` takes back the last one in the time that it
-  took to add. What is left is the automaton of the shorter text, field by field, not merely an equivalent one.
+- *Counts.* Every new token adds one occurrence of all suffixes of the text, that is, along a path of suffix links.
+  Only suffixes that a draft can use are counted, those of ``min_match`` to ``max_match + 1`` tokens, so a token costs
+  amortised O(1) for the structure and at most ``max_match + 1`` steps for counts (a handful on real text).
+- *Undo.* Each token records what it changed, so ``pop`` removes the last one in the time it took to add. The result
+  equals the automaton of the shorter text field by field.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class _Record(NamedTuple):
     """What one token changed."""
 
     token: int
-    last: int  # the former last state
-    capped: int  # the former state of the capped suffix
+    last: int  # the previous last state
+    capped: int  # the previous state of the capped suffix
     added: list[int]  # states that got an edge to the new state
     redirected: list[int]  # states whose edge went from ``split`` to its clone
     split: int  # the state that was cloned, or -1
-    recents: list[int]  # former ``recent`` along the counted path
+    recents: list[int]  # previous ``recent`` along the counted path
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text, what followed them, and how often.
+    """All substrings of a growing text, the tokens that followed them, and how often.
 
     Args:
         min_match: tokens of the shortest context that is counted.
@@ -53,7 +53,7 @@ class SuffixAutomaton:
         self._journal: list[_Record] | None = [] if undo else None
 
     def __len__(self) -> int:
-        """Tokens of the text."""
+        """The number of tokens in the text."""
         return self._size
 
     @property
@@ -89,7 +89,7 @@ class SuffixAutomaton:
             target = edges[state][token]
             if length[target] == length[state] + 1:
                 link[new] = target
-            else:  # the shorter substrings of ``target`` now end at one more place than its longer ones: they part
+            else:  # split ``target``: its shorter substrings now end at one more position
                 split, clone = target, len(edges)
                 self._append(dict(edges[split]), length[state] + 1, link[split], self.count[split], self.recent[split])
                 while state != -1 and edges[state].get(token) == split:
@@ -111,7 +111,7 @@ class SuffixAutomaton:
             self._journal.append(_Record(token, *former, added, redirected, split, recents))
 
     def pop(self) -> None:
-        """Take back the last token."""
+        """Remove the last token."""
         if not self._journal:
             raise IndexError("there is no token to take back")
         record = self._journal.pop()
@@ -133,15 +133,15 @@ class SuffixAutomaton:
         self._size -= 1
 
     def truncate(self, length: int) -> None:
-        """Take back all tokens after the first ``length``."""
+        """Remove all tokens after the first ``length``."""
         while self._size > length:
             self.pop()
 
     def advance(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """Follow another text through this one: the longest suffix that occurs here, after one more token.
+        """Match another text against this one: the longest suffix that occurs here, after one more token.
 
         ``(state, matched)`` is the state of that suffix and its length, cut to ``max_match``; start with (ROOT, 0).
-        The result depends on the last ``max_match`` tokens of the other text only.
+        The result depends only on the last ``max_match`` tokens of the other text.
         """
         while state != ROOT and token not in self.edges[state]:
             state = self.link[state]
@@ -152,11 +152,11 @@ class SuffixAutomaton:
         return self._cut(self.edges[state][token], matched), matched
 
     def follow(self, state: int, limit: int, min_share: float = 0.0) -> list[int]:
-        """At most ``limit`` tokens after a context: at each step what followed most often, of equals the latest.
+        """At most ``limit`` tokens after a context: at each step the token that followed most often (ties: the latest).
 
-        Ends early where the best one made up less than ``min_share`` of what followed. Where the text ends, goes on
-        from the longest shorter context that was followed by something (so a period is continued past the end).
-        Negative tokens separate documents and are never followed.
+        Ends early when the best token has less than ``min_share`` of all followers. At the end of the text, continues
+        from the longest shorter context that has a follower (so a repeating pattern continues past the end). Negative
+        tokens separate documents and are never followed.
         """
         path: list[int] = []
         while len(path) < limit:
@@ -181,7 +181,7 @@ class SuffixAutomaton:
         return path
 
     def _cut(self, state: int, limit: int | None = None) -> int:
-        """The state of the suffix of at most ``limit`` tokens; a few steps, as callers are at most one token above."""
+        """The state of the suffix of at most ``limit`` tokens; fast, because callers exceed it by at most one token."""
         limit = self.max_match if limit is None else limit
         while state != ROOT and self.length[self.link[state]] >= limit:
             state = self.link[state]

@@ -1,4 +1,4 @@
-"""A warm corpus: texts that every sequence may match, read and indexed once per pipeline."""
+"""The corpus: texts that every sequence may match, read and indexed once per pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from specdec_suffix.drafter import SuffixConfig
 
-SEPARATOR = -1  # between documents: no context contains it, so no match and no draft runs across
+SEPARATOR = -1  # between documents: no context contains it, so no match or draft crosses documents
 
 
 def load_corpus(config: SuffixConfig, env: PrepareEnv) -> SuffixAutomaton | None:
@@ -48,7 +48,7 @@ def load_corpus(config: SuffixConfig, env: PrepareEnv) -> SuffixAutomaton | None
 
 
 def _documents(path: pathlib.Path, tokenizer: str | None) -> list[list[int]]:
-    """Token ids by document: of a .npy array, of a .json list (or list of lists), of any other file as UTF-8 text."""
+    """Token ids by document, from a .npy array, a .json list (or list of lists), or any other file as UTF-8 text."""
     if path.suffix == ".npy":
         array = np.load(path, allow_pickle=False)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):

@@ -1,4 +1,4 @@
-"""The drafter: the longest match decides where the draft comes from and how long it is."""
+"""The suffix drafter: the longest match determines the source and the length of the draft."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec_suffix.automaton import ROOT, SuffixAutomaton
 
 @attrs.frozen(kw_only=True)
 class SuffixConfig:
-    """What counts as a match, and how much is drafted from it."""
+    """What counts as a match, and how many tokens to draft from it."""
 
     min_match: int = attrs.field(default=1, validator=between(1, 64))  # tokens of the shortest match used
     max_match: int = attrs.field(default=32, validator=between(1, 256))  # longer matches count as this long
     max_draft: int = attrs.field(default=15, validator=between(1, 255))  # tokens of the longest draft
     factor: float = attrs.field(default=2.0, validator=between(0.1, 100.0))  # draft at most factor * match tokens
-    min_share: float = attrs.field(default=0.1, validator=between(0.0, 1.0))  # stop where no token follows this often
+    min_share: float = attrs.field(default=0.1, validator=between(0.0, 1.0))  # stop when no token follows this often
     corpus: str | None = None  # a file that all sequences may match: text, or token ids as .json or .npy
     tokenizer: str | None = None  # the tokenizer.json (or its folder) for a corpus of text
 
@@ -30,13 +30,13 @@ class SuffixConfig:
 
 
 class SuffixDrafter(Drafter):
-    """Match the end of the text with the text before it, and with the corpus; draft from the longer match.
+    """Matches the end of the text against the earlier text and the corpus; drafts from the longer match.
 
-    At equal length the session's own text wins. Drafts are point masses: counts choose the path, they are not the law
-    that a token was drawn from.
+    If both are equally long, the session's text wins. Drafts are point masses: counts choose the path, but they are
+    not the distribution that a token was drawn from.
 
-    A rewind takes back token by token what the index recorded; it costs what adding those tokens did, whatever the
-    length that stays. The corpus is never changed; its match is a function of the last ``max_match`` tokens.
+    A rewind undoes the removed tokens one by one and costs as much as adding them did. The corpus is never changed;
+    its match is a function of the last ``max_match`` tokens.
     """
 
     def __init__(self, config: SuffixConfig, env: DrafterEnv | None = None) -> None:
@@ -66,7 +66,7 @@ class SuffixDrafter(Drafter):
             self._stale = True
 
     def _read(self, context: Context) -> None:
-        """Index the tokens that are new, the pending one included."""
+        """Index the new tokens, including the pending one."""
         known = len(self._session)
         self._session.extend(context[known:])
         if self._corpus is None:

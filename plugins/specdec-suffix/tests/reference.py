@@ -1,4 +1,4 @@
-"""What the automaton should find, by looking everywhere: obviously right, quadratic and worse."""
+"""A brute-force reference for the automaton: obviously correct, quadratic or worse."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def longest_repeat(text: Sequence[int]) -> int:
 def continuation(
     text: Sequence[int], context: Sequence[int], limit: int, *, min_match: int, max_match: int, min_share: float
 ) -> list[int]:
-    """The walk of ``SuffixAutomaton.follow``, every count taken from the text."""
+    """``SuffixAutomaton.follow``, with every count taken from the text."""
     path: list[int] = []
     context = list(context)
     while len(path) < limit:
         context = context[-max_match:]
         followed = [text[end] for end in _ends(text, context) if end < len(text) and text[end] >= 0]
-        if not followed:  # in steps of what occurs at more places, as a shorter suffix of the same places says no more
+        if not followed:  # skip to a suffix with more occurrences; one with the same occurrences adds nothing
             places = len(_ends(text, context))
             while context and len(_ends(text, context)) == places:
                 context = context[1:]
@@ -42,6 +42,6 @@ def continuation(
 
 
 def _ends(text: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Where ``part`` ends in ``text``, ascending."""
+    """The positions where ``part`` ends in ``text``, ascending."""
     text, part = list(text), list(part)
     return [end for end in range(len(part), len(text) + 1) if text[end - len(part) : end] == part]

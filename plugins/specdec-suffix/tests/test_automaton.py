@@ -1,4 +1,4 @@
-"""The automaton against a reference that looks everywhere, on texts over two or three tokens: all is repetition."""
+"""The automaton against a brute-force reference, on highly repetitive texts of two or three distinct tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def built(text: list[int], bounds: tuple[int, int]) -> SuffixAutomaton:
 
 
 def fields(automaton: SuffixAutomaton) -> dict[str, object]:
-    """Everything that it is, edges in their order."""
+    """All fields, with edges in order."""
     return {**vars(automaton), "edges": [list(edges.items()) for edges in automaton.edges]}
 
 
@@ -85,7 +85,7 @@ def test_an_automaton_without_undo_says_so():
 
 @pytest.mark.parametrize("text", [[7] * 20_000, [i % 3 for i in range(20_000)], [(i * i) % 97 for i in range(20_000)]])
 def test_a_token_costs_the_same_late_as_early(text):
-    """An O(n) step would make the last quarter seven times as dear as the first; the bound leaves room for noise."""
+    """An O(n) step would make the last quarter seven times as slow as the first; the bound leaves room for noise."""
 
     def seconds(automaton: SuffixAutomaton, tokens: list[int]) -> float:
         started = time.process_time()

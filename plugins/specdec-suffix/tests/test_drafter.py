@@ -1,4 +1,4 @@
-"""The drafter: its drafts, its rewind, its corpus, its configuration, and an output that none of them can change."""
+"""The drafter's drafts, rewind, corpus and configuration; none of them changes the output."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def expected(config: SuffixConfig, tokens: list[int], corpus: list[int], depth: 
 
 def test_a_repetition_is_continued():
     assert propose(drafter(SuffixConfig()), [5, 6, 7, 8, 9, 5, 6], depth=3) == (7, 8, 9)
-    assert propose(drafter(SuffixConfig()), [1, 2, 1, 2, 1, 2], depth=5) == (1, 2, 1, 2, 1)  # past the end: a period
+    assert propose(drafter(SuffixConfig()), [1, 2, 1, 2, 1, 2], depth=5) == (1, 2, 1, 2, 1)  # continues past the end
     assert propose(drafter(SuffixConfig()), [1, 2, 3, 4]) == ()
 
 

@@ -1,7 +1,7 @@
-"""specdec-transformers: any Hugging Face causal language model as a target of specdec.
+"""specdec-transformers: runs any Hugging Face causal language model as a target of specdec.
 
 Entry point, group ``specdec``: ``transformers = "specdec_transformers"``. Importing this package imports neither torch
-nor transformers: the hook is asked on every load, and transformers is imported for a target that it takes only.
+nor transformers: the hook runs on every load and imports transformers only for a target that it takes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["specdec_forward_pass"]
 
 @hookimpl
 def specdec_forward_pass(target_config: TargetConfig) -> ForwardPass | None:
-    """The target on transformers: when asked for by name, or when no family of specdec reads its model_type."""
+    """The target on transformers, if requested by name or if no family of specdec reads its model_type."""
     from specdec_transformers.choice import chosen_folder
 
     folder = chosen_folder(target_config)

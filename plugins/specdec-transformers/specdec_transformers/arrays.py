@@ -38,7 +38,7 @@ class TorchHidden(Hidden):
 
 
 def own_hidden(hidden: Hidden) -> Tensor:
-    """The tensor of a hidden state. Raises: ContractError for one of another engine."""
+    """The tensor of a hidden state. Raises: ContractError for one from another engine."""
     if not isinstance(hidden, TorchHidden):
         raise ContractError(f"hidden states of another engine: {type(hidden).__name__}")
     return hidden.array
@@ -57,7 +57,7 @@ class TorchLogits(Logits):
         return self._array.shape[0]
 
     def argmax(self) -> list[int]:
-        # torch.argmax promises no order among equals on every device
+        # torch.argmax does not guarantee the lowest index among ties on every device
         ids = torch.arange(self._array.shape[1], device=self._array.device)
         largest = self._array.max(dim=1, keepdim=True).values
         best: list[int] = torch.where(self._array == largest, ids, ids.numel()).min(dim=1).values.tolist()

@@ -1,13 +1,13 @@
-"""Copies, cuts and saved forms of a transformers cache.
+"""Copies, cuts, saves and restores transformers caches.
 
-Three facts of transformers 5.23 decide how a pass is taken back (``cache_utils.py``):
+Three facts about transformers 5.23 (``cache_utils.py``) determine how a pass is rolled back:
 
-* ``DynamicLayer``, ``DynamicSlidingWindowLayer`` and ``DynamicIndexedLayer`` never write into a tensor that they hold:
-  each update concatenates into a new one. A copy of such a layer may therefore share its keys and values.
-* ``crop`` cuts keys and values, and, where past recording was on during the pass, sliding windows and convolution
-  windows. It does not touch recurrent states.
-* Classes derived from these may hold more than ``crop`` cuts while ``is_croppable`` still says True (the compressor
-  buffers of DeepSeek-V4). So only the very classes above are cut; every other cache is copied before a pass.
+* ``DynamicLayer``, ``DynamicSlidingWindowLayer`` and ``DynamicIndexedLayer`` never write into their tensors: each
+  update concatenates into a new one. A copy of such a layer may therefore share its keys and values.
+* ``crop`` cuts keys and values, and, if past recording was on during the pass, sliding windows and convolution windows.
+  It does not change recurrent states.
+* Derived classes may hold more than ``crop`` cuts while ``is_croppable`` still returns True (the compressor buffers of
+  DeepSeek-V4). So only exactly the classes above are cut; every other cache is copied before a pass.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CUT = (DynamicLayer, DynamicSlidingWindowLayer, _INDEXED, _DUMMY)
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """The layers of a cache; none where it is of a class without."""
+    """The layers of a cache; empty if its class has none."""
     return list(getattr(cache, "layers", []))
 
 
 def _keeps_all(layer: Any) -> bool:
-    """Whether the layer holds the keys of every token, in tensors that it never writes into."""
+    """Whether the layer holds the keys of every token, in tensors that are never written to."""
     return getattr(type(layer), "update", None) is DynamicLayer.update
 
 
@@ -48,11 +48,11 @@ _GROWING: Mapping[str, Callable[[Tensor, int], Tensor]] = {
     "indexer_keys": lambda array, length: array[:, :length, :],
     "indexer_position_ids": lambda array, length: array[..., :length],
 }
-"""Tensors of a layer that have a place per token, and how each is cut to the first ``length`` tokens."""
+"""A layer's tensors with one entry per token, and how to cut each to the first ``length`` tokens."""
 
 
 def copied(cache: Cache) -> Cache:
-    """A cache that can go its own way; keys and values are shared where no pass writes into them."""
+    """An independent copy; shares keys and values that no pass writes to."""
     memo: dict[int, Any] = {}
     for layer in layers_of(cache):
         if _shares(layer):
@@ -64,7 +64,7 @@ def copied(cache: Cache) -> Cache:
 
 
 def can_cut(cache: Any) -> bool:
-    """Whether the last rows of a pass can be cut off this cache exactly, once a pass has filled it."""
+    """Whether the last rows of a pass can be cut exactly from this cache, once a pass has filled it."""
     return type(cache) is DynamicCache and all(
         type(layer) in _CUT or (_is_window_only(layer) and _record_switch(layer)) for layer in cache.layers
     )
@@ -80,20 +80,20 @@ def _record_switch(layer: Any) -> bool:
 
 
 def record_past(cache: Cache, on: bool) -> None:
-    """Let windows keep what slides out of them until ``cut``; needed during a pass whose rows may be cut."""
+    """Make windows keep what slides out of them until ``cut``; needed during a pass whose rows may be cut."""
     for layer in layers_of(cache):
         if _record_switch(layer):
             layer.record_past = on
 
 
 def cut(cache: Cache, rows: int) -> None:
-    """Take the last ``rows`` (0 or more) rows of the last pass off, in place, and shrink windows to their size."""
+    """Remove the last ``rows`` (0 or more) rows of the last pass, in place, and shrink windows to their size."""
     cache.crop(-rows)
     for layer in layers_of(cache):
         if _LINEAR is not None and type(layer) is _LINEAR:
             for i, window in layer.conv_states.items():
                 short = layer.conv_kernel_size[i] - window.shape[-1]
-                if short > 0:  # recorded from the first token on, it was never padded
+                if short > 0:  # never padded, because it was recorded from the first token
                     layer.conv_states[i] = torch.nn.functional.pad(window, (short, 0))
 
 
@@ -105,7 +105,7 @@ def holds_all(cache: Any) -> bool:
 
 
 def can_lose(cache: Any) -> bool:
-    """Whether the cache has, or will have, parts that cannot be cut to any length: windows and recurrent states."""
+    """Whether the cache has, or will have, parts that cannot be cut to every length: windows and recurrent states."""
     return type(cache) is not DynamicCache or not all(
         type(layer) in _CUT and type(layer) is not DynamicSlidingWindowLayer for layer in cache.layers
     )
@@ -135,7 +135,7 @@ def _cut_layer(layer: Any, source: Any, length: int) -> None:
 
 
 def mark(cache: Cache) -> Cache:
-    """A copy to come back to, without the keys that every later cache holds too."""
+    """A copy to return to, without the keys that every later cache also holds."""
     cache = copied(cache)
     for layer in layers_of(cache):
         if _keeps_all(layer):
@@ -146,7 +146,7 @@ def mark(cache: Cache) -> Cache:
 
 
 def back_at(marked: Cache, later: Cache, length: int) -> Cache:
-    """The cache that ``mark`` was given, of ``length`` tokens; ``later`` is one that went on from it."""
+    """The cache given to ``mark``, with ``length`` tokens; ``later`` is a cache that continued from it."""
     cache = copied(marked)
     for layer, source in zip(layers_of(cache), layers_of(later), strict=True):
         if _keeps_all(layer):
@@ -177,7 +177,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def saved(cache: Cache) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Tensors and numbers of a cache by their path ("layers.0.keys"); copies of it."""
+    """Copies of a cache's tensors and numbers, by path ("layers.0.keys")."""
     arrays: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
     for path, _, _, leaf in _leaves(cache, ""):
@@ -189,16 +189,16 @@ def saved(cache: Cache) -> tuple[dict[str, Tensor], dict[str, int]]:
 
 
 def loaded(template: Cache, arrays: Mapping[str, Any], numbers: Mapping[str, int]) -> Cache:
-    """What ``saved`` was given. ``template``: any used cache of the same model; gives classes, dtype and device.
+    """The inverse of ``saved``. ``template``: any used cache of the same model; gives classes, dtype and device.
 
-    Raises: StateError for a tensor that the template has no place for.
+    Raises: StateError for a tensor that the template does not have.
     """
     cache = copied(template)
     known = list(_leaves(cache, ""))
     device = next((leaf.device for _, _, _, leaf in known if isinstance(leaf, Tensor)), torch.device("cpu"))
     unknown = (arrays.keys() | numbers.keys()) - {path for path, _, _, _ in known}
     if unknown:
-        raise StateError(f"the saved state has {sorted(unknown)[0]!r}, which this model's cache has not")
+        raise StateError(f"the saved state has {sorted(unknown)[0]!r}, which this model's cache does not have")
     for path, container, key, leaf in known:
         if path in arrays:
             value: Any = torch.as_tensor(arrays[path]).to(device, copy=True)

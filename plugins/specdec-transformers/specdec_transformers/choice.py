@@ -1,4 +1,4 @@
-"""Which targets this plugin takes. Imports transformers only for a model_type that no family of specdec reads."""
+"""Decides which targets this plugin takes; imports transformers only if no family of specdec reads the model_type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BACKEND = "transformers"
 
 
 def chosen_folder(target: TargetConfig) -> Path | None:
-    """The checkpoint's folder when this plugin takes the target, else None.
+    """The checkpoint's folder if this plugin takes the target, else None.
 
     Taken: ``target.backend = "transformers"``; or ``"auto"``, no family of specdec reads the model_type, and
     transformers has a causal language model for it. Whatever else is wrong with an "auto" target is left to specdec's
@@ -49,14 +49,14 @@ def chosen_folder(target: TargetConfig) -> Path | None:
 
 
 def _installed() -> bool:
-    """Whether there is transformers to import; keeps it from fetching kernels, which are code, from the hub."""
+    """Whether transformers is installed; also keeps it from fetching kernels, which are code, from the hub."""
     if "transformers" not in sys.modules:
         os.environ.setdefault("USE_HUB_KERNELS", "NO")  # read once, when transformers is imported
     return importlib.util.find_spec("transformers") is not None
 
 
 def _peek(target: TargetConfig) -> Mapping[str, Any] | None:
-    """``config.json``, without a connection where the hub's cache has it. Raises: CheckpointError, like ``locate``."""
+    """``config.json``, offline if the hub's cache has it. Raises: CheckpointError, like ``locate``."""
     from specdec.checkpoints import locate, read_json
     from specdec.checkpoints.locate import is_hub_id
 
@@ -67,14 +67,14 @@ def _peek(target: TargetConfig) -> Mapping[str, Any] | None:
         try:
             cached = try_to_load_from_cache(target.model, "config.json", revision=target.revision)
         except HFValidationError:
-            cached = None  # locate says what is wrong with the name
+            cached = None  # locate reports what is wrong with the name
         if isinstance(cached, str):
             return read_json(Path(cached))
     return read_json(locate(target.model, revision=target.revision) / "config.json")
 
 
 def _has_family(config: Mapping[str, Any]) -> bool:
-    """Whether specdec reads this model itself, or a plugin that should is broken (which specdec then says)."""
+    """Whether specdec reads this model itself, or would with a plugin that is broken (specdec then reports that)."""
     from specdec.checkpoints import text_config
     from specdec.registry import registry
 
@@ -97,7 +97,7 @@ def _has_causal_model(model_type: str, config: Mapping[str, Any]) -> bool:
 
 
 def encoder_decoder(model_type: str) -> UnsupportedError:
-    """The refusal of an encoder-decoder model."""
+    """The error for an encoder-decoder model."""
     return UnsupportedError(
         f"{model_type} is an encoder-decoder model: its decoder reads an encoder's output beside its own tokens, and "
         "specdec generates from one sequence of tokens",

@@ -1,4 +1,4 @@
-"""The ForwardPass over a transformers model, with transformers' own MTP layer where the checkpoint has one."""
+"""The ForwardPass over a transformers model, with transformers' own MTP layer if the checkpoint has one."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from specdec_transformers.mtp import MtpHead
 
 PREFILL_ROWS = 512  # rows of a prompt in one pass; bounds the memory of a long prompt
 MAX_ROWS = 16  # rows of a verification pass
-MARKS = 4  # points that a state which cannot be cut may go back to; each costs a copy of its windows and states
+MARKS = 4  # rewind points of a state that cannot be cut; each costs a copy of its windows and states
 
 
 @attrs.frozen
 class Mark:
-    """A point to go back to: the end of a prefill."""
+    """A rewind point: the end of a prefill."""
 
     length: int
     cache: Cache
 
 
 class TransformersState(State):
-    """One sequence: the text's cache, and the MTP layer's own."""
+    """One sequence: the text's cache and the MTP layer's."""
 
     def __init__(self, text: Text, capacity: int, needs: Needs) -> None:
         self.text = text
         self.needs = needs
         self.pairs = MtpPairs() if needs.mtp else None
         self.mtp: Any = None  # true pairs only
-        self.chained: Any = None  # true pairs, and provisional ones behind them
+        self.chained: Any = None  # true pairs, then provisional ones
         self.chained_pairs = 0
         self.decoded: tuple[Sequence[int], Tensor | None] | None = None  # tokens and hidden states of a pass
         self.marks: list[Mark] = []
@@ -73,10 +73,10 @@ class TransformersState(State):
 
 
 class TransformersPass(ForwardPass):
-    """A model that transformers runs. Weights are shared by all states.
+    """A model run by transformers. All states share the weights.
 
     Attributes:
-        notices: what a user should know about the load, one sentence each.
+        notices: notices about the load, one sentence each.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TransformersPass(ForwardPass):
         self.model = model
         self.mtp = mtp
         self.notices = tuple(notices)
-        self._template = template  # a used cache: what saved ones are laid out like
+        self._template = template  # a used cache: the layout of saved ones
 
     # --- states ----------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class TransformersPass(ForwardPass):
         self._check(state, tokens)
         state.decoded = None
         whole = self.model.rollback is Rollback.RECOMPUTE
-        rows = len(tokens) if whole else PREFILL_ROWS  # a text that is computed again anyway is not computed in parts
+        rows = len(tokens) if whole else PREFILL_ROWS  # RECOMPUTE computes the whole text anyway
         parts = []
         for at in range(0, len(tokens), rows):
             chunk, before = tokens[at : at + rows], state.length
@@ -191,8 +191,8 @@ class TransformersPass(ForwardPass):
     ) -> ForwardOutput:
         if self.mtp is None:
             raise no_mtp_head(self.info)
-        if head is not None:  # draft_head is not offered, so none can be ours
-            raise ContractError("a draft head that another object made", got=type(head).__name__)
+        if head is not None:  # this class offers no draft_head, so none can be ours
+            raise ContractError("a draft head made by another object", got=type(head).__name__)
         after = self._run_mtp(self.mtp, _own(state), tokens, hidden, provisional=provisional)
         logits = self.mtp.logits(after[-1:])[:, : self.info.vocab_size]
         return ForwardOutput(rows=len(tokens), logits=TorchLogits(logits), hidden=TorchHidden(after))
@@ -235,14 +235,14 @@ class TransformersPass(ForwardPass):
             mark = marks[-1] if marks else None
             reached = 0 if mark is None else mark.length
             cache = None if mark is None else caches.back_at(mark.cache, text.cache, reached)
-        else:  # one token less where that lets the last kept token run again, so that its hidden state is known
+        else:  # one token less, so that the last kept token runs again and its hidden state is known
             reached = length if knows is None or knows(length) else length - 1
             cache = None if text.cache is None or reached == 0 else caches.cut_to(text.cache, reached)
         if pairs is not None:
             held = pairs.fed
             pairs.cut(reached)
             if pairs.fed < held and state.mtp is not None:
-                if pairs.fed and not caches.holds_all(state.mtp):  # its window has lost what it would need: start over
+                if pairs.fed and not caches.holds_all(state.mtp):  # its window has lost needed tokens: start over
                     reached, cache = 0, None
                     pairs.cut(0)
                 state.mtp = caches.cut_to(state.mtp, pairs.fed) if pairs.fed else None
@@ -288,7 +288,7 @@ class TransformersPass(ForwardPass):
 
 
 def _output(state: TransformersState, rows: int, hidden: Tensor | None, logits: Logits | None = None) -> ForwardOutput:
-    """What a pass gives; hidden states only where they are asked for."""
+    """The output of a pass; hidden states only if requested."""
     if hidden is None or not state.needs.hidden:
         return ForwardOutput(rows=rows, logits=logits)
     final, *others = (TorchHidden(part) for part in hidden.chunk(1 + len(state.needs.boundaries), dim=-1))

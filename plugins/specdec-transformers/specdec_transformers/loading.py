@@ -1,4 +1,4 @@
-"""From a checkpoint's folder to a ForwardPass: refusals, the audit of what transformers loaded, and the probe."""
+"""Loads a checkpoint folder as a ForwardPass: refuses unusable ones, checks the loaded weights, and runs the probe."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ _LISTED = 8  # tensors that a message names
 def load(folder: Path, target: TargetConfig) -> TransformersPass:
     """The model in ``folder`` as a target.
 
-    Raises: UnsupportedError for a model that specdec cannot drive, CheckpointError for files that are broken or lack
-    tensors of the model.
+    Raises: UnsupportedError for a model that specdec cannot run, CheckpointError for broken files or missing tensors.
     """
     with Checkpoint.open(folder) as checkpoint:
         if (folder / "adapter_config.json").is_file():
             raise UnsupportedError(
-                "the folder holds an adapter (adapter_config.json), which would be merged unseen",
+                "the folder holds an adapter (adapter_config.json), which would be merged silently",
                 folder=folder,
                 try_="merge it into its base model and save that",
             )
@@ -87,14 +86,14 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
 
 
 def names_mtp_layers(config: Mapping[str, Any]) -> bool:
-    """Whether config.json itself names MTP layers: some config classes add one of their own."""
+    """Whether config.json itself names MTP layers; some config classes add one by default."""
     text = config.get("text_config", config)
     names = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
     return isinstance(text, Mapping) and any(text.get(name) for name in names)
 
 
 def _read_config(folder: Path, stored: Mapping[str, Any]) -> Any:
-    """The config as transformers reads it. Raises: UnsupportedError for what is no causal model of transformers."""
+    """The config as transformers reads it. Raises: UnsupportedError if transformers has no causal model for it."""
     import transformers
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -113,7 +112,7 @@ def _read_config(folder: Path, stored: Mapping[str, Any]) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # a config class checks its own fields and raises what it likes
+    except Exception as error:  # a config class may raise anything
         raise CheckpointError(
             f"transformers cannot read config.json: {one_line(error)}", file=folder / "config.json"
         ) from error
@@ -129,10 +128,10 @@ def _read_config(folder: Path, stored: Mapping[str, Any]) -> Any:
 
 
 def _coded(checkpoint: Checkpoint) -> dict[str, TensorFormat]:
-    """Weights that are stored as codes and scales, or as numbers of no known meaning, by their first tensor's name."""
+    """Weights stored as codes and scales, or in an unknown format, by their first tensor's name."""
     try:
         formats = formats_of(checkpoint)
-    except CheckpointError:  # two names that would be one in a family of specdec; here they are two
+    except CheckpointError:  # two names that a family of specdec would merge; here they are separate
         return {}
     return {found.tensors[0]: found for found in formats.values() if found.quantised or found.error is not None}
 
@@ -144,7 +143,7 @@ _INSTEAD = (
 
 
 def _has_decoder(config: Any) -> bool:
-    """Whether transformers will decode the weights. It passes over a method that it does not know, with a warning."""
+    """Whether transformers will decode the weights; it ignores an unknown method with a warning."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     sections = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config(decoder=True)))
@@ -170,8 +169,8 @@ def _read_weights(
 ) -> tuple[Any, list[str]]:
     """The model with every weight from the checkpoint, and notices.
 
-    Raises: CheckpointError naming missing tensors, or those of another shape; UnsupportedError for codes whose scales
-    were left over.
+    Raises: CheckpointError that names missing tensors or those of the wrong shape; UnsupportedError for codes whose
+    scales were left over.
     """
     from transformers import AutoModelForCausalLM
 
@@ -180,12 +179,12 @@ def _read_weights(
             folder,
             config=config,
             dtype=getattr(torch, dtype),
-            # named here, because a config may name an implementation that is fetched from the hub
+            # set here, because a config may name an implementation that is fetched from the hub
             attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are told, and refused below with their names
+            ignore_mismatched_sizes=True,  # they are listed, and refused below by name
             output_loading_info=True,
         )
         network, told = made
@@ -200,7 +199,7 @@ def _read_weights(
             network, told = read("eager")
     except SpecdecError:
         raise
-    except Exception as error:  # quantisation libraries that are absent, shapes that do not fit, ...
+    except Exception as error:  # missing quantisation libraries, wrong shapes, ...
         raise CheckpointError(
             f"transformers cannot load this checkpoint: {one_line(error)}",
             folder=folder,
@@ -218,7 +217,7 @@ def _read_weights(
         wrong = sorted(map(_told, told.get(label) or ()))
         if wrong:
             raise CheckpointError(
-                f"the checkpoint {why}: {_names(wrong)}", folder=folder, try_="the files of one and the same model"
+                f"the checkpoint {why}: {_names(wrong)}", folder=folder, try_="the files of a single model"
             )
     head = head_pattern(config) if layers_named(config) else None
     unused = sorted(name for name in unexpected if head is None or not head.search(name))
@@ -228,7 +227,7 @@ def _read_weights(
 
 
 def _told(entry: Any) -> str:
-    """What transformers lists: a name, or a name with the shapes of the file and of the model."""
+    """An entry of transformers' load report: a name, or a name with the shapes of the file and of the model."""
     if isinstance(entry, str):
         return entry
     name, stored, wanted = entry
@@ -251,7 +250,7 @@ def _device() -> torch.device:
 
 
 def _dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:
-    """The dtype of the weights, and why. "auto" is the stored one; on a processor float32 in place of float16."""
+    """The dtype of the weights, and why. "auto" is the stored one, except float32 for float16 on a CPU."""
     if asked != "auto":
         return asked, "asked for"
     sizes: dict[str, int] = {}
@@ -281,7 +280,7 @@ def _max_positions(config: Any) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and load reports: what they say is in errors and notices."""
+    """Suppress transformers' progress bars and load reports; errors and notices cover them."""
     import transformers.utils.logging
 
     logging: Any = transformers.utils.logging

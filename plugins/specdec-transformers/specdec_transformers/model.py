@@ -1,4 +1,4 @@
-"""One pass of a transformers model over a cache, and how its rows are taken back."""
+"""Runs passes of a transformers model over a cache, and rolls back rejected rows."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from specdec_transformers import caches
 
 
 class Rollback(enum.Enum):
-    """How the rows of a pass that are not kept are taken back, cheapest first."""
+    """How rejected rows of a pass are rolled back, cheapest first."""
 
     CUT = "the rows are cut off its cache"
     """Attention and convolution windows only."""
     REPLAY = "a copy of the cache is kept during a pass, and kept rows of a pass that is not kept whole run again"
-    """Recurrent states, and caches of classes that this plugin does not know."""
+    """Recurrent states, and cache classes unknown to this plugin."""
     STEP = "it continues a text by one token per pass only, so a pass of several rows is several passes"
     RECOMPUTE = "it has no cache that can be taken back, so every pass computes the whole text again"
 
 
 @attrs.frozen
 class Pass:
-    """What a pass gives: logits ``[T, V]`` where asked for, hidden states ``[T, (1 + n) H]``, the new cache.
+    """The result of a pass: logits ``[T, V]`` if requested, hidden states ``[T, (1 + n) H]``, the new cache.
 
-    The hidden states after the final norm come first, those at n layer boundaries beside them.
+    The hidden states after the final norm come first, followed by those at n layer boundaries.
     """
 
     logits: Tensor | None
@@ -41,11 +41,11 @@ class Pass:
 
 
 class Model:
-    """A transformers model for causal language modelling, called for one sequence.
+    """A transformers model for causal language modelling, called for one sequence at a time.
 
     Attributes:
         network: the PreTrainedModel.
-        rollback: how rows are taken back; the probe (``probe.py``) proves it, or chooses the next one.
+        rollback: how rows are rolled back; the probe (``probe.py``) confirms it or chooses the next one.
     """
 
     def __init__(self, network: Any) -> None:
@@ -57,14 +57,14 @@ class Model:
         self._can_skip = "logits_to_keep" in parameters
         self._own_cache = not network._supports_default_dynamic_cache()
         self._hidden: Tensor | None = None
-        self._boundaries: dict[int, Tensor | None] = {}  # those that the present call wants
+        self._boundaries: dict[int, Tensor | None] = {}  # those requested by the current call
         self._lock = threading.Lock()  # the hook below writes to this object
         decoder = network.get_decoder()
         self._decoder = decoder if decoder is not None and decoder is not network else network.base_model
         if self._decoder is not network:
             self._decoder.register_forward_hook(self._keep_hidden)
         layers = getattr(self._decoder, "layers", None)
-        self.layers = 0  # whose boundaries can be had
+        self.layers = 0  # layers whose boundaries are available
         if isinstance(layers, torch.nn.ModuleList):
             self.layers = len(layers)
             for number, layer in enumerate(layers):
@@ -73,7 +73,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's weights are."""
+        """The device of the weights."""
         device: torch.device = self.network.device
         return device
 
@@ -83,7 +83,7 @@ class Model:
         return self._cache_name is not None
 
     def _keep_hidden(self, module: Any, arguments: Any, output: Any) -> None:
-        # the decoder's output is the hidden state after the final norm, of every row, whatever logits are asked for
+        # the decoder's output is the hidden state of every row after the final norm, whichever logits are requested
         self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
 
     def _boundary_hook(self, number: int) -> Any:
@@ -100,14 +100,14 @@ class Model:
             self._boundaries[self.layers] = output[0] if isinstance(output, tuple) else output
 
     def new_cache(self) -> Any:
-        """An empty cache, or None where the model makes its own."""
-        if self._own_cache:  # such a model makes its own class of cache when it is given none
+        """An empty cache, or None if the model makes its own."""
+        if self._own_cache:  # such a model makes its own class of cache when given none
             return None
         return DynamicCache(config=self.network.config.get_text_config(decoder=True))
 
     @torch.no_grad()
     def _take_hidden(self) -> Tensor | None:
-        """What ``_keep_hidden`` kept since the last call; None where the decoder did not run."""
+        """What ``_keep_hidden`` kept since the last call; None if the decoder did not run."""
         hidden, self._hidden = self._hidden, None
         return hidden
 
@@ -137,9 +137,9 @@ class Model:
         return Pass(rows, hidden, None)
 
     def extend(self, cache: Any, tokens: Sequence[int], *, logits: bool = True, boundaries: Sequence[int] = ()) -> Pass:
-        """A pass over ``tokens`` after those that ``cache`` (None: nothing) holds; changes and returns ``cache``.
+        """A pass over ``tokens`` after those in ``cache`` (None: empty); changes and returns ``cache``.
 
-        Raises: UnsupportedError when the model gives no cache back.
+        Raises: UnsupportedError when the model returns no cache.
         """
         if self._cache_name is None:
             raise UnsupportedError(f"{type(self.network).__name__} takes no cache")
@@ -158,7 +158,7 @@ class Model:
 
 
 def one_line(error: Exception) -> str:
-    """What somebody else's code raised, with its class, in one line of bounded length."""
+    """A third-party error with its class, as one line of bounded length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -168,7 +168,7 @@ def _joined(parts: list[Tensor | None]) -> Tensor | None:
 
 
 class Text:
-    """What one sequence holds: its cache, or all of its tokens where no cache is used."""
+    """The state of one sequence: its cache, or all of its tokens if no cache is used."""
 
     def __init__(self, model: Model, boundaries: Sequence[int] = ()) -> None:
         self.model = model
@@ -176,21 +176,21 @@ class Text:
         self.length = 0
         self.cache: Any = None
         self.tokens: list[int] = []  # with Rollback.RECOMPUTE only
-        self._pending: tuple[list[int], Any] | None = None  # tokens and cache of a pass that is not committed
+        self._pending: tuple[list[int], Any] | None = None  # tokens and cache of the uncommitted pass
 
     @property
     def pending(self) -> int | None:
-        """Rows of the pass that waits for ``commit``; None where there is none."""
+        """Rows of the pass that waits for ``commit``; None if there is none."""
         return None if self._pending is None else len(self._pending[0])
 
     def drop(self) -> None:
-        """Forget the pass that waits for ``commit``."""
+        """Discard the pass that waits for ``commit``."""
         self._pending = None
 
     def run(self, tokens: Sequence[int], *, logits: bool, keep: bool) -> Pass:
         """A pass after the committed tokens, committed at once (``keep``) or waiting for ``commit``.
 
-        The committed cache is not changed, so that a pass that fails half-way leaves it whole.
+        The committed cache is not changed, so that a pass that fails half-way leaves it intact.
         """
         model, tokens = self.model, list(tokens)
         self._pending = None
@@ -215,7 +215,7 @@ class Text:
         return made
 
     def commit(self, rows: int) -> None:
-        """Keep the first ``rows`` rows of the pass that waits."""
+        """Keep the first ``rows`` rows of the waiting pass."""
         assert self._pending is not None
         (tokens, cache), self._pending = self._pending, None
         if rows == 0:

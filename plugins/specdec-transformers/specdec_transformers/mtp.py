@@ -1,11 +1,11 @@
-"""transformers' multi-token-prediction layer as the head that specdec's drafter ``mtp`` drives.
+"""transformers' multi-token-prediction layer as the head of specdec's drafter ``mtp``.
 
 ``transformers.modeling_layers.MtpModel`` builds, for a config with ``num_mtp_layers`` = K, K layers of
 ``eh_proj [enorm(embedding); hnorm(hidden)]``, the family's decoder layer and a norm, over the model's own embedding
-and head. Layer k drafts token k + 1, reads a hidden state after the final norm, and gives one after its own norm. With
-K = 1 that is specdec's rule of a head: the pair (h_j, x_{j+1}) stands at position j + 1, and a chained step feeds the
-layer's own output. With K > 1 the layers are made for one draft token each; one of them driven in a chain would be
-another model than the one that was trained, so such a head is not used, and a notice says so.
+and head. Layer k drafts token k + 1, reads a hidden state after the final norm, and returns one after its own norm.
+With K = 1 this matches specdec's heads: the pair (h_j, x_{j+1}) is at position j + 1, and a chained step feeds back the
+layer's own output. With K > 1 each layer is trained for one draft position and cannot be chained, so such a head is not
+used, and a notice says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MtpHead:
     """One MTP layer over a model's embedding and head.
 
     Attributes:
-        template: a used cache: what saved ones are laid out like.
+        template: a used cache: the layout of saved ones.
     """
 
     def __init__(self, model: Model, layers: Any) -> None:
@@ -48,7 +48,7 @@ class MtpHead:
 
     @torch.no_grad()
     def run(self, cache: Any, tokens: Sequence[int], hidden: Tensor, held: int) -> Tensor:
-        """Append pairs to a cache of ``held`` pairs, in place; hidden states ``[T, H]`` after the layer's norm.
+        """Append pairs to a cache of ``held`` pairs, in place; returns hidden states ``[T, H]`` after the layer's norm.
 
         Args:
             tokens: T token ids; ``tokens[t]`` follows the token whose hidden state is ``hidden[t]``.
@@ -62,15 +62,15 @@ class MtpHead:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[T, V]`` of hidden states ``[T, H]`` after the layer's norm."""
+        """Logits ``[T, V]`` of hidden states ``[T, H]`` after the layer's norm."""
         logits: Tensor = self._layers._project_to_logits(hidden[None])[0]
         return logits
 
 
 def load_head(model: Model, names: Iterable[str], folder: Any) -> tuple[MtpHead | None, str]:
-    """The head of a loaded model, and why there is none although the config names one.
+    """The head of a loaded model, or the reason why there is none although the config names one.
 
-    Raises: CheckpointError naming the tensors that a head in the checkpoint lacks.
+    Raises: CheckpointError that names the missing tensors of an incomplete head.
     """
     network = model.network
     count = layers_named(network.config)
@@ -88,7 +88,7 @@ def load_head(model: Model, names: Iterable[str], folder: Any) -> tuple[MtpHead 
         from transformers.modeling_layers import MtpModel
     except ImportError:
         return None, "the MTP layer was not used: this version of transformers has no MtpModel (5.23 has)"
-    # transformers finds the tensors by layer numbers of the published sizes; ours is the number in this config
+    # transformers finds the tensors by the layer numbers of the published sizes; use the number in this config instead
     listed = network._keys_to_ignore_on_load_unexpected
     network._keys_to_ignore_on_load_unexpected = [pattern.pattern]
     try:
@@ -110,7 +110,7 @@ def load_head(model: Model, names: Iterable[str], folder: Any) -> tuple[MtpHead 
 
 
 def layers_named(config: Any) -> int:
-    """MTP layers that a config names in transformers' terms; 0 where it has no such term."""
+    """The number of MTP layers that a config names in transformers' terms; 0 if it has no such field."""
     return int(getattr(config.get_text_config(decoder=True), "num_mtp_layers", None) or 0)
 
 

@@ -1,4 +1,4 @@
-"""The load-time proof that a model's cache does what this plugin does with it; costs some passes of a few rows."""
+"""Tests at load time that this plugin's cache handling is right for a model; takes some passes of a few rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specdec_transformers.model import Model, Rollback, Text, one_line
 _SLACK = {torch.float32: 0.02, torch.float64: 0.02}
 _COARSE_SLACK = 0.2
 """Largest root mean square difference of two rows, as a share of the logits' standard deviation. Rounding of bfloat16
-over many layers reaches some percent; a lost or doubled token, or a state of another text, is of the order of 1."""
+over many layers reaches a few percent; a lost or doubled token, or the state of another text, is of the order of 1."""
 
 
 def prove(model: Model) -> tuple[Any, str]:
-    """Set ``model.rollback`` to the cheapest way that gives the logits of a pass without a cache.
+    """Set ``model.rollback`` to the cheapest method that reproduces the logits of a pass without a cache.
 
-    Returns a used cache (the template of ``caches.loaded``; None with RECOMPUTE) and why a cheaper way was not taken.
-    Raises: UnsupportedError when rows of the model see the rows after them, or its code fails on a short text.
+    Returns a used cache (the template of ``caches.loaded``; None with RECOMPUTE) and why a cheaper one was not used.
+    Raises: UnsupportedError when the model is not causal, or its code fails on a short text.
     """
     tokens = _tokens(model, 10)
     try:
@@ -52,7 +52,7 @@ def prove(model: Model) -> tuple[Any, str]:
             template, wrong = _try(model, tokens, wanted)
         except SpecdecError as error:
             template, wrong = None, error.message
-        except Exception as error:  # noqa: BLE001 - any model's own code; the next way may work
+        except Exception as error:  # noqa: BLE001 - any model's own code; the next method may work
             template, wrong = None, one_line(error)
         if not wrong:
             return template, reason
@@ -71,7 +71,7 @@ def _embedded(model: Model, otherwise: int) -> int:
 
 
 def _try(model: Model, tokens: list[int], wanted: Tensor) -> tuple[Any, str]:
-    """Prefill, a dropped pass, a pass kept in part, a copy from saved arrays; another text in between.
+    """Try a prefill, a dropped pass, a partly kept pass, and a copy from saved arrays, with another text in between.
 
     Returns a used cache, and what went wrong.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints are written once per run; the plugin is found by its entry point, or registered where it has none."""
+"""Fixtures: checkpoints, written once per run, and the plugin, found by its entry point or registered here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance kit on a model of every kind of cache, and of every way to take a pass back."""
+"""The conformance kit on models with every kind of cache and every rollback method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which targets the plugin takes, what it refuses and why, and the audit of what transformers loaded."""
+"""Which targets the plugin takes, what it refuses and why, and the check of the loaded weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copy(checkpoint, tmp_path):
 
 
 def stub(folder: Path, **config) -> Path:
-    """A folder with a config and one tensor: enough for what is refused before weights are read."""
+    """A folder with a config and one tensor: enough for refusals before weights are read."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"x": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -69,7 +69,7 @@ def test_what_is_no_model_of_transformers_is_left_to_specdec(tmp_path):
 
 @pytest.mark.parametrize("model", ["./nowhere", "../nowhere", "~/nowhere", "a/b/c", "a--b/c", "x..y/z", ".a/b"])
 def test_a_place_that_is_none_is_left_to_specdec(model):
-    """Some of these look like hub ids to a pattern, and are none to the hub's client, which raises its own errors."""
+    """Some of these match the pattern of hub ids but not the hub client's rules; it raises its own errors."""
     assert specdec_forward_pass(TargetConfig(model=model)) is None
     with pytest.raises(CheckpointError, match="there is no folder|neither a folder nor a hub id"):
         specdec.load(model)
@@ -222,7 +222,7 @@ def _coded(weights, scale="weight_scale"):
 
 @pytest.mark.parametrize("method", [None, "modelopt", "homemade"])
 def test_codes_that_transformers_would_take_for_values_are_refused(copy, method):
-    """It loads them without an error: the method is unknown or not named, the scale is a tensor too many."""
+    """It loads them without an error: the method is unknown or missing, and the scale is just an unused tensor."""
     folder = copy("llama")
     if method is not None:
         tiny_models.edit_config(folder, quantization_config={"quant_method": method})
@@ -233,7 +233,7 @@ def test_codes_that_transformers_would_take_for_values_are_refused(copy, method)
 
 
 def test_scales_that_transformers_left_over_are_refused(copy, monkeypatch):
-    """Also where it knows the method: its list of modules that are not converted may name one that is."""
+    """Even if it knows the method: its list of unconverted modules may include a converted one."""
     folder = edited(copy("llama"), _coded)
     monkeypatch.setattr(loading, "_has_decoder", lambda config: True)
     with pytest.raises(UnsupportedError, match=r"up_proj\.weight .* did not read all of its scales"):

@@ -1,4 +1,4 @@
-"""The MTP head: transformers' layer against specdec's own, its tensors, and what drafts change."""
+"""The MTP head: transformers' layer against specdec's own, its tensors, and the effect of drafts."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_cycles_of_other_architectures_give_the_logits_of_a_pass_without_a_cache
 
 
 def test_greedy_tokens_are_those_of_generate(target):
-    """transformers' own loop, without any of our caches' handling."""
+    """transformers' own loop, without the plugin's cache handling."""
     import torch
 
     for name in ("mistral", "gemma3_text", "gpt2", "lfm2", "qwen3_next", "mamba"):

@@ -1,4 +1,4 @@
-"""What README.md shows runs."""
+"""The examples in README.md run."""
 
 from __future__ import annotations
 

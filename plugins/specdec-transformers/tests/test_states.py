@@ -1,4 +1,4 @@
-"""States after every accept count, rewind, fork and save equal those of a fresh prefill, for every kind of cache."""
+"""For every kind of cache, states after any accept count, rewind, fork or save equal those of a fresh prefill."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_rewind_reaches_a_place_that_is_right(target, name, length):
     assert state.length == reached <= length
     if name in ("llama", "gpt2", "deepseek_v3", "openai-gpt"):
         assert reached == length  # without MTP pairs no hidden state is missing
-    else:  # at most back to the end of the prefill before
+    else:  # at most back to the end of the previous prefill
         assert reached == max(point for point in (0, 5, 12, 21) if point <= length)
     rest = [*tokens[reached:length], 9]
     model.prefill(state, rest)
@@ -151,7 +151,7 @@ def test_boundaries_are_those_of_transformers(target, name):
         wanted = model.model.network(ids, output_hidden_states=True).hidden_states
     state = model.new_state(64, Needs(final_hidden=True, boundaries=(0, layers - 1, layers)))
     outputs = [model.prefill(state, tokens[:4]), model.prefill(state, tokens[4:9]), model.decode(state, tokens[9:])]
-    missing = name == "mamba"  # its list begins behind the first layer
+    missing = name == "mamba"  # its list begins after the first layer
     for k in (0, layers - 1)[missing:]:
         rows = torch.cat([output.boundaries[k].array for output in outputs])
         close(rows.numpy(), wanted[k - missing][0].numpy(), f"boundary {k}")
@@ -175,7 +175,7 @@ def test_speculative_and_plain_sessions_give_the_same_tokens(checkpoint, name):
         wanted = plain.generate(prompt, **settings)
         got = speculative.generate(prompt, **settings)
         drafted += sum(got.stats.offered)
-        if got.tokens != wanted.tokens:  # allowed for a near-tie only: look how near it was
+        if got.tokens != wanted.tokens:  # allowed only for a near-tie: check how near
             first = next(i for i, pair in enumerate(zip(got.tokens, wanted.tokens, strict=True)) if len(set(pair)) > 1)
             state = filled(plain.target, [*prompt, *wanted.tokens[:first]][:-1])
             last = [*prompt, *wanted.tokens[:first]][-1:]

@@ -134,12 +134,12 @@ FURTHER: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {**DENSE, "head_dim": 16},
 }
-"""Architectures that are looked at less closely: other positions, masks, and classes of caches."""
+"""Architectures that are tested less closely: other positions, masks, and classes of caches."""
 CONFIGS |= FURTHER
 
 
 def write(folder: Path, model_type: str, *, seed: int = 0, **changes: Any) -> Path:
-    """A checkpoint with a tokenizer of one token per word; logits spread enough for greedy decoding to be decided."""
+    """A checkpoint with a one-token-per-word tokenizer; its logits are spread enough to avoid greedy near-ties."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(model_type, **{**CONFIGS.get(model_type, DENSE), **changes})

@@ -1,11 +1,11 @@
 // attend of specdec.backends.ops: append keys and values, then causal attention. Reference: ReferenceOps.attend.
 //
-// Bits contract: a query meets the keys in tiles of TILE at absolute positions, ascending, by an online softmax
-// (Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3); SPLIT keys, also at absolute positions, make one
-// partial result, and partial results are merged in ascending order. So what a query computes depends on its position
-// and on the keys up to it, not on the rows of the pass, the threads, or whether the splits ran in parallel. Scores of
-// keys behind a query's own position are discarded and their values not read on its behalf; slots behind the pass are
-// not read at all.
+// Bits contract: a query processes the keys in tiles of TILE at absolute positions, in ascending order, with an online
+// softmax (Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3). Each split of SPLIT keys, also at absolute
+// positions, gives one partial result, and these are merged in ascending order. So a query's result depends only on its
+// position and on the keys up to it, not on the rows of the pass, the threads, or whether the splits ran in parallel.
+// Scores of keys after a query's position are discarded and their values are not used; slots after the pass are never
+// read.
 
 #include "dots.h"
 #include "threads.h"
@@ -22,7 +22,7 @@ template <class T> struct Attention {
     int64_t q_row, q_head;
     const T* keys;
     const T* values;
-    int64_t slot;  // elements from one cached row to the next
+    int64_t slot;  // stride of cached rows, in elements
     const T* gate;
     int64_t gate_row, gate_head;
     int64_t rows, heads, kv_heads, dim, position;
@@ -34,7 +34,7 @@ template <class T> struct Attention {
     int64_t rows_per_block() const { return std::max<int64_t>(1, QUERIES / group()); }
 };
 
-// Result of one query over some keys: sum of weights and weighted values relative to the largest score so far.
+// Partial results of queries over some keys: sums of weights and weighted values, relative to the largest score so far.
 struct Partial {
     float* top;    // [queries], -inf: no key yet
     float* total;  // [queries]
@@ -55,7 +55,7 @@ INLINE void scale_row(float* row, int64_t n, float factor) {
 template <class T, int M>
 void add_values(const float* weights, const T* values, int64_t slot, int64_t n, int64_t dim, float* sum, int64_t wide,
                 int64_t ahead) {
-    constexpr int C = W == 16 && M <= 6 ? 4 : 2;  // vectors of a value row at a time: chains that hide the latency
+    constexpr int C = W == 16 && M <= 6 ? 4 : 2;  // vectors of a value row at a time, to hide the latency
     int64_t d = 0;
     for (; d + C * W <= dim; d += C * W) {
         vf acc[M][C];
@@ -143,15 +143,16 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
         const int64_t keys = std::min(TILE, newest + 1 - start);
         const T* tile_keys = a.keys + start * a.slot + kv * a.dim;
         const T* tile_values = a.values + start * a.slot + kv * a.dim;
-        // Rows that see nothing of this tile, then rows that see a part of it, then rows that see all of it.
+        // Rows that see none of this tile, then rows that see part of it, then rows that see all of it.
         const int64_t none = std::clamp<int64_t>(start - a.position - first, 0, rows);
         const int64_t part = std::clamp<int64_t>(start + TILE - 1 - a.position - first, none, rows);
-        // Heads lie side by side in a cached row, so one head's keys are short runs that a prefetcher does not follow:
-        // reading the keys asks for the values of the tile, reading the values for the keys of the next.
+        // The heads of a cached row are adjacent, so one head's keys are short runs that the hardware prefetcher
+        // misses: reading the keys prefetches the values of the tile, and reading the values prefetches the next tile's
+        // keys.
         int64_t ahead = reinterpret_cast<intptr_t>(tile_values) - reinterpret_cast<intptr_t>(tile_keys);
         for (int64_t m = none * group; m < queries;) {
             const int64_t left = queries - m;
-            const int64_t tile = left == 8 ? 4 : tile_rows(left);  // eight take 3 keys at a time: no divisor of TILE
+            const int64_t tile = left == 8 ? 4 : tile_rows(left);  // 8 rows take 3 keys at a time; TILE is no multiple
             dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE,
                                   {m == none * group ? ahead : 0, false}, WHOLE);
             m += tile;
@@ -169,7 +170,7 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
     }
 }
 
-// into <- into merged with later; queries that saw no key of the later split keep their bits.
+// Merges later into into; queries that saw no key of the later split keep their bits.
 INLINE void merge(Partial into, Partial later, int64_t queries, int64_t wide) {
     for (int64_t m = 0; m < queries; ++m) {
         if (later.total[m] == 0 && later.top[m] == -INFINITY) continue;
@@ -221,7 +222,7 @@ template <class T> void attend(const Attention<T>& a, int threads) {
     if (work < SERIAL_WORK) threads = 1;
     const int64_t floats = partial_floats(per_block * group, wide);
     if (row_blocks * a.kv_heads >= threads || splits == 1) {
-        // Later row blocks see more keys: they come first, so that the last ones to run are short.
+        // Later row blocks see more keys, so they run first and the last ones to run are short.
         for_blocks(threads, row_blocks * a.kv_heads, [&](int64_t block) {
             const int64_t kv = block % a.kv_heads, first = (row_blocks - 1 - block / a.kv_heads) * per_block;
             const int64_t rows = std::min(per_block, a.rows - first), queries = rows * group;

@@ -1,8 +1,9 @@
 // conv_window and gated_delta of specdec.backends.ops. Reference: ReferenceOps, same names.
 //
-// Bits contract: the recurrence runs token by token; column j of a head's matrix S meets the rows i of S in ascending
-// order, four sums in turn (i mod 4), whatever the columns beside it and the tokens before or behind. COLUMNS columns
-// are in L1 over all tokens: the first token reads the committed S, the last one writes to a second buffer.
+// Bits contract: the recurrence runs token by token; column j of a head's matrix S sums over the rows i of S in
+// ascending order, with four accumulators (i mod 4), independently of other columns and of the number of tokens.
+// COLUMNS columns stay in L1 for all tokens: the first token reads the committed S, the last one writes to a second
+// buffer.
 
 #include "threads.h"
 #include "vectors.h"
@@ -39,7 +40,7 @@ INLINE void four_taps_of(const float* weight, vf* tap) {
     tap[3] = every_other(odd_low, odd_high, 1, lanes);
 }
 
-// raw <- window (taps - 1 rows) and x (rows); out[t] = silu(sum_j weight[:, j] raw[t + j]), j ascending.
+// Copies window (taps - 1 rows) and x (rows) to raw; out[t] = silu(sum_j weight[:, j] raw[t + j]), j ascending.
 template <class T, int TAPS>
 void convolve(const T* window, const T* x, int64_t x_row, int64_t rows, int64_t channels, const float* weight, int taps,
               T* raw, T* out, int threads) {
@@ -80,12 +81,12 @@ void convolve(const T* window, const T* x, int64_t x_row, int64_t rows, int64_t 
 
 // --- recurrence ----------------------------------------------------------------------------------------------------
 
-constexpr int VECTORS = W == 16 ? 4 : 2;  // with four sums of each, as many as there are registers
+constexpr int VECTORS = W == 16 ? 4 : 2;  // four accumulators of each fill the registers
 constexpr int COLUMNS = VECTORS * W;
 constexpr int64_t TOKENS = 256;  // tokens whose q and k are prepared at once
 
-// Floats of a layer's matrices from which the new ones are written past the caches: by the time they are read, the
-// weights of all layers have gone through.
+// Layers whose matrices have at least this many floats bypass the caches when storing the new ones: before they are
+// read again, the weights of all layers pass through the caches.
 constexpr int64_t PAST_CACHES = 128 * 1024;
 
 struct Delta {
@@ -109,15 +110,15 @@ template <class T> INLINE void unit(const T* x, int64_t n, float scale, float* o
     for (i = 0; i < n; ++i) out[i] = widen(x[i]) * factor;
 }
 
-// COLUMNS columns of a matrix: a row is `stride` floats behind the one before.
+// COLUMNS columns of a matrix, with rows `stride` floats apart.
 struct Columns {
     float* data;
     int64_t stride;
     float* at(int64_t row) const { return data + row * stride; }
 };
 
-// One token of one head: `to` <- the columns of S after it, from those before it. The last token asks for the columns
-// that are read next: they are short runs that no prefetcher follows. PAST stores go past the caches.
+// One token of one head: computes the columns of S after it (`to`) from those before it. The last token prefetches the
+// columns that are read next, short runs that the hardware prefetcher misses. With PAST, stores bypass the caches.
 template <bool LAST, bool PAST, class T>
 void delta_token(int64_t n, const float* q, const float* k, float decay_, float beta_, const T* v, int lanes,
                         Columns from, Columns to, Columns next, T* out) {
@@ -178,7 +179,7 @@ void delta_token(int64_t n, const float* q, const float* k, float decay_, float 
     }
 }
 
-// `after` <- S after `rows` tokens from `state`; out may be null (a replay needs the state only).
+// Computes `after`, S after `rows` tokens from `state`; out may be null (a replay needs only the state).
 template <class T>
 void gated_delta(const Delta& shape, const T* u, const T* a, const T* b, const float* a_log, const float* dt_bias,
                  const float* state, float* after, int64_t rows, T* out, int threads) {

@@ -1,11 +1,11 @@
 // Matrix products: project, linear, swiglu and head of specdec.backends.ops. Reference: ReferenceOps, same names.
 //
-// Bits contract: an output is one inner product of `dots.h` and one epilogue of its own; row t of any result is the
-// same for every number of rows and threads.
+// Bits contract: an output is one inner product of `dots.h` or `panels.h` followed by its own epilogue; row t of any
+// result is the same for every number of rows and threads.
 //
-// Weights are row-major [N, K] where they lie (`dots.h`) or packed in panels (`panels.h`); the two sum in different
-// orders, and a weight keeps its layout for life. A block of BLOCK output features meets all activation rows before the
-// next block is touched, CHUNK rows at a time, so that a weight crosses the memory bus once.
+// Weights are row-major [N, K] (`dots.h`) or packed in panels (`panels.h`). The two sum in different orders, so a
+// weight never changes its layout. A block of BLOCK output features is multiplied with all activation rows, CHUNK rows
+// at a time, before the next block, so that each weight is read from memory once.
 
 #include "dots.h"
 #include "panels.h"
@@ -18,11 +18,11 @@ constexpr int64_t BLOCK = 64;
 
 template <class T> struct Matrix {
     const T* data;
-    int64_t stride;  // elements from one output feature to the next; -K: packed in panels
+    int64_t stride;  // elements between output features; -K: packed in panels
     int64_t n;
 
     bool packed() const { return stride < 0; }
-    // Of a packed matrix the features start at a panel, which holds FEATURES times K elements.
+    // In a packed matrix, `feature` must be the first of a panel of FEATURES times K elements.
     const T* from(int64_t feature) const { return data + feature * (packed() ? -stride : stride); }
 };
 
@@ -33,15 +33,15 @@ template <class T> struct Rows {
     int64_t k;
 };
 
-// Activations up to NEAR_BYTES stay in L1 while the weights of a block pass by. Beyond that K is cut in parts of
-// PART_BYTES: reading eight rows of K = 3584 from L2 for every three weight rows costs a third of the speed.
+// Activations up to NEAR_BYTES stay in L1 while the weights of a block are read. Above that, K is cut into parts of
+// PART_BYTES, because reading eight rows of K = 3584 from L2 for every three weight rows costs a third of the speed.
 constexpr int64_t NEAR_BYTES = 40 * 1024;
 constexpr int64_t PART_BYTES = 16 * 1024;
 
-// How far behind the packed weights in use others are asked for: 4 KiB do for one core's share of the bandwidth.
+// Prefetch distance in packed weights, in bytes: 4 KiB saturate one core's share of the bandwidth.
 constexpr int64_t PANEL_AHEAD = 4096;
 
-// Weights up to CACHED_BYTES are likely to lie in a cache still.
+// Weights up to CACHED_BYTES are probably still in a cache.
 constexpr int64_t CACHED_BYTES = 1 << 20;
 
 template <class T>
@@ -58,13 +58,13 @@ void panel_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* 
     }
 }
 
-// Tile of `rows` x `n` products of one matrix, features `w..w + n`, `cached` or not, in `out [CHUNK, BLOCK]`.
+// Computes a tile of `rows` x `n` products of one matrix, features `w..w + n`, into `out [CHUNK, BLOCK]`.
 template <class T>
 void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w, int64_t stride, int64_t n,
                    bool cached, float* out) {
     if (stride < 0) return panel_products(x, first_row, rows, w, n, cached, out);
     const T* from = x.data + first_row * x.stride;
-    // Prefetch 4 to 8 rows on: fewer do not arrive in time, more fall out of L1 again.
+    // Prefetch 4 to 8 rows ahead: with fewer the data arrives too late, with more it is evicted from L1 again.
     const auto ahead = [&](int64_t tile) {
         const int64_t held = weight_rows(tile);
         return (held < 4 ? 2 * held : held) * stride * (int64_t)sizeof(T);
@@ -94,8 +94,8 @@ void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w
 
 using Tiles = const float (*)[CHUNK * BLOCK];
 
-// finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 gives the tiles
-// of two matrices of one shape together.
+// Calls finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 passes the
+// tiles of two matrices of one shape together.
 template <int PAIR, class T, class Finish>
 void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Finish&& finish) {
     int64_t features = 0;
@@ -174,7 +174,7 @@ void swiglu(const Rows<T>& x, const Matrix<T>& gate, const Matrix<T>& up, T* out
     products<2>(x, pair, 2, threads,
                 [&](int, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {
                     store_tile(out + row * gate.n + first, gate.n, rows, features, [&](int64_t m, int64_t j, int some) {
-                        // Lanes behind a tail hold what the stack held: computed, never stored.
+                        // Lanes past the tail are uninitialised; their results are never stored.
                         vf g = load_some(tile[0] + m * BLOCK + j, some), u = load_some(tile[1] + m * BLOCK + j, some);
                         return silu(g) * u;
                     });
@@ -189,7 +189,7 @@ template <class T> void head(const Rows<T>& x, const Matrix<T>& w, float* out, i
                 });
 }
 
-// Sum of everything, eight vectors at a time: what reading memory costs when nothing else is done (for benchmarks).
+// Sums all data, eight vectors at a time, to measure the memory bandwidth (for benchmarks).
 double stream(const char* data, int64_t bytes, int threads) {
     const int64_t size = 1 << 20;
     std::atomic<int64_t> total{0};

@@ -1,9 +1,8 @@
-// Inner products of a few weight rows with a few activation rows: the one body under every matrix product and under the
-// attention scores.
+// Inner products of a few weight rows with a few activation rows, used by matrix products and attention scores.
 //
-// Bits contract: the product of one weight row and one activation row has one vector accumulator, filled in ascending
-// k in steps of STEP elements, the tail padded with zeros, and folded by `lane_sums`. None of this depends on how many
-// rows of either kind stand side by side.
+// Bits contract: the product of one weight row and one activation row has one vector accumulator, filled in ascending k
+// in steps of STEP elements, the tail padded with zeros, and folded by `lane_sums`. None of this depends on the number
+// of rows of either kind.
 #pragma once
 
 #include "vectors.h"
@@ -16,7 +15,7 @@ namespace specdec {
 
 template <class T> struct Product;
 
-// `open` takes STEP elements as they lie, `spread` gives every lane the same word of four bytes.
+// `open` loads STEP elements, `spread` copies one word of four bytes to every lane.
 template <> struct Product<float> {
     static constexpr int STEP = W;
     typedef vf part;
@@ -51,16 +50,16 @@ template <class T> INLINE typename Product<T>::part open_tail(const T* p, int n)
     return Product<T>::open(padded);
 }
 
-// Where the weights of a later call are expected: `ahead` bytes behind those being read. Asked for in the order of the
-// rows, or (dense rows, all of K at once) in the order of the memory.
+// Where to prefetch weights of a later call: `ahead` bytes after those being read. Prefetched in the order of the rows,
+// or (dense rows, all of K at once) in memory order.
 struct Fetch {
     int64_t ahead;
     bool linear;
 };
 constexpr Fetch NOTHING = {0, false};
 
-// Which part of K a call covers. Between parts the accumulators rest in `carry`, unfolded: cutting K in parts changes
-// where operands are when they are needed, not the order in which they are added.
+// The part of K that a call covers. Between parts the accumulators are kept unfolded in `carry`, so cutting K into
+// parts does not change the order of additions.
 struct Part {
     vf* carry;  // [weight rows, activation rows], or null for all of K at once
     bool first, last;
@@ -96,7 +95,7 @@ INLINE void dots(const T* w, int64_t w_stride, const T* x, int64_t x_stride, int
             for (int r = 0; r < R; ++r) sum[m * R + r] = P::add(weight[r], row, sum[m * R + r]);
         }
     }
-    if (!last) {  // parts but the last are whole steps
+    if (!last) {  // all parts but the last are whole steps
 #pragma GCC unroll 32
         for (int i = 0; i < M * R; ++i) carry[i] = sum[i];
         return;
@@ -125,7 +124,7 @@ INLINE void dots(const T* w, int64_t w_stride, const T* x, int64_t x_stride, int
     }
 }
 
-// Weight rows that M activation rows take at once: as many as leave all accumulators in registers.
+// Weight rows processed at once with M activation rows: as many as keep all accumulators in registers.
 constexpr int weight_rows(int64_t M) {
 #if defined(SPECDEC_DPBF16)
     return M <= 2 ? 8 : M <= 6 ? 4 : 3;
@@ -159,7 +158,7 @@ template <class T> INLINE DotsTile<T> dots_tile_of(int64_t rows) {
     return TILES[rows - 1];
 }
 
-// Rows of the next tile when `rows` are left. Any split gives the same bits; 6 keeps most operands in registers, and 7
+// Rows of the next tile when `rows` remain. Any split gives the same bits; 6 keeps most operands in registers, and 7
 // and 8 rows are cheaper as one tile than as two.
 INLINE int64_t tile_rows(int64_t rows) { return rows <= 8 ? rows : rows >= 12 ? 6 : (rows + 1) / 2; }
 

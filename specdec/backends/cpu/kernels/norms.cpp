@@ -1,8 +1,8 @@
 // Row-wise ops: embed, rms_norm, norm_rope and gated_rms_norm of specdec.backends.ops. Reference: ReferenceOps, same
-// names (which rounds to act dtype between norm and rotation; here there is one rounding at the end).
+// names (the reference rounds to act dtype between norm and rotation; these kernels round once, at the end).
 //
-// Bits contract: a head (or row) is read by one thread, its squares summed by four vector accumulators in ascending
-// order, whatever stands around it.
+// Bits contract: a head (or row) is read by one thread, and its squares are summed by four vector accumulators in
+// ascending order, independently of other heads and rows.
 
 #include "panels.h"
 #include "threads.h"
@@ -32,7 +32,7 @@ template <class T> INLINE float norm_factor(const T* x, int64_t n, float eps) {
     return 1.0f / std::sqrt(square_sum(x, n) / (float)n + eps);
 }
 
-// to[i] = value(i, lanes) for i in steps of a vector, the tail with fewer lanes.
+// Sets to[i] = value(i, lanes) for i in steps of a vector, with fewer lanes for the tail.
 template <class T, class Value> INLINE void fill(T* to, int64_t n, Value&& value) {
     int64_t i = 0;
     for (; i + W <= n; i += W) store(value(i, W), to + i);
@@ -129,7 +129,7 @@ using namespace specdec;
 NORMS(bf16, bf16)
 NORMS(f32, float)
 
-// Rows of a table by id; returns the place of the first id outside it, or -1. A table in panels (`panels.h`) has the
+// Looks up rows of a table; returns the index of the first id outside it, or -1. A table in panels (`panels.h`) has the
 // stride -row_bytes.
 EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
                               const int64_t* tokens, int64_t rows, void* out) {
@@ -148,7 +148,7 @@ EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_b
     return -1;
 }
 
-// e^x, sigmoid and silu of n floats (which = 0, 1, 2): for the test that measures their error.
+// e^x, sigmoid or silu of n floats (which = 0, 1, 2), for the test that measures their error.
 EXPORT void elementwise(int64_t which, const float* x, int64_t n, float* out) {
     fill(out, n, [&](int64_t i, int some) {
         vf a = load_some(x + i, some);

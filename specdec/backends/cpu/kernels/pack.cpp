@@ -1,5 +1,5 @@
-// Packing weights in the panels of `panels.h`, and giving the pages that they were read from back to the system.
-// Packing moves words and changes none.
+// Packs weights into the panels of `panels.h`, and releases the pages that they were read from. Packing only moves
+// words.
 
 #include "panels.h"
 #include "threads.h"
@@ -12,9 +12,9 @@
 
 namespace specdec {
 
-constexpr int64_t AT_ONCE = 16 << 20;  // bytes that are packed before their pages are given back
+constexpr int64_t AT_ONCE = 16 << 20;  // bytes packed before their pages are released
 
-// One panel: `rows` <= FEATURES rows of `words` words, the others zero.
+// Packs one panel: `rows` <= FEATURES rows of `words` words, the others zero.
 void pack_panel(const char* from, int64_t stride, int64_t words, int64_t rows, uint32_t* to) {
     constexpr int64_t STRETCH = 16;  // words of a row at a time: whole cache lines on both sides
     for (int64_t i = 0; i < words; i += STRETCH) {
@@ -26,7 +26,7 @@ void pack_panel(const char* from, int64_t stride, int64_t words, int64_t rows, u
 }
 
 #ifdef __linux__
-// The whole pages inside a range; the smaller `unit` of neighbours at its ends stays out.
+// The whole units of `unit` bytes inside a range, without the partial ones at its ends.
 struct Pages {
     uintptr_t begin, end;
     Pages(const void* at, int64_t bytes, uintptr_t unit)
@@ -46,7 +46,7 @@ void give_back(const void* at, int64_t bytes) {
 #endif
 }
 
-// Map pages in one go instead of one fault for every few of them.
+// Maps pages in one call instead of one fault for every few of them.
 void fetch_pages(const void* at, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_POPULATE_READ)
     const Pages pages(at, bytes, page_size());
@@ -69,15 +69,15 @@ void ask_for_huge_pages(void* at, int64_t bytes) {
 
 using namespace specdec;
 
-// Whether the memory is a mapping of a file, unwritten as far as it is resident: such pages can be given back and come
-// again with the same contents. 0 too where the system does not say.
+// Whether the memory is mapped from a file and its resident pages are unwritten, so that pages can be released and read
+// again with the same contents. 0 if unknown.
 // Source: Linux's Documentation/admin-guide/mm/pagemap.rst; bit 63 present, 62 swapped, 61 of a file.
 EXPORT int64_t is_file(const void* at, int64_t bytes) {
 #ifdef __linux__
     const int64_t page = (int64_t)page_size();
     const int64_t first = (int64_t)(uintptr_t)at / page, last = ((int64_t)(uintptr_t)at + bytes - 1) / page;
     if (bytes <= 0) return 0;
-    (void)*(const volatile char*)at;  // at least one page is resident, and says what the mapping is
+    (void)*(const volatile char*)at;  // make one page resident, so that it identifies the mapping
     const int file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (file < 0) return 0;
     bool result = true, seen = false;
@@ -103,8 +103,8 @@ EXPORT int64_t is_file(const void* at, int64_t bytes) {
 #endif
 }
 
-// Rows of `words` words, `stride` bytes apart, into panels at `to`. `release`: `from` is a file's (see is_file), whose
-// pages are given back as soon as they are packed.
+// Packs rows of `words` words, `stride` bytes apart, into panels at `to`. `release`: `from` is mapped from a file (see
+// is_file), and its pages are released as soon as they are packed.
 EXPORT void pack_panels(const void* from, int64_t stride, int64_t words, int64_t rows, void* to, int64_t release,
                         int64_t threads) {
     const int64_t panels = (rows + FEATURES - 1) / FEATURES, bytes = FEATURES * words * WORD;

@@ -1,12 +1,13 @@
-// Inner products of a panel of weights with a few activation rows, the weights in the order in which they are needed.
+// Inner products of packed weights with a few activation rows. Panels store the weights in the order in which they are
+// read.
 //
-// Layout: FEATURES weight rows make a panel. Row-major weights [N, K] are cut in words of four bytes (two bfloat16 or
-// one float32), and a panel holds word i of its rows side by side: [N / FEATURES][words][FEATURES]. A panel takes the
-// bytes that its rows took; the last one is padded with zero rows. Reading a matrix is then one ascending stream, and a
-// vector holds one word of W output features, so that nothing has to be summed across lanes.
+// Layout: FEATURES weight rows make a panel. Row-major weights [N, K] are cut into words of four bytes (two bfloat16 or
+// one float32), and a panel stores word i of its rows side by side: [N / FEATURES][words][FEATURES]. A panel has the
+// size of its rows; the last one is padded with zero rows. Reading a matrix is then one ascending stream, and a vector
+// holds one word of W output features, so no sums across lanes are needed.
 //
-// Bits contract: the product of one weight row and one activation row has one accumulator of its own, filled word by
-// word in ascending k. None of this depends on the rows beside it.
+// Bits contract: the product of one weight row and one activation row has its own accumulator, filled word by word in
+// ascending k. None of this depends on other rows.
 #pragma once
 
 #include "dots.h"
@@ -16,7 +17,7 @@ namespace specdec {
 constexpr int64_t FEATURES = 32;
 constexpr int64_t WORD = 4;  // bytes
 
-// Vectors of features that are summed at once, and the activation rows that leave their accumulators in registers.
+// Vectors of features summed at once, and the number of activation rows that keeps their accumulators in registers.
 #if defined(__aarch64__)
 constexpr int PANEL_VECTORS = 4;
 #else
@@ -25,14 +26,13 @@ constexpr int PANEL_VECTORS = 2;
 constexpr int PANEL_ROWS = W == 16 ? 12 : 4;
 static_assert(FEATURES % (PANEL_VECTORS * W) == 0);
 
-// Rows of the next tile when `rows` are left; any split gives the same bits.
+// Rows of the next tile when `rows` remain; any split gives the same bits.
 INLINE int64_t panel_rows(int64_t rows) {
     return rows <= PANEL_ROWS ? rows : rows >= 2 * PANEL_ROWS ? PANEL_ROWS : (rows + 1) / 2;
 }
 
-// out[m * out_stride + f] = w_f . x_m for the rows of P panels and M activation rows of length k. The weights that lie
-// `ahead` bytes behind are asked for: what is in flight must cover the memory's latency, and the processor's own
-// prefetcher stops at every page.
+// out[m * out_stride + f] = w_f . x_m for the rows of P panels and M activation rows of length k. Prefetches weights
+// `ahead` bytes after those being read, to cover the memory latency: the hardware prefetcher stops at every page.
 template <class T, int M, int P>
 __attribute__((noinline)) void panel_tile(const T* panel, const T* x, int64_t x_stride, int64_t k, float* out,
                                           int64_t out_stride, int64_t ahead) {
@@ -80,8 +80,8 @@ template <class T, int P, size_t... I> INLINE PanelTile<T> panel_tile_of(int64_t
     return TILES[rows - 1];
 }
 
-// Rows of a tile that leave room for the accumulators of a second panel. Two hide the time that an addition takes,
-// which shows where the weights come from a cache; one is the better stream where they come from memory.
+// Rows of a tile that leave registers for a second panel. Two panels hide the latency of additions, which matters when
+// the weights come from a cache; one panel streams better from memory.
 constexpr int64_t PAIRED_ROWS = PANEL_ROWS / 4;
 
 template <class T> INLINE PanelTile<T> panel_tile_of(int64_t rows, int64_t panels) {

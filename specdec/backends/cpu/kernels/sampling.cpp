@@ -1,15 +1,15 @@
-// The choice of a token at temperature above 0: argmax_v(scale * logit[v] + G(seed, position, v)); and what a drafter
-// asks of a row before it draws: its two best tokens and its log-sum-exp.
+// Token choice: sampling at temperature above 0, argmax_v(scale * logit[v] + G(seed, position, v)); argmax; and, for
+// drafters, the two best tokens and the log-sum-exp of a row.
 // Reference: specdec.sampling (philox, uniforms, gumbel), float64; here float32 after the counters.
 //
 // A pruned row has logits for some ids only, in any order: element i belongs to token ids[i], and every other token
-// counts as -infinity. Each function gives for it the very bits that it gives for the full row.
+// counts as -infinity. Each function gives it the same bits as the full row.
 //
 // Bits contract: the noise of a token is a function of seed, position, purpose and token id; the lowest id wins ties.
 //
 // Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.2. The counter
 // (id / 4, position, purpose, 0) gives the words of four token ids. With w = (word + 1/2) / 2^32 the noise is
-// -log(-log(1 - w)), so the race is won by small values of -log1p(-w), which float32 holds to full relative precision.
+// -log(-log(1 - w)), so small values of -log1p(-w) win, which float32 represents to full relative precision.
 
 #include "threads.h"
 #include "vectors.h"
@@ -22,7 +22,7 @@ struct Key {
     uint32_t low, high;
 };
 
-// The halves of 32 x 32 bit products, lane by lane.
+// High and low halves of 32 x 32 bit products, lane by lane.
 INLINE void multiply(vu a, uint32_t b, vu& high, vu& low) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
     const __m512i factor = _mm512_set1_epi32((int)b);
@@ -39,7 +39,7 @@ INLINE void multiply(vu a, uint32_t b, vu& high, vu& low) {
 #endif
 }
 
-// W counters at once; c0..c3 come as counters and leave as words.
+// W counters at once; c0..c3 are counters on entry and words on return.
 INLINE void philox(vu& c0, vu& c1, vu& c2, vu& c3, Key key) {
     for (int round = 0; round < 10; ++round) {
         vu left_high, left_low, right_high, right_low;
@@ -54,7 +54,7 @@ INLINE void philox(vu& c0, vu& c1, vu& c2, vu& c3, Key key) {
     }
 }
 
-// W counters in a row: words[4 * i + j] is word j of counter i.
+// W consecutive counters: words[4 * i + j] is word j of counter i.
 INLINE void philox(uint32_t block, uint32_t position, uint32_t purpose, Key key, uint32_t* words) {
     vu c0 = vu{} + block, c1 = vu{} + position, c2 = vu{} + purpose, c3 = {};
     for (int i = 0; i < W; ++i) c0[i] += i;
@@ -83,26 +83,26 @@ INLINE vf logarithm(vf x) {
 
 // Standard Gumbel noise of W words.
 INLINE vf gumbel(vu words) {
-    // float32 of the integer keeps the relative precision of small w; + 1/2 matters where the word is small
+    // converting the integer keeps the relative precision of small w; + 1/2 matters only for small words
     const vf w = (__builtin_convertvector(words, vf) + 0.5f) * 2.3283064365386963e-10f;
     const vf rest = 1.0f - w;
     // log1p(-w) = log(rest) * w / (1 - rest) undoes the rounding of rest; where rest is 1 it is -w itself
     const vf lost = 1.0f - rest;
     const vi tiny = lost == vf{};
-    const vf safe = select(rest < splat(2.98e-8f), splat(2.98e-8f), rest);  // w rounds to 1: one of 2^26 words
+    const vf safe = select(rest < splat(2.98e-8f), splat(2.98e-8f), rest);  // w rounds to 1 for one of 2^26 words
     const vf spent = select(tiny, w, -logarithm(safe) * (w / select(tiny, splat(1.0f), lost)));
     return -logarithm(spent);
 }
 
-// Never below the noise of the same words: -log1p(-w) >= w >= 2^e with e the binary exponent of w. The slack covers the
-// rounding of either side.
+// An upper bound on the noise of the same words: -log1p(-w) >= w >= 2^e with e the binary exponent of w. The slack
+// covers the rounding of both sides.
 INLINE vf gumbel_bound(vu words) {
     const vf w = (__builtin_convertvector(words, vf) + 0.5f) * 2.3283064365386963e-10f;
     const vi exponent = ((vi)w >> 23) - 127;
     return fma(__builtin_convertvector(exponent, vf), splat(-0.69314718f), splat(0.01f));
 }
 
-// The first n < W elements, `rest` behind them.
+// Loads the first n < W elements and fills the other lanes with `rest`.
 INLINE vf load_some(const float* p, int n, float rest) {
     vf part = splat(rest);
     std::memcpy(&part, p, n * sizeof(float));
@@ -136,7 +136,7 @@ int64_t noisy_argmax(const float* logits, int64_t n, float scale, Key key, uint3
             const vf logit = some == W ? load(logits + at) : load(logits + at, some);
             const vu drawn = load_as<vu>(words + j * W);
             wrong |= logit != logit;
-            // most tokens cannot win whatever their exact noise is: their logarithms are never taken
+            // most tokens cannot win with any noise within the bound, so their logarithms are never computed
             if (!any(fma(logit, splat(scale), gumbel_bound(drawn)) >= best)) continue;
             vf score = fma(logit, splat(scale), gumbel(drawn));
             if (some < W) score = select(lane < some, score, splat(-INFINITY));
@@ -157,7 +157,7 @@ int64_t noisy_argmax(const float* logits, int64_t n, float scale, Key key, uint3
     return winner;  // -1: a NaN, or nothing but -infinity
 }
 
-// The same of a pruned row. A counter gives the words of four neighbouring ids, of which one is wanted here.
+// The same for a pruned row. A counter gives the words of four consecutive ids, of which one is used.
 int64_t noisy_argmax_of(const float* logits, const int32_t* ids, int64_t n, float scale, Key key, uint32_t position,
                         uint32_t purpose) {
     vf best = splat(-INFINITY);
@@ -190,8 +190,8 @@ int64_t noisy_argmax_of(const float* logits, const int32_t* ids, int64_t n, floa
     return winner;
 }
 
-// The two best tokens of a row, best first, the lower id where two are equal: how many there are (2, or 1 where n is
-// 1), or -1 for a NaN. `ids` is null for a full row.
+// Finds the two best tokens of a row, best first, ties by lower id; returns their number (2, or 1 if n is 1), or -1 for
+// a NaN. `ids` is null for a full row.
 int64_t best_two(const float* logits, const int32_t* ids, int64_t n, int64_t* tokens, float* values) {
     vf first = splat(-INFINITY), second = splat(-INFINITY);
     vi first_at = vi{} + INT32_MAX, second_at = first_at, wrong = {};
@@ -236,9 +236,9 @@ int64_t best_two(const float* logits, const int32_t* ids, int64_t n, int64_t* to
     return n < 2 ? n : 2;
 }
 
-// log(sum(exp(logit))). The terms exp(logit - max), at most 1, are added as integers (units of 2^-42). The sum does not
-// depend on their order, so a pruned row has the bits of the full one. What a term loses is below 2^-42 of the sum; the
-// integer holds 2^21 terms.
+// log(sum(exp(logit))). The terms exp(logit - max), at most 1, are added as integers (units of 2^-42), so the sum does
+// not depend on their order and a pruned row has the bits of the full one. The error per term is below 2^-42 of the
+// sum; the integer holds 2^21 terms.
 double logsumexp(const float* logits, int64_t n) {
     typedef int64_t vl __attribute__((vector_size(8 * W)));
     vf top = splat(-INFINITY);
@@ -267,7 +267,7 @@ double logsumexp(const float* logits, int64_t n) {
 
 // --- temperature 0 -----------------------------------------------------------------------------------------------------
 
-constexpr int64_t SPAN = 4096;  // logits whose largest is found before it is asked where it stands
+constexpr int64_t SPAN = 4096;  // logits per span: the largest value is found first, then its index
 
 // The largest of n values; NaN if there is one.
 INLINE float largest(const float* x, int64_t n) {
@@ -292,7 +292,8 @@ INLINE float largest(const float* x, int64_t n) {
     return top;
 }
 
-// The lowest id among the largest logits; ~id where that logit is not finite (a NaN beats every number, the first wins).
+// The lowest id among the largest logits; ~id where that logit is not finite (a NaN beats every number, the first
+// wins).
 int64_t best_of(const float* logits, const float* spans, int64_t n) {
     int64_t best = 0;
     const int64_t count = (n + SPAN - 1) / SPAN;

@@ -1,7 +1,7 @@
-// A recorded pass: kernel calls one after the other, without a language in between (specdec/backends/cpu/tape.py).
+// Replays recorded passes: sequences of kernel calls without Python in between (specdec/backends/cpu/tape.py).
 //
-// An argument is a number that is the same in every pass, or such a number added to one of the slots that the caller
-// fills before each pass (addresses of caches and outputs, lengths): value + slots[slot], with slots[0] = 0.
+// An argument is value + slots[slot]: a constant plus a slot that the caller fills before each pass (addresses of
+// caches and outputs, lengths). slots[0] is 0.
 
 #include <chrono>
 #include <cstdint>
@@ -96,8 +96,8 @@ INLINE int64_t nanoseconds() {
     return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
 
-// Runs the steps in order. A step that returns a number >= 0 has failed: the run ends and gives its index; -1 otherwise.
-// `spent` may be null; otherwise the time of step i is added to spent[i], in nanoseconds.
+// Runs the steps in order. A step that returns a number >= 0 has failed: the run ends and gives its index; -1
+// otherwise. `spent` may be null; otherwise the time of step i is added to spent[i], in nanoseconds.
 int64_t run(const Step* steps, int64_t count, const Argument* arguments, const int64_t* slots, int64_t* spent) {
     int64_t values[MAX_ARGUMENTS], room[MAX_TABLES][MAX_ENTRIES];
     const auto value = [&](const Argument& a) { return slots[a.slot] + a.value; };
@@ -129,10 +129,10 @@ struct Program {
     int64_t* spent;
 };
 
-// A pass of `rows` rows and then depth - 1 passes of one row, each followed by `best`, which writes the token for the
-// row in slot ROW to slot BEST. A pass takes the token and the output row of the one before it; outputs lie one behind
-// the other from slot OUT on. Gives the number of tokens: fewer than `depth` where the next is negative (the logits were
-// not finite) or its pass failed. Slots of lengths are advanced for every pass that was followed by another.
+// Runs a pass of `rows` rows and then depth - 1 passes of one row, each followed by `best`, which writes the token for
+// the row in slot ROW to slot BEST. A pass takes the token and the output row of the one before it; outputs are
+// contiguous from slot OUT on. Returns the number of tokens: fewer than `depth` if the next is negative (the logits
+// were not finite) or its pass failed. Slots of lengths are advanced for every pass that was followed by another.
 int64_t chain(const Program& first, const Program& next, const Program& best, int64_t* slots, int64_t caches,
               int64_t rows, int64_t depth, int64_t row_bytes, int64_t* tokens, bool timed) {
     const auto play = [&](const Program& p) {
@@ -171,13 +171,13 @@ EXPORT int64_t tape_chain(const void* programs, void* slots, int64_t caches, int
         p[0], p[1], p[2], (int64_t*)slots, caches, rows, depth, row_bytes, (int64_t*)tokens, timed != 0);
 }
 
-// Rows of `bytes` bytes from one stride to another.
+// Copies rows of `bytes` bytes from one stride to another.
 EXPORT void copy_rows(const void* from, int64_t from_stride, void* to, int64_t to_stride, int64_t bytes, int64_t rows) {
     for (int64_t t = 0; t < rows; ++t)
         std::memcpy((char*)to + t * to_stride, (const char*)from + t * from_stride, bytes);
 }
 
-// The convolution window after `kept` rows of a pass: `window` <- the `rows` rows of `raw` from row `kept` on.
+// Updates the convolution window after `kept` rows of a pass: copies `rows` rows of `raw`, from row `kept` on.
 EXPORT void keep_window(const void* raw, void* window, int64_t kept, int64_t row_bytes, int64_t rows) {
     std::memcpy(window, (const char*)raw + kept * row_bytes, rows * row_bytes);
 }

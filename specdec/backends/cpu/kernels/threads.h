@@ -1,5 +1,4 @@
-// Sharing blocks of work between threads. Which thread runs a block, and when, never reaches the bits: a block writes
-// its own outputs only.
+// Distributes blocks of work over threads. A block writes only its own outputs, so scheduling never changes the bits.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +13,8 @@ namespace specdec {
 
 constexpr int MAX_THREADS = 256;
 
-// Waking a team costs some microseconds: below this much work (bytes read, or a quarter of the multiply-adds, whichever
-// is more) the caller's thread is faster alone.
+// Waking the threads costs some microseconds: below this much work (bytes read, or a quarter of the multiply-adds,
+// whichever is more) the calling thread alone is faster.
 constexpr int64_t SERIAL_WORK = 192 * 1024;
 
 struct alignas(64) Counter {
@@ -23,8 +22,8 @@ struct alignas(64) Counter {
     int64_t end;
 };
 
-// body(block) for every block. Each thread owns a contiguous run, so that a stream of weights stays a stream, and takes
-// from the others' runs when its own is finished: a thread that lost its core does not hold up the rest.
+// Calls body(block) for every block. Each thread owns a contiguous run, which keeps its weight reads sequential, and
+// takes blocks from other runs when its own is finished, so a descheduled thread does not delay the others.
 template <class F> void for_blocks(int threads, int64_t blocks, F&& body) {
     threads = (int)std::min<int64_t>(std::min(threads, MAX_THREADS), blocks);
 #ifndef _OPENMP
@@ -57,7 +56,7 @@ template <class F> void for_blocks(int threads, int64_t blocks, F&& body) {
     }
 }
 
-// Scratch of the calling thread; keeps its memory between calls. One slot per purpose that is alive at the same time.
+// Scratch memory of the calling thread, kept between calls. Purposes in use at the same time need different slots.
 template <int SLOT> float* scratch(size_t floats) {
     thread_local std::unique_ptr<char[]> memory;
     thread_local size_t capacity = 0;

@@ -1,8 +1,8 @@
-// Vectors of the machine's own width, the two activation types, and the few functions that the kernels share.
+// Vectors of the machine's native width, the two activation types, and functions that the kernels share.
 //
-// Bits contract: everything here is a function of its operands alone. Contraction is off on the command line
-// (-ffp-contract=off), so a multiply-add is fused exactly where `fma` is written and two instantiations of one template
-// cannot round differently.
+// Bits contract: every result depends only on the operands. Contraction is disabled on the command line
+// (-ffp-contract=off), so a multiply-add is fused exactly where `fma` is written, and two instantiations of one
+// template cannot round differently.
 #pragma once
 
 #include <cmath>
@@ -18,8 +18,8 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
-// All else is hidden (-fvisibility=hidden): two builds in one process must not share their template instances, which
-// the loader would otherwise unify by name.
+// All other symbols are hidden (-fvisibility=hidden): two builds in one process must not share template instances,
+// which the loader would otherwise unify by name.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace specdec {
@@ -41,7 +41,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-// Weights lie in a memory-mapped file at any even address, so every load may be unaligned; memcpy says so portably.
+// Weights in a memory-mapped file start at any even address, so loads may be unaligned; memcpy handles that portably.
 template <class V> INLINE V load_as(const void* p) {
     V v;
     std::memcpy(&v, p, sizeof(V));
@@ -66,7 +66,7 @@ INLINE float fma(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
-    return a * b + c;  // as the vectors do: a scalar tail must round like the vector body
+    return a * b + c;  // the same operations as for vectors: a scalar tail must round like the vector body
 #endif
 }
 
@@ -83,7 +83,7 @@ INLINE float widen(bf16 a) {
 }
 
 INLINE void narrow(float a, float* p) { *p = a; }
-INLINE void narrow(float a, bf16* p) {  // round to nearest even; a NaN stays one
+INLINE void narrow(float a, bf16* p) {  // round to nearest even; a NaN stays a NaN
     uint32_t u = load_as<uint32_t>(&a);
     p->bits = a != a ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
@@ -93,7 +93,7 @@ INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector(load_as<vh>(
 
 INLINE void store(vf a, float* p) { std::memcpy(p, &a, sizeof a); }
 
-// A store that leaves the caches alone, to memory aligned to a vector; `past_stores_done` before others read it.
+// Stores past the caches, to vector-aligned memory; call `past_stores_done` before other threads read it.
 INLINE void store_past(vf a, float* p) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
     _mm512_stream_ps(p, (__m512)a);
@@ -117,7 +117,7 @@ INLINE void store(vf a, bf16* p) {
     std::memcpy(p, &h, sizeof h);
 }
 
-// The first n < W elements, zeros behind them. Never touches memory behind element n.
+// Loads the first n < W elements and fills the other lanes with zeros. Never reads memory past the n elements.
 template <class T> INLINE vf load(const T* p, int n) {
     T part[W] = {};
     std::memcpy(part, p, n * sizeof(T));
@@ -133,7 +133,7 @@ template <class T> INLINE void store(vf a, T* p, int n) {
 
 #if defined(__clang__) || __GNUC__ >= 12
 template <int G, bool UPPER, size_t... I> INLINE vf pick(vf a, vf b, std::index_sequence<I...>) {
-    // For groups of G lanes: the lower (or upper) halves of those of a, then of those of b.
+    // For groups of G lanes: the lower (or upper) halves of a's groups, then of b's.
     return __builtin_shufflevector(
         a, b, (int)((I / (G / 2)) * G + I % (G / 2) + (UPPER ? G / 2 : 0))...);
 }
@@ -147,9 +147,8 @@ template <int G> INLINE vf fold(vf a, vf b) {
     return pick<G, false>(a, b, std::make_index_sequence<W>{}) + pick<G, true>(a, b, std::make_index_sequence<W>{});
 }
 
-// Sums of the lanes of N <= W vectors: lane i of the result belongs to v[i]. Every vector is folded by the same tree
-// (lane i with i + W/2, then W/4, ...) wherever it stands and whatever N is, which is what lets a blocked product give
-// the bits of an unblocked one.
+// Sums the lanes of N <= W vectors: lane i of the result is the sum of v[i]. Every vector is folded by the same tree
+// (lane i with i + W/2, then W/4, ...) for any index and any N, so a blocked product has the bits of an unblocked one.
 template <int N, int G = W> INLINE vf lane_sums(const vf* v) {
     vf half[(N + 1) / 2];
 #pragma GCC unroll 16
@@ -166,8 +165,8 @@ INLINE float lane_sum(vf v) { return lane_sums<1>(&v)[0]; }
 // --- exponentials --------------------------------------------------------------------------------------------------
 
 // e^x. Method: x = n ln 2 + r with |r| <= ln 2 / 2 (ln 2 in two parts), Taylor polynomial of degree 7 in r, exponent n
-// added in two steps. The tests hold it to 1.5 ulp on samples of [-87.3, 88.7]. Below -87.33 the result is 0
-// (it would be subnormal), above 88.72 infinity; a NaN stays one. Scalar callers broadcast: one function, one rounding.
+// added in two steps. The tests require 1.5 ulp on samples of [-87.3, 88.7]. Below -87.33 the result is 0 (it would be
+// subnormal), above 88.72 infinity; a NaN stays a NaN. Scalar callers broadcast, so that all use the same rounding.
 INLINE vf exponential(vf x) {
     const vf top = splat(88.722839f), bottom = splat(-87.336544f);
     vi over = x > top, under = x < bottom;

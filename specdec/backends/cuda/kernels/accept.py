@@ -1,20 +1,20 @@
-"""Greedy acceptance and commit without the host: what a cycle decides stays on the device.
+"""Greedy acceptance and commit on the device, without the host.
 
-The control block is an int32 device tensor of ``FIELDS + depth + 1`` values, one per sequence:
+The control block is an int32 device tensor of ``FIELDS + depth + 1`` values, one block per sequence:
 
-| field | holds |
+| field | value |
 |---|---|
-| HALTED | RUNNING, or why it is over: STOP (a stop id), LIMIT (no token remains), FAULT (logits not finite) |
+| HALTED | RUNNING, or why generation ended: STOP (a stop id), LIMIT (no token remains), FAULT (logits not finite) |
 | REMAINING | tokens that may still be emitted |
 | PENDING | the last emitted token: row 0 of the next pass |
-| POSITION | position of the pending token: rows that every cache holds once KEPT rows are committed |
+| POSITION | position of the pending token: rows in every cache once KEPT rows are committed |
 | KEPT | rows of the last pass to commit, which is also the number of tokens that its cycle emitted |
-| ACCEPTED | draft tokens that the last pass confirmed, before any cut |
+| ACCEPTED | draft tokens that the last pass accepted, before any cut |
 | CYCLES | cycles decided while running, so that a host that reads late knows what is new |
-| WAITING | MTP pairs that wait for the head, those of the KEPT rows apart: they join when these are committed |
-| FIELDS.. | the tokens that the last cycle emitted, -1 behind them |
+| WAITING | MTP pairs that wait for the head, without those of the KEPT rows, which are added at their commit |
+| FIELDS.. | the tokens that the last cycle emitted, padded with -1 |
 
-A halted sequence goes through further cycles unharmed: they keep 0 rows, emit nothing and change nothing else.
+Further cycles do not affect a halted sequence: they keep 0 rows, emit nothing and change nothing else.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -46,12 +46,12 @@ STOP = tl.constexpr(1)
 LIMIT = tl.constexpr(2)
 FAULT = tl.constexpr(3)
 
-ROWS, STATES = 0, 1  # kinds of caches: rows alone (keys and values, latent rows), or state slots too (delta rule)
+ROWS, STATES = 0, 1  # kinds of caches: only rows (keys and values, latent rows), or rows and state slots (delta rule)
 
 
 @attrs.frozen(kw_only=True)
 class Decision:
-    """A control block as the host reads it."""
+    """A control block on the host."""
 
     halted: int
     remaining: int
@@ -65,7 +65,7 @@ class Decision:
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Decision:
-        """From the values of a control block."""
+        """Read the values of a control block."""
         kept, first = values[KEPT.value], FIELDS.value
         return cls(
             halted=values[HALTED.value],
@@ -81,7 +81,7 @@ class Decision:
 
 
 def new_control(*, remaining: int, pending: int, position: int, depth: int, device: torch.device) -> Tensor:
-    """The control block of a sequence before its first cycle, for drafts of up to ``depth`` tokens."""
+    """Make the control block of a new sequence, for drafts of up to ``depth`` tokens."""
     values = [0] * FIELDS.value + [-1] * (depth + 1)
     values[HALTED.value] = RUNNING.value if remaining > 0 else LIMIT.value
     values[REMAINING.value], values[PENDING.value], values[POSITION.value] = remaining, pending, position
@@ -95,9 +95,9 @@ def _accept(
     i = tl.arange(0, BLOCK_K)
     draft = tl.load(drafted + i, mask=i < K, other=-1)
     target = tl.load(best + i, mask=i <= K, other=-1)
-    confirmed = (draft == target) & (draft >= 0)  # an id below 0 stands for logits that are not finite
+    confirmed = (draft == target) & (draft >= 0)  # an id below 0 means that the logits are not finite
     accepted = tl.min(tl.where(confirmed, BLOCK_K, i), 0)  # at most K: row K has no draft
-    decided = i <= accepted  # target[:accepted] are the accepted drafts themselves, target[accepted] follows them
+    decided = i <= accepted  # target[:accepted] equal the accepted drafts, target[accepted] follows them
     running = tl.load(control + HALTED) == 0
     waiting = tl.load(control + WAITING) + tl.load(control + KEPT)
     if FED:
@@ -129,14 +129,14 @@ def _accept(
 def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor, *, fed: bool = True) -> None:
     """Decide a greedy cycle and write the decision into ``control`` (its fields: the module's docstring).
 
-    The longest prefix of the draft that equals the target's choices is accepted, and the target's choice behind it
-    follows; what that emits is cut behind the first stop id and at the tokens that remain. Rows to keep are as many as
-    tokens emitted: the last emitted one becomes the pending token.
+    The longest prefix of the draft that equals the target's choices is accepted, followed by the target's next choice.
+    The emitted tokens are cut after the first stop id and at the number of tokens that remain. As many rows are kept as
+    tokens are emitted; the last emitted token becomes the pending token.
 
     Args:
         drafted: int32 ``[K]``, K >= 0.
-        best: int32 ``[K + 1]``, the target's best ids; below 0 where its logits were not finite. One among the rows
-            that decide is a FAULT: nothing is kept, as where a host refuses such logits.
+        best: int32 ``[K + 1]``, the target's best ids; below 0 where its logits are not finite. If this happens in a
+            row that decides, the cycle is a FAULT and nothing is kept, as when the host rejects such logits.
         stop_ids: int32 ``[n]``, n >= 0.
         control: the sequence's control block.
         fed: whether the cycle began with a pass of the MTP head over all pairs that waited.
@@ -223,21 +223,21 @@ def _commit_rows(
     if WHOLE:
         steps = tl.minimum(tl.maximum(rows, -1), 1)
     slot = (tl.load(at + SLOT, mask=stateful, other=0) + steps) % slots
-    tl.store(at + SLOT, (slot + slots) % slots, mask=stateful)  # a remainder of a negative number is negative here
+    tl.store(at + SLOT, (slot + slots) % slots, mask=stateful)  # the remainder of a negative number is negative here
 
 
 def commit_rows(table: Tensor, kinds: Tensor, kept: Tensor | int, *, whole: bool = False) -> None:
-    """Count the first ``kept`` rows of the last pass as committed, in every cache of ``table``, in one launch.
+    """Commit the first ``kept`` rows of the last pass in every cache of ``table``, in one launch.
 
-    LENGTH grows by ``kept``; of delta caches SLOT too, modulo their slots, so that the state behind the last kept row
-    becomes the base of the next pass.
+    LENGTH grows by ``kept``. In delta caches, SLOT also grows by ``kept``, modulo their slots, so that the state after
+    the last kept row becomes the base of the next pass.
 
     Args:
         table: int64 ``[caches, 8]``, rows of the address table.
         kinds: int32 ``[caches]``: ROWS or STATES.
-        kept: an int32 device scalar (``control[KEPT:KEPT + 1]``), or a number. A negative one takes rows back: the
-            states of the rows before are still in their slots as long as the rows taken back, plus the rows of any pass
-            since, are fewer than S, and at most W - kc + 1 with a ring of W rows.
+        kept: an int32 device scalar (``control[KEPT:KEPT + 1]``), or a number. A negative number removes rows. The
+            states before them are still in their slots if the removed rows, plus the rows of any pass since, are fewer
+            than S, and at most W - kc + 1 with a ring of W rows.
         whole: the pass was a prompt's, committed whole, which wrote one state: SLOT moves by one.
 
     Raises: ShapeError.

@@ -1,20 +1,18 @@
 """Causal attention of a few query rows over a KV cache: splits at fixed positions, folded in a fixed order.
 
-Keys are cut into splits that start at absolute positions: ``FINE`` keys each up to position ``REACH``, ``COARSE``
-behind it (short contexts need the parallelism, long ones the smaller number of partial sums). A program takes every
-n-th split and leaves one partial softmax per split, row and head; a second launch folds them in ascending order. So the
-bits of a row at position p are a function of the keys 0..p, whatever the rows beside it, the length of the pass, the
-capacity, or how many programs shared the work:
+Keys are cut into splits that start at absolute positions: ``FINE`` keys each up to position ``REACH``, ``COARSE`` after
+it (short contexts need the parallelism, long ones fewer partial sums). A program takes every n-th split and writes one
+partial softmax per split, row and head; a second launch folds them in ascending order. So the bits of a row at position
+p depend only on the keys 0..p, not on other rows, the length of the pass, the capacity, or the number of programs:
 
-- blocks of keys begin at the same positions in every pass, and keys that a row must not see weigh exactly 0;
-- a block of which a row sees nothing leaves its maximum, sum and values as they are (the factor is exp2(0) = 1);
-- the fold of a row takes the splits up to p and no others.
+- blocks of keys begin at the same positions in every pass, and the weight of masked keys is exactly 0;
+- a block that is masked for a row leaves the row's maximum, sum and values unchanged (the factor is exp2(0) = 1);
+- the fold of a row takes only the splits up to p.
 
-The M dimension of the products is 16 pairs of (row, head of one KV head), with heads running fastest, for any T: rows
-of a matrix product are independent on tensor cores, and 16 is one instruction's tile (``mma.m16n8k16``), so a row's
-bits depend neither on its place in the tile nor on the pairs beside it. That is the device's to confirm; the tests
-compare. What crosses rows is the zero weight of a later row's value: a value that is not finite makes the rows before
-it in the pass NaN too.
+The M dimension of the products is 16 pairs of (row, head of one KV head), with heads running fastest, for any T. Rows
+of a matrix product should be independent on tensor cores, and 16 is one instruction's tile (``mma.m16n8k16``), so a
+row's bits depend neither on its index in the tile nor on the other pairs. The tests check this on a device. One effect
+crosses rows: a later row's value has weight 0, so a value that is not finite makes the rows before it in the pass NaN.
 
 Scores, softmax and sums are float32; weights are rounded to act for the product with the values.
 Source of the partial softmax: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.
@@ -45,7 +43,7 @@ PROGRAMS = 256  # programs of a launch, over all KV heads: two for every SM
 
 @triton.jit
 def splits_of(end):
-    """How many splits hold keys 0..end-1."""
+    """The number of splits that cover keys 0..end-1."""
     fine = tl.cdiv(tl.minimum(end, REACH), FINE)
     return fine + tl.cdiv(tl.maximum(end - REACH, 0), COARSE)
 
@@ -69,7 +67,7 @@ def weigh(scores, visible, top, total):
 
     Args:
         scores: float32 ``[M, N]`` in units of log 2; ``visible [M, N]``.
-        top: ``[M]``, the maximum so far, -inf where nothing was visible; total: ``[M]``, the sum so far.
+        top: ``[M]``, the maximum so far, -inf if nothing was visible; total: ``[M]``, the sum so far.
 
     Returns: weights ``[M, N]``, the factor ``[M]`` of all sums so far, and the new ``top`` and ``total``.
     """
@@ -119,7 +117,7 @@ def _attend_splits(
         mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for block in range(split_start(split), last, BLOCK_N):
             key_at = block + n
-            written = (key_at < last)[:, None] & (d < D)[None, :]  # slots behind the pass hold anything, NaN too
+            written = (key_at < last)[:, None] & (d < D)[None, :]  # slots after the pass may hold anything, even NaN
             offset = (key_at.to(tl.int64) * NKV + kv)[:, None] * D + d[None, :]
             key = raised(tl.load(keys + offset, mask=written, other=0.0))
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
@@ -163,7 +161,7 @@ def fold_splits(
     for first in range(0, tl.minimum(count, most), FOLD):
         at = (first + s) * pairs + pair
         top = tl.maximum(top, tl.load(stats + 2 * at, mask=first + s < count, other=float("-inf")))
-    highest = tl.max(top, 0)  # finite: every split up to the row's own position holds a key that it sees
+    highest = tl.max(top, 0)  # finite: every split up to the row's position has a visible key
     total = 0.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, tl.minimum(count, most), FOLD):
@@ -173,7 +171,7 @@ def fold_splits(
         total += tl.sum(factor * tl.load(stats + 2 * at + 1, mask=used, other=0.0), 0)
         part = tl.load(sums + at[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
         mixed += tl.sum(factor[:, None] * part, 0)
-    mixed = tl.where(count <= most, mixed / total, float("nan"))  # a cache longer than the host said: seen at once
+    mixed = tl.where(count <= most, mixed / total, float("nan"))  # makes a cache that exceeds max_length obvious
     if GATED:
         opening = tl.load(gate + t.to(tl.int64) * gate_row + head * gate_head + d, mask=d < D, other=0.0)
         mixed = mixed / (1.0 + tl.exp(-opening.to(tl.float32)))
@@ -183,16 +181,16 @@ def fold_splits(
 def attend(
     q: Tensor, row: Tensor, *, kv_heads: int, scale: float, gate: Tensor | None = None, max_length: int
 ) -> Tensor:
-    """Attention of ``q [T, nq, D]`` over the KV cache of ``row``, into which the pass's keys and values are written.
+    """Attention of ``q [T, nq, D]`` over the KV cache of ``row``, which already holds the pass's keys and values.
 
     Row t sees positions 0..LENGTH+t. With ``gate [T, nq, D]`` the result is multiplied by ``sigmoid(gate)`` before
     rounding. q is contiguous; gate may be a view with any strides, the last one 1.
 
     Args:
         row: the cache's row of the address table; keys and values in q's dtype.
-        scale: of the scores.
-        max_length: a bound on LENGTH + T, the cache's capacity for instance; it sizes the partial sums and shows in no
-            bit. Rows beyond it come out as NaN.
+        scale: scale of the scores.
+        max_length: a bound on LENGTH + T, such as the cache's capacity; it sizes the partial sums and does not affect
+            the bits. Rows beyond it become NaN.
 
     Returns: ``[T, nq * D]`` act. Raises: ShapeError.
     """
@@ -223,15 +221,15 @@ def attend(
 
 
 def tiling(dtype: torch.dtype, dim: int) -> dict[str, Any]:
-    """Constexprs and options of a split's program, by dtype and head size alone."""
+    """Constexprs and options of a split's program; they depend only on dtype and head size."""
     wide = triton.next_power_of_2(max(dim, 16))
     block_n = max(16, min(128, 2**14 // (wide * dtype.itemsize)))  # 16 KiB of keys at once
-    stages = 1 if dtype == torch.float32 else 3  # float32 products are not tensor cores', and need the registers
+    stages = 1 if dtype == torch.float32 else 3  # float32 products do not use tensor cores and need the registers
     return {"BLOCK_M": BLOCK_M, "BLOCK_N": block_n, "BLOCK_D": wide, "num_warps": 4, "num_stages": stages}
 
 
 def partial_sums(pairs: int, dim: int, max_length: int, device: torch.device) -> tuple[int, Tensor, Tensor]:
-    """How many splits there can be, and room for their sums ``[splits, pairs, dim]`` and statistics, float32."""
+    """Return the maximum number of splits, and float32 memory for sums ``[splits, pairs, dim]`` and statistics."""
     most = count_splits(max_length)
     sums = torch.empty(most, pairs, dim, dtype=torch.float32, device=device)
     return most, sums, torch.empty(most, pairs, 2, dtype=torch.float32, device=device)

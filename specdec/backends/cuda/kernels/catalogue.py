@@ -1,8 +1,8 @@
-"""Example launches of every kernel, compiled ahead of time: registers, shared memory, spills, width of the loads.
+"""Compile example launches of every kernel ahead of time and report registers, shared memory, spills and load widths.
 
 No device is needed. ``python -m specdec.backends.cuda.kernels.catalogue`` prints the table for sm_80 and sm_90.
-An example calls a wrapper as a model of real size would; the launches that it makes are caught, and compiled with the
-specialisation that triton would choose for those arguments.
+An example calls a wrapper with the sizes of a real model. Its launches are intercepted and compiled with the
+specialisation that triton would choose for their arguments.
 """
 
 # mypy: allow-untyped-calls
@@ -28,7 +28,7 @@ from specdec.errors import UnsupportedError
 
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> shared memory that one block may have, bytes
 
-# name -> a call of wrappers; memory that is only allocated costs nothing
+# name -> a function that calls wrappers; memory that is allocated but not touched costs nothing
 EXAMPLES: dict[str, Callable[[], object]] = {}
 
 
@@ -44,7 +44,7 @@ def example(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """One launch as a wrapper made it."""
+    """One intercepted launch."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -54,7 +54,7 @@ class Launch:
 
 @attrs.frozen(kw_only=True)
 class Compiled:
-    """What one kernel needs on one architecture."""
+    """Resources of one kernel on one architecture."""
 
     name: str
     kernel: str
@@ -79,7 +79,7 @@ class _Catcher:
 
 
 def launches(name: str) -> list[Launch]:
-    """The launches of one example, none of them run."""
+    """Return the launches of one example without running them."""
     catcher = _Catcher()
     with recording(catcher):
         EXAMPLES[name]()
@@ -118,7 +118,7 @@ def compile_launch(name: str, launch: Launch, architecture: int) -> Compiled:
 
 
 def compiled(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[Compiled]:
-    """The launches of every example on every architecture; a specialisation that came before is left out."""
+    """Compile the launches of every example for every architecture; repeated specialisations are skipped."""
     seen: set[object] = set()
     for name in EXAMPLES:
         for launch in launches(name):
@@ -131,7 +131,7 @@ def compiled(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[
 
 @attrs.frozen
 class _Specialisation:
-    """What one binary is compiled for: parameters with their types, constants, and those that are multiples of 16."""
+    """The key of a binary: parameters with their types, constants, and which arguments are multiples of 16."""
 
     kernel: str
     kinds: tuple[tuple[str, str], ...]
@@ -140,7 +140,7 @@ class _Specialisation:
     options: tuple[Any, ...]
 
     def parts(self) -> tuple[dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]]:
-        """As ``ASTSource`` takes them."""
+        """The arguments of ``ASTSource``."""
         return (
             dict(self.kinds),
             {(index,): value for index, value in self.constants},
@@ -214,7 +214,7 @@ def _loads(ptx: str) -> tuple[int, ...]:
 
 
 def table(rows: list[Compiled]) -> str:
-    """For people."""
+    """Format the results as a table."""
     head = f"{'example':<39}{'kernel':<20}{'sm':>3} {'grid':>14} {'warps':>5} {'regs':>5} {'shared':>7} {'spilled':>7}"
     lines = [head + "  cp.async  ld.global"]
     for row in rows:
@@ -287,7 +287,7 @@ def _products(form: str) -> None:
         )
 
     if form == "nvfp4":
-        return  # heads are bfloat16 or FP8 in the checkpoints there are
+        return  # in existing checkpoints, heads are bfloat16 or FP8
 
     @example(f"{form} head 4096->248320")
     def _head() -> object:
@@ -432,7 +432,7 @@ def _accept() -> None:
     accept.commit_rows(table, torch.zeros(32, dtype=torch.int32), control[4:5])
 
 
-# --- what the ops add: rows moved about, heads with matrices of their own, the choice of experts ----------------------
+# --- other ops: moving rows, one matrix per head, the choice of experts -----------------------------------------------
 
 
 @example("embed 4 of 248320x4096")
@@ -493,7 +493,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # the module as others import it: this one, run as a script, would have a registry of its own
+    # use the imported module: this one, run as a script, has a separate registry
     from specdec.backends.cuda.kernels import catalogue
 
     catalogue.main()

@@ -12,8 +12,8 @@ from specdec.backends.cuda.kernels.accept import FIELDS, HALTED, KEPT, PENDING, 
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, launch
 from specdec.errors import ShapeError
 
-COUNT = tl.constexpr(0)  # MTP pairs that wait
-FED = tl.constexpr(1)  # those that a pass of the head over all of them keeps: none behind the end
+COUNT = tl.constexpr(0)  # waiting MTP pairs
+FED = tl.constexpr(1)  # pairs that the head's pass keeps: COUNT, or 0 after the end
 COUNTERS = 2
 _BLOCK = 1024  # values of a row that one program moves
 
@@ -41,14 +41,14 @@ def _settle(
 def settle(
     control: Tensor, fresh: Tensor, waiting: Tensor, waiting_ids: Tensor, counters: Tensor, verified_ids: Tensor
 ) -> None:
-    """Begin a cycle with what the one before decided: the rows that it kept join the MTP pairs that wait.
+    """Begin a cycle: add the rows that the last cycle kept to the waiting MTP pairs.
 
     Args:
         control: a control block (``kernels.accept``) with room for 16 emitted tokens; WAITING + KEPT is at most 16.
-        fresh, waiting: ``[16, H]`` act: hidden states of the last verification, and of the pairs.
+        fresh, waiting: ``[16, H]`` act, the hidden states of the last verification and of the pairs.
         waiting_ids: int32 ``[16]``, the tokens of the pairs.
         counters: int32 ``[2]``, written: COUNT and FED.
-        verified_ids: int32 ``[17]``: its first becomes the pending token.
+        verified_ids: int32 ``[17]``; the first is set to the pending token.
 
     Raises: ShapeError.
     """
@@ -92,7 +92,7 @@ def _last_row(x, counters, out, hidden, BLOCK: tl.constexpr):
 
 
 def last_row(x: Tensor, counters: Tensor) -> Tensor:
-    """Row COUNT - 1 of ``x [T, H]``, the last one that belongs to a pair: ``[1, H]``; row 0 where none waits."""
+    """Copy row COUNT - 1 of ``x [T, H]``, the last pair's: ``[1, H]``; row 0 if no pair waits."""
     hidden = x.shape[1]
     out = torch.empty(1, hidden, dtype=x.dtype, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
@@ -118,9 +118,9 @@ def _winner(ids, values, other_ids, other_values, out):
 
 
 def winner(ids: Tensor, values: Tensor, other_ids: Tensor, other_values: Tensor, out: Tensor) -> None:
-    """The better of two tokens, from two parts of a head, into ``out`` (int32 ``[1]``); the lower id of equal ones.
+    """Write the better of two tokens, from two parts of a head, to ``out`` (int32 ``[1]``); ties go to the lower id.
 
-    All are ``[1]``, ids int32 and values float32. -1 where one part found none, or the best value is not finite.
+    All are ``[1]``, ids int32 and values float32. -1 if one part found none, or the best value is not finite.
     """
     launch(_winner, (1,), ids, values, other_ids, other_values, out, num_warps=1)
 

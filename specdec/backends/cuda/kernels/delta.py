@@ -1,19 +1,19 @@
 """The gated delta rule for a few rows in one launch: convolution, gates, recurrence, a state per row, and the ring.
 
-One program owns ``BLOCK_V`` columns of one value head's matrix and keeps them in registers over all rows. It convolves
-the channels of q and k of its key head itself: repeating that in every program of the head costs less than a launch.
-The recurrence runs token by token in float32 with the same instructions for any number of rows (T is a number at run
-time), and no product goes through a tensor core: a pass of T rows leaves the bits of T passes of one row, in the
-outputs as in the states. The chunked form (``delta_chunked``) rounds differently and is for prompts.
+One program owns ``BLOCK_V`` columns of one value head's matrix and keeps them in registers for all rows. It also
+convolves the q and k channels of its key head; repeating this in every program of the head costs less than a launch.
+The recurrence runs token by token in float32 with the same instructions for any number of rows (T is a runtime value),
+and without tensor cores. So the outputs and states of a pass of T rows have the bits of T one-row passes. The chunked
+form (``delta_chunked``) rounds differently and is for prompts.
 
-What a pass leaves, so that any number of its rows can be committed:
+A pass writes the following, so that any number of its rows can be committed:
 
-- the state after row t in slot ``(SLOT + 1 + t) % S`` of the cache, so S > T keeps the committed one;
-- the raw row t in row ``(LENGTH + t) % W`` of the ring, so W >= taps - 1 + T keeps what the next pass reads.
+- the state after row t to slot ``(SLOT + 1 + t) % S`` of the cache; S > T preserves the committed state;
+- the raw row t to row ``(LENGTH + t) % W`` of the ring; W >= taps - 1 + T preserves the rows that the next pass reads.
 
-Rows of a pass are read from the pass, older ones from the ring; u is rounded to act behind the convolution.
-Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10; the gates are those of its section 3.4's code
-as ``specdec.backends.ops`` writes them.
+A pass reads its own rows from its input and older ones from the ring; u is rounded to act after the convolution.
+Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10; the gates are those of its section 3.4's code,
+in the notation of ``specdec.backends.ops``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -43,7 +43,7 @@ def convolved(x0, x1, x2, x3, w0, w1, w2, w3, dtype: tl.constexpr):
 
 @triton.jit
 def tap(weight, channel, known, J: tl.constexpr, TAPS: tl.constexpr):
-    """Weights of tap J of 4, float32; zeros where the convolution has fewer."""
+    """Weights of tap J of 4, float32; zeros if the convolution has fewer taps."""
     if J >= 4 - TAPS:
         return tl.load(weight + channel * TAPS + (J - (4 - TAPS)), mask=known, other=0.0)
     else:
@@ -52,7 +52,7 @@ def tap(weight, channel, known, J: tl.constexpr, TAPS: tl.constexpr):
 
 @triton.jit
 def before(ring, length, rows, channel, known, BACK: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr):
-    """The raw row BACK rows before the pass, float32: zeros before the first token, or where no tap reaches it."""
+    """The raw row BACK rows before the pass, float32; zeros before the first token, or if no tap reaches it."""
     position = length - BACK
     at = (tl.maximum(position, 0) % rows).to(tl.int64) * C + channel
     if TAPS > BACK:
@@ -63,7 +63,7 @@ def before(ring, length, rows, channel, known, BACK: tl.constexpr, TAPS: tl.cons
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for 0 <= x <= 1, as 2 artanh(x / (2 + x)): terms up to z^17, the next one is below 2e-10."""
+    """log(1 + x) for 0 <= x <= 1, as 2 artanh(x / (2 + x)) with terms up to z^17; the next one is below 2e-10."""
     z = x / (2.0 + x)
     s = z * z
     high = s * (s * (1 / 17) + 1 / 15) + 1 / 13
@@ -80,11 +80,11 @@ def decay_of(a, rate, bias):
 
 @triton.jit
 def unit(x, EPS: tl.constexpr):
-    """``x [D]`` over its length."""
+    """``x [D]`` divided by its l2 norm."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
 
 
-# The width of loads decides the order of the l2 norm's sum: where a view begins must not.
+# Not specialised on alignment: the width of loads determines the order of the l2 norm's sum.
 @triton.jit(do_not_specialize=["T", "x_row", "a_row", "b_row"], do_not_specialize_on_alignment=["x", "a", "b"])
 def _delta_rows(
     x,
@@ -122,7 +122,7 @@ def _delta_rows(
     i, j = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     i_real, j_real = i < DK, j < DV
     cq, ck, cv = key_head * DK + i, (HK + key_head) * DK + i, 2 * HK * DK + head * DV + j
-    # one program writes a channel's raw rows: the first of a key head for q and k, each its own for v
+    # each channel's raw rows are written by one program: q and k by the first of a key head, v by its own
     writes_keys = i < tl.where((tl.program_id(0) == 0) & (head % (HV // HK) == 0), DK, 0)
 
     # the window of three rows before the pass, and the weights of four taps
@@ -154,7 +154,7 @@ def _delta_rows(
     size: tl.constexpr = HV * DK * DV
     state = tl.load(states + slot * size + in_state, mask=real, other=0.0)
 
-    # row 0; in the loop, row t + 1 is on its way while row t is computed
+    # load row 0; in the loop, row t + 1 is loaded while row t is computed
     q_raw = tl.load(x + cq, mask=i_real, other=0.0)
     k_raw = tl.load(x + ck, mask=i_real, other=0.0)
     v_raw = tl.load(x + cv, mask=j_real, other=0.0)
@@ -167,7 +167,7 @@ def _delta_rows(
         q0, k0, v0 = q_raw.to(tl.float32), k_raw.to(tl.float32), v_raw.to(tl.float32)
         gate_a, gate_b = a_raw.to(tl.float32), b_raw.to(tl.float32)
 
-        ahead = tl.minimum(t + 1, T - 1).to(tl.int64)  # the last row again behind the last: read, not used
+        ahead = tl.minimum(t + 1, T - 1).to(tl.int64)  # after the last row, it is read again but not used
         q_raw = tl.load(x + ahead * x_row + cq, mask=i_real, other=0.0)
         k_raw = tl.load(x + ahead * x_row + ck, mask=i_real, other=0.0)
         v_raw = tl.load(x + ahead * x_row + cv, mask=j_real, other=0.0)
@@ -240,7 +240,7 @@ def delta_rows(
 
     Args:
         qkv: raw rows ``[T, C]`` act; a and b ``[T, Hv]`` act. Views with any row stride, the last stride 1.
-        conv_weight: float32 ``[C, taps]``, contiguous; the last tap meets the newest row.
+        conv_weight: float32 ``[C, taps]``, contiguous; the last tap applies to the newest row.
         a_log: float32 ``[Hv]``; dt_bias likewise.
         row: the cache's row of the address table, with more than T slots and a ring of at least taps - 1 + T rows.
 
@@ -253,7 +253,7 @@ def delta_rows(
     if a.shape != (T, shape.value_heads) or b.shape != a.shape or a.stride(1) != 1 or b.stride(1) != 1:
         raise ShapeError(f"gates of {T} rows and {shape.value_heads} heads, got {tuple(a.shape)}, {tuple(b.shape)}")
     block_k = triton.next_power_of_2(shape.key_dim)
-    warps = max(1, block_k * qkv.element_size() // 256)  # rows of float32 need the registers of two
+    warps = max(1, block_k * qkv.element_size() // 256)  # float32 rows need the registers of two warps
     out = torch.empty(T, shape.value_heads, shape.value_dim, dtype=qkv.dtype, device=qkv.device)
     launch(
         _delta_rows,
@@ -287,7 +287,7 @@ def delta_rows(
 def conv_window(x: Tensor, weight: Tensor, row: Tensor) -> Tensor:
     """Causal depthwise convolution and silu of ``x [T, C]`` (any row stride) for any T: ``[T, C]`` act.
 
-    Rows before the pass come from the ring of ``row``, which is only read. Same bits as in ``delta_rows``.
+    Rows before the pass are read from the ring of ``row``, which is not changed. Same bits as in ``delta_rows``.
     Raises: ShapeError, UnsupportedError for more than 4 taps.
     """
     T, channels = x.shape
@@ -344,7 +344,7 @@ def gated_delta_reference(
 def prepared(
     u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, shape: DeltaShape
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the recurrence runs on: q, k ``[T, Hv, Dk]`` normalised (q scaled), v ``[T, Hv, Dv]``, g, beta ``[T, Hv]``.
+    """Inputs of the recurrence: q, k ``[T, Hv, Dk]`` normalised (q scaled), v ``[T, Hv, Dv]``, g, beta ``[T, Hv]``.
 
     In u's precision.
     """

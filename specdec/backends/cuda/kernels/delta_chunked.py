@@ -1,4 +1,4 @@
-"""The gated delta rule for prompts: chunks of 64 rows as matrix products, one scan over the chunks.
+"""The gated delta rule for prompts: matrix products over chunks of 64 rows, and a scan over the chunks.
 
 With ``G_i`` the sum of g over rows 1..i of a chunk and S the state before it, unrolling the recurrence
 ``S_i = exp(g_i) S_{i-1} + k_i d_i^T``, ``d_i = beta_i (v_i - exp(g_i) S_{i-1}^T k_i)`` gives
@@ -11,19 +11,19 @@ The second line is a unit lower triangular system for all d of the chunk: with
 
     (I + A) [U | W] = [beta V | beta exp(G) K]
 
-does not depend on S, and is solved for all chunks at once. Only the states are sequential (``_scan_chunks``); O is a
-product over all chunks again:
+does not depend on S and is solved for all chunks at once. Only the states are sequential (``_scan_chunks``); O is again
+a product over all chunks:
 
     D = U - W S
     O = (exp(G) Q) S + (exp(G_i - G_j) (q_i . k_j), j <= i) D
     S = exp(G_last) S + (exp(G_last - G) K)^T D
 
-Every exponent is at most 0, so nothing overflows however strong the decay. G is summed and subtracted in float64:
-behind one row of very strong decay, float32 sums would have lost the gentle ones. Rows that fill up the last chunk have
-k, v and beta 0 and g 0, and leave the state as it is.
+Every exponent is at most 0, so nothing overflows for any decay. G is summed and subtracted in float64, because after
+one row of very strong decay a float32 sum would lose weak ones. The last chunk is padded with rows whose k, v, beta and
+g are 0, which do not change the state.
 
-Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, section 3.3 (the extended WY form); the solve stands in the
-place of its explicit inverse T. It rounds differently from the recurrence, so verification never uses it.
+Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, section 3.3 (the extended WY form), with a solve instead of
+the explicit inverse T. The rounding differs from the recurrence, so verification never uses it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -42,7 +42,7 @@ from specdec.errors import ShapeError, UnsupportedError
 
 CHUNK = 64
 BLOCK_V = 16
-PIECE = 2048  # rows prepared at once: what they need in memory is about 4 KiB a row and value head
+PIECE = 2048  # rows prepared at once, which takes about 4 KiB of memory per row and value head
 MAX_KEY_DIM = 128
 
 
@@ -65,8 +65,8 @@ def _scan_chunks(
 ):
     """D of every chunk and the state before it, ``BLOCK_V`` columns of one value head.
 
-    From state slot SLOT + from_slot to slot SLOT + 1. The matrix is held as two halves of ``BLOCK_K`` rows: products
-    over 128 rows at once need more registers than there are.
+    Reads state slot SLOT + from_slot and writes slot SLOT + 1. The matrix is held as two halves of ``BLOCK_K`` rows,
+    because products over 128 rows need too many registers.
     """
     head = tl.program_id(1)
     states = tl.multiple_of(tl.load(row + FIRST).to(tl.pointer_type(tl.float32)), 16)
@@ -81,7 +81,7 @@ def _scan_chunks(
     state_upper = tl.load(from_state, mask=real_upper, other=0.0)
     state_lower = tl.load(from_state + half, mask=real_lower, other=0.0)
 
-    # a chunk's inputs stand row by row, one head behind the other; from chunk to chunk it is HV heads
+    # a chunk's inputs are stored row by row, one head after another; chunks are HV heads apart
     wide: tl.constexpr = DV + DK
     u_at = solved + (head * CHUNK + c)[:, None] * wide + j[None, :]
     w_at = solved + (head * CHUNK + c)[:, None] * wide + DV + i[None, :]
@@ -121,8 +121,8 @@ def delta_chunked(
     Args:
         u: ``[T, C]`` act, from ``delta.conv_window``; a and b ``[T, Hv]`` act. T is any number of rows above 0.
         a_log: float32 ``[Hv]``; dt_bias likewise.
-        row: the cache's row of the address table, with at least two slots. LENGTH and SLOT stay as they are; the pass
-            is committed whole (``accept.commit_rows(..., whole=True)``).
+        row: the cache's row of the address table, with at least two slots. LENGTH and SLOT do not change; the pass is
+            committed whole (``accept.commit_rows(..., whole=True)``).
 
     Returns: ``[T, Hv, Dv]`` act. Raises: ShapeError, UnsupportedError for keys of more than 128 values.
     """
@@ -173,9 +173,9 @@ def _piece(
 
 
 def chunks_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """What the scan reads, for all chunks at once, in the inputs' precision.
+    """Compute the scan's inputs for all chunks at once, in the inputs' precision.
 
-    Args: as ``delta.prepared`` gives them.
+    Args: the results of ``delta.prepared``.
     Returns: ``[U | W] [n, Hv, 64, Dv + Dk]``, the weights of d in o ``[n, Hv, 64, 64]``, ``exp(G) Q`` and
     ``exp(G_last - G) K`` ``[n, Hv, 64, Dk]``, and ``exp(G_last) [n, Hv]``; all contiguous.
     """
@@ -197,7 +197,7 @@ def chunks_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple
 def delta_chunked_reference(
     u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, shape: DeltaShape
 ) -> tuple[Tensor, Tensor]:
-    """``delta_chunked`` from ``state [Hv, Dk, Dv]`` in u's precision: o ``[T, Hv, Dv]`` and the state behind."""
+    """``delta_chunked`` from ``state [Hv, Dk, Dv]`` in u's precision: o ``[T, Hv, Dv]`` and the final state."""
     parts = []
     for solved, attention, q_in, k_out, last in zip(*chunks_of(*prepared(u, a, b, a_log, dt_bias, shape)), strict=True):
         delta = solved[..., : shape.value_dim] - solved[..., shape.value_dim :] @ state

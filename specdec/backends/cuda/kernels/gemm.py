@@ -1,8 +1,8 @@
-"""Products of up to 16 rows with a weight ``[N, K]``: the bits of a row do not depend on how many rows there are.
+"""Row-invariant products of up to 16 rows with a weight ``[N, K]``.
 
-One compiled kernel serves every T: 16 rows are one tile, those behind T are masked. Tiles, slices of K and the order
-of every sum follow from the weight and the device (``tiles``). The slices' partial sums go to the workspace, and the
-program that arrives last folds all of them in ascending order, its own included.
+One compiled kernel serves every T: 16 rows are one tile, and rows from T on are masked. The tiles, the slices of K and
+the order of every sum depend only on the weight and the device (``tiles``). The slices' partial sums go to the
+workspace, and the program that finishes last folds all of them in ascending order, including its own.
 
 Source of the conditions: He et al. 2025, "Defeating nondeterminism in LLM inference" (batch-invariant kernels).
 """
@@ -45,7 +45,7 @@ def x_tile(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Columns ``start : start + BLOCK_K`` of x after the prologue, in x's dtype: ``[16, BLOCK_K]``, zeros behind T."""
+    """Columns ``start : start + BLOCK_K`` of x after the prologue, in x's dtype: ``[16, BLOCK_K]``, zeros from T on."""
     columns = start + tl.arange(0, BLOCK_K)
     mask = (rows < T)[:, None]
     if not EVEN_K:
@@ -93,7 +93,7 @@ def _write(
     HAS_RESIDUAL: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """The epilogue: everything that follows a whole sum, rounded once."""
+    """The epilogue: everything after the complete sum, rounded once."""
     acc = packed.finish(acc, globals_ptr, inside, FORMAT)
     mask = (rows < T)[:, None] & (columns < N)[None, :]
     if PAIR:
@@ -145,12 +145,12 @@ def product_kernel(
     EVEN_K: tl.constexpr,
     NORM_BLOCK: tl.constexpr,
 ):
-    """``out [T, N]``. Programs: tiles of N times slices of K, the slices of a tile side by side."""
+    """Compute ``out [T, N]``. Programs: tiles of N times slices of K, the slices of a tile adjacent."""
     tile = tl.program_id(0) // SPLITS
     piece = tl.program_id(0) % SPLITS
     rows = tl.arange(0, 16)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(columns, N - 1).to(tl.int64)  # rows of the weight behind N: read again, never stored
+    inside = tl.minimum(columns, N - 1).to(tl.int64)  # past N, the last row is read again and not stored
     if PROLOGUE == RMS:
         scale = norm.inverse_rms(x_ptr, x_stride, rows, T, K, eps, NORM_BLOCK)
     else:
@@ -194,11 +194,11 @@ def product_kernel(
         place = rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         present = (rows < T)[:, None] & (columns < N)[None, :]
         at = partials_ptr + (piece.to(tl.int64) * tiles + tile) * (16 * BLOCK_N) + place
-        apart = tiles.to(tl.int64) * (SPLITS * 16 * BLOCK_N)  # from the sums of gate to those of up
+        apart = tiles.to(tl.int64) * (SPLITS * 16 * BLOCK_N)  # offset from the sums of gate to those of up
         tl.store(at, acc, mask=present)
         if PAIR:
             tl.store(at + apart, second, mask=present)
-        tl.debug_barrier()  # every thread's stores before the one thread's release
+        tl.debug_barrier()  # order all threads' stores before one thread's release
         arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             total = tl.zeros((16, BLOCK_N), tl.float32)
@@ -305,7 +305,7 @@ def _product(
 
 
 def before(x: Tensor, prologue: Prologue | None, most_k: int) -> tuple[Tensor, int, Prologue | None]:
-    """x as ``[T, K]``, the bound of ``block_k``, and the prologue; done at once where a head is no tile."""
+    """Return x as ``[T, K]``, the bound of ``block_k``, and the prologue, which runs here if a head is not one tile."""
     if isinstance(prologue, GatedRms):
         dim = x.shape[-1]
         if norm.fusible(dim) and dim <= most_k:
@@ -320,7 +320,7 @@ def _code(prologue: Prologue | None) -> int:
 
 
 def check_rows(rows: int) -> None:
-    """Raises: ShapeError for more rows than one tile has."""
+    """Check that the rows fit one tile. Raises: ShapeError."""
     if not 0 < rows <= MAX_ROWS:
         raise ShapeError(
             f"a row-invariant product takes 1 to {MAX_ROWS} rows, got {rows}",
@@ -343,8 +343,8 @@ def project(
 ) -> tuple[Tensor, ...]:
     """``x [T, K] @ w.T (+ bias)`` for several weights ``[N_i, K]``: ``[T, N_i]`` each, x's dtype.
 
-    Weights that ``fuse`` has put behind one another are one launch, and their results are columns of one tensor
-    ``[T, sum N_i]`` (row stride ``sum N_i``). The same is asked of their biases.
+    Weights that ``fuse`` has made contiguous take one launch, if their biases are contiguous too. Their results are
+    columns of one tensor ``[T, sum N_i]`` (row stride ``sum N_i``).
 
     Raises: ShapeError above 16 rows.
     """
@@ -372,7 +372,7 @@ def project(
 
 
 def _launches(weights: Sequence[Weight], biases: Sequence[DenseWeight | None]) -> list[int]:
-    """How many weights each launch reads: runs in memory, cut where the biases are no run of the same members."""
+    """The number of weights of each launch: runs in memory, split where the biases are not also contiguous."""
     counts: list[int] = []
     at = 0
     for count in runs(weights):
@@ -415,7 +415,7 @@ def swiglu(
     tile: Tile | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)``, everything in float32 and rounded once: ``[T, N]`` in x's dtype.
+    """``silu(x @ gate.T) * (x @ up.T)``, in float32 and rounded once: ``[T, N]`` in x's dtype.
 
     Raises: ShapeError above 16 rows; UnsupportedError when gate and up are stored in different formats.
     """
@@ -442,7 +442,7 @@ def float32_product(
 
 
 def prologue_reference(x: Tensor, prologue: Prologue | None) -> Tensor:
-    """What a product reads of x: rounded to x's dtype, then float64 ``[T, K]``."""
+    """x after the prologue: rounded to x's dtype, then float64 ``[T, K]``."""
     if prologue is None:
         return x.double()
     if isinstance(prologue, Rms):

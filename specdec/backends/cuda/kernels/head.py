@@ -1,4 +1,4 @@
-"""The output head: logits, or only what a choice needs of them, without ever writing the ``[T, V]`` of them.
+"""The output head: full logits, or the best or sampled token without writing ``[T, V]`` logits.
 
 ``best`` and ``sample`` reduce each tile of the vocabulary in the epilogue of its product, and a second launch folds the
 tiles of a row in ascending order. Ties go to the lowest token id. A NaN logit makes the row's id -1.
@@ -22,13 +22,13 @@ from specdec.backends.cuda.kernels.tiles import Tile
 from specdec.backends.cuda.weights import Weight
 from specdec.errors import ShapeError
 
-LAST = tl.constexpr(2**31 - 1)  # behind every token id
+LAST = tl.constexpr(2**31 - 1)  # greater than every token id
 
 
 @attrs.frozen(eq=False)
 class HeadStats:
-    """What a pass keeps of its logits, per row: ``ids`` int32 (-1: a logit is NaN), ``values`` float32 (the raw logit
-    of that id), ``log_sum`` float32 (the log-sum-exp of the raw logits). All ``[T]``, on the device."""
+    """Statistics of the logits of each row: ``ids`` int32 (-1: a logit is NaN), ``values`` float32 (the raw logit of
+    that id), ``log_sum`` float32 (the log-sum-exp of the raw logits). All ``[T]``, on the device."""
 
     ids: Tensor
     values: Tensor
@@ -37,10 +37,10 @@ class HeadStats:
 
 @attrs.frozen(eq=False)
 class Noise:
-    """Gumbel noise as ``specdec.sampling`` keys it, for tokens: row t is at position ``key[1] + t``.
+    """The key of Gumbel noise for tokens, as in ``specdec.sampling``; row t is at position ``key[1] + t``.
 
     ``key`` int64 ``[2]`` (seed, position of row 0) and ``scale`` float32 ``[1]`` (1 / temperature) are on the device,
-    so that a captured graph can be replayed with other ones.
+    so that a captured graph can be replayed with different values.
     """
 
     key: Tensor
@@ -48,7 +48,7 @@ class Noise:
 
     @classmethod
     def of(cls, seed: int, position: int, temperature: float, device: torch.device) -> Noise:
-        """Copies three numbers to the device."""
+        """Copy the seed, position and scale to the device."""
         signed = (seed + 2**63) % 2**64 - 2**63
         key = torch.tensor([signed, position], dtype=torch.int64, device=device)
         return cls(key, torch.tensor([1.0 / temperature], dtype=torch.float32, device=device))
@@ -65,7 +65,7 @@ def _fused(a, b, c):
 
 @triton.jit
 def word(ids, position, seed):
-    """The word of Philox4x32-10 that belongs to each token id: uint32, the shape of ``ids`` and ``position`` together.
+    """The Philox4x32-10 word of each token id: uint32, in the broadcast shape of ``ids`` and ``position``.
 
     Counter (id // 4, position, 0, 0), word id % 4. Source: Salmon et al. 2011, "Parallel random numbers: as easy as
     1, 2, 3", section 3.2.
@@ -108,7 +108,7 @@ def _logarithm(x):
 
 @triton.jit
 def gumbel(words):
-    """Standard Gumbel noise of uint32 words, float32: the operations of the CPU kernel, in its order."""
+    """Standard Gumbel noise of uint32 words, float32, with the operations of the CPU kernel in its order."""
     w = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = 1.0 - w
     lost = 1.0 - rest
@@ -146,8 +146,8 @@ def head_kernel(
     EVEN_K: tl.constexpr,
     NORM_BLOCK: tl.constexpr,
 ):
-    """One tile of the vocabulary per program. Of every row: best score, its logit, maximum and sum of exponentials to
-    ``floats [tiles, 16, 4]``, the best id to ``tile_ids [tiles, 16]``."""
+    """One tile of the vocabulary per program. Write every row's best score, its logit, maximum and sum of exponentials
+    to ``floats [tiles, 16, 4]``, and its best id to ``tile_ids [tiles, 16]``."""
     tile = tl.program_id(0)
     rows = tl.arange(0, 16)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -192,7 +192,7 @@ def head_kernel(
 
 @triton.jit
 def fold_kernel(floats_ptr, tile_ids_ptr, tiles, ids_ptr, values_ptr, log_sum_ptr, BLOCK: tl.constexpr):
-    """One row per program: the statistics of its tiles folded in ascending order, ``BLOCK`` tiles at a time."""
+    """One row per program. Fold the statistics of its tiles in ascending order, ``BLOCK`` tiles at a time."""
     row = tl.program_id(0)
     top = tl.full((), float("-inf"), tl.float32)
     value = tl.full((), float("-inf"), tl.float32)
@@ -268,7 +268,7 @@ def sample(
 
 
 def head_tile(weight: Weight) -> Tile:
-    """The tile of a head: never split, since a vocabulary has tiles enough and its statistics need whole sums."""
+    """The tile of a head, without slices of K: a vocabulary has enough tiles, and its statistics need complete sums."""
     layout = Layout.of(weight)
     if interpreting():
         return Tile(512 if weight.shape[0] > 256 else 256, min(layout.most_k, 128), stages=3)
@@ -350,6 +350,6 @@ def best_reference(x: Tensor, weight: Weight, *, ids: Tensor | None = None, prol
     """``best`` in float64."""
     rows = gemm.linear_reference(x, weight, prologue=prologue)
     values, at = rows.max(-1)
-    at = (rows == values[:, None]).int().argmax(-1)  # the lowest of equal ones
+    at = (rows == values[:, None]).int().argmax(-1)  # ties go to the lowest
     chosen = at if ids is None else ids.long()[at]
     return HeadStats(chosen.int(), values, torch.logsumexp(rows, -1))

@@ -1,8 +1,8 @@
-"""Causal attention over compressed rows: every head reads the same rows, whose first entries are the values too.
+"""Causal attention over compressed rows: every head reads the same rows, whose first entries are also the values.
 
-The splits, their order and why the bits of a row are its own: ``attention``. Here all heads of a row make up the M
-dimension, and a row of D values is read as two tiles: its value part, which serves the scores and the mixing, and the
-rest (the rotary part), which serves the scores alone. Each is padded to a power of two by its mask.
+For the splits, their order and row invariance, see ``attention``. Here the M dimension is all heads of a row, and a row
+of D values is read as two tiles: the value part, used for scores and mixing, and the remaining (rotary) part, used only
+for scores. Each is padded to a power of two by its mask.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2, with the up-projections absorbed (appendix C).
 """
@@ -31,7 +31,7 @@ def _write_rows(x, row, x_row, D: tl.constexpr, BLOCK_D: tl.constexpr):
     d = tl.arange(0, BLOCK_D)
     slot = tl.load(row + LENGTH) + t
     rows = tl.multiple_of(tl.load(row + FIRST).to(tl.pointer_type(x.dtype.element_ty)), 16)
-    room = tl.where(slot < tl.load(row + CAPACITY), D, 0)  # the host refuses a pass that does not fit
+    room = tl.where(slot < tl.load(row + CAPACITY), D, 0)  # the host rejects a pass that does not fit
     tl.store(rows + slot * D + d, tl.load(x + t * x_row + d, mask=d < D, other=0.0), mask=d < room)
 
 
@@ -73,7 +73,7 @@ def _attend_latent_splits(
         mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for block in range(split_start(split), last, BLOCK_N):
             at = block + n
-            written = (at < last)[:, None]  # slots behind the pass hold anything, NaN too
+            written = (at < last)[:, None]  # slots after the pass may hold anything, even NaN
             key = rows + at.to(tl.int64)[:, None] * D
             key_v = raised(tl.load(key + v[None, :], mask=written & (v < DV)[None, :], other=0.0))
             key_r = raised(tl.load(key + r[None, :], mask=written & (r < D)[None, :], other=0.0))
@@ -90,7 +90,7 @@ def _attend_latent_splits(
 
 
 def attend_latent(q: Tensor, rows_in: Tensor, row: Tensor, *, scale: float, value_dims: int, max_length: int) -> Tensor:
-    """Write ``rows_in [T, D]`` into the latent cache of ``row``, behind its rows, and attend with q ``[T, n, D]``.
+    """Append ``rows_in [T, D]`` to the latent cache of ``row``, and attend with q ``[T, n, D]``.
 
     Row t sees positions 0..LENGTH+t; keys are whole rows, values their first ``value_dims`` entries. q is contiguous;
     rows_in may have any row stride. ``max_length`` as in ``attention.attend``.

@@ -1,7 +1,7 @@
-"""How kernels are launched, what a row of the address table holds, and rounding that is right when interpreted."""
+"""Kernel launches, the columns of the address table, and rounding that is also correct in Triton's interpreter."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# Kernels are functions of triton's language, whose compiler reads annotations as constexprs and nothing else.
+# Kernels have no annotations except tl.constexpr, since triton's compiler interprets them.
 from __future__ import annotations
 
 import contextlib
@@ -30,25 +30,25 @@ MAX_ROWS = 16  # rows of a pass that the row-invariant kernels take: one tile
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter; fixed when a kernel module is imported first."""
+    """Whether kernels run in Triton's interpreter; fixed when the first kernel module is imported."""
     return _INTERPRETING
 
 
 _INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
-if _INTERPRETING == isinstance(tl.sum, triton.runtime.JITFunction):  # triton's own functions were bound by then
+if _INTERPRETING == isinstance(tl.sum, triton.runtime.JITFunction):  # triton has already bound its functions
     raise UnsupportedError(
         "TRITON_INTERPRET was changed after triton had been imported",
         try_="set it before anything imports triton, or not at all",
     )
 
-# In the interpreter bfloat16 arithmetic is wrong and conversion to it truncates (triton 3.9): operands are raised to
-# float32 before every operation there, and rounded explicitly.
+# In the interpreter, bfloat16 arithmetic is wrong and conversion to it truncates (triton 3.9), so operands are raised
+# to float32 before every operation and rounded explicitly.
 RAISE = tl.constexpr(_INTERPRETING)
 
 
 @triton.jit
 def raised(x):
-    """Operand of ``tl.dot``: as it is on a device, float32 in the interpreter (bfloat16 products are exact there)."""
+    """Operand of ``tl.dot``: unchanged on a device, float32 in the interpreter (exact for bfloat16 products)."""
     if RAISE:
         return x.to(tl.float32)
     else:
@@ -57,7 +57,7 @@ def raised(x):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 ``x`` rounded to nearest even in ``dtype``, on a device and in the interpreter alike."""
+    """float32 ``x`` rounded to nearest even in ``dtype``, on a device and in the interpreter."""
     if RAISE and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -71,10 +71,10 @@ def rounded(x, dtype: tl.constexpr):
 
 
 class Recorder(Protocol):
-    """Takes launches in place of the device, as a graph under capture does."""
+    """Receives launches instead of the device, as a graph does during capture."""
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """``execute(kernel, grid, args, options)`` now, later or never."""
+        """Call ``execute(kernel, grid, args, options)`` now, later or never."""
 
 
 _active = threading.local()
@@ -82,7 +82,7 @@ _active = threading.local()
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Hand the launches of this thread to ``recorder`` while the context is open."""
+    """Pass the launches of this thread to ``recorder`` inside the context."""
     before = getattr(_active, "recorder", None)
     _active.recorder = recorder
     try:
@@ -96,7 +96,7 @@ def launch(
 ) -> None:
     """Launch ``kernel`` over ``grid`` with positional ``args``, on the current device's current stream.
 
-    Fused multiply-add is always asked for by name: triton's default is about to change, and bits must not.
+    Fused multiply-add is enabled explicitly, because triton's default is about to change and bits must not.
     """
     options = {**constexprs, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     recorder: Recorder | None = getattr(_active, "recorder", None)
@@ -110,7 +110,7 @@ _DEVICE_OPTIONS = frozenset({"num_warps", "num_stages", "enable_fp_fusion"})
 
 
 def execute(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Run one launch, as ``Recorder.launch`` was given it."""
+    """Run one launch with the arguments of ``Recorder.launch``."""
     if _INTERPRETING:
         options = {name: value for name, value in options.items() if name not in _DEVICE_OPTIONS}
     kernel[grid](*args, **options)

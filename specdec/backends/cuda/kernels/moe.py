@@ -1,8 +1,8 @@
-"""Mixtures of experts for up to 16 rows: every chosen expert is read once, and the host does not learn which.
+"""Mixtures of experts for up to 16 rows: every chosen expert is read once, and the choice stays on the device.
 
-A program belongs to one place ``t * k + j`` of the table of choices and works only where that place is the first one
-with its expert; it then computes all rows that chose the expert, each at its own place of the 16-row tile, so that a
-row's bits do not depend on the others. Parts are combined in the order of the slots, not of arrival.
+Each program belongs to one entry ``t * k + j`` of the table of choices and runs only if that entry is the first with
+its expert. It then computes all rows that chose the expert, each at its own row of the 16-row tile, so that a row's
+bits do not depend on other rows. The experts' results are added in the order of the slots, not of completion.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -26,7 +26,7 @@ from specdec.errors import ShapeError, UnsupportedError
 
 @triton.jit
 def _matrix(addresses_ptr, expert, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointers to the codes, scales and global scales of one expert; byte codes and dense values are aligned to 16."""
+    """Pointers to the codes, scales and global scales of an expert; byte codes and dense values are 16-byte aligned."""
     codes = tl.load(addresses_ptr + expert * 3)
     scales = tl.load(addresses_ptr + expert * 3 + 1)
     whole = tl.load(addresses_ptr + expert * 3 + 2)
@@ -66,9 +66,9 @@ def experts_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Programs: places (t, j) of ``choices [T, CHOSEN]`` times tiles of N. ``out [T, CHOSEN, N]`` act.
+    """Programs: entries (t, j) of ``choices [T, CHOSEN]`` times tiles of N. ``out [T, CHOSEN, N]`` act.
 
-    Row t reads x at ``t * x_row + j * x_slot``: its row of x for gate and up (``x_slot`` 0), its part for down.
+    Entry (t, j) reads x at ``t * x_row + j * x_slot``: row t of x for gate and up (``x_slot`` 0), its part for down.
     """
     place = tl.program_id(0)
     expert = tl.load(choices_ptr + place)
@@ -131,7 +131,7 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One row and one block of columns per program: parts in the order of the slots, shared expert, residual."""
+    """One row and one block of columns per program. Add parts in slot order, then shared expert and residual."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = columns < N
@@ -154,7 +154,7 @@ def combine_kernel(
 
 
 def expert_tile(layout: Layout, *, pair: bool) -> Tile:
-    """Narrow tiles, whatever the sizes: eight experts of 512 columns have to fill a device."""
+    """Narrow tiles for all sizes, since eight experts of 512 columns must fill a device."""
     if interpreting():
         return Tile(256, min(layout.most_k, 128))
     block_n = 32
@@ -216,11 +216,11 @@ def experts(
 ) -> Tensor:
     """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` in x's dtype.
 
-    ``x [T, H]``, ``ids [T, k]`` int32 and ``weights [T, k]`` float32, the experts of a row all different, ``residual
-    [T, H]``; gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared`` is gate, up and down of an expert
-    that every row has, ``shared_gate [1, H]`` in act dtype. Each expert's result is rounded to x's dtype; the sum runs
-    in float32, slot by slot, then the shared expert, then the residual, and is rounded once. ``parts [T, k, H]`` takes
-    what the experts gave.
+    ``x`` and ``residual`` are ``[T, H]``, ``ids [T, k]`` int32 and ``weights [T, k]`` float32; a row's experts must all
+    differ. gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared`` is gate, up and down of an expert
+    for every row, ``shared_gate [1, H]`` in act dtype. Each expert's result is rounded to x's dtype; the sum runs in
+    float32, slot by slot, then the shared expert, then the residual, and is rounded once. The experts' results are
+    written to ``parts [T, k, H]``.
 
     Raises: ShapeError above 16 rows or for parts that do not fit.
     """
@@ -287,7 +287,7 @@ def experts_reference(
     shared: tuple[Weight, Weight, Weight] | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
-    """``experts`` in float64, rounded to x's dtype between the products as ``experts`` does."""
+    """``experts`` in float64, rounded to x's dtype between the products like ``experts``."""
 
     def expert(row: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
         inner = functional.silu(row.double() @ gate.decode().double().T) * (row.double() @ up.decode().double().T)

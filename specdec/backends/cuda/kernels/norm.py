@@ -1,6 +1,6 @@
-"""RMS norms, on their own and as the prologue of a product: what a product reads of x is normalised on the way in.
+"""RMS norms, as separate kernels and as the prologue of a product, which normalises x while reading it.
 
-Both forms run the same functions on tiles of the same shape, so that a row has the same bits in either.
+Both forms run the same functions on tiles of the same shape, so a row has the same bits in both.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -41,18 +41,18 @@ Prologue = Rms | GatedRms
 
 
 def block_of(k: int) -> int:
-    """Columns of x that ``inverse_rms`` reads at once: a function of K alone, since it decides bits."""
+    """Columns of x that ``inverse_rms`` reads at once; depends only on K, because it affects the bits."""
     return min(4096 if interpreting() else 512, max(16, int(triton.next_power_of_2(k))))
 
 
 def fusible(heads_dim: int) -> bool:
-    """Whether a head of so many values is one tile of a product, so that ``GatedRms`` can be its prologue."""
+    """Whether a head of this size fits one tile of a product, so that ``GatedRms`` can be the prologue."""
     return heads_dim in (16, 32, 64, 128)
 
 
 @triton.jit
 def inverse_rms(x_ptr, stride, rows, T, K, eps, BLOCK: tl.constexpr):
-    """``rsqrt(mean(x^2) + eps)`` of rows ``rows [16]`` of x, those below T: float32 ``[16]``."""
+    """``rsqrt(mean(x^2) + eps)`` of the rows ``rows [16]`` of x that are below T: float32 ``[16]``."""
     total = tl.zeros((16, BLOCK), tl.float32)
     columns = tl.arange(0, BLOCK)
     for start in range(0, K, BLOCK):
@@ -71,7 +71,7 @@ def normed(part, scale, weight):
 
 @triton.jit
 def gated(part, gate, weight, D, eps):
-    """``rms_norm(part) * silu(gate)`` of one head ``[16, B]``, zeros behind its D values: float32."""
+    """``rms_norm(part) * silu(gate)`` of one head ``[16, B]``, zeros after its D values: float32."""
     wide = part.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
     wide_gate = gate.to(tl.float32)
@@ -170,10 +170,10 @@ def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -
 
 
 def strided(x: Tensor) -> tuple[Tensor, int]:
-    """Rows ``[T, K]`` and their stride, so that kernels are specialised alike for every T and every view.
+    """Return rows ``[T, K]`` and their stride, such that kernels have the same specialisation for every T and view.
 
-    Triton compiles apart what is a multiple of 16 and what is not, so either all rows of a width are aligned to 16
-    bytes or none counts as such: what is not is copied. The stride of a single row means nothing and becomes K.
+    Triton specialises on multiples of 16, so for each width either all rows are aligned to 16 bytes or none is treated
+    as aligned; unaligned rows are copied. The stride of a single row is arbitrary and becomes K.
     """
     rows, k = x.shape
     if x.stride(1) != 1 and k > 1:

@@ -1,9 +1,9 @@
-"""One tile of a weight, in any format, times one tile of activations.
+"""Products of a tile of a weight, in any format, with a tile of activations.
 
-Codes become bfloat16 by moving their bits: sign, exponent and mantissa of an E4M3 or E2M1 code are put at the place
-of a bfloat16's, which gives the value times a power of two, subnormal codes included, and one exact multiplication
-takes the power away. On a device this is inline PTX for four bytes at once, of instructions that sm_80 has too.
-The E4M3 codes of NaN (0x7f, 0xff) become 480 here: a checkpoint with such codes is refused when it is read.
+Codes are converted to bfloat16 by shifting bits: the sign, exponent and mantissa of an E4M3 or E2M1 code move to those
+of a bfloat16. This gives the value times a power of two, also for subnormal codes, and one exact multiplication removes
+the power. On a device this is inline PTX for four bytes at once, with instructions that sm_80 also has.
+The E4M3 codes of NaN (0x7f, 0xff) become 480; checkpoints with such codes are rejected when they are read.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,7 +23,7 @@ FP8 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
 
 # Bytes b0..b3 of $2 become halfwords b << 8; the sign is in place, the other bits move right by 4; times 2^120.
-# fma with -0 is a multiplication that keeps the sign of zero, and that sm_80 has for bfloat16.
+# fma with -0 is a multiplication that keeps the sign of zero; sm_80 has it for bfloat16.
 E4M3 = tl.constexpr("""{
 .reg .b32 a, b, m, n, c, z;
 mov.b32 c, 0x7b807b80;
@@ -61,7 +61,7 @@ lop3.b32 $2, a, 0x80008000, m, 0xea;
 lop3.b32 $3, b, 0x80008000, n, 0xea;
 }""")
 
-# Two products of bfloat16 at once.
+# Two bfloat16 products at once.
 TIMES = tl.constexpr("""{
 .reg .b32 z;
 mov.b32 z, 0x80008000;
@@ -70,14 +70,14 @@ fma.rn.bf16x2 $0, $1, $2, z;
 
 _E4M3_POWER = tl.constexpr(2.0**120)
 _E2M1_POWER = tl.constexpr(2.0**126)
-_SHRUNK = tl.constexpr(2.0**-7)  # group scales reach 448; times 2^119 in place of 2^126 they stay in bfloat16's range
+_SHRUNK = tl.constexpr(2.0**-7)  # group scales reach 448; times 2^119 instead of 2^126 they stay in bfloat16's range
 UNSHRUNK = tl.constexpr(2.0**7)
 _LEFT = tl.constexpr(2.0**119)
 
 
 @triton.jit
 def e4m3(codes, dtype: tl.constexpr):
-    """uint8 codes as numbers: ``dtype``, or float32 when interpreted. Exact."""
+    """Decode uint8 codes to ``dtype``, or to float32 when interpreted. Exact."""
     if RAISE:
         wide = codes.to(tl.uint32)
         bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
@@ -88,7 +88,7 @@ def e4m3(codes, dtype: tl.constexpr):
 
 @triton.jit
 def e2m1(codes):
-    """uint8 pairs of codes as two tensors of numbers times 2^-126 (float32 and times 1 when interpreted). Exact."""
+    """Decode uint8 pairs of codes to two tensors, times 2^-126 (float32 and times 1 when interpreted). Exact."""
     if RAISE:
         wide = codes.to(tl.uint32)
         low = ((wide & 0x8) << 28) | ((wide & 0x7) << 22)
@@ -102,7 +102,7 @@ def e2m1(codes):
 
 @triton.jit
 def times(codes, scales, dtype: tl.constexpr):
-    """What ``e2m1`` gives, scaled: ``dtype``, or float32 when interpreted. Exact, the product has 6 bits."""
+    """Scale the result of ``e2m1``: ``dtype``, or float32 when interpreted. Exact: the product has 6 bits."""
     if RAISE:
         return codes * scales
     else:
@@ -113,7 +113,7 @@ def times(codes, scales, dtype: tl.constexpr):
 
 @triton.jit
 def group_scales(codes):
-    """E4M3 codes of group scales as factors for what ``e2m1`` gives, which make values times 2^-7. Exact."""
+    """Decode E4M3 group scales to factors for the result of ``e2m1`` that give the values times 2^-7. Exact."""
     number = ((codes.to(tl.uint32) & 0x7F) << 20).to(tl.float32, bitcast=True) * _E4M3_POWER
     if RAISE:
         return number * _SHRUNK
@@ -125,8 +125,8 @@ def group_scales(codes):
 def dot(x, w, acc):
     """``acc + x [16, B] @ w [BLOCK_N, B].T`` in float32.
 
-    The interpreter's own dot is a BLAS product, whose bits depend on a row's place among the others; there the terms of
-    every element are summed apart.
+    The interpreter's own dot is a BLAS product, whose bits depend on a row's index, so when interpreted the terms of
+    every element are summed separately.
     """
     if RAISE:
         return acc + tl.sum(x.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :], 2)
@@ -152,8 +152,8 @@ def multiply(
 ):
     """``acc [16, BLOCK_N] + x [16, BLOCK_K] @ W[rows, start : start + BLOCK_K].T``, float32.
 
-    ``rows`` int64 ``[BLOCK_N]``, all of them inside the weight. NVFP4 leaves out the global scale and 2^7, which
-    ``finish`` brings in.
+    ``rows`` int64 ``[BLOCK_N]``, all inside the weight. For NVFP4, ``finish`` later multiplies by the global scale and
+    2^7.
     """
     if FORMAT == DENSE:
         columns = start + tl.arange(0, BLOCK_K)
@@ -198,7 +198,7 @@ def multiply(
 
 @triton.jit
 def finish(acc, global_ptr, rows, FORMAT: tl.constexpr):
-    """What is left to do to a whole sum ``[16, BLOCK_N]``: NVFP4's scale of each row of the weight."""
+    """Finish a complete sum ``[16, BLOCK_N]``: multiply by NVFP4's scale of each row of the weight."""
     if FORMAT == NVFP4:
         return acc * (tl.load(global_ptr + rows) * UNSHRUNK)[None, :]
     else:
@@ -207,12 +207,12 @@ def finish(acc, global_ptr, rows, FORMAT: tl.constexpr):
 
 @attrs.frozen
 class Layout:
-    """A weight as kernels take it: tensors (the first stands in for those that the format lacks) and constexprs."""
+    """A weight as kernel arguments: tensors (the first replaces those that the format lacks) and constexprs."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
     format: tl.constexpr
     bits: int
-    most_k: int  # bound of ``Tile.block_k``
+    most_k: int  # upper bound of ``Tile.block_k``
     scale_n: int = 1
     scale_k: int = 1
 
@@ -222,13 +222,13 @@ class Layout:
 
     @classmethod
     def of(cls, weight: Weight) -> Layout:
-        """Raises: UnsupportedError for blocks of scales that no tile divides."""
+        """Describe a weight. Raises: UnsupportedError for scale blocks that no tile divides."""
         there = parts(weight)
         codes, scales, globals_ = (*there, *there[:1] * (3 - len(there)))
         tensors = (codes, scales, globals_)
         match weight:
             case DenseWeight():
-                size = weight.tensor.element_size()  # float32 has no tensor cores here, and registers for 32 columns
+                size = weight.tensor.element_size()  # float32 uses no tensor cores and has registers for 32 columns
                 return cls(tensors, DENSE, 8 * size, 128 if size == 2 or interpreting() else 32)
             case Nvfp4Weight():
                 return cls(tensors, NVFP4, 4, 256)

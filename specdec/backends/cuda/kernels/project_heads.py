@@ -1,6 +1,6 @@
-"""Products of every head with a matrix of its own: the absorbed up-projections of latent attention.
+"""Products of every head with its own matrix: the absorbed up-projections of latent attention.
 
-One program sums a tile of one head's output over the whole length in one order, so it is row-invariant.
+One program sums a tile of one head's output over the whole length in a fixed order, so it is row-invariant.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -15,7 +15,7 @@ from specdec.backends.cuda.kernels.launch import MAX_ROWS, dtype_of, interpretin
 from specdec.errors import ShapeError
 
 _BLOCK_O = 64  # outputs of a program
-_BLOCK_BYTES = 128  # of a row that it takes at a time
+_BLOCK_BYTES = 128  # bytes of a row read at a time
 
 
 @triton.jit(do_not_specialize=["rows", "x_row"])
@@ -57,7 +57,7 @@ def _project_heads(
 
 
 def project_heads(x: Tensor, weights: Tensor) -> Tensor:
-    """``x[:, h] @ weights[h].T``: x ``[T, n, I]`` of any strides, weights ``[n, O, I]``: ``[T, n, O]``; T <= 16."""
+    """``x[:, h] @ weights[h].T``: x ``[T, n, I]`` with any strides, weights ``[n, O, I]``: ``[T, n, O]``; T <= 16."""
     rows, heads, length = x.shape
     fits = weights.shape[0] == heads and weights.shape[2] == length and weights.stride()[1:] == (length, 1)
     if rows > MAX_ROWS or not fits:

@@ -1,11 +1,11 @@
-"""Per-head RMS norm and rotary embedding, and the launch that writes a pass's keys and values into its cache.
+"""Per-head RMS norm and rotary embedding, and the kernel that writes a pass's keys and values to its cache.
 
-One program owns one head of one row, so that the bits of a row cannot depend on the rows beside it.
+Each program handles one head of one row, so the bits of a row cannot depend on other rows.
 
-The angle of position p is ``p * inv_freq[j]`` in float32, as the ops contract says. Its cosine and sine do not come
-from the device's functions, whose fast forms lose everything far from 0 and whose exact forms need memory for the
-reduction: the quarter turns are taken off in float64 (exact to 1e-10 up to 10^6 of them) and two Taylor polynomials in
-float32 do the rest. Their first left-out terms are ``r^11 / 11!`` and ``r^12 / 12!`` at ``|r| <= pi/4``: below 2e-9.
+The angle of position p is ``p * inv_freq[j]`` in float32, as the ops contract says. Its cosine and sine do not use the
+device's functions: the fast ones lose all precision far from 0, and the exact ones need memory for the reduction.
+Instead, the quarter turns are subtracted in float64 (exact to 1e-10 for up to 10^6 of them), and two Taylor polynomials
+in float32 follow. Their first omitted terms are ``r^11 / 11!`` and ``r^12 / 12!`` at ``|r| <= pi/4``: below 2e-9.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -42,7 +42,7 @@ def cos_and_sin(angle):
 def _rotated(
     x, weight, eps, inv_freq, position, D: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """One head ``x [D]`` normed by ``weight`` and turned to ``position``: ``[BLOCK_D]`` float32."""
+    """One head ``x [D]``, normed with ``weight`` and rotated to ``position``: ``[BLOCK_D]`` float32."""
     d = tl.arange(0, BLOCK_D)
     first, turned = d < HALF, d < 2 * HALF
     pair = tl.where(first, d + HALF, d - HALF)  # the other half of d's rotary pair
@@ -54,10 +54,10 @@ def _rotated(
         other = other * factor * tl.load(weight + pair, mask=turned, other=0.0)
     frequency = tl.load(inv_freq + tl.where(first, d, pair), mask=turned, other=0.0)
     cos, sin = cos_and_sin(position.to(tl.float32) * frequency)
-    return tl.fma(own, cos, other * tl.where(first, -sin, sin))  # by name: contraction is not left to the compiler
+    return tl.fma(own, cos, other * tl.where(first, -sin, sin))  # explicit: contraction is not left to the compiler
 
 
-# The width of loads decides the order of a norm's sum: where a view begins must not.
+# Not specialised on alignment: the width of loads determines the order of the norm's sum.
 @triton.jit(
     do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head"],
     do_not_specialize_on_alignment=["q", "k", "v"],
@@ -100,7 +100,7 @@ def _rotate_and_write(
         value = tl.load(v + t * v_row + kv * v_head + d, mask=d < D, other=0.0)
         keys = tl.multiple_of(tl.load(row + FIRST).to(tl.pointer_type(dtype)), 16)
         values = tl.multiple_of(tl.load(row + SECOND).to(tl.pointer_type(dtype)), 16)
-        # the host refuses a pass that does not fit; no kernel writes past the end
+        # the host rejects a pass that does not fit; this check keeps writes inside the cache
         room = tl.where(slot < tl.load(row + CAPACITY), D, 0)
         at = (slot * NKV + kv) * D + d
         tl.store(keys + at, rounded(turned, dtype), mask=d < room)
@@ -147,11 +147,11 @@ def rotate_and_write(
     inv_freq: Tensor,
     row: Tensor,
 ) -> Tensor:
-    """Norm and rotate q and k, and write k and v into the cache behind its committed rows.
+    """Norm and rotate q and k, and write k and v to the cache after its committed rows.
 
     Args:
-        q: ``[T, nq, D]`` act, k and v ``[T, nkv, D]``; views with any strides, the last one 1 (the query half of an
-            interleaved query-gate projection).
+        q: ``[T, nq, D]`` act, k and v ``[T, nkv, D]``; views with any strides, the last one 1 (such as the query half
+            of an interleaved query-gate projection).
         q_norm: float32 ``[D]`` weight of the norm, None for no norm; k_norm likewise.
         inv_freq: float32 ``[R / 2]`` on the device.
         row: the KV cache's row of the address table. Row t is at position LENGTH + t.
@@ -203,7 +203,7 @@ def norm_rope(
 ) -> Tensor:
     """Norm every head of ``x [T, n, D]`` (any strides, the last one 1) and rotate it: ``[T, n, D]``, rounded once.
 
-    ``position`` of the first row is a number, or a cache's row of the address table, whose LENGTH it is then.
+    ``position`` of the first row is a number, or a cache's row of the address table, to use its LENGTH.
     Same bits as ``rotate_and_write``. Raises: ShapeError.
     """
     T, heads, dim = x.shape
@@ -238,7 +238,7 @@ def norm_rope(
 
 
 def norm_rope_reference(x: Tensor, weight: Tensor | None, eps: float, inv_freq: Tensor, position: int) -> Tensor:
-    """``norm_rope`` in x's own precision; angles are products in float32 always."""
+    """``norm_rope`` in x's precision, except that angles are always float32 products."""
     half = inv_freq.shape[0]
     if weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

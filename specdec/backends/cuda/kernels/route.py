@@ -1,6 +1,6 @@
-"""The choice of experts: scores, groups, the best ones and their weights, one program per row.
+"""The choice of experts: scores, groups, top k and weights, one program per row.
 
-Source: ``specdec.backends.ops.Routing``, which names the papers. Of equal scores the lower id is better.
+Source: ``specdec.backends.ops.Routing``, which cites the papers. Ties go to the lower id.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,7 +17,7 @@ from specdec.backends.ops import Routing
 
 @triton.jit
 def _take(values, open_, at, count):
-    """Place and value of the best of those that are open; no NaN is the best, and the place is below ``count``."""
+    """Index and value of the best open entry; a NaN is never the best, and the index is below ``count``."""
     best = tl.max(tl.where(open_, values, float("-inf")), 0)
     place = tl.min(tl.where(open_ & (values == best), at, count - 1), 0)
     return place, best

@@ -1,4 +1,4 @@
-"""Rows moved about: the embedding of tokens whose ids lie on the device, and two activations put side by side."""
+"""Kernels that move rows: embedding of token ids on the device, and concatenation of two activations."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _embed(table, ids, out, row_stride, vocabulary, hidden, BLOCK: tl.constexpr)
 
 
 def embed(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows of ``table [V, H]`` for ids ``[T]`` int32 on the device: ``[T, H]``. Row 0 for an id that is none."""
+    """Look up ids ``[T]`` int32 on the device in ``table [V, H]``: ``[T, H]``; row 0 for an id out of range."""
     rows, hidden = len(ids), table.shape[1]
     out = torch.empty(rows, hidden, dtype=table.dtype, device=table.device)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
@@ -62,7 +62,7 @@ def _concat(a, b, out, heads, left, right, a_row, a_head, a_value, b_row, b_head
 
 
 def concat(a: Tensor, b: Tensor) -> Tensor:
-    """``[T, (n,) A]`` and ``[T, (n,) B]`` of one dtype and any strides side by side: ``[T, (n,) A + B]``."""
+    """Concatenate ``[T, (n,) A]`` and ``[T, (n,) B]`` of one dtype and any strides: ``[T, (n,) A + B]``."""
     wide_a, wide_b = (x if x.ndim == 3 else x.unsqueeze(1) for x in (a, b))
     rows, heads, left = wide_a.shape
     right = wide_b.shape[2]

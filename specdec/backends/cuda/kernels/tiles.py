@@ -1,6 +1,6 @@
-"""Tiles: how a product is cut into programs, as a function of its sizes, its format and the device. Never of T.
+"""Choose the tiles and slices of a product from its sizes, its format and the device, never from T.
 
-The choice decides bits (the order of the sum over K), so nothing is measured at run time.
+The choice affects the bits (the order of the sum over K), so nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import torch
 from specdec.backends.cuda.kernels.launch import interpreting
 from specdec.backends.cuda.kernels.workspace import COLUMNS, TILES
 
-HOPPER_SMS = 132  # also assumed where no CUDA device is
+HOPPER_SMS = 132  # also assumed without a CUDA device
 
 
 @attrs.frozen
 class Tile:
-    """One program sums ``[16, block_n]`` over every block of ``block_k`` columns of its slice of K."""
+    """The work of one program: sum ``[16, block_n]`` over the blocks of ``block_k`` columns of its slice of K."""
 
     block_n: int
     block_k: int
     splits: int = 1  # slices of K, folded in ascending order
     stages: int = 4  # blocks in flight
-    warps: int = 4  # one number for all products: the order of a norm's sum depends on it
+    warps: int = 4  # the same for all products: the order of a norm's sum depends on it
 
 
 @functools.cache
 def sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a device."""
+    """The number of streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else HOPPER_SMS
 
 
-# A program's fixed cost in bytes that its SM could have read meanwhile: start, prologue and epilogue. From bandwidth
-# per SM (4.3 TB/s over 132 of them, 33 kB a microsecond) and about a microsecond: an estimate, not a measurement.
+# The fixed cost of a program (start, prologue, epilogue) in bytes that its SM could have read in that time: about a
+# microsecond at 33 kB per microsecond and SM (4.3 TB/s over 132 SMs). An estimate, not a measurement.
 _START = 32_000
-_FOLD = 4_000  # per further slice: partial sums go through L2
-# Bytes of weights that an SM must have under way to be fed (Little's law: 33 kB a microsecond, somewhat less latency).
+_FOLD = 4_000  # per additional slice: partial sums go through L2
+# Bytes of weights that an SM must have in flight (Little's law: 33 kB per microsecond, a latency somewhat below that).
 _FLIGHT = 40_000
 _RESIDENT = 3  # programs of one SM at a time, by registers
 
@@ -47,12 +47,12 @@ def choose(n: int, k: int, bits: int, device: torch.device, *, pair: bool = Fals
     """The tile of a product with a weight ``[n, k]`` of ``bits`` bits per value; ``pair``: gate and up in one program.
 
     ``most_k`` bounds ``block_k`` (a scale's block, a head's size); a power of two of at least 16.
-    The time of a cut is modelled as the bytes that the busiest SM reads, longer where too few are under way at a time.
+    The time of a choice is modelled as the bytes that the busiest SM reads, longer if too few are in flight at a time.
     """
-    if interpreting():  # a program costs milliseconds whatever its size, so the fewest; two slices, so that folds run
+    if interpreting():  # every program costs milliseconds, so use few; two slices, so that folds run
         block_k = min(most_k, 128)
         return Tile(min(256, _power(n)), block_k, _split(k, block_k, 2 if k > 256 else 1))
-    block_k, matrices = min(most_k, 128) if pair else most_k, 2 if pair else 1  # two of 256 take all registers
+    block_k, matrices = min(most_k, 128) if pair else most_k, 2 if pair else 1  # two blocks of 256 take all registers
     best: tuple[float, Tile] | None = None
     for block_n in (64, 32) if pair else (128, 64, 32):
         tiles = -(-n // block_n)
@@ -67,14 +67,14 @@ def choose(n: int, k: int, bits: int, device: torch.device, *, pair: bool = Fals
             flight = min(busiest, _RESIDENT) * (stages - 1) * step
             read = matrices * block_n * length * bits / 8 * max(1.0, _FLIGHT / flight)
             cost = busiest * read + (_START + _FOLD * (splits - 1)) * max(1.0, busiest / _RESIDENT)
-            if best is None or cost < 0.97 * best[0]:  # wider and fewer slices where it hardly matters
+            if best is None or cost < 0.97 * best[0]:  # prefers wider and fewer slices if nearly as fast
                 best = (cost, Tile(block_n, block_k, splits, stages))
     assert best is not None
     return best[1]
 
 
 def _split(k: int, block_k: int, wanted: int) -> int:
-    """The number of slices, none of them empty, when K's blocks are cut as ``wanted`` asks."""
+    """The number of nonempty slices when K's blocks are cut into ``wanted`` slices."""
     blocks = -(-k // block_k)
     return -(-blocks // -(-blocks // wanted))
 
@@ -86,5 +86,5 @@ def _slice(k: int, block_k: int, splits: int) -> int:
 
 
 def _power(n: int) -> int:
-    """The least power of two that is at least n and 16."""
+    """The smallest power of two that is at least n and 16."""
     return max(16, 1 << (n - 1).bit_length())

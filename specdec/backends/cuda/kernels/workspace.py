@@ -1,4 +1,4 @@
-"""Workspace: where slices of a split product leave their partial sums, one per device."""
+"""The workspace for the partial sums of split products, one per device."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from specdec.backends.cuda.kernels.launch import MAX_ROWS
 from specdec.errors import ShapeError
 
-COLUMNS = 2**17  # of partial sums: slices times columns, gate and up counted apart; ``tiles`` stays below
-TILES = 2**13  # of one launch
+COLUMNS = 2**17  # columns of partial sums: slices times columns, gate and up counted separately; ``tiles`` stays below
+TILES = 2**13  # tiles of one launch
 
 
 class Workspace:
-    """Partial sums and arrival counters of one device. Allocated once, so that graphs can hold the addresses.
+    """Partial sums and arrival counters of one device, allocated once so that graphs can hold the addresses.
 
-    Kernels that use it must run one after another: everything on one device goes through one stream at a time. Every
-    kernel leaves the counters at zero.
+    Kernels that use it must run one after another, so a device uses one stream at a time. Every kernel leaves the
+    counters at zero.
 
     Attributes:
         partials: float32 ``[COLUMNS * 16]``.
@@ -32,11 +32,11 @@ class Workspace:
     @staticmethod
     @functools.cache
     def of(device: torch.device) -> Workspace:
-        """The workspace of ``device``; made at its first use, which must not be inside a graph's capture."""
+        """Return the workspace of ``device``, allocated on first use, which must not be during a graph's capture."""
         return Workspace(device)
 
     def check(self, columns: int, tiles: int) -> None:
-        """Raises: ShapeError when a launch needs more than there is."""
+        """Check the needs of a launch. Raises: ShapeError if they exceed the workspace."""
         if columns > COLUMNS or tiles > TILES:
             raise ShapeError(
                 f"a split product needs {columns} columns and {tiles} tiles of workspace, "

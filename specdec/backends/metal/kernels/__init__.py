@@ -1,1 +1,1 @@
-"""specdec's own kernels for Metal: each one as text, and the same function in MLX operations."""
+"""specdec's Metal kernels, each as source text, with a reference in MLX operations."""

@@ -1,11 +1,11 @@
 """Causal attention of a few rows over a bucket of keys and values, split at fixed positions.
 
-Positions 0 to 127 are the first part, 128 to 255 the second, and so on, whatever the row count, the length or the
-bucket are. One simdgroup takes one part for one query head and row: position by position in ascending order, with a
-running maximum (Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3). A second kernel joins the parts of a row
-in ascending order. So the bits of a row depend on its query and on the rows that it sees, and on nothing else.
+Positions 0 to 127 are the first part, 128 to 255 the second, and so on, for any row count, length and bucket. One
+simdgroup computes one part for one query head and row, position by position in ascending order, with a running maximum
+(Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3). A second kernel joins the parts of a row in ascending
+order. So the bits of a row depend only on its query and on the rows that it sees.
 
-Rows behind the ones that a query sees are never read: they may hold anything.
+Rows after those that a query sees are never read and may hold anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mlx.core as mx
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, OVER_LANES, groups
 
-PART = 128  # positions of a part; it is part of what defines a result's bits
+PART = 128  # positions of a part; affects the bits
 
 # The running maximum begins at the lowest finite float, so that no infinity is subtracted from another.
 ATTEND_PARTS = MslKernel(
@@ -141,18 +141,18 @@ def attend(
     part: int = PART,
     executor: Executor | None = None,
 ) -> mx.array:
-    """T rows of queries, row t of which sees the first ``length + t + 1`` positions: ``[T, nq, Dv]``. Lazy.
+    """Attention of T query rows; row t sees the first ``length + t + 1`` positions: ``[T, nq, Dv]``. Lazy.
 
     Args:
         q: ``[T, nq, Dk]``, any float dtype; query head h reads KV head ``h // (nq / nkv)``.
         keys: ``[1, nkv, bucket, Dk]``, those of the T rows at positions ``length`` to ``length + T - 1``.
         values: ``[1, nkv, bucket, Dv]``; with ``value_dims`` rows may be wider (latent rows: the keys themselves).
-        length: int32 ``[1]``, positions before the first row; the caller vouches that ``length + T <= bucket``.
-        scale: of the scores.
-        dtype: of the result; everything before it is float32.
-        value_dims: Dv, where it is less than the width of ``values``.
-        part: positions of a part; a session has to stay with one.
-        executor: what runs the kernels; None computes the same with MLX operations.
+        length: int32 ``[1]``, positions before the first row; the caller ensures ``length + T <= bucket``.
+        scale: scale of the scores.
+        dtype: dtype of the result; everything before it is float32.
+        value_dims: Dv, if it is less than the width of ``values``.
+        part: positions of a part; constant within a session.
+        executor: runs the kernels; None uses the reference in MLX operations.
     """
     if executor is None:
         return attend_reference(q, keys, values, length, scale=scale, dtype=dtype, value_dims=value_dims)
@@ -196,7 +196,7 @@ def attend_reference(
     dtype: mx.Dtype,
     value_dims: int | None = None,
 ) -> mx.array:
-    """``attend`` in MLX operations, over the whole bucket; what a row does not see counts as zero."""
+    """``attend`` in MLX operations, over the whole bucket; positions that a row does not see have weight 0."""
     rows, heads, _ = q.shape
     at = mx.arange(keys.shape[2])
     seen = at[None] < length + 1 + mx.arange(rows)[:, None]  # [T, bucket]

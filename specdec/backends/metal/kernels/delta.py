@@ -1,9 +1,9 @@
-"""The gated delta rule with lazy commit: a block's accepted rows enter the matrix in the launch of the next block.
+"""The gated delta rule with lazy commit: the launch of a block first folds the previous block's accepted rows.
 
-A launch reads the matrix before the previous block, that block's rows (key, decay, delta) and how many of them were
-accepted, a number that only the device needs to know. It folds those rows, writes the folded matrix, and computes its
-own rows from it. So a rejected row costs nothing, no matrix is kept per row, and the traffic is that of plain decoding:
-one matrix read, one written.
+A launch reads the matrix before the previous block, that block's rows (key, decay, delta) and the number of accepted
+rows, which only the device needs to know. It folds those rows into the matrix, writes it, and computes its own rows
+from it. So a rejected row costs nothing, no matrix is kept per row, and the memory traffic equals plain decoding: one
+matrix read, one written.
 
 Per value head (letters of ``specdec.backends.ops.Ops.gated_delta``; one row of the matrix is one value dimension):
 
@@ -11,9 +11,8 @@ Per value head (letters of ``specdec.backends.ops.Ops.gated_delta``; one row of 
 
 Source: Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464, equation 10. S is transposed here, ``[Dv, Dk]``.
 
-The bits after any row are those of one-row launches: one function computes ``g S + k delta`` in the loop over the old
-rows and in the loop over the new ones, every product that enters a sum is an explicit ``fma``, and the number of rows
-is a loop bound, not part of the text.
+The bits after any row equal those of one-row launches: one function computes ``g S + k delta`` in the loops over the
+old and the new rows, every product in a sum is an explicit ``fma``, and the number of rows is a runtime loop bound.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ FLUSH = MslKernel(
 
 @attrs.frozen(kw_only=True, eq=False)
 class DeltaRows:
-    """What a block of T rows adds to the matrix, all float32.
+    """The rows of a block of T rows, from which the matrix is updated; all float32.
 
     Attributes:
         k: normalised keys ``[T, Hk, Dk]``.
@@ -123,7 +122,7 @@ class DeltaRows:
 
     @classmethod
     def none(cls, key_heads: int, key_dim: int, value_heads: int, value_dim: int) -> DeltaRows:
-        """The rows before the first block: one row of zeros, of which 0 are kept."""
+        """Rows for use before the first block: one row of zeros, with 0 rows kept."""
         return cls(
             k=mx.zeros((1, key_heads, key_dim)),
             g=mx.zeros((1, value_heads)),
@@ -144,18 +143,18 @@ def gated_delta(
     dtype: mx.Dtype,
     executor: Executor | None = None,
 ) -> tuple[mx.array, mx.array, DeltaRows]:
-    """T rows behind the accepted rows of the previous block. Lazy.
+    """Compute T rows after the accepted rows of the previous block. Lazy.
 
     Args:
         base: the matrix before the previous block, ``[Hv, Dv, Dk]`` float32.
         past: rows of the previous block.
-        kept: how many of them stay, int32 ``[1]``, 0 to their number; the caller vouches for it. The first row of a
-            block is a token that was already decided, so that this is one more than the accepted drafts.
+        kept: the number of them to keep, int32 ``[1]``, from 0 to all, unchecked. The first row of a block is a token
+            that was already decided, so this is one more than the number of accepted drafts.
         q, k: normalised queries (scaled by Dk^-0.5) and keys, ``[T, Hk, Dk]`` float32.
         v: values ``[T, Hv, Dv]``, any float dtype.
         g, beta: decay factors and step sizes ``[T, Hv]`` float32.
-        dtype: of the result.
-        executor: what runs the kernel; None computes the same with MLX operations.
+        dtype: dtype of the result.
+        executor: runs the kernel; None uses the reference in MLX operations.
 
     Returns:
         y ``[T, Hv, Dv]`` in ``dtype``; the matrix with the accepted rows ``[Hv, Dv, Dk]`` float32, the base of the
@@ -206,10 +205,7 @@ def gated_delta_reference(
 
 
 def flush(base: mx.array, past: DeltaRows, kept: mx.array, *, executor: Executor | None = None) -> mx.array:
-    """The matrix after the accepted rows, ``[Hv, Dv, Dk]`` float32: what the next block would begin with. Lazy.
-
-    Arguments are those of ``gated_delta``.
-    """
+    """The matrix after the accepted rows, ``[Hv, Dv, Dk]`` float32. Arguments as in ``gated_delta``. Lazy."""
     if executor is None:
         return flush_reference(base, past, kept)
     heads, value_dim, _ = base.shape
@@ -228,7 +224,7 @@ def flush(base: mx.array, past: DeltaRows, kept: mx.array, *, executor: Executor
 
 
 def flush_reference(base: mx.array, past: DeltaRows, kept: mx.array) -> mx.array:
-    """``flush`` in MLX operations. Every row is computed, and those that are not kept are then left out."""
+    """``flush`` in MLX operations. Every row is computed; those that are not kept are then ignored."""
     state = base
     for row in range(past.k.shape[0]):
         state = mx.where(row < kept[0], _folded(state, past.g[row], past.k[row], past.delta[row]), state)

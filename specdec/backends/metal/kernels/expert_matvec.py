@@ -1,7 +1,7 @@
-"""Products of each row with the matrices that it names: experts of a router, or one matrix per head.
+"""Products of each row with selected matrices: experts of a router, or one matrix per head.
 
-Every row and slot is computed as ``matvec`` computes a single row, with the same sums and so the same bits. Rows that
-name the same matrix each read it, through the cache.
+Every row and slot is computed like a single row in ``matvec``, with the same sums and so the same bits. Rows that use
+the same matrix each read it, through the cache.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def expert_matvec(
     """``x[t, j] @ w[ids[t, j]].T``: ``[T, k, N]`` in ``dtype``, summed in float32 and rounded once. Lazy.
 
     Args:
-        x: ``[T, k, K]``, or ``[T, 1, K]`` where all slots of a row share it; any float dtype.
-        w: ``[E, N, K]``, any float dtype; or quantised, each array with E in front.
-        ids: int32 ``[T, k]``, below E; the caller vouches for it.
-        dtype: of the result.
-        executor: what runs the kernel; None computes the same with MLX operations.
+        x: ``[T, k, K]``, or ``[T, 1, K]`` if all slots of a row share it; any float dtype.
+        w: ``[E, N, K]``, any float dtype; or quantised, each array with E as the first axis.
+        ids: int32 ``[T, k]``, below E, unchecked.
+        dtype: dtype of the result.
+        executor: runs the kernel; None uses the reference in MLX operations.
     """
     if executor is None:
         return expert_matvec_reference(x, w, ids, dtype=dtype)
@@ -93,7 +93,7 @@ def expert_matvec(
 
 
 def expert_matvec_reference(x: mx.array, w: mx.array | PackedMatrix, ids: mx.array, *, dtype: mx.Dtype) -> mx.array:
-    """``expert_matvec`` in MLX operations; in float32, the only dtype that MLX's CPU device has all of them in."""
+    """``expert_matvec`` in MLX operations, in float32, the only dtype for which MLX's CPU device has them all."""
     each = x.astype(mx.float32)[:, :, None]  # [T, k or 1, 1, K]
     if isinstance(w, PackedMatrix):
         y = mx.gather_qmm(

@@ -1,9 +1,8 @@
-"""The greedy token of a few rows: the head's product and its argmax together, so that no logit leaves the chip.
+"""The greedy token of a few rows: the head's product and its argmax together, so that no logit is written to memory.
 
-A simdgroup computes the logits of 32 neighbouring features of R rows, with the sums of ``matvec`` or
-``quantised_matvec`` and so with their bits, and keeps the best. A second kernel takes the best of all simdgroups. The
-larger logit wins, and of equal ones the lower token id: an order without ties, so that it does not matter who compares
-whom first.
+A simdgroup computes the logits of 32 consecutive features of R rows, with the sums and so the bits of ``matvec`` or
+``quantised_matvec``, and keeps the best. A second kernel takes the best of all simdgroups. The larger logit wins; ties
+go to the lower token id. This order is total, so the order of comparisons does not matter.
 
 A row with a NaN or a positive infinity among its logits, or without a finite one, has the token -1.
 """
@@ -22,9 +21,7 @@ from specdec.backends.metal.quantised import PackedMatrix
 
 SPAN = 32  # features of a simdgroup
 _SIMDGROUPS = 4  # of a threadgroup; not tuned
-_NO_TOKEN = (
-    2**31 - 1
-)  # the token of a candidate that nothing has beaten: the lowest float, which no finite logit is below
+_NO_TOKEN = 2**31 - 1  # the initial token, with the lowest float as its logit: no finite logit is below it
 
 _OPEN = """
   if (block * SPAN >= features) {
@@ -70,7 +67,7 @@ _CLOSE = """
 
 
 def _candidates(name: str, inputs: tuple[str, ...], setup: str, products: str) -> tuple[MslKernel, MslKernel]:
-    """The kernel whose tokens are the features' numbers, and the one that looks them up in a map."""
+    """Two kernels: one whose tokens are the feature indices, and one that looks tokens up in a map."""
     plain, mapped = (setup + _OPEN + products + _CLOSE.replace("ID", id_) for id_ in ("feature", "ids[feature]"))
     outputs = ("logits", "tokens")
     return (
@@ -124,13 +121,13 @@ def greedy_head(
     *,
     executor: Executor | None = None,
 ) -> mx.array:
-    """The token of the largest logit of every row, of equal ones the lowest, or -1: int32 ``[T]``. Lazy.
+    """The token of the largest logit of every row (ties: the lowest), or -1: int32 ``[T]``. Lazy.
 
     Args:
         x: ``[T, K]``, any float dtype.
         parts: the head's rows ``[N, K]``, in one piece or several.
-        ids: token ids of each part's rows, int32 ``[N]``, in any order; None where a single part's row i is token i.
-        executor: what runs the kernels; None computes the same with MLX operations.
+        ids: token ids of each part's rows, int32 ``[N]``, in any order; None for a single part whose row i is token i.
+        executor: runs the kernels; None uses the reference in MLX operations.
     """
     if executor is None:
         return greedy_head_reference(x, parts, ids)

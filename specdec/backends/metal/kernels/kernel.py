@@ -1,4 +1,4 @@
-"""Kernels in the Metal shading language as data, and what runs them."""
+"""Kernels in the Metal shading language as data, and the executor that runs them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import mlx.core as mx
 
 @attrs.frozen(kw_only=True)
 class MslKernel:
-    """The text of a kernel, in the form that ``mx.fast.metal_kernel`` takes.
+    """The source of a kernel, for ``mx.fast.metal_kernel``.
 
     Attributes:
-        name: an identifier; no two kernels share one.
-        inputs: names of the arrays it reads, as the text calls them.
+        name: a unique identifier.
+        inputs: names of the arrays it reads.
         outputs: names of the arrays it writes.
-        source: the body of the kernel function; MLX writes the signature.
-        header: what stands before the function.
+        source: the body of the kernel function; MLX generates the signature.
+        header: code before the function.
     """
 
     name: str
@@ -31,7 +31,7 @@ class MslKernel:
 
 @attrs.frozen(kw_only=True)
 class Launch:
-    """One call of a kernel: everything but the arrays.
+    """The parameters of a kernel call, except the arrays.
 
     Attributes:
         template: names and values of the kernel's template arguments: a dtype, an int or a bool.
@@ -58,10 +58,10 @@ class OnMetal:
     """Runs kernels on Apple's GPU. MLX compiles each text and template once per process."""
 
     def run(self, kernel: MslKernel, inputs: Sequence[mx.array], launch: Launch) -> list[mx.array]:
-        """Lazy outputs.
+        """Return lazy outputs.
 
         Raises:
-            RuntimeError: MLX has no Metal, at the call or when the outputs are evaluated.
+            RuntimeError: MLX has no Metal; raised here or when the outputs are evaluated.
         """
         outputs: list[mx.array] = _compiled(kernel)(
             inputs=list(inputs),

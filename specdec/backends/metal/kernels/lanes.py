@@ -1,15 +1,15 @@
-"""What all kernel texts share: a sum over the 32 lanes of a simdgroup in one fixed order.
+"""Code shared by the Metal kernels: a sum over the 32 lanes of a simdgroup in a fixed order.
 
-The order is written out, because ``simd_sum`` promises none. Floating addition commutes, so every lane ends with the
-same bits.
+The order is explicit, because ``simd_sum`` guarantees none. Floating-point addition commutes, so every lane ends with
+the same bits.
 """
 
 from __future__ import annotations
 
 LANES = 32  # threads of a simdgroup on every Apple GPU
-MAX_ROWS = 8  # rows that one launch computes side by side
+MAX_ROWS = 8  # rows that one simdgroup computes together
 
-# UNROLLED stands before loops whose bounds are template arguments: their arrays then lie in registers
+# UNROLLED precedes loops whose bounds are template arguments, so that their arrays are kept in registers
 OVER_LANES = """
 #define UNROLLED _Pragma("clang loop unroll(full)")
 
@@ -25,7 +25,7 @@ inline float over_lanes(float part) {
 
 
 def groups(items: int, at_most: int = 4) -> int:
-    """How many simdgroups share a threadgroup: the largest power of two that divides ``items``, up to ``at_most``."""
+    """The number of simdgroups per threadgroup: the largest power of two that divides ``items``, up to ``at_most``."""
     size = 1
     while size < at_most and items % (2 * size) == 0:
         size *= 2
@@ -38,6 +38,6 @@ def whole(items: int, size: int) -> int:
 
 
 def tiles(rows: int) -> tuple[int, int]:
-    """``(R, tiles)``: rows in equal tiles of R <= MAX_ROWS; the last one may hold fewer."""
+    """Divide rows into equal tiles of R <= MAX_ROWS; the last may have fewer. Returns ``(R, tiles)``."""
     count = -(-rows // MAX_ROWS)
     return -(-rows // count), count

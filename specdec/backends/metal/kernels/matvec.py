@@ -1,8 +1,8 @@
-"""Products of a few rows with a dense matrix, in which a row has the same bits whatever rows it is computed beside.
+"""Row-invariant products of a few rows with a dense matrix.
 
 A simdgroup computes C features of R rows. Lane i sums the columns 4 i to 4 i + 3 of every 128, in ascending order with
-one ``fma`` each, in an accumulator per feature and row; then the lanes are summed in a fixed tree. Neither R nor C
-enters the order of any sum.
+one ``fma`` each, in an accumulator per feature and row; then the lanes are summed in a fixed tree. The order of every
+sum is independent of R and C.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mlx.core as mx
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel
 from specdec.backends.metal.kernels.lanes import LANES, OVER_LANES, tiles, whole
 
-FEATURES = 4  # C; not tuned, no Mac was there to measure on
+FEATURES = 4  # C; not tuned, as no Mac was available
 _SIMDGROUPS = 4  # of a threadgroup; likewise
 
 SETUP = """
@@ -25,9 +25,8 @@ SETUP = """
   const size_t matrix = 0;
 """
 
-# Reads lane, first (feature), first_row, rows, features, length, and matrix, the row of w that feature 0 is; leaves
-# sums[C][R] in every lane.
-# Features and rows past the end are those at the end, computed again and not stored.
+# Reads lane, first (feature), first_row, rows, features, length, and matrix, the row of w for feature 0; leaves
+# sums[C][R] in every lane. Past the end, the last feature or row is computed again and not stored.
 PRODUCTS = """
     float sums[C][R];
     size_t at_weight[C];
@@ -74,7 +73,7 @@ FIRST = """
 
 
 def storing(value: str) -> str:
-    """The end of a kernel: lane 0 writes ``value`` of every feature and row, rounded once."""
+    """Source of a kernel's end: lane 0 writes ``value`` for every feature and row, rounded once."""
     return f"""
     if (lane == 0) {{
       UNROLLED for (int r = 0; r < R; ++r) {{
@@ -110,11 +109,11 @@ def matvec(
     """``x @ w.T``, plus ``residual``: ``[T, N]`` in ``dtype``, summed in float32 and rounded once. Lazy.
 
     Args:
-        x: ``[T, K]``, any float dtype. Any T is computed; one of more than 8 rows reads ``w`` once per 8 rows.
+        x: ``[T, K]``, any float dtype and any T; ``w`` is read once per 8 rows.
         w: ``[N, K]``, any float dtype.
         residual: ``[T, N]``, or ``[N]`` for all rows.
-        dtype: of the result.
-        executor: what runs the kernel; None computes the same with MLX operations.
+        dtype: dtype of the result.
+        executor: runs the kernel; None uses the reference in MLX operations.
     """
     if executor is None:
         return matvec_reference(x, w, residual, dtype=dtype)
@@ -132,7 +131,7 @@ def launched(
     dtype: mx.Dtype,
     template: tuple[tuple[str, int], ...],
 ) -> mx.array:
-    """One of two kernels over ``inputs``, the first of which is x: ``[T, N]``."""
+    """Run one of two kernels on ``inputs``, of which the first is x: ``[T, N]``."""
     rows = inputs[0].shape[0]
     height, count = tiles(rows)
     template = (*template, ("R", height))

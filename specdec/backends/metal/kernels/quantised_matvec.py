@@ -1,12 +1,12 @@
-"""Products of a few rows with a matrix in MLX's affine format, row-invariant.
+"""Row-invariant products of a few rows with a matrix in MLX's affine format.
 
-A weight is ``level * scale + bias``, with a scale and a bias for each group of 32, 64 or 128 columns of a row. A lane
-takes every 32nd run of the packed row, in ascending order, a run being the fewest levels that fill whole words: 8 of 4
-bits in one word, 16 of 6 bits in three. The levels of a run share a group, so that
+A weight is ``level * scale + bias``, with a scale and a bias for each group of 32, 64 or 128 columns of a row. A run is
+the smallest number of levels that fills whole words: 8 of 4 bits in one word, 16 of 6 bits in three. A lane processes
+every 32nd run of the packed row, in ascending order. The levels of a run share a group, so
 
     sum_j x_j (level_j scale + bias) = scale (sum_j x_j level_j) + bias (sum_j x_j)
 
-costs two ``fma`` per run besides those of the levels. Then the lanes are summed in a fixed tree.
+costs two ``fma`` per run in addition to those of the levels. Then the lanes are summed in a fixed tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETUP = (
 """
 )
 
-# Reads what SETUP defines and first (feature); leaves sums[C][R] in every lane.
+# Reads the variables of SETUP and first (feature); leaves sums[C][R] in every lane.
 PRODUCTS = """
     float sums[C][R];
     size_t feature[C];
@@ -118,10 +118,7 @@ def layout(w: PackedMatrix) -> tuple[tuple[str, int], ...]:
 def quantised_matvec(
     x: mx.array, w: PackedMatrix, residual: mx.array | None = None, *, dtype: mx.Dtype, executor: Executor | None = None
 ) -> mx.array:
-    """``matvec`` with a quantised matrix: ``x @ w.T``, plus ``residual``, ``[T, N]`` in ``dtype``. Lazy.
-
-    Arguments are those of ``specdec.backends.metal.kernels.matvec.matvec``.
-    """
+    """``matvec`` with a quantised matrix: ``x @ w.T``, plus ``residual``, ``[T, N]`` in ``dtype``. Lazy."""
     if executor is None:
         return quantised_matvec_reference(x, w, residual, dtype=dtype)
     return launched(
@@ -132,7 +129,7 @@ def quantised_matvec(
 def quantised_matvec_reference(
     x: mx.array, w: PackedMatrix, residual: mx.array | None = None, *, dtype: mx.Dtype
 ) -> mx.array:
-    """``quantised_matvec`` in MLX operations; in float32, since MLX's CPU device would sum in a narrower dtype."""
+    """``quantised_matvec`` in MLX operations, in float32, since MLX's CPU device would sum in a narrower dtype."""
     scales, biases = w.scales.astype(mx.float32), w.biases.astype(mx.float32)
     y = mx.quantized_matmul(
         x.astype(mx.float32), w.codes, scales, biases, transpose=True, group_size=w.group, bits=w.bits
