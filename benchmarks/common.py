@@ -49,7 +49,7 @@ def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what a figure was measured."""
+    """The machine and software that a figure was measured with."""
     return {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit(Path(__file__).resolve().parents[1]) or "unknown",

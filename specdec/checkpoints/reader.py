@@ -91,7 +91,7 @@ class Checkpoint:
             for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
                 self._files[file] = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file.name} is no valid safetensors file: {error}", file=file) from error
+            raise CheckpointError(f"{file.name} is not a valid safetensors file: {error}", file=file) from error
 
     @classmethod
     def open(cls, path: Path | str) -> Checkpoint:
@@ -105,7 +105,7 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors, as the files have them."""
+        """Names of all tensors in the files."""
         return tuple(self._tensors)
 
     def __contains__(self, name: object) -> bool:
@@ -271,7 +271,7 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or PurePosixPath(shard).is_absolute() or ".." in Path(shard).parts:
             raise CheckpointError(
-                f"{index.name} puts the tensor {name} into {shard!r}, which is no file of this folder", file=index
+                f"{index.name} puts the tensor {name} into {shard!r}, which is not a file in this folder", file=index
             )
     return weight_map
 
@@ -366,7 +366,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             end = max(other.stop for other in tensors.values())
             raise CheckpointError(
                 f"{file.name} is truncated: it should have {8 + length + end} bytes and has {size}; "
-                f"the tensor {name} lies behind its end",
+                f"the tensor {name} extends past its end",
                 file=file,
                 try_="download it again",
             )
@@ -406,5 +406,5 @@ def _foreign(file: Path, size: int, head: bytes) -> CheckpointError:
     elif head.lstrip().startswith((b"<!", b"<html", b"<HTML")):
         what = "is a web page, not the weights"
     else:
-        what = f"is no safetensors file (it starts with {head[:16].hex(' ')})"
+        what = f"is not a safetensors file (it starts with {head[:16].hex(' ')})"
     return CheckpointError(f"{file.name} {what}", file=file, bytes=size, try_=cure)

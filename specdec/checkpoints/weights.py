@@ -93,7 +93,7 @@ def unreadable(checkpoint: Checkpoint, found: TensorFormat) -> CheckpointError |
     if found.error is not None or found.quantised or stored in FLOATS:
         return found.error
     return CheckpointError(
-        f"the tensor {found.tensors[0]} is stored as {stored}, which is no weight and no known quantised format",
+        f"the tensor {found.tensors[0]} is stored as {stored}, which is neither a weight nor a known quantised format",
         file=checkpoint.file_of(found.tensors[0]),
         config=quantisation(checkpoint.config),
         try_="the checkpoint in bfloat16 that it was made from",

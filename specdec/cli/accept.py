@@ -27,9 +27,9 @@ SHOWN_MISMATCHES = 5
 @configured("Tokens per prompt, at most", new_tokens=48, example="drafter.name=ngram")
 @measuring.measured(per_class=None, csv_help="Write the table.")
 @click.option("--depth", type=click.IntRange(1), default=4, show_default=True, help="Tokens drafted per cycle.")
-@click.option("--ablate", metavar="A,B", help='Measure the MTP head with known mistakes too: a list of them, or "all".')
+@click.option("--ablate", metavar="A,B", help='Also measure the MTP head with known mistakes: a list, or "all".')
 @click.option(
-    "--log", "log_file", metavar="FILE", type=PATH, help="Write each draft beside what became output (JSON lines)."
+    "--log", "log_file", metavar="FILE", type=PATH, help="Write each draft with the actual output (JSON lines)."
 )
 @output.json_option
 @click.pass_context
@@ -103,21 +103,21 @@ def show(report: AcceptanceReport) -> None:
         "Acceptance by lookahead position",
         output.table(headings, _positions(groups)),
         "Position 0 is the next token. Conditional = accepted / reached: right, given that the tokens before were. "
-        "Cumulative = accepted / offered: a token drafted there became output, which is what pays. The interval is of "
-        "the cumulative rate: 95%, over prompts like these.",
+        "Cumulative = accepted / offered: the share of drafted tokens that became output. The interval is the 95% "
+        "interval of the cumulative rate over such prompts.",
     )
     section(
-        "What a depth costs and must earn",
+        "Cost and break-even of each depth",
         output.table(("depth", "cycle (ms)", "plain steps", "break-even"), _costs(report), left=()),
-        "A plain step emits one token. break-even: the conditional acceptance, the same at every position, with which "
+        "A plain step emits one token. break-even: the conditional acceptance, equal at every position, at which "
         "the depth is as fast as plain decoding.",
     )
     depths = range(1, min(report.depth, SHOWN_DEPTHS) + 1)
     section(
         "Predicted speed-up over plain decoding, by depth",
         output.table(("class", *(f"depth {k}" for k in depths)), (_speedups(group, depths) for group in groups)),
-        "Tokens that a cycle is expected to emit, over what it costs in plain steps. It is a prediction: "
-        "specdec generate shows the speed of a run.",
+        "Expected tokens per cycle over its cost in plain steps. This is a prediction: specdec generate shows the "
+        "speed of a run.",
     )
     headings = ["class", "verdict", "best depth", "speed-up", "interval", "tokens per cycle", "decided by"]
     left = ("class", "verdict", "decided by")
@@ -135,8 +135,8 @@ def show(report: AcceptanceReport) -> None:
         section(
             "The MTP head with one mistake at a time",
             output.table(headings, _ablations(report)),
-            "at i: the cumulative rate at position i, over the same prompts. same output: prompts whose tokens are "
-            "those of the right head; a mistake in a drafter must never change them.",
+            "at i: the cumulative rate at position i, over the same prompts. same output: prompts with the same tokens "
+            "as the correct head; a drafter's mistake must never change them.",
             *(f"{one.switch}: {one.mistake}{f' ({one.note})' if one.note else ''}." for one in report.ablations),
         )
     for notice in report.notices:

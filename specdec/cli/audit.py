@@ -28,7 +28,7 @@ SHOWN = 10  # divergences listed on a terminal; --json has all
 @configured("How many tokens to generate, at most.", length="--tokens")
 @ignore_eos
 @click.option(
-    "--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of the control's passes; 1 for none."
+    "--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of the control's passes; 1 disables it."
 )
 @click.option("--png", metavar="FILE", type=PATH, help="Draw the result (matplotlib).")
 @output.json_option

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 @configured("Tokens generated per prompt", new_tokens=96)
 @measuring.measured(per_class=3, csv_help="Write every run.")
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="A B B A rounds per prompt.")
-@click.option("--contexts", metavar="N,N", help="Also measure prefill and generation after so many tokens of context.")
+@click.option("--contexts", metavar="N,N", help="Also measure prefill and generation at these context lengths.")
 @click.option(
     "--synthetic",
     metavar="PROFILE",
-    help='Impose an acceptance: "code", "mixed", "prose", or cumulative rates like 0.8,0.6. A timing, not a result.',
+    help='Impose acceptance: "code", "mixed", "prose", or cumulative rates like 0.8,0.6. A timing, not a result.',
 )
 @output.json_option
 @click.pass_context
@@ -96,17 +96,17 @@ def show(report: BenchReport) -> None:
         section(
             "What the steps cost",
             output.table(("step", "cycles", "median (ms)", "quartiles (ms)", "plain steps"), _timings(report)),
-            "Medians and quartiles over cycles. A plain step is a whole cycle of plain decoding. A pass that verifies "
-            "more rows reads the same weights once; how much more it costs decides what speculation can give.",
+            "Medians and quartiles over cycles. A plain step is a whole cycle of plain decoding. A pass over more rows "
+            "reads the same weights once; its extra cost limits the gain from speculation.",
         )
         headings = ["part", "predicted (ms)", "measured (ms)", "speed-up if free"]
         section("A mean speculative cycle", output.table(headings, _terms(report)), *_explained(report))
     if report.contexts:
         headings = ["context", "prefill plain", "prefill spec.", "plain", "spec.", "speed-up", "state", "save, restore"]
         section(
-            "By length of the context",
+            "By context length",
             output.table([*headings, "same"], _contexts(report), left=()),
-            "Tokens per second. Prefill is over the tokens since the length before. Each generation starts from a "
+            "Tokens per second. Prefill covers the tokens since the previous length. Each generation starts from a "
             "restored copy of the state.",
         )
     if report.reasons:
@@ -169,7 +169,7 @@ def _terms(report: BenchReport) -> Iterator[tuple[str, ...]]:
 
 
 def _explained(report: BenchReport) -> Sequence[str]:
-    lines = ["free: what the speed-up would be if this part cost no more than a plain step needs of it."]
+    lines = ["free: the speed-up if this part cost no more than in a plain step."]
     if not report.terms:
         lines = ["The device ran each cycle in one piece, so its parts cannot be timed."]
     overall, blame = report.overall, report.blame

@@ -37,7 +37,7 @@ PROMPT, MORE = "> ", ". "
     metavar="KEY=VALUE",
     help="Set a variable of the chat template: enable_thinking=false.",
 )
-@click.option("--load", "load_file", metavar="FILE", help="Go on with a saved conversation.")
+@click.option("--load", "load_file", metavar="FILE", help="Continue a saved conversation.")
 def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load_file: str | None) -> None:
     """Chat with a model.
 
@@ -77,9 +77,9 @@ class Chat:
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "rewind": ("[N]", "forget the last N turns (1)", self._rewind),
             "save": ("FILE", "write the conversation with its state", self._save),
-            "load": ("FILE", "go on with a saved conversation", self._load),
+            "load": ("FILE", "continue a saved conversation", self._load),
             "stats": ("", "speed and acceptance of the last answer and of the conversation", self._stats),
-            "help": ("", "this list; a message that starts with / is written //", self._help),
+            "help": ("", "this list; start a message with // for a literal /", self._help),
             "quit": ("", "leave (also Ctrl-D)", self._leave),
         }
 
@@ -124,7 +124,7 @@ class Chat:
                 click.echo()
         self._last = result = answer.result
         if not result.tokens:
-            self._say("(stopped before the first token: the message is forgotten)")
+            self._say("(stopped before the first token; the message is dropped)")
         elif note := {
             "interrupted": "(stopped; the answer so far is kept)",
             "length": f"(cut after {output.count(len(result.tokens), 'token')}; -n sets the limit)",

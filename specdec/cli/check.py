@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name")
 @settings_option("block=true", help="An option of the plugin")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the cases drawn.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawn cases.")
 @click.option("--effort", type=click.FloatRange(0.01, 1000), default=1.0, help="Factor on the number of cases.")
-@click.option("--only", multiple=True, metavar="ID", help="Run this check only; may be repeated.")
-@click.option("--contract", metavar="DATE", default=None, help="The contract that the plugin claims.")
+@click.option("--only", multiple=True, metavar="ID", help="Run only this check; may be repeated.")
+@click.option("--contract", metavar="DATE", default=None, help="The contract version that the plugin claims.")
 @output.json_option
 @click.pass_context
 def check(

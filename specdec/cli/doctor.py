@@ -27,9 +27,9 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has
 @click.argument("model", required=False)
 @settings_option("target.backend=metal", help="Override a key of [target]")
 @click.option(
-    "--context", type=click.IntRange(1), metavar="N", help="Compare after N tokens too: kernels may change with length."
+    "--context", type=click.IntRange(1), metavar="N", help="Also compare after N tokens: kernels may depend on length."
 )
-@click.option("--no-store", is_flag=True, help="Keep no record of the probe.")
+@click.option("--no-store", is_flag=True, help="Do not store the probe's record.")
 @output.json_option
 @click.pass_context
 def doctor(
@@ -278,6 +278,6 @@ def _costs_line(costs: RowCosts) -> str:
     measured = f"Medians of {output.count(costs.repeats, 'repeat')} after {output.count(costs.context, 'token')}"
     return (
         f"{'' if costs.steady else idle}{measured}; {step}. "
-        "Cycle: drafts and their pass in plain steps. Break-even: the share of drafts accepted, of those reached, from "
-        "which the depth pays; behind it the expected speed-up at some shares. specdec accept measures the share."
+        "Cycle: drafts and their pass in plain steps. Break-even: the accepted share of reached drafts above "
+        "which the depth pays; then the expected speed-up at some shares. specdec accept measures the share."
     )

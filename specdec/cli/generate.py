@@ -16,7 +16,7 @@ from specdec.errors import UnsupportedError
 @configured()
 @click.option("--stop", multiple=True, metavar="S", help="End before this string; repeatable.")
 @ignore_eos
-@click.option("--strict-speculation", is_flag=True, help="Fail when no draft was verified.")
+@click.option("--strict-speculation", is_flag=True, help="Fail if no draft was verified.")
 @output.json_option
 @click.pass_context
 def generate(

@@ -53,7 +53,7 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
                 metavar="FILE",
                 help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
             ),
-            click.option("--classes", metavar="A,B", help="Measure these prompt classes only."),
+            click.option("--classes", metavar="A,B", help="Measure only these prompt classes."),
             click.option(
                 "--per-class",
                 type=click.IntRange(1),
@@ -115,7 +115,7 @@ def finish(
     if report.broken_promise:
         output.broken_promise(ctx, changed)
     if report.partial:
-        click.echo(f"interrupted: this is of {done}", err=True)
+        click.echo(f"interrupted: this covers {done}", err=True)
         ctx.exit(output.INTERRUPTED)
 
 

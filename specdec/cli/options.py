@@ -34,7 +34,7 @@ KEYS = {name: f"generation.{name}" for name in ("max_new_tokens", "temperature",
 }
 """Options that are short for a configuration key."""
 
-ignore_eos = click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
+ignore_eos = click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token.")
 
 
 def add_options(command: Command, *options: Callable[[Command], Command]) -> Command:
@@ -77,7 +77,7 @@ def configured(
             click.option("-m", "--model", help='A folder, a hub id or "demo"; short for -s target.model=...'),
             click.option("-n", length, "max_new_tokens", type=int, metavar="N", help=length_help),
             click.option("-t", "--temperature", type=float, metavar="X", help="0 is greedy."),
-            click.option("--seed", type=int, metavar="S", help="One seed, one output."),
+            click.option("--seed", type=int, metavar="S", help="Random seed; the same seed gives the same output."),
             settings_option(example),
         )
 

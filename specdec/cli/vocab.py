@@ -25,12 +25,12 @@ PART = 1 << 18  # characters tokenised per step; parts end at line ends
 
 @click.command()
 @click.argument("model")
-@click.option("--text", "texts", metavar="FILE", multiple=True, help="Count the ids of a UTF-8 file; may be repeated.")
+@click.option("--text", "texts", metavar="FILE", multiple=True, help="Count ids in a UTF-8 file; may be repeated.")
 @click.option(
     "--generate",
     "prompts",
     metavar="FILE",
-    help='Count the ids of greedy outputs: a prompt a line; a line in double quotes is a JSON string ("a\\nb").',
+    help='Count ids in greedy outputs: one prompt per line; a line in double quotes is a JSON string ("a\\nb").',
 )
 @click.option(
     "--tokens",
@@ -38,7 +38,7 @@ PART = 1 << 18  # characters tokenised per step; parts end at line ends
     metavar="N",
     default=100_000,
     show_default=True,
-    help="With --generate: tokens in all, shared equally by the prompts.",
+    help="With --generate: total tokens, split equally between prompts.",
 )
 @click.option("--chat", is_flag=True, help="With --generate: put prompts into the checkpoint's chat template.")
 @click.option("--size", type=click.IntRange(1), metavar="N", default=16_384, show_default=True, help="Ids to keep.")
@@ -111,7 +111,7 @@ def vocab(
     else:
         _show(vocabulary, counts, file)
     if interrupted:
-        click.echo(f"interrupted: this is of {counts.total} of {tokens} tokens", err=True)
+        click.echo(f"interrupted: this covers {counts.total} of {tokens} tokens", err=True)
         ctx.exit(output.INTERRUPTED)
 
 
@@ -185,7 +185,7 @@ def _show(vocabulary: DraftVocabulary, counts: TokenCounts, file: pathlib.Path) 
     ]
     console.print(output.facts(rows))
     if not vocabulary.coverage:
-        click.echo("too little text to hold any out: the coverage is unknown", err=True)
+        click.echo("too little text to hold any out; the coverage is unknown", err=True)
         return
     shares = [
         (str(size), f"{share:.2%}{' *' if size == len(vocabulary.tokens) else ''}")

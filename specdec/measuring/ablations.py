@@ -74,7 +74,7 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
     assert target.model.mtp is not None
     mixer = target.model.mtp.layer.mixer
     if switch in ("gate-silu", "no-rotary") and not isinstance(mixer, Attention):
-        return "the head's layer is no plain attention"
+        return "the head's layer is not plain attention"
     if switch == "gate-silu" and isinstance(mixer, Attention) and not mixer.shape.gated:
         return "the head's attention has no output gate"
     return None

@@ -1,7 +1,7 @@
-"""Plain against speculative decoding: interleaved in one process, outputs compared, the time of a cycle taken apart.
+"""Compare plain and speculative decoding: interleaved in one process, outputs compared, cycle time broken down.
 
-Every prompt runs plain, speculative, speculative, plain (A B B A), so that a machine that slowly changes its speed
-favours neither arm. Rates are ratios of sums: tokens over seconds, both added up over all runs.
+Every prompt runs plain, speculative, speculative, plain (A B B A), so that slow changes of the machine's speed favour
+neither arm. Rates are ratios of sums over all runs: tokens over seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from specdec.measuring.prompts import Prompt, PromptSet
     from specdec.pipeline import LanguageModel
 
-EXPLAINED = 0.03  # the phases must account for the time of the cycles to within this share
-WARM = 0.05  # warm-up ends when a round is within this share of the one before
+EXPLAINED = 0.03  # the phases must account for the cycles' time to within this share
+WARM = 0.05  # warm-up ends when a round is within this share of the previous one
 WARM_ROUNDS = 5  # at most
 TERMS = {"verification": "verify_seconds", "drafting": "draft_seconds", "bookkeeping": "commit_seconds"}
 ARMS = ("plain", "speculative")
@@ -45,7 +45,7 @@ class PromptBench:
     kind: str
     plain: tuple[Run, ...]
     speculative: tuple[Run, ...]
-    differs_at: int | None  # the first generated position at which a run differs from the first plain one
+    differs_at: int | None  # first generated position where a run differs from the first plain run
 
     def sums(self) -> tuple[float, float, float, float]:
         """Tokens and seconds, plain and speculative, over all runs."""
@@ -71,14 +71,14 @@ class ClassBench:
 
 @attrs.frozen(kw_only=True)
 class Timing:
-    """Milliseconds of one kind of step, over the cycles that had it."""
+    """Milliseconds of one kind of step, over the cycles that contain it."""
 
     what: str  # "plain step", "verify 3 rows", "draft 2 tokens", "commit", ...
     cycles: int
     median_ms: float
     low_ms: float  # quartiles
     high_ms: float
-    in_plain_steps: float  # median over the median plain step
+    in_plain_steps: float  # median relative to the median plain step
 
 
 @attrs.frozen(kw_only=True)
@@ -88,44 +88,44 @@ class Term:
     name: str
     predicted_ms: float
     measured_ms: float
-    speedup_if_free: float  # the speed-up if this part cost only what a plain step needs of it
+    speedup_if_free: float  # the speed-up if this part cost no more than in a plain step
 
 
 @attrs.frozen(kw_only=True)
 class ContextReport:
-    """Speeds after one length of context; tokens per second."""
+    """Speeds at one context length; tokens per second."""
 
-    context: int  # tokens before the generated ones
-    prefill_plain: float  # over the tokens since the context before
+    context: int  # tokens before generation
+    prefill_plain: float  # over the tokens since the previous context length
     prefill_speculative: float  # with the drafter's own prefill
     plain: float
     speculative: float
     speedup: float
     tokens_per_cycle: float
     state_bytes: int  # of the speculative arm's target
-    save_seconds: float  # to copy the state and restore it, speculative arm
+    save_seconds: float  # to copy and restore the state, speculative arm
     equal: bool  # both arms generated the same tokens
 
 
 @attrs.frozen(kw_only=True)
 class BenchReport(Report):
-    """Everything that a comparison found."""
+    """The result of a comparison."""
 
     depth_policy: str
     repeats: int  # A B B A rounds per prompt
-    synthetic: tuple[float, ...] | None  # cumulative acceptance that was imposed: a timing, not a result
-    warm_up: tuple[float, ...]  # tokens per second of the warm-up's rounds, both arms together
+    synthetic: tuple[float, ...] | None  # imposed cumulative acceptance: a timing, not a result
+    warm_up: tuple[float, ...]  # tokens per second of the warm-up rounds, both arms together
     prompts: tuple[PromptBench, ...] = attrs.field(repr=False)
     classes: tuple[ClassBench, ...]
-    overall: ClassBench | None  # None: nothing was measured to the end
+    overall: ClassBench | None  # None: no prompt was finished
     timings: tuple[Timing, ...]
     plain_step_ms: float | None  # the mean, as the terms are means
     terms: tuple[Term, ...]
-    predicted_speedup: float | None  # from the costs measured before, with the depths and acceptance of the runs
-    speedup_if_accepted: float | None  # if every drafted token had been accepted
-    explained: dict[str, float]  # arm -> share of the time that the phases account for
+    predicted_speedup: float | None  # from the cost table, with the depths and acceptance of the runs
+    speedup_if_accepted: float | None  # if every drafted token were accepted
+    explained: dict[str, float]  # arm -> share of the time covered by the phases
     contexts: tuple[ContextReport, ...]
-    reasons: dict[str, int]  # why speculation was off at the end of a run -> speculative runs
+    reasons: dict[str, int]  # why speculation ended off -> number of speculative runs
 
     @property
     def equal(self) -> bool:
@@ -144,14 +144,14 @@ class BenchReport(Report):
 
     @property
     def limit(self) -> str:
-        """What would gain most if it were free: a term, or the acceptance; "" where terms cannot be told apart."""
+        """The part with the most to gain if it were free, or the acceptance; "" if parts cannot be timed."""
         gains = {term.name: term.speedup_if_free for term in self.terms}
         if self.terms and self.speedup_if_accepted is not None:
             gains["acceptance"] = self.speedup_if_accepted
         return max(gains, key=lambda name: gains[name], default="")
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that ``bench --json`` prints; of the single runs their sums only."""
+        """The object that ``bench --json`` prints; runs are summed."""
         data = attrs.asdict(attrs.evolve(self, prompts=()))
         return data | {
             "frontiers": data.pop("contexts"),
@@ -184,15 +184,15 @@ class BenchReport(Report):
 
 
 class BenchMeasurement(Measurement):
-    """Compares both arms; after ``stop`` the report is of the prompts that were done.
+    """Compares both arms; after ``stop`` the report covers the finished prompts.
 
     Args:
-        lm: the pipeline to compare with its own plain decoding.
+        lm: the pipeline, compared with its own plain decoding.
         prompts: by class.
         repeats: A B B A rounds per prompt.
         synthetic: cumulative acceptance by position to impose (``specdec.measuring.synthetic``).
-        contexts: lengths at which to measure prefill and generation as well.
-        **options: as for ``Measurement``. End tokens are ignored, so that both arms generate as much.
+        contexts: context lengths at which to measure prefill and generation too.
+        **options: as for ``Measurement``. End tokens are ignored, so that both arms generate equally many tokens.
 
     Raises: ConfigError, PromptError or UnsupportedError for settings, prompts, or a drafter that drafts nothing.
     """
@@ -241,7 +241,7 @@ class BenchMeasurement(Measurement):
     def _rounds(
         self, prompt: Prompt | None, session: Callable[[str], Session], repeats: int = 1
     ) -> dict[str, list[Run]] | None:
-        """Runs of both arms, A B B A, each in ``session(arm)``; None once the measurement was stopped."""
+        """Runs of both arms, A B B A, each in ``session(arm)``; None once the measurement is stopped."""
         runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
         for arm in (*ARMS, *reversed(ARMS)) * repeats:
             run = None if self.stopping else self._generate(self._arms[arm], prompt, session(arm))
@@ -251,7 +251,7 @@ class BenchMeasurement(Measurement):
         return runs
 
     def _warm_up(self) -> tuple[float, ...]:
-        """Both arms on the first prompt until the speed is steady: caches, clocks, recorded passes."""
+        """Run both arms on the first prompt until the speed is steady: caches, clocks, recorded passes."""
         rates: list[float] = []
         while len(rates) < WARM_ROUNDS and self._prompts:
             runs = [run for lm in self._arms.values() if (run := self._generate(lm, self._prompts[0]))]
@@ -278,9 +278,9 @@ class BenchMeasurement(Measurement):
         )
 
     def _by_context(self) -> Iterator[ContextReport]:
-        """Prefill and generation at each length. One session per arm grows; a restored copy of it generates.
+        """Measure prefill and generation at each length. One session per arm grows; a restored copy of it generates.
 
-        So what is generated never lengthens the next context. The context is text: the prompts one after the other.
+        So generated tokens never extend the next context. The context is the prompts one after the other.
         """
         text = [token for ids in self._ids for token in ids]
         sessions = {arm: lm.session() for arm, lm in self._arms.items()}
@@ -368,7 +368,7 @@ def compare(lm: LanguageModel, prompts: PromptSet, **options: Any) -> BenchRepor
 
 
 def _grow(session: Session, tokens: Sequence[int]) -> float:
-    """Prefill what ``tokens`` has beyond the session; returns tokens per second."""
+    """Prefill the tokens that the session lacks; returns tokens per second."""
     added = tokens[len(session.tokens) :]
     session.feed(added)
     started = perf_counter()
@@ -441,7 +441,7 @@ def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord])
         )
 
     def by_length(chosen: Sequence[CycleRecord], phase: str) -> list[tuple[int, list[float]]]:
-        """Seconds of a phase by the length of the draft."""
+        """Seconds of a phase by draft length."""
         lengths = sorted({cycle.offered for cycle in chosen})
         return [(n, [getattr(cycle, phase) for cycle in chosen if cycle.offered == n]) for n in lengths]
 
@@ -463,13 +463,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def _predicted(cycles: Sequence[CycleRecord], costs: CostTable) -> float:
-    """The speed-up that these cycles should have had by the cost table."""
+    """The predicted speed-up of these cycles from the cost table."""
     tokens = sum(len(cycle.emitted) for cycle in cycles)
     return tokens * costs.cycle(0) / sum(costs.cycle(cycle.offered) for cycle in cycles)
 
 
 def _terms(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord], costs: CostTable) -> tuple[Term, ...]:
-    """Means over the speculative cycles. A part that is free costs what a plain step needs of it."""
+    """Means over the speculative cycles. A free part costs what it costs in a plain step."""
 
     def mean(chosen: Sequence[CycleRecord], name: str) -> float:
         return statistics.fmean(getattr(cycle, TERMS[name]) for cycle in chosen)

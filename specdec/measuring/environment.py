@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured: one record for every command that measures."""
+"""Record where and with what a figure was measured, for every measuring command."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 @attrs.frozen(kw_only=True)
 class Environment:
-    """Machine, versions and model. What cannot be found out is None."""
+    """Machine, versions and model. Unknown values are None."""
 
-    command: str  # as it was called
+    command: str  # the command line
     started: str  # UTC, ISO 8601
     specdec: str  # version
-    commit: str | None  # of the specdec checkout, "+" where tracked files differ; None when it is installed
+    commit: str | None  # of the specdec checkout, with "+" for modified files; None if installed
     python: str
     libraries: dict[str, str]  # versions
     system: str
     processor: str
-    cores: int  # that this process may use
+    cores: int  # available to this process
     memory_bytes: int | None
-    threads: int  # torch's, also those of the native kernels
-    load_1min: float | None  # processes that wanted a core, before the measurement
+    threads: int  # of torch and the native kernels
+    load_1min: float | None  # the load average before the measurement
     model: str
     family: str
     fingerprint: str
@@ -48,12 +48,12 @@ class Environment:
 
     @property
     def busy(self) -> bool:
-        """Whether more than half of a core was in use, by anything, in the minute before this record was made."""
+        """Whether any programs used more than half a core in the minute before this record was made."""
         return self.load_1min is not None and self.load_1min > 0.5
 
 
 def current_environment(info: ModelInfo, model: str = "") -> Environment:
-    """The record of this moment, for a loaded target."""
+    """The current record, for a loaded target."""
     import torch
 
     return Environment(
@@ -83,9 +83,9 @@ def current_environment(info: ModelInfo, model: str = "") -> Environment:
 
 
 def commit(folder: Path) -> str | None:
-    """The short commit of the checkout whose root is ``folder``, with "+" behind it where tracked files differ.
+    """The short commit of the checkout with root ``folder``, followed by "+" if tracked files are modified.
 
-    None where ``folder`` is not the root of one: an installed package may lie inside another repository.
+    None if ``folder`` is not a checkout's root: an installed package may lie inside another repository.
     """
     if not (folder / ".git").exists():
         return None

@@ -1,9 +1,8 @@
-"""Intervals over prompts: the jackknife.
+"""Jackknife intervals over prompts.
 
-Tokens of one prompt resemble each other, so an interval over tokens would be far too narrow. Every rate is computed
-again with one prompt left out, from the sums over all others; the spread of these values is its standard error
-(Efron and Tibshirani 1993, "An Introduction to the Bootstrap", equation 11.5), and Student's t of n - 1 degrees of
-freedom makes it an interval.
+Tokens of one prompt resemble each other, so an interval over tokens would be far too narrow. Instead every rate is
+recomputed with each prompt left out in turn. The spread of these values gives its standard error (Efron and Tibshirani
+1993, "An Introduction to the Bootstrap", equation 11.5), and Student's t with n - 1 degrees of freedom its interval.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 Interval = tuple[float, float] | None
 
 LEVEL = 0.95
-MIN_PROMPTS = 8  # fewer say too little about other prompts
+MIN_PROMPTS = 8  # fewer are too few to generalise
 
 
 def left_out(counts: NDArray[Any]) -> Float64:
@@ -33,9 +32,9 @@ def left_out(counts: NDArray[Any]) -> Float64:
 
 
 def interval(estimate: float, values: Float64, *, low: float = 0.0, high: float = math.inf) -> Interval:
-    """The 95 % interval of an estimate between ``low`` and ``high``, from its ``values`` without each prompt in turn.
+    """The 95 % interval of an estimate, within ``low`` and ``high``, from its ``values`` without each prompt in turn.
 
-    None where there are too few prompts, or where a value is unknown without one of them (NaN).
+    None if there are too few prompts, or if leaving one out makes the value unknown (NaN).
     """
     prompts = len(values)
     if prompts < MIN_PROMPTS or not math.isfinite(estimate) or not np.isfinite(values).all():
@@ -53,7 +52,7 @@ def student_t(freedom: int) -> float:
 
 
 def ratio(part: Any, whole: Any) -> Float64:
-    """``part / whole``, NaN where ``whole`` is 0."""
+    """``part / whole``; NaN if ``whole`` is 0."""
     part, whole = np.asarray(part, dtype=np.float64), np.asarray(whole, dtype=np.float64)
     out: Float64 = np.full(np.broadcast(part, whole).shape, np.nan)
     np.divide(part, whole, out=out, where=whole != 0)

@@ -1,4 +1,4 @@
-"""Where a drafter goes wrong: every draft beside what became output, and the commonest mismatches."""
+"""Show where a drafter goes wrong: every draft next to the actual output, and the commonest mismatches."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from specdec.measuring.runs import Run
     from specdec.text import Tokenizer
 
-CONTEXT_TOKENS = 16  # of the tail that a row of the log shows
+CONTEXT_TOKENS = 16  # of context shown in a log row
 
 
 def _texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
-    """Each token as text, special tokens too; part of a character becomes the replacement character."""
+    """Each token as text, including special tokens; partial characters become the replacement character."""
     return [tokenizer.decode([token], skip_special=False) for token in tokens]
 
 
 def log_rows(run: Run, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """One row per draft: the tail of the context, drafted and actual tokens, and where they first differ.
+    """One row per draft: the last tokens of the context, drafted and actual tokens, and where they first differ.
 
-    ``actual`` holds the tokens that became output at the drafted positions, fewer where the generation ended.
-    ``mismatch`` is the lookahead position of the first rejected token, null where all were accepted.
+    ``actual`` holds the output tokens at the drafted positions, fewer if the generation ended. ``mismatch`` is the
+    lookahead position of the first rejected token, null if all were accepted.
     """
 
     prompt = run.prompt
@@ -54,16 +54,16 @@ def log_rows(run: Run, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 class DraftLog:
-    """A JSON-lines file of ``log_rows``, written run by run; the first run replaces what was there.
+    """A JSON-lines file of ``log_rows``, written run by run; the first run replaces an existing file.
 
-    So an interrupted measurement leaves its part, and one that cannot start leaves an older log alone.
+    So an interrupted measurement leaves a partial log, and one that cannot start leaves an older log alone.
     """
 
     def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
         self._path, self._tokenizer, self._mode = path, tokenizer, "w"
 
     def add(self, run: Run) -> None:
-        """Write the drafts of a run. Raises: UnsupportedError when the file cannot be written."""
+        """Write the drafts of a run. Raises: UnsupportedError if the file cannot be written."""
         try:
             with open(self._path, self._mode, encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in log_rows(run, self._tokenizer))
@@ -74,7 +74,7 @@ class DraftLog:
 
 @attrs.frozen
 class Mismatch:
-    """A drafted token that was rejected, what became output in its place, and how often; both as text."""
+    """A rejected draft token, the actual output token, and their count; both as text."""
 
     drafted: str
     actual: str
@@ -89,7 +89,7 @@ def commonest(runs: Iterable[Run], tokenizer: Tokenizer, limit: int) -> list[Mis
         start = len(run.prompt_tokens)
         for cycle in run.cycles:
             at = cycle.position - start + cycle.accepted
-            if cycle.accepted < len(cycle.drafted) and at < len(run.tokens):  # past the end nothing became output
+            if cycle.accepted < len(cycle.drafted) and at < len(run.tokens):  # no output past the end
                 pairs[cycle.drafted[cycle.accepted], run.tokens[at]] += 1
     total = sum(pairs.values())
     return [

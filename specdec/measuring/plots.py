@@ -1,6 +1,6 @@
-"""Plots of what was measured, as PNG files (matplotlib, the extra "plot").
+"""Plot measurements as PNG files (matplotlib, the extra "plot").
 
-Every function raises UnsupportedError without matplotlib, or when the file cannot be written.
+Every function raises UnsupportedError if matplotlib is missing or the file cannot be written.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from specdec.measuring.bench import BenchReport
     from specdec.measuring.intervals import Interval
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart
+# Okabe and Ito's colour-blind-safe palette
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY, PALE, RED = "#5f6368", "#c8ccd4", "#b3261e"
-SPREAD = 0.06  # sideways between classes, so that their error bars can be told apart
+SPREAD = 0.06  # horizontal offset between classes, to separate their error bars
 
 
 def require_matplotlib() -> None:
-    """Raises: UnsupportedError when there is no matplotlib to draw with."""
+    """Raises: UnsupportedError if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -36,7 +36,7 @@ def require_matplotlib() -> None:
 
 
 def panels(title: str, *sizes: float, height: float = 4.6) -> tuple[Any, list[Any]]:
-    """A figure with panels of these widths beside each other."""
+    """A figure with panels of these widths side by side."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -51,7 +51,7 @@ def panels(title: str, *sizes: float, height: float = 4.6) -> tuple[Any, list[An
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a PNG. Raises: UnsupportedError when the file cannot be written."""
+    """Write a PNG. Raises: UnsupportedError if the file cannot be written."""
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
@@ -66,7 +66,7 @@ def _grid(axes: Any, axis: str = "y") -> None:
 
 
 def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
-    """Acceptance by position and predicted speed-up by depth, a line per class."""
+    """Acceptance by position and predicted speed-up by depth, one line per class."""
     groups = [group for group in report.classes if group.prompts]
     how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
     partial = f", interrupted after {report.done} of {report.planned} prompts" if report.partial else ""
@@ -134,7 +134,7 @@ def _lines(
 
 
 def plot_bench(report: BenchReport, path: str | Path) -> None:
-    """Speed-up by class, where the time of a cycle goes, and speed by length of the context, of one prompt or more."""
+    """Speed-up by class, the breakdown of a cycle's time, and speed by context length, of one or more prompts."""
     warned = "SYNTHETIC ACCEPTANCE, A TIMING AND NOT A RESULT: " if report.synthetic is not None else ""
     figure, axes = panels(
         f"{warned}{report.drafter}, depth {report.depth_policy}, verifier {report.verifier}, on "
@@ -161,8 +161,8 @@ def _speedups(axes: Any, report: BenchReport) -> None:
         label = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "ha": "left", "fontsize": 10}
         axes.annotate(f"{group.speedup:.2f}x", (max(group.speedup, high), place), **label)
     axes.set_yticks(range(len(groups)), [f"{group.name} ({group.prompts})" for group in groups])
-    axes.set_ylim(max(len(groups), 3) - 0.4, -0.6)  # the first on top; one bar alone does not fill the panel
-    axes.margins(x=0.15)  # room for the figures beside the bars
+    axes.set_ylim(max(len(groups), 3) - 0.4, -0.6)  # the first on top; a single bar does not fill the panel
+    axes.margins(x=0.15)  # room for the figures next to the bars
     axes.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
     axes.set(
         xlabel="speculative over plain tokens per second",
@@ -173,7 +173,7 @@ def _speedups(axes: Any, report: BenchReport) -> None:
 
 def _cycle(axes: Any, report: BenchReport) -> None:
     columns = {
-        "plain\nstep": {},  # not taken apart
+        "plain\nstep": {},  # not broken down
         "cycle,\npredicted": {term.name: term.predicted_ms for term in report.terms},
         "cycle,\nmeasured": {term.name: term.measured_ms for term in report.terms},
     }

@@ -1,8 +1,8 @@
-"""Prompts to measure with: our own, in four classes, and a loader for the user's file.
+"""Prompts for measurements: four built-in classes, and a loader for the user's file.
 
-The classes differ in how predictable their continuations are, which is what acceptance depends on: ``factual`` and
-``code`` are texts to go on with, ``verbose-thinking`` and ``instruction`` are a user's messages, put into the
-checkpoint's chat template where it has one.
+The classes differ in how predictable their continuations are, which determines acceptance. ``factual`` and ``code`` are
+texts to continue; ``verbose-thinking`` and ``instruction`` are user messages, put into the checkpoint's chat template
+if it has one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("prompts")
 CLASSES = ("factual", "verbose-thinking", "code", "instruction")
 CHAT_CLASSES = ("verbose-thinking", "instruction")
-PLAIN_CLASS = "prompts"  # of a file that is plain text
+PLAIN_CLASS = "prompts"  # class of a plain-text file
 KEYS = ("class", "prompt", "chat")
 EXAMPLE = '{"class": "mail", "prompt": "Dear all,"}'
 
-PromptSet = Mapping[str, Sequence["Prompt"]]  # class -> prompts, in the order to measure them
+PromptSet = Mapping[str, Sequence["Prompt"]]  # class -> prompts, in measuring order
 
 
 @attrs.frozen(kw_only=True)
@@ -35,11 +35,11 @@ class Prompt:
 
     kind: str  # its class
     text: str
-    chat: bool = False  # a user's message, for the chat template where there is one
+    chat: bool = False  # a user message, for the chat template if there is one
     source: str = attrs.field(default="", eq=False)  # "prompts.jsonl, line 3"
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Token ids; of the class ``verbose-thinking`` with the template's ``enable_thinking`` switched on.
+        """Token ids; the class ``verbose-thinking`` sets the template's ``enable_thinking``.
 
         Raises: PromptError that names the prompt's file and line.
         """
@@ -58,7 +58,7 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """What messages call it: file and line, or how it begins."""
+        """The name in messages: file and line, or the first words."""
         return self.source or repr(self.text[:40])
 
 
@@ -71,13 +71,13 @@ def own_prompts() -> dict[str, list[Prompt]]:
 
 
 def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
-    """Read a user's file: JSON lines with ``class`` and ``prompt`` (and ``chat``), or plain text, a prompt per line.
+    """Read a user's file: JSON lines with ``class`` and ``prompt`` (and ``chat``), or plain text, one prompt per line.
 
-    A file is JSON lines when its name ends in ``.jsonl`` or its first line is a JSON object. Empty lines are skipped.
-    ``chat`` says whether the prompt is a message for the chat template; the default is true for the classes
-    ``verbose-thinking`` and ``instruction``. Plain prompts all belong to the class ``prompts``.
+    A file is JSON lines if its name ends in ``.jsonl`` or its first line is a JSON object. Empty lines are skipped.
+    ``chat`` marks a message for the chat template; the default is true for the classes ``verbose-thinking`` and
+    ``instruction``. Plain-text prompts all belong to the class ``prompts``.
 
-    Raises: PromptError that names the file, and the line where one is wrong.
+    Raises: PromptError naming the file, and the line of a bad prompt.
     """
     file = Path(path)
     try:
@@ -137,9 +137,9 @@ def _from_json(line: str, file: Path, number: int, source: str) -> Prompt:
 def choose_prompts(
     prompts: PromptSet, *, classes: Iterable[str] | None = None, per_class: int | None = None
 ) -> dict[str, list[Prompt]]:
-    """The prompts of these classes (all where None), the first ``per_class`` of each.
+    """The prompts of these classes (all if None), the first ``per_class`` of each.
 
-    Raises: PromptError for a class that there is not, or none at all.
+    Raises: PromptError for an unknown class, or if none is given.
     """
     wanted = list(prompts) if classes is None else list(dict.fromkeys(classes))
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Generations with every cycle of them, and what all measurements share: several in a row, and an end on request."""
+"""Generations with a record of every cycle, and what all measurements share: runs in series, stoppable on request."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def cycle_seconds(cycle: CycleRecord) -> float:
 class Run:
     """One generation, cycle by cycle."""
 
-    prompt: Prompt | None = None  # None where it went on from a context
+    prompt: Prompt | None = None  # None if it continued a context
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]  # generated
     cycles: tuple[CycleRecord, ...]
-    seconds: float = 0.0  # of decoding, by one clock around each cycle
+    seconds: float = 0.0  # of decoding, timed around each cycle
     prefill_seconds: float = 0.0
-    inactive_reason: str = ""  # why speculation was off in the end
-    complete: bool = True  # False where it was interrupted
+    inactive_reason: str = ""  # why speculation ended off
+    complete: bool = True  # False if interrupted
 
     @property
     def rate(self) -> float:
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def explained(self) -> float:
-        """The share of the time that the phases of the cycles account for."""
+        """The share of the time covered by the cycles' phases."""
         return sum(map(cycle_seconds, self.cycles)) / self.seconds
 
     def counts(self, depth: int) -> NDArray[np.int64]:
@@ -62,7 +62,7 @@ class Run:
 
 
 def at_depth(lm: LanguageModel, depth: int) -> LanguageModel:
-    """The same pipeline with the same depth in every cycle."""
+    """The same pipeline with a fixed depth."""
     return attrs.evolve(lm, depth=DepthPart.of(Choice("fixed", {"depth": depth})))
 
 
@@ -79,12 +79,12 @@ def generate(
     on_stream: Callable[[Stream], None] = lambda stream: None,
     **settings: Any,
 ) -> Run:
-    """Generate and keep every cycle.
+    """Generate and record every cycle.
 
     Args:
         prompt: to append first.
-        session: of ``lm``, to go on with; a fresh one where None.
-        on_stream: given the stream before it starts.
+        session: the session of ``lm`` to continue; a new one if None.
+        on_stream: called with the stream before it starts.
         **settings: as for ``Session.stream``.
 
     Raises: PromptError, naming the prompt.
@@ -105,7 +105,7 @@ def generate(
         prompt=named,
         prompt_tokens=tuple(result.prompt),
         tokens=tuple(result.tokens),
-        cycles=tuple(cycle for cycle in cycles if cycle.emitted),  # a device may run cycles beyond the end
+        cycles=tuple(cycle for cycle in cycles if cycle.emitted),  # a device may run cycles past the end
         seconds=result.stats.decode_seconds,
         prefill_seconds=result.stats.seconds["prefill"],
         inactive_reason=result.stats.inactive_reason,
@@ -115,7 +115,7 @@ def generate(
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """What every measurement reports beside its figures."""
+    """Fields that every measurement reports besides its figures."""
 
     environment: Environment
     drafter: str
@@ -124,7 +124,7 @@ class Report:
     max_new_tokens: int
     temperature: float
     seed: int
-    partial: bool  # it was interrupted; the figures are of the prompts that were done
+    partial: bool  # interrupted: the figures cover the finished prompts
     notices: tuple[str, ...] = ()
 
     @property
@@ -134,14 +134,14 @@ class Report:
 
 
 class Generations:
-    """Generations in a row that ``stop`` ends: the one under way after its present cycle, and no other starts."""
+    """A series of generations that ``stop`` ends: the current one after its cycle, and no other starts."""
 
     def __init__(self) -> None:
         self.stopping = False
         self._stream: Stream | None = None
 
     def stop(self) -> None:
-        """End early; safe from a signal handler."""
+        """End early. Safe to call from a signal handler."""
         self.stopping = True
         if self._stream is not None:
             self._stream.stop()
@@ -149,18 +149,18 @@ class Generations:
     def started(self, stream: Stream) -> None:
         """The stream of the next generation, before it runs."""
         self._stream = stream
-        if self.stopping:  # the signal came before there was a stream to stop
+        if self.stopping:  # the signal came before the stream existed
             stream.stop()
 
 
 class Measurement(Generations):
-    """Many generations, whose complete ones count.
+    """A series of generations, of which complete ones count.
 
     Args:
         lm: the pipeline to measure.
-        progress: called with the generations done and those planned.
+        progress: called with finished and planned generations.
         model: its name, for the record.
-        **settings: fields of ``specdec.config.GenerationConfig``; the configuration's where not given.
+        **settings: fields of ``specdec.config.GenerationConfig``; the configuration's by default.
 
     Raises: UnsupportedError for a drafter that drafts nothing, ConfigError or PromptError for settings.
     """
@@ -177,12 +177,12 @@ class Measurement(Generations):
         self._lm = lm
         self._settings = settings
         self._generation = override_generation(lm.config.generation, settings)
-        self._environment = current_environment(lm.info, model)  # before the measurement makes its own load
+        self._environment = current_environment(lm.info, model)  # before the measurement adds its own load
         self._progress = progress or (lambda done, planned: None)
         self._planned = self._done = 0
 
     def _facts(self) -> dict[str, Any]:
-        """The fields of ``Report``, notices left out."""
+        """The fields of ``Report``, without notices."""
         lm, generation = self._lm, self._generation
         return {
             "environment": self._environment,
@@ -202,12 +202,12 @@ class Measurement(Generations):
             yield f"the machine was busy (load {self._environment.load_1min:.2f} in the minute before): {disturbed}"
 
     def _plan(self, generations: int) -> None:
-        """From here on, generations count towards the progress."""
+        """Count generations towards the progress from here on."""
         self._planned = generations
         self._progress(0, generations)
 
     def _generate(self, lm: LanguageModel, prompt: Prompt | None, session: Session | None = None) -> Run | None:
-        """One generation; None once the measurement was stopped: an interrupted generation does not count."""
+        """Run one generation; None if the measurement was stopped: an interrupted generation does not count."""
         if self.stopping:
             return None
         run = generate(lm, prompt, session=session, on_stream=self.started, **self._settings)

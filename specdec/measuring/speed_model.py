@@ -1,6 +1,6 @@
-"""What a depth must earn, and what it is worth: expected tokens over the seconds of a cycle.
+"""The value of a depth: expected tokens over the seconds of a cycle, and the acceptance at which it pays.
 
-With t(k) the seconds of a cycle that drafts k tokens and E(k) the tokens that it is expected to emit,
+With t(k) the seconds of a cycle that drafts k tokens, and E(k) the tokens it is expected to emit,
 
     S(k) = E(k) / t(k) * t(0),    E(k) = 1 + A_1 + ... + A_k
 
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-TURN_ON = 1.05  # the lower end of the speed-up must be above
-NOT_WORTH_IT = 1.02  # the upper end of the speed-up is below
+TURN_ON = 1.05  # the lower end of the speed-up must exceed this
+NOT_WORTH_IT = 1.02  # the upper end of the speed-up must be below this
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
@@ -33,11 +33,11 @@ def expected_tokens(acceptance: Sequence[float]) -> float:
 
 
 def break_even(cost: float, depth: int) -> float | None:
-    """The conditional acceptance, the same at every position, with which ``depth`` emits ``cost`` tokens.
+    """The conditional acceptance, equal at every position, at which ``depth`` emits ``cost`` tokens.
 
     Args:
         cost: t(depth) / t(0), the cycle in plain steps.
-    Returns: 0 to 1, or None where even a draft that is always right does not pay (``cost > depth + 1``).
+    Returns: 0 to 1, or None if even perfect drafts do not pay (``cost > depth + 1``).
     """
     if cost <= 1.0:
         return 0.0
@@ -60,21 +60,21 @@ class Advice(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class Prediction:
-    """The speed-up that a depth promises."""
+    """The predicted speed-up of a depth."""
 
     depth: int
     tokens: float  # E(depth)
     speedup: float  # S(depth), against plain decoding
-    interval: tuple[float, float] | None  # of the speed-up, over prompts; None where they are too few
+    interval: tuple[float, float] | None  # of the speed-up, over prompts; None if there are too few
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
-    """The depth with the largest speed-up, the shallower one where two are equal."""
+    """The depth with the largest speed-up, the shallower one on a tie."""
     return max(predictions, key=lambda one: (one.speedup, -one.depth))
 
 
 def advise(prediction: Prediction) -> tuple[Advice, str]:
-    """The advice for the best depth, and the number that decided."""
+    """The advice for the best depth, and the deciding number."""
     if prediction.interval is None:
         return Advice.WORTH_TRYING, "too few prompts for an interval"
     low, high = prediction.interval
@@ -86,6 +86,6 @@ def advise(prediction: Prediction) -> tuple[Advice, str]:
 
 
 def _x(speedup: float) -> str:
-    """Two digits, rounded towards the side that was decided on, so that the text never contradicts itself."""
+    """Two digits, rounded towards the decision, so that the text never contradicts itself."""
     near = any(abs(speedup - edge) < 0.005 for edge in (TURN_ON, NOT_WORTH_IT))
     return f"{speedup:.4f}x" if near and math.isfinite(speedup) else f"{speedup:.2f}x"

@@ -1,6 +1,6 @@
-"""Cycles at a chosen acceptance: real drafts and real verification, with a coin in place of the decision.
+"""Cycles at an imposed acceptance: real drafts and real verification, but a coin decides.
 
-What comes out is no text of the model and no result: it says what the speed *would* be at that acceptance.
+The output is neither the model's text nor a result: it shows what the speed *would* be at that acceptance.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PROFILES: Mapping[str, tuple[float, ...]] = {
     "mixed": (0.763, 0.623, 0.459, 0.396),
     "prose": (0.74, 0.481, 0.293, 0.161, 0.073),
 }
-"""Cumulative acceptance by lookahead position, as MTP heads of 27 B models were reported to reach on such text."""
+"""Cumulative acceptance by lookahead position, as reported for MTP heads of 27 B models on such text."""
 
 
 def parse_profile(text: str) -> tuple[float, ...]:
-    """A profile's name, or cumulative rates such as ``0.8,0.6,0.4``: each 0 to 1, none above the one before.
+    """Parse a profile's name, or cumulative rates such as ``0.8,0.6,0.4``: each 0 to 1, never rising.
 
     Raises: ConfigError that says what was wrong.
     """
@@ -46,8 +46,8 @@ def parse_profile(text: str) -> tuple[float, ...]:
 class SyntheticVerifier(Verifier):
     """Does the work of another verifier, then accepts by a coin.
 
-    The conditional acceptance of position i is ``cumulative[i] / cumulative[i - 1]``; beyond the profile's end the
-    last conditional acceptance holds on. The coin is keyed by seed, position and cycle.
+    The conditional acceptance of position i is ``cumulative[i] / cumulative[i - 1]``; past the profile's end the last
+    conditional acceptance continues. The coin is keyed by seed, position and cycle.
     """
 
     guarantee: ClassVar[Guarantee] = Guarantee.HEURISTIC

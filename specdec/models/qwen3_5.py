@@ -59,7 +59,7 @@ class HybridConfig(DecoderConfig):
         )
         if delta.value_heads % delta.key_heads:
             raise CheckpointError(
-                f"config.json: 'linear_num_value_heads' ({delta.value_heads}) is no multiple of "
+                f"config.json: 'linear_num_value_heads' ({delta.value_heads}) is not a multiple of "
                 f"'linear_num_key_heads' ({delta.key_heads})"
             )
         interval = fields.whole("full_attention_interval", FULL_ATTENTION_INTERVAL)
@@ -128,7 +128,7 @@ def build(
 
     unusable = (
         "the MTP head is not used: mlx-lm's conversion adds 1 to the norms of the layers, and nothing in the files "
-        "tells whether that was done to the head's"
+        "shows whether the head's norms were changed too"
     )
     return build_decoder(
         config, weights, mixer=mixer, plus=plus, mtp=MTP, promised=promised, unusable=unusable if mlx else ""

@@ -76,7 +76,7 @@ def expect_error(wanted: type[Exception], call: Callable[[], object], what: str,
     except wanted:
         return
     except Exception as error:
-        raise Broken(f"{what} raises another error", got=_one_line(error), expected=wanted.__name__, **case) from error
+        raise Broken(f"{what} raises a wrong error", got=_one_line(error), expected=wanted.__name__, **case) from error
     raise Broken(f"{what} is not refused", got=got, expected=wanted.__name__, **case)
 
 

@@ -36,7 +36,7 @@ def check_logits(logits: Logits, count: int, vocab: int, picked: Sequence[int]) 
         for row in range(count):
             order = np.lexsort((np.arange(vocab), -rows[row]))[:k].tolist()
             expect_equal(list(ids[row]), order, f"topk({k}) of row {row} differs from rows()")
-            expect_equal(np.asarray(values[row], np.float32), rows[row][order], f"topk({k}) gives other logits")
+            expect_equal(np.asarray(values[row], np.float32), rows[row][order], f"topk({k}) gives different logits")
     for chosen in (list(picked), [best[0], *picked[1:]]):
         wanted = [float(rows[row, token]) for row, token in enumerate(chosen)]
         expect_equal(list(logits.gather(chosen)), wanted, "gather() differs from rows()")
@@ -61,4 +61,4 @@ def _check_noise(logits: Logits, rows: NDArray[np.float32]) -> None:
             scores = scale * rows[row].astype(np.float64) + gumbel(123, position, ids, Purpose.TOKEN)
             order = np.argsort(-scores)
             if scores[order[0]] - scores[order[1]] > 1e-4:  # a device may compute the noise in float32
-                expect_equal(got, int(order[0]), "noisy_argmax() chooses another token", row=row)
+                expect_equal(got, int(order[0]), "noisy_argmax() chooses a different token", row=row)

@@ -68,7 +68,7 @@ class StrictHidden(Hidden):
     def __getitem__(self, rows: slice) -> StrictHidden:
         given: object = rows  # callers may pass anything
         if not isinstance(given, slice) or given.step not in (None, 1):
-            raise ContractError(f"hidden states are cut by slices of step 1, got {rows!r}")
+            raise ContractError(f"hidden states are sliced with step 1, got {rows!r}")
         return StrictHidden(self.inner[rows], self.owner)
 
     def join(self, others: Sequence[Hidden]) -> StrictHidden:
@@ -167,7 +167,7 @@ class StrictForwardPass(ForwardPass):
     def _expect_length(self, state: StrictState, committed: int) -> None:
         state.committed = committed
         if state.length != committed:
-            raise ContractError(f"{committed} tokens were committed, the state says {state.length}")
+            raise ContractError(f"{committed} tokens were committed, but the state's length is {state.length}")
         if state.pairs is not None and state.pairs.length != committed - state.unpaired:
             raise ContractError(f"the ledger of MTP pairs has {state.pairs.length} of {committed} positions")
 
@@ -285,7 +285,7 @@ class StrictForwardPass(ForwardPass):
             raise ContractError(f"rewind takes 0 to {state.length} tokens, got {length!r}")
         reached = self.inner.rewind(state.inner, length)
         if not 0 <= reached <= length:
-            raise ContractError(f"rewind to {length} says {reached}")
+            raise ContractError(f"rewind to {length} returned {reached}")
         state.passes += 1
         if reached < state.committed:
             state.pending = None
@@ -298,7 +298,7 @@ class StrictForwardPass(ForwardPass):
         state = self._settled(state, "snapshot")
         taken = self.inner.snapshot(state.inner)
         if taken.length != state.length:
-            raise ContractError(f"a snapshot of {state.length} tokens says {taken.length}")
+            raise ContractError(f"a snapshot of {state.length} tokens has length {taken.length}")
         return taken
 
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> StrictState:

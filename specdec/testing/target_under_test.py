@@ -45,7 +45,7 @@ class TargetUnderTest:
         pairs = state.pairs
         if pairs is None:
             raise Broken("a state made with Needs.mtp has no ledger of pairs", expected="MtpPairs")
-        expect_equal(pairs.fed + pairs.waiting, state.length, "pairs fed and waiting are not the committed positions")
+        expect_equal(pairs.fed + pairs.waiting, state.length, "fed and waiting pairs are not all committed positions")
         return pairs
 
     def draft(
@@ -94,7 +94,7 @@ class TargetUnderTest:
         """Raises: Broken unless ``state`` continues like a plainly decoded one that holds ``tokens``."""
         token = self.token(len(tokens))
         self.expect_close(self.next_logits(state, token), self.logits_after([*tokens, token]), what, tokens=[*tokens])
-        expect(state.length == len(tokens), "the state has another length", got=state.length, expected=len(tokens))
+        expect(state.length == len(tokens), "the state has the wrong length", got=state.length, expected=len(tokens))
 
     def expect_close(self, got: Float32, wanted: Float32, what: str, *, exact: bool = True, **case: object) -> None:
         """Raises: Broken unless the logits are equal: bit for bit with BITWISE parity, if ``exact``."""

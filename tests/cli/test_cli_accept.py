@@ -35,7 +35,7 @@ def test_tables_for_people(accept):
         "4 prompts, 2 of them in the chat template, at most 8 tokens each",
         "class position offered reached accepted cond. cumul. interval",
         "Conditional = accepted / reached: right, given that the tokens before were.",
-        "Cumulative = accepted / offered: a token drafted there became output",
+        "Cumulative = accepted / offered: the share of drafted tokens that became output",
         "depth cycle (ms) plain steps break-even",
         "class depth 1 depth 2",
         "class verdict best depth speed-up interval tokens per cycle decided by",
@@ -100,7 +100,7 @@ def test_ablations(accept):
     assert done.exit_code == 0, done.stderr
     text = " ".join(done.stdout.split())
     assert "mistake at 0 at 1 tokens per cycle change interval same output" in text
-    assert "a mistake in a drafter must never change them" in text
+    assert "a drafter's mistake must never change them" in text
     for switch in ("gate-silu", "no-prefill"):
         assert f"{switch}: {SWITCHES[switch]}." in text
     assert text.count("1 of 1") == 2
@@ -193,7 +193,7 @@ def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     monkeypatch.setattr(Measurement, "_generate", run)
     done = accept("--per-class", "2", "-n", "6")
     assert done.exit_code == 130
-    assert "interrupted: this is of 3 of 8 prompts" in done.stderr
+    assert "interrupted: this covers 3 of 8 prompts" in done.stderr
     assert "3 of 8 prompts, interrupted" in " ".join(done.stdout.split())
     done_runs.clear()
     told = accept("--per-class", "2", "-n", "6", "--json")

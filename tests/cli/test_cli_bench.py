@@ -35,7 +35,7 @@ def test_tables_for_people(bench, tmp_path):
         "draft step, 2 in a row",
         "every draft accepted",
         "What would gain most:",
-        "By length of the context",
+        "By context length",
     ):
         assert part in text, part
     with open(table, newline="") as file:
@@ -105,7 +105,7 @@ def test_an_interruption_reports_what_was_done(bench, monkeypatch):
     monkeypatch.setattr(BenchMeasurement, "_compared", then_stop)
     done = bench(*SHORT, "--classes", "code,factual")
     assert done.exit_code == 130
-    assert "interrupted: this is of 1 prompt" in done.stderr
+    assert "interrupted: this covers 1 prompt" in done.stderr
     assert "Speed" in done.stdout
 
 
@@ -127,7 +127,7 @@ def test_an_interruption_before_any_result_names_no_picture(bench, monkeypatch, 
     monkeypatch.setattr(BenchMeasurement, "_warm_up", stop_at_once)
     done = bench(*SHORT, "--classes", "code", "--plot", str(tmp_path / "a.png"))
     assert done.exit_code == 130
-    assert "interrupted: this is of 0 prompts" in done.stderr
+    assert "interrupted: this covers 0 prompts" in done.stderr
     assert "plot:" not in done.stderr
     assert not (tmp_path / "a.png").exists()
     assert json.loads(bench(*SHORT, "--plot", str(tmp_path / "a.png"), "--json").stdout)["plot"] is None

@@ -135,7 +135,7 @@ def test_an_interruption_keeps_what_was_counted(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(type(lm), "stream", interrupted)
     done = run("demo", "--generate", prompts, "--tokens", 60, "--size", 600, "-o", out)
     assert done.exit_code == 130
-    assert "interrupted: this is of 20 of 60 tokens" in done.stderr
+    assert "interrupted: this covers 20 of 60 tokens" in done.stderr
     assert DraftVocabulary.read(out).made["tokens"] == 20
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     out.unlink()

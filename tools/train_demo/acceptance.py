@@ -1,10 +1,10 @@
 """Measure the MTP head's greedy acceptance: ``python -m tools.train_demo.acceptance``.
 
-The trunk continues held-out prompts greedily. Every position of a continuation then serves once as the start of a
-draft of ``DEPTH`` tokens, and each drafted token is compared with the trunk's own. A drafted position is *offered*
-when the continuation is long enough, *reached* when everything drafted before it was right, *accepted* when it is
-right too. On reached rows the drafted tokens equal the trunk's, so feeding the trunk's tokens to the chain gives
-the same drafts as decoding would. Everything runs in float32.
+The trunk continues held-out prompts greedily. Every position of a continuation then starts a draft of ``DEPTH`` tokens,
+and each drafted token is compared with the trunk's own. A drafted position is *offered* if the continuation is long
+enough, *reached* if everything drafted before it was right, and *accepted* if it is right too. On reached rows the
+drafted tokens equal the trunk's, so feeding the trunk's tokens to the chain gives the same drafts as decoding would.
+Everything runs in float32.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def continue_prompts(model: DemoModel, tokenizer: Tokenizer, prompts: list[str])
 
 @torch.no_grad()
 def measure(model: DemoModel, continuations: list[Continuation], variants: list[MtpVariant]) -> list[Tally]:
-    """Draft from every position of every continuation, once for each way of running the MTP head."""
+    """Draft from every position of every continuation, once per variant of the MTP head."""
     tallies = [Tally() for _ in variants]
     for c in continuations:
         begin, end = c.prompt_length - 1, len(c.tokens)  # row j drafts x_{j+2}, x_{j+3}, ...
-        tokens = F.pad(c.tokens, (0, DEPTH))[None]  # what is read past the end belongs to drafts that are not offered
+        tokens = F.pad(c.tokens, (0, DEPTH))[None]  # reads past the end belong to drafts that are not offered
         post, pre = model.hidden_states(tokens[:, :end])
         for variant, tally in zip(variants, tallies, strict=True):
             hidden = post if variant.hidden == "post" else pre
@@ -145,7 +145,7 @@ def markdown(by_class: dict[str, Tally], by_trap: dict[str, dict[str, Tally]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEFAULT_EXPORT)
-    parser.add_argument("--output", type=Path, help="write the Markdown tables here, and the counts as .json beside it")
+    parser.add_argument("--output", type=Path, help="write the Markdown tables here and the counts as .json")
     parser.add_argument("--show", action="store_true", help="print two continuations of each class")
     arguments = parser.parse_args()
     model = load_model(arguments.model)

@@ -1,4 +1,4 @@
-"""Write the model card from what was measured: ``python -m tools.train_demo.card``."""
+"""Write the model card from measurements: ``python -m tools.train_demo.card``."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_EXPORT)
     parser.add_argument("--work", type=Path, default=DEFAULT_WORK)
     parser.add_argument("--acceptance", type=Path, help="tables by acceptance.py; default: acceptance.md in --work")
-    parser.add_argument("--note", default="", help="what this run's reader has to know about its training")
+    parser.add_argument("--note", default="", help="a remark about this run's training")
     arguments = parser.parse_args()
     tables = arguments.acceptance or arguments.work / "acceptance.md"
     write_card(arguments.model, arguments.work, tables, arguments.note)

@@ -14,7 +14,7 @@ from tools.train_demo.decode import generate
 from tools.train_demo.export import load_model
 from tools.train_demo.prepare import DEFAULT_EXPORT
 
-LIMIT = 1e-3  # float32 against float32 over 12 layers; the two chunk the recurrence differently
+LIMIT = 1e-3  # float32 over 12 layers; the two models chunk the recurrence differently
 TEXT = "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n12 + 30 = 42. The sum is 42.<|im_end|>\n"
 
 

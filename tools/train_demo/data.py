@@ -1,4 +1,4 @@
-"""Training text: documents from four sources, split into training and held-out ones before anything is trained.
+"""Training text: documents from four sources, split into training and held-out sets before any training.
 
 Sources: GSM8K (MIT), WikiText-2 (CC BY-SA), the Python standard library (PSF), generated arithmetic.
 """
@@ -27,18 +27,18 @@ END_OF_TEXT, IM_START, IM_END, THINK, END_THINK = SPECIAL_TOKENS = (
 )
 PROMPT_CLASSES = ("factual", "thinking", "code", "instruction")
 HELD_OUT_SHARE = 0.04
-HELD_OUT_SHARE_OF_ARTICLES = 0.10  # few and long: a smaller share would not give enough prompts
+HELD_OUT_SHARE_OF_ARTICLES = 0.10  # few and long: a smaller share would give too few prompts
 EMPTY_THINK = f"{THINK}\n\n{END_THINK}\n\n"
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One training text. ``origin`` is what the split is made by, so that no text leaks through a derived document."""
+    """One training text. The split is by ``origin``, so that no text leaks through a derived document."""
 
     source: str  # key of MIXTURE
     prompt_class: str  # one of PROMPT_CLASSES
     origin: str
-    prompt: str  # what an evaluation would give the model
+    prompt: str  # the model's input in an evaluation
     completion: str
 
     @property
@@ -186,7 +186,7 @@ def split_source(source: str, size: int = 6000) -> Iterator[str]:
 
 
 def dedent_lines(lines: list[str]) -> str:
-    """Lines of a definition without the indentation of the first."""
+    """Lines of a definition without the first line's indentation."""
     margin = len(lines[0]) - len(lines[0].lstrip(" "))
     return "\n".join(line[margin:] if not line[:margin].strip() else line for line in lines)
 
@@ -284,7 +284,7 @@ def load_documents(data_dir: Path) -> tuple[list[Document], list[Document]]:
 
 
 def held_out_prompts(reserved: list[Document], per_class: int, seed: int = 7) -> dict[str, list[str]]:
-    """``per_class`` distinct prompts of each class, the same ones for the same arguments.
+    """``per_class`` distinct prompts of each class, always the same for the same arguments.
 
     Instruction prompts are three quarters functions and one quarter sums; factual ones half prose, half chat.
     """

@@ -63,7 +63,7 @@ def hugging_face_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, 
 
 
 def export_model(model: DemoModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write all files to a folder beside ``folder`` and rename each into place, the weights first."""
+    """Write all files to a folder next to ``folder`` and rename each into place, the weights first."""
     folder.mkdir(parents=True, exist_ok=True)
     config = hugging_face_config(model.config, tokenizer)
     generation = {key: config[key] for key in ("bos_token_id", "pad_token_id", "eos_token_id")}

@@ -1,6 +1,6 @@
 """Cross entropy to a mixture of labels and a teacher, without keeping the logits.
 
-The gradient is computed in the forward pass, some rows at a time, so that logits of all rows never exist at once.
+The gradient is computed in the forward pass, some rows at a time, so that the logits of all rows never exist at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ROWS = 512  # 512 rows of 4096 float32 logits are 8 MiB: small enough to stay in
 def row_gradient(logits: Tensor, labels: Tensor, teacher_logits: Tensor, label_share: Tensor) -> tuple[Tensor, Tensor]:
     """Loss ``[N]`` and its gradient ``[N, V]`` by the logits, for the target ``a onehot + (1 - a) teacher``.
 
-    ``label_share`` (a) is a 0-d tensor because torch.compile (2.13) gets a fill value wrong when it is a Python float
-    that has changed between calls: the loss was right, the gradient silently was that of the older value.
+    ``label_share`` (a) is a 0-d tensor because torch.compile (2.13) mishandles a Python float that changes between
+    calls: the loss was right, but the gradient silently used the older value.
     """
     log_probs = logits.float().log_softmax(-1)
     teacher = teacher_logits.float().softmax(-1) * (1 - label_share)

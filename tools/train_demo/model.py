@@ -43,12 +43,12 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MtpVariant:
-    """How the MTP head is run. The defaults are right; every other value is one of the known mistakes."""
+    """How the MTP head is run. The defaults are correct; every other value is a known mistake."""
 
     gate: str = "sigmoid"  # "silu": the linear layers' gate used in the MTP attention
     hidden: str = "post"  # "pre": the trunk's hidden before its final norm
     chain: str = "post"  # "pre": the chained hidden before mtp.norm
-    norm_offset: float = 1.0  # 0.0: the stored norm weights taken as they are
+    norm_offset: float = 1.0  # 0.0: the stored norm weights without an offset
     interleave: str = "per_head"  # "halves": all queries first, then all gates
     order: str = "embedding_first"  # "hidden_first"
 
@@ -58,7 +58,7 @@ RIGHT = MtpVariant()
 
 @dataclasses.dataclass
 class LayerCache:
-    """What one layer remembers while decoding; only the fields of its kind are set."""
+    """A layer's cache for decoding; only the fields of its kind are set."""
 
     key: Tensor | None = None  # [B, H_kv, S, D], rotated
     value: Tensor | None = None  # [B, H_kv, S, D]
@@ -375,7 +375,7 @@ class Trunk(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """Predict the token after next from the trunk's hidden and the next token; applied to its own output to go on."""
+    """Predict the token after next from the trunk's hidden state and the next token; can chain on its own output."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ class MtpHead(nn.Module):
         past: tuple[Tensor, Tensor] | None = None,
         variant: MtpVariant = RIGHT,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the normed output (what lm_head reads), the hidden to chain, and all keys and values."""
+        """Returns the normed output (lm_head's input), the hidden to chain, and all keys and values."""
         parts = [
             self.pre_fc_norm_embedding(embedding, variant.norm_offset),
             self.pre_fc_norm_hidden(hidden, variant.norm_offset),

@@ -1,4 +1,4 @@
-"""Build the token cache: ``python -m tools.train_demo.prepare``; done once, before training."""
+"""Build the token cache: ``python -m tools.train_demo.prepare``; run it once, before training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS_PER_CLASS = 32
 
 
 def build_cache(data_dir: Path, work_dir: Path, vocab_size: int) -> None:
-    """Write tokenizer.json, train.npz and held_out.npz to ``work_dir``, and the held-out prompts beside this file."""
+    """Write tokenizer.json, train.npz and held_out.npz to ``work_dir``, and the held-out prompts next to this file."""
     work_dir.mkdir(parents=True, exist_ok=True)
     training, reserved = load_documents(data_dir)
     tokenizer = train_tokenizer(training, vocab_size)

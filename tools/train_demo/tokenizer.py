@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """Learn merges on the training documents, each source in about its share of the mixture."""
+    """Learn merges on the training documents, with each source in about its share of the mixture."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

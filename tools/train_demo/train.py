@@ -39,7 +39,7 @@ class TrainConfig:
     batch_size: int = 12
     depth: int = 2  # chained steps of the MTP head that are trained
     depth_weights: tuple[float, ...] = (0.3, 0.12, 0.08)
-    label_share: float = 0.5  # of the MTP target; the rest is the trunk's own distribution
+    label_share: float = 0.5  # share of labels in the MTP target; the rest is the trunk's distribution
     matrix_lr: float = 5e-3  # Muon, scaled to AdamW's update size
     other_lr: float = 3e-3  # AdamW
     weight_decay: float = 0.05
@@ -118,7 +118,7 @@ def head_loss(model: DemoModel, tokens: Tensor, config: TrainConfig) -> tuple[Te
 
 @torch.no_grad()
 def evaluate(model: DemoModel, sampler: WindowSampler, config: TrainConfig, batches: int = 3) -> dict[str, float]:
-    """Mean label losses on held-out windows (the same ones every time)."""
+    """Mean label losses on held-out windows, the same ones every time."""
     rng = np.random.default_rng(5)
     plain = dataclasses.replace(config, label_share=1.0, depth=2)
     totals: dict[str, float] = {}
@@ -131,7 +131,7 @@ def evaluate(model: DemoModel, sampler: WindowSampler, config: TrainConfig, batc
 
 
 class GeneratedText:
-    """A pool of sequences that the trunk continues from training openings; refilled a batch at a time."""
+    """A pool of sequences that the trunk continues from training openings, refilled one batch at a time."""
 
     def __init__(self, model: DemoModel, sampler: WindowSampler, config: TrainConfig) -> None:
         self._model, self._sampler, self._config = model, sampler, config
@@ -139,7 +139,7 @@ class GeneratedText:
         self._pool = np.zeros((0, self._width), dtype=np.int64)
 
     @property
-    def is_empty(self) -> bool:  # also after a resume: the pool is not part of the checkpoint
+    def is_empty(self) -> bool:  # true after a resume: the pool is not in the checkpoint
         return len(self._pool) == 0
 
     def refill(self, batch: int, rng: np.random.Generator) -> None:
@@ -148,7 +148,7 @@ class GeneratedText:
         device = self._model.model.embed_tokens.weight.device
         prompts = torch.from_numpy(self._sampler.draw_openings(batch, opening, rng)).to(device)
         temperature = torch.where(torch.arange(batch, device=device) % 2 == 0, 0.0, 0.8)
-        with torch.compiler.set_stance("force_eager"):  # every step has a new shape: compiling would never end
+        with torch.compiler.set_stance("force_eager"):  # every step has a new shape and would recompile
             tokens = generate(self._model, prompts, self._width - opening, temperature, seed=int(rng.integers(2**31)))
         self._pool = np.concatenate([self._pool, tokens.cpu().numpy()])
 
@@ -157,7 +157,7 @@ class GeneratedText:
 
 
 class Run:
-    """Everything that a resumed run needs: model, optimisers, counters, the random generator."""
+    """The state a resumed run needs: model, optimisers, counters, the random generator."""
 
     def __init__(self, model: DemoModel, config: TrainConfig, work_dir: Path) -> None:
         self.model, self.config, self.work_dir = model, config, work_dir
@@ -170,7 +170,7 @@ class Run:
         return self.work_dir / f"{self.config.phase}.pt"
 
     def save(self) -> None:
-        """Write the checkpoint beside its final name and rename it, so that a kill leaves the old one."""
+        """Write the checkpoint to a temporary name and rename it, so that a kill leaves the old one intact."""
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -235,7 +235,7 @@ def train(run: Run, export_dir: Path | None, save_every_s: float, export_every_s
             run.step += 1
             run.tokens += batch.shape[0] * config.sequence_length
             elapsed_s = time.perf_counter() - started
-            # compilation is not training: a step never costs more than 20 s of the schedule
+            # exclude compilation: a step costs at most 20 s of the schedule
             run.consumed_s += min(elapsed_s, 20.0)
 
             shown = " ".join(f"{name} {value:.3f}" for name, value in metrics.items())

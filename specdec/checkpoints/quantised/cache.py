@@ -59,7 +59,7 @@ class DecodedCache:
             reason = "the checkpoint has changed since it was written"
         except (CheckpointError, KeyError, TypeError) as error:
             reason = error.message if isinstance(error, CheckpointError) else f"{MARKER} is not as it was written"
-        return None, [f"the cache {self.path} is stale and is written anew: {reason}"]
+        return None, [f"the cache {self.path} is stale and is rewritten: {reason}"]
 
     def write(self, notices: Sequence[str] = ()) -> Checkpoint:
         """Decode every weight into the cache, a few megabytes at a time, and open it. The write is atomic.

@@ -84,7 +84,7 @@ def _looks_like(parts: Parts) -> bool:
 def _coding(parts: Parts, hints: Hints) -> Coding:
     stacked = parts.codes.endswith("_blocks")
     if len(parts.shape) < (3 if stacked else 2):
-        raise parts.error(f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of FP4 pairs")
+        raise parts.error(f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is not a matrix of FP4 pairs")
     *lead, last = parts.shape
     shape = (*lead[:-1], lead[-1] * 2 * last) if stacked else (*lead, 2 * last)
     check_dtype(parts, "scale", ("F8_E4M3", *EXPONENTS))

@@ -96,7 +96,7 @@ def _coding(parts: Parts, hints: Hints) -> Coding:
     mode, group, bits = _sizes(parts, hints)
     if len(parts.shape) < 2 or parts.shape[-1] * 32 % bits:
         raise parts.error(
-            f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is no matrix of {bits}-bit codes"
+            f"the tensor {parts.codes} ({parts.dtype} {list(parts.shape)}) is not a matrix of {bits}-bit codes"
         )
     shape, given = (*parts.shape[:-1], parts.shape[-1] * 32 // bits), parts.shape_of("mlx_scale")
     grid = tiled(shape, given, 1, group)

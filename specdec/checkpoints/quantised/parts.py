@@ -88,7 +88,7 @@ class Parts:
             wanted = _ROLES[role]
             raise self.error(
                 f"the tensor {self.codes} ({self.dtype} {list(self.shape)}) needs "
-                f"{'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)} beside it, and the files have none"
+                f"{'one of ' if len(wanted) > 1 else ''}{', '.join(wanted)} with it, but the files have none"
             )
         return self.roles[role]
 
@@ -185,5 +185,5 @@ def only(parts: Parts, *roles: str) -> None:
     for role, name in parts.roles.items():
         if role not in roles:
             raise parts.error(
-                f"the tensor {name} stands beside {parts.codes} ({parts.dtype}), where it has no known meaning"
+                f"the tensor {name} is stored with {parts.codes} ({parts.dtype}), where it has no known meaning"
             )

@@ -119,10 +119,10 @@ def same_calls_same_drafts(subject: DrafterSubject, run: Run) -> None:
                 before = generator_states()
                 session.feed(prompt)
                 drafts.append([session.cycle(depth, 1, depth) for depth in depths])
-                expect(generator_states() == before, "a global generator was moved")
+                expect(generator_states() == before, "a global generator was advanced")
         for other in drafts[1:]:
             for got, expected in zip(other, drafts[0], strict=True):
-                _expect_draft(got, expected, "the same calls gave another draft")
+                _expect_draft(got, expected, "the same calls gave a different draft")
 
     run.explore(body, examples=15, prompt=_prompts, setting=_settings, depths=st.lists(DEPTHS, min_size=1, max_size=3))
 
@@ -156,7 +156,7 @@ def _expect_fresh(session: ScriptedSession, depth: int) -> None:
     _expect_draft(
         session.propose(depth),
         fresh.propose(depth),
-        "the draft differs from that of a fresh drafter which saw the same tokens",
+        "the draft differs from that of a fresh drafter that saw the same tokens",
         tokens=session.tokens,
     )
 
@@ -200,7 +200,7 @@ def restored_states(subject: DrafterSubject, run: Run) -> None:
         restored = session.restored(session.keep())
         for number in range(2):
             got, expected = restored.propose(depth), session.propose(depth)
-            what = f"draft {number} after a restore differs from that of the drafter that went on"
+            what = f"draft {number} after a restore differs from the original drafter's"
             _expect_draft(got, expected, what, tokens=session.tokens)
             kept = usable(got, depth, VOCAB)
             restored.finish(kept, 1, 2)
@@ -232,7 +232,7 @@ def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
             restored = session.restored(kept, saved)
             for number, expected in enumerate(wanted):
                 got = usable(restored.propose(depth), depth, VOCAB)
-                what = f"draft {number} of a drafter built {how} the snapshot differs from that of the original"
+                what = f"draft {number} of a drafter built {how} the snapshot differs from the original's"
                 _expect_draft(got, expected, what, tokens=kept.tokens)
                 restored.finish(got, 1, 2)
 
@@ -354,7 +354,7 @@ def needs_declared(subject: DrafterSubject, run: Run) -> None:
         _play_all(subject, sealed=False)
     except Exception:  # noqa: BLE001  (another clause reports this failure)
         return
-    raise Broken.by(error, {}, "it fails only where the target gives no more than needs asks for") from error
+    raise Broken.by(error, {}, "it fails only if the target gives nothing beyond needs") from error
 
 
 @check("D12")
@@ -423,7 +423,7 @@ def _report(session: ScriptedSession) -> tuple[dict[str, Any], str]:
         json.loads(one, parse_float=lambda number: None) for one in (_as_json(dict(session.drafter.report())), text)
     )
     expect_equal(one, two, "calling report() twice gives two answers")
-    expect(generator_states() == before, "a global generator was moved")
+    expect(generator_states() == before, "a global generator was advanced")
     return report, text
 
 

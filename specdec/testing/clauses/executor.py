@@ -128,7 +128,7 @@ def device_cycles(subject: ForwardPassSubject, run: Run) -> None:
                 [(one.drafted, one.accepted, one.emitted) for one in both.outcomes] for both in (got, wanted)
             )
             expect_equal(shown, truth, "cycles of the device differ from those of the host", **case)
-            expect_equal(got.held, wanted.held, "another number of tokens and pairs is held", **case)
+            expect_equal(got.held, wanted.held, "the number of held tokens and pairs differs", **case)
             for ours, theirs in zip(got.logits, wanted.logits, strict=True):
                 what = "cycles of the device leave another state"
                 target.expect_close(ours, theirs, what, mtp=draft.mtp, plan=plan)

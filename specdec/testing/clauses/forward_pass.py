@@ -87,7 +87,7 @@ def rewind_reaches(subject: ForwardPassSubject, run: Run) -> None:
         for steps in (back, again):
             length = max(0, len(tokens) - steps)
             reached = target.model.rewind(state, length)
-            expect(0 <= reached <= length, "rewind went to another length", got=reached, expected=f"0 to {length}")
+            expect(0 <= reached <= length, "rewind reached an invalid length", got=reached, expected=f"0 to {length}")
             expect_equal(state.length, reached, "the state's length is not what rewind returned")
             if reached < length:
                 target.model.prefill(state, tokens[reached:length])
@@ -108,14 +108,14 @@ def snapshots(subject: ForwardPassSubject, run: Run) -> None:
         state = target.prefilled(tokens[: len(prompt)])
         target.append(state, tokens[len(prompt) :])
         taken = target.model.snapshot(state)
-        expect_equal(taken.length, len(tokens), "the snapshot has another length")
+        expect_equal(taken.length, len(tokens), "the snapshot has the wrong length")
         target.append(state, later)
         for _ in range(2):
             copy = target.model.restore(taken)
-            expect_equal(copy.capacity, state.capacity, "the restored state has another capacity")
+            expect_equal(copy.capacity, state.capacity, "the restored state has the wrong capacity")
             target.expect_plain(copy, tokens, "a restored state differs")
             target.append(copy, more)
-            target.expect_plain(copy, [*tokens, *more], "a restored state goes on differently")
+            target.expect_plain(copy, [*tokens, *more], "a restored state continues differently")
         target.expect_plain(state, [*tokens, *later], "taking or restoring a snapshot changed the original")
 
     run.explore(body, examples=8, prompt=_numbers, rest=_numbers, other=_numbers)
@@ -147,7 +147,7 @@ def any_chunking(subject: ForwardPassSubject, run: Run) -> None:
             if end > at:
                 target.model.prefill(state, tokens[at:end])
                 at = end
-        target.expect_plain(state, tokens[:length], "a prompt in these chunks leaves another state")
+        target.expect_plain(state, tokens[:length], "a prompt in these chunks leaves a different state")
 
     body([], longest)
     run.explore(body, examples=15, cuts=st.lists(st.integers(1, longest), max_size=3), length=st.integers(2, longest))
@@ -206,7 +206,7 @@ def lengths(subject: ForwardPassSubject, run: Run) -> None:
     capacity = 9
     state, tokens = target.state(capacity), target.tokens(range(capacity))
     expect_equal(state.length, 0, "an empty state does not have length 0")
-    expect_equal(state.capacity, capacity, "the capacity is not the one asked for")
+    expect_equal(state.capacity, capacity, "the capacity is not the requested one")
     expect(type(state.nbytes()) is int and state.nbytes() >= 0, "nbytes is not a number of bytes", got=state.nbytes())
     target.model.prefill(state, tokens[:4])
     expect_equal(state.length, 4, "prefill does not commit its tokens")
@@ -218,7 +218,7 @@ def lengths(subject: ForwardPassSubject, run: Run) -> None:
     logits = target.next_logits(state, tokens[-1])
     target.append(state, tokens[-1:])
     expect_equal(state.length, capacity, "a state cannot be filled")
-    target.expect_close(logits, target.logits_after(tokens), "the last place of a state is not usable")
+    target.expect_close(logits, target.logits_after(tokens), "the last position of a state is not usable")
 
 
 @check("F11")

@@ -46,13 +46,13 @@ def outputs(subject: ForwardPassSubject, run: Run) -> None:
         expect(outputs[0].logits is None, "prefill gives logits", got=outputs[0].logits)
         expect_equal(len(outputs[1].need_logits()), rows, "decode does not give a row of logits per token")
         for output, count in zip(outputs, (5, rows), strict=True):
-            expect_equal(output.rows, count, "a pass does not say how many rows it had", needs=needs)
-            expect_equal(output.hidden is not None, needs.final_hidden, "the final state is not as asked", needs=needs)
-            expect_equal(tuple(output.boundaries), needs.boundaries, "boundaries are not as asked", needs=needs)
+            expect_equal(output.rows, count, "a pass reports the wrong number of rows", needs=needs)
+            expect_equal(output.hidden is not None, needs.final_hidden, "the final state breaks needs", needs=needs)
+            expect_equal(tuple(output.boundaries), needs.boundaries, "boundaries break needs", needs=needs)
             for name, hidden in _given(output).items():
                 parts = [len(one) for one in (hidden, hidden[-1:], hidden[:0], hidden[:1].join([hidden, hidden[1:]]))]
                 expect_equal(parts, [count, 1, 0, 2 * count], f"{name} or a part of it has the wrong number of rows")
-        expect_equal(state.pairs is not None, needs.mtp, "the ledger of MTP pairs is not as asked", needs=needs)
+        expect_equal(state.pairs is not None, needs.mtp, "the ledger of MTP pairs breaks needs", needs=needs)
 
 
 @check("F17")
@@ -69,7 +69,7 @@ def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
     for name, wanted in _rows_one_by_one(target, tokens, needs).items():
         parts = [given[name][:rows] for given, rows in held]  # slice late: slicing may copy
         got = parts[0].join(parts[1:]).rows()
-        target.expect_close(got, wanted, f"{name}: hidden states that were held are not what they were")
+        target.expect_close(got, wanted, f"{name}: hidden states changed while they were held")
 
 
 def _rows_one_by_one(target: TargetUnderTest, tokens: Sequence[int], needs: Needs) -> dict[str, Float32]:
@@ -95,7 +95,7 @@ def any_passes(subject: ForwardPassSubject, run: Run) -> None:
         for name, hidden in _given(output).items():
             got, truth = hidden.rows(), wanted[name][rows]
             expect_equal(got.shape, (len(truth), target.info.hidden_size), f"{name} has the wrong shape")
-            target.expect_close(got, truth, f"{name}: {what} gives other hidden states", rows=rows)
+            target.expect_close(got, truth, f"{name}: {what} gives different hidden states", rows=rows)
 
     singles = [Needs(boundaries=(k,)) for k in everything.boundaries]
     for needs in (everything, *singles, Needs(final_hidden=everything.final_hidden)):

@@ -67,12 +67,12 @@ def drafts_in_one_call(subject: ForwardPassSubject, run: Run) -> None:
             state, pending = target.prefilled(tokens[:1], needs=MTP), tokens[waiting]
             target.append(state, tokens[1:waiting])
             draft = target.model.draft_mtp(state, pending, depth) if at_once else target.draft(state, pending, depth)[0]
-            expect_equal(target.pairs(state).fed, waiting, "a draft does not feed the pairs that waited")
+            expect_equal(target.pairs(state).fed, waiting, "a draft does not feed the waiting pairs")
             target.append(state, tokens[waiting:-1])
             outcomes.append((draft, target.draft(state, tokens[-1], 1)[1][0]))
         (draft, after), (wanted, truth) = outcomes
         expect_equal(draft, wanted, "a draft in one call differs from single steps", pairs=waiting, depth=depth)
-        target.expect_close(after, truth, "a draft in one call leaves another state", pairs=waiting, depth=depth)
+        target.expect_close(after, truth, "a draft in one call leaves a different state", pairs=waiting, depth=depth)
 
 
 @check("F22")
@@ -149,7 +149,7 @@ def draft_heads(subject: ForwardPassSubject, run: Run) -> None:
     steps = partial(target.draft, pending=tokens[-1], depth=2, forced=chained)
     _, full = steps(target.prefilled(tokens[:-1], needs=MTP))
     for made, wanted in heads:
-        expect_equal(list(made.tokens), wanted, "a head has other ids than were asked for, or in another order")
+        expect_equal(list(made.tokens), wanted, "a head's ids or their order differ from the request")
         _, seen = steps(target.prefilled(tokens[:-1], needs=MTP), head=made)
         for name, logits, plain in zip(("true pairs", "a chained pair"), seen, full, strict=True):
             beyond = np.setdiff1d(np.flatnonzero(logits > -np.inf), wanted)

@@ -175,7 +175,7 @@ def same_as_plain(subject: VerifierSubject, run: Run) -> None:
             rows, history = case.rows[row : row + 1], case.history_of(row)
             plain = _verdict(verifier, attrs.evolve(case, rows=rows, history=history, draft=Draft(), cycle=cycle))
             if plain is not None:
-                what = f"row {row} commits another token than plain decoding"
+                what = f"row {row} commits a different token than plain decoding"
                 expect_equal(token, plain.next_token, what, verdict=verdict)
 
     run.explore(body, examples=120, case=cases(), cycle=st.integers(1, 1000))
@@ -190,7 +190,7 @@ def bound_kept(subject: VerifierSubject, run: Run) -> None:
     bound = subject.bound if subject.bound is not None else stated.bound
     expected = "an attribute 'bound': nats between the best logit and the worst one committed"
     if not isinstance(bound, int | float) or not 0 <= bound < math.inf:
-        expect(False, "it states no bound", got=bound, expected=expected)
+        expect(False, "it declares no bound", got=bound, expected=expected)
         return
     near = [0.0, -0.5 * bound, -0.98 * bound, -1.02 * bound - 0.01, -2 * bound - 1, -np.inf]
 
@@ -230,7 +230,7 @@ def pure(subject: VerifierSubject, run: Run) -> None:
                 verdicts.append(decide(verifier, case))
         verdicts.append(decide(subject.make(), case))
         for verdict in verdicts[1:]:
-            expect_equal(verdict, verdicts[0], "the same arguments gave another verdict")
+            expect_equal(verdict, verdicts[0], "the same arguments gave a different verdict")
         logits, context = TableLogits(case.rows.copy()), case.context(verifier.draft_noise)
         before, probs = generator_states(), None if case.draft.probs is None else case.draft.probs.copy()
         try:
@@ -240,7 +240,7 @@ def pure(subject: VerifierSubject, run: Run) -> None:
         expect_equal(logits.rows(), case.rows, "the logits were changed")
         expect_equal(list(context), case.history, "the context was changed")
         expect_equal(case.draft.probs, probs, "the draft's probs were changed")
-        expect(generator_states() == before, "a global generator was moved")
+        expect(generator_states() == before, "a global generator was advanced")
 
     run.explore(body, examples=40, case=cases(), other=cases())
 

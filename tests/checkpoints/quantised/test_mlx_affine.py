@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], list[str]]] = {
         ["is quantised, and config.json says that layers.0.mlp.up_proj is not"],
     ),
     "no scales": (put("scales", None), USUAL, ["no known format"]),
-    "no biases": (put("biases", None), USUAL, ["needs biases beside it"]),
+    "no biases": (put("biases", None), USUAL, ["needs biases with it"]),
     "other biases": (put("biases", torch.ones(20, 4)), USUAL, ["biases has the shape [20, 4]", "takes [20, 5]"]),
     "integers as scales": (put("scales", torch.ones(20, 5).int()), USUAL, ["scales is stored as I32"]),
     "NaN as scales": (put("scales", NAN), USUAL, ["scales holds NaN or infinity"]),
@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], list[str]]] = {
     "a scale per tensor": (
         add("global_scale", torch.ones(1)),
         USUAL,
-        ["global_scale stands beside", "no known meaning"],
+        ["global_scale is stored with", "no known meaning"],
     ),
 }
 

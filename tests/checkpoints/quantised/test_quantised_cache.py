@@ -116,7 +116,7 @@ def test_a_stale_cache_is_said_and_written_anew(source: Path, tmp_path: Path, ch
     load(source, tmp_path / "cache")
     change(source)
     again = load(source, tmp_path / "cache")
-    assert any("is stale and is written anew" in notice for notice in again.notices)
+    assert any("is stale and is rewritten" in notice for notice in again.notices)
     assert torch.equal(logits(again), logits(load(source, tmp_path / "cache")))
     direct = Checkpoint.open(source)
     name = "layers.0.mlp.up_proj.weight"

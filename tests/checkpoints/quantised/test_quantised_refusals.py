@@ -116,13 +116,13 @@ REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
         {},
         ["weight_scale has the shape [200, 10]", "takes [200, 20] for 16 columns"],
     ),
-    "nvfp4 without the whole's scale": ("nvfp4", put("weight_scale_2", None), {}, ["needs weight_scale_2 beside it"]),
+    "nvfp4 without the whole's scale": ("nvfp4", put("weight_scale_2", None), {}, ["needs weight_scale_2 with it"]),
     "nvfp4 without its scale": ("nvfp4", put("weight_scale", None), {}, ["needs one of", "weight_scale"]),
     "packed nvfp4 without the whole's scale": (
         "nvfp4 packed",
         put("weight_global_scale", None),
         {},
-        ["needs weight_global_scale beside it"],
+        ["needs weight_global_scale with it"],
     ),
     "both whole scales": ("nvfp4", put("weight_global_scale", torch.ones(1)), {}, ["which mean reciprocal things"]),
     "many whole scales": ("nvfp4", put("weight_scale_2", torch.ones(200)), {}, ["weight_scale_2 has the shape [200]"]),
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
         {},
         ["weight_global_scale is 0", "weight_packed is divided by it"],
     ),
-    "no shape": ("int4 g32", put("weight_shape", None), {}, ["weight_packed", "needs weight_shape beside it"]),
+    "no shape": ("int4 g32", put("weight_shape", None), {}, ["weight_packed", "needs weight_shape with it"]),
     "another shape": ("int4 g32", put("weight_shape", torch.tensor([100, 320])), {}, ["weight_shape says [100, 320]"]),
     "too many columns": (
         "int4 g32",
@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[str, Change, dict[str, Any], list[str]]] = {
         "fp8 per tensor",
         put("weight_zero_point", torch.ones(1)),
         {},
-        ["weight_zero_point stands beside", "no known meaning"],
+        ["weight_zero_point is stored with", "no known meaning"],
     ),
     "stored twice": ("nvfp4", put("weight_packed", torch.ones(200, 160, dtype=torch.uint8)), {}, ["the same weight"]),
 }

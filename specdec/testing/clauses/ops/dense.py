@@ -91,7 +91,7 @@ def arrays(subject: OpsSubject, run: Run) -> None:
         bench.ops.concat(again, b), bench.host(bench.ops.concat(a, b)), 0.0, "an array copied to the host and back"
     )
     hidden = bench.ops.hidden(a)
-    expect_equal(len(hidden), 5, "hidden states have another number of rows")
+    expect_equal(len(hidden), 5, "hidden states have the wrong number of rows")
     bench.close(bench.ops.array(hidden[1:4]), bench.host(a)[1:4], 0.0, "a slice of hidden states")
     bench.close(bench.ops.array(hidden[-1:].join([hidden[:2]])), bench.host(a)[[4, 0, 1]], 0.0, "joined hidden states")
 
@@ -120,7 +120,7 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
         truth, bound = host @ w.T, bench.dot_tolerance(host, w)
         for made, there in known:
             wanted = sorted(set(there))
-            expect_equal(list(made.tokens), wanted, "head_rows has other ids, or in another order")
+            expect_equal(list(made.tokens), wanted, "head_rows has the wrong ids, or in the wrong order")
             logits = check_logits(ops.pruned_head(x, made), rows, VOCAB, [VOCAB - 1, *([3] * (rows - 1))])
             outside = np.setdiff1d(np.flatnonzero((logits > -np.inf).any(axis=0)), wanted)
             expect(not len(outside), "an id without a row has a logit", rows=rows, got=outside, expected=wanted)

@@ -116,8 +116,8 @@ def _expect_routes(
     chosen = np.array([row[0] for row in wanted], np.float64)
     expect_equal(ids.shape, chosen.shape, f"{what}: the ids have the wrong shape")
     for t in range(len(logits)):
-        expect_equal(ids[t], chosen[t], f"{what}: row {t} has other experts", **case)
-    # a logit is off by at most the float32 error of its product, a score by no more than that, relatively
+        expect_equal(ids[t], chosen[t], f"{what}: row {t} has different experts", **case)
+    # a logit's error is at most the float32 error of its product; a score's relative error is no larger
     error = 4 * ROUTED * 2.0**-23 * (np.abs(logits).max() + 8.0) + 2.0**-18
     truth = np.array([row[1] for row in wanted])
     bench.close(got[1], truth, np.abs(truth) * error + 1e-9, f"{what}: the weights", **case)

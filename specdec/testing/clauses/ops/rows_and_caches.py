@@ -87,7 +87,7 @@ def row_invariance(subject: OpsSubject, run: Run) -> None:
 
 def _expect_saved(layer: Layer, cache: Any, wanted: Mapping[str, Float64], what: str, **case: object) -> None:
     got = layer.saved(cache)
-    expect_equal(sorted(got), sorted(wanted), f"{what} saves other arrays", **case)
+    expect_equal(sorted(got), sorted(wanted), f"{what} saves different arrays", **case)
     for name, array in wanted.items():
         expect_equal(got[name], array, f"{what} has other bits in {name}", **case)
 
@@ -120,7 +120,7 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
                 cache = play(kept, rows, poisoned=poisoned)
                 _expect_saved(layer, cache, wanted, what, poisoned=poisoned)
                 after = layer.run(cache, 1 + kept, 2 + kept)
-                expect_equal(after, last, f"{what} gives other bits in the next row", poisoned=poisoned)
+                expect_equal(after, last, f"{what} gives different bits in the next row", poisoned=poisoned)
 
 
 @check("O14")
