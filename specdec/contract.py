@@ -87,8 +87,8 @@ class Needs:
         prompt_rows: "last" if only the last row of a prompt chunk is needed. ``decode`` always gives all rows.
     """
 
-    mtp: bool = False
-    final_hidden: bool = False
+    mtp: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    final_hidden: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     boundaries: tuple[int, ...] = attrs.field(default=(), converter=_ascending)
     prompt_rows: Literal["all", "last"] = attrs.field(default="all", validator=attrs.validators.in_(("all", "last")))
 

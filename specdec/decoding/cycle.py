@@ -117,6 +117,7 @@ class HostExecutor(Executor):
     def _draft(self, depth: int) -> Draft:
         """Ask the drafter, and cut what cannot be verified: excess tokens, ids outside the vocabulary."""
         sequence, stats, draft = self._sequence, self._stats, EMPTY_DRAFT
+        held = sequence.state.length
 
         def propose() -> None:
             nonlocal draft
@@ -124,6 +125,12 @@ class HostExecutor(Executor):
             draft = Draft(tuple(map(operator.index, proposed.tokens)), proposed.probs)  # rejects floats
 
         sequence.guard("propose", propose)
+        if sequence.state.length != held:
+            raise ContractError(
+                f"the drafter {stats.drafter!r} changed the state of its sequence: it held {held} tokens, and now "
+                f"{sequence.state.length}",
+                takes="a state of its own (ForwardPass.new_state) for passes of its own",
+            )
         usable = len(draft.tokens)
         if usable > depth:
             stats.fault("draft longer than asked for")
@@ -149,6 +156,9 @@ class HostExecutor(Executor):
 
 
 def _check(verdict: Verdict, draft: Draft, vocab_size: int) -> None:
+    given: object = verdict  # verifiers may return anything
+    if not isinstance(given, Verdict) or type(given.accepted) is not int or type(given.next_token) is not int:
+        raise ContractError(f"the verifier returned {given!r:.120}", takes="a Verdict whose numbers are plain ints")
     if not 0 <= verdict.accepted <= len(draft.tokens):
         raise ContractError(f"the verifier accepted {verdict.accepted} of {len(draft.tokens)} draft tokens")
     if not 0 <= verdict.next_token < vocab_size:

@@ -102,10 +102,19 @@ class DecodingLoop:
 
     def _device_draft(self) -> DeviceDraft | None:
         """How the device would draft; a failed drafter drafts nothing."""
-        sequence, found = self._sequence, list[DeviceDraft | None]()
+        sequence = self._sequence
+        draft: DeviceDraft | None = DeviceDraft(mtp=False)
+
+        def ask() -> None:
+            nonlocal draft
+            given: object = sequence.drafter.device_draft(sequence.context)
+            if given is not None and not isinstance(given, DeviceDraft):
+                raise TypeError(f"it returned {given!r:.60}, not a DeviceDraft or None")
+            draft = given
+
         if sequence.speculating:
-            sequence.guard("device_draft", lambda: found.append(sequence.drafter.device_draft(sequence.context)))
-        return found[0] if found else DeviceDraft(mtp=False)
+            sequence.guard("device_draft", ask)
+        return draft
 
     def _submit(self, executor: Executor, depth: int) -> None:
         self._sequence.context.cycle += 1

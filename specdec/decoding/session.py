@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ class Session:
 
     def __init__(self, lm: Parts) -> None:
         self._lm = lm
-        self._running: Stream | None = None
+        self._running: weakref.ref[Stream] | None = None  # an abandoned stream ends itself
         self._sequence = self._new_sequence([])
         self.stats = Stats()
         self.extra: dict[str, Any] = {}
@@ -202,11 +204,12 @@ class Session:
             raise PromptError("there is nothing to continue: the prompt is empty", try_="feed a prompt first")
         try:
             self._repair()
-            self._running = Stream(self._lm, self._sequence, generation, self.stats)
+            stream = Stream(self._lm, self._sequence, generation, self.stats)
         except BaseException:
             del self._sequence.tokens[before:]  # no state has seen them yet
             raise
-        return self._running
+        self._running = weakref.ref(stream)
+        return stream
 
     def generate(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Result:
         """Run ``stream`` to the end and return its result. Takes the same arguments."""
@@ -215,7 +218,9 @@ class Session:
     # --- internals -------------------------------------------------------------------------------------------------
 
     def _must_be_idle(self) -> None:
-        if self._running is not None and not self._running.over():
+        if self._is_running():
+            gc.collect()  # an abandoned stream and its generator refer to each other
+        if self._is_running():
             raise StateError(
                 "a generation of this session is still running", try_="stream.stop(), or read its result first"
             )
@@ -232,3 +237,7 @@ class Session:
     def sequence(self) -> LiveSequence:
         """The sequence being decoded, for tools that run single cycles themselves."""
         return self._sequence
+
+    def _is_running(self) -> bool:
+        stream = None if self._running is None else self._running()
+        return stream is not None and not stream.over()

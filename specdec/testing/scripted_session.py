@@ -254,8 +254,9 @@ class ScriptedSession:
 
 def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> StrictForwardPass:
     """A strict model that supports the drafter's needs."""
-    mtp = subject.needs.mtp
-    return StrictForwardPass(TableModel.random(vocab, memory=memory, tilt=0.7, mtp=mtp, max_positions=4 * CAPACITY))
+    mtp, layers, room = subject.needs.mtp, subject.layers, 4 * CAPACITY
+    model = TableModel.random(vocab, memory=memory, tilt=0.7, mtp=mtp, layers=layers, max_positions=room)
+    return StrictForwardPass(model)
 
 
 def usable(draft: Draft, depth: int, vocab: int) -> Draft:

@@ -62,6 +62,11 @@ class DrafterSubject:
     needs: Needs = NO_NEEDS
     prepare: Callable[[ForwardPass], Any] = lambda target: None
 
+    @property
+    def layers(self) -> int:
+        """Decoder layers that a target must have for the boundaries in ``needs``."""
+        return max((1, *self.needs.boundaries))
+
 
 @attrs.frozen(kw_only=True)
 class VerifierSubject:

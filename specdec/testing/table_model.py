@@ -171,6 +171,7 @@ class TableModel(ForwardPass):
             token shows. Not with CONVOLUTION, which has no such memory.
         mtp_table: the same for an MTP head, by the last tokens including the pair's; None: no head.
         mtp_tilt: the same for the pairs in the head's cache.
+        layers: how many it says it has; it gives hidden states at boundaries 0 to this.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class TableModel(ForwardPass):
         tilt: float = 0.0,
         mtp_table: Float64 | None = None,
         mtp_tilt: float = 0.0,
+        layers: int = 1,
         max_positions: int = 4096,
         max_rows: int = MAX_ROWS,
     ) -> None:
@@ -201,7 +203,7 @@ class TableModel(ForwardPass):
             hidden_size=self.order + 1,
             max_positions=max_positions,
             mtp_layers=0 if mtp_table is None else 1,
-            layers=1,
+            layers=layers,
             max_rows=max_rows,
             parity=Parity.BITWISE,
             parity_reason="a table is read, nothing is summed",
@@ -222,6 +224,7 @@ class TableModel(ForwardPass):
         zeros: float = 0.0,
         tilt: float = 0.0,
         mtp: bool = False,
+        layers: int = 1,
         max_positions: int = 4096,
         max_rows: int = MAX_ROWS,
     ) -> TableModel:
@@ -249,6 +252,7 @@ class TableModel(ForwardPass):
             tilt=tilt,
             mtp_table=head,
             mtp_tilt=0.5 if mtp else 0.0,
+            layers=layers,
             max_positions=max_positions,
             max_rows=max_rows,
         )

@@ -127,13 +127,19 @@ def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
         (b"<!DOCTYPE html><html>not found</html>", "web page"),
         (bytes(range(100, 200)), "64 65 66"),
         (struct.pack("<Q", 10_000) + b'{"a": 1}', "header takes 10008 bytes, the file has 16"),
-        (struct.pack("<Q", 1 << 60) + b'{"a": 1}', "no safetensors file"),
+        (struct.pack("<Q", 1 << 60) + b'{"a": 1}', "not a safetensors file"),
         (safetensors("{ nonsense"), "not valid JSON"),
         (safetensors('{"x": {"dtype": "F32"}}'), "no valid entry for the tensor x"),
         (safetensors('{"x": 5}'), "no valid entry for the tensor x"),
         (safetensors({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)), "tensor x (F32 [2])"),
-        (safetensors({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(5)), "the tensor x lies"),
-        (safetensors({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)), "no valid safetensors"),
+        (
+            safetensors({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(5)),
+            "the tensor x extends past its end",
+        ),
+        (
+            safetensors({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
+            "not a valid safetensors",
+        ),
         (
             safetensors(
                 '{"x": {"dtype":"U8","shape":[1],"data_offsets":[0,1]}, "x": {"dtype":"U8","shape":[1],'
@@ -237,9 +243,9 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         ("{}", "weight_map"),
         ("[]", "weight_map"),
         ('{"weight_map": {}}', "weight_map"),
-        ('{"weight_map": {"a": "../../x.safetensors"}}', "no file of this folder"),
-        ('{"weight_map": {"a": "/x.safetensors"}}', "no file of this folder"),
-        ('{"weight_map": {"a": 5}}', "no file of this folder"),
+        ('{"weight_map": {"a": "../../x.safetensors"}}', "not a file in this folder"),
+        ('{"weight_map": {"a": "/x.safetensors"}}', "not a file in this folder"),
+        ('{"weight_map": {"a": 5}}', "not a file in this folder"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"),
         ('{"weight_map":\n\n oops', "line"),
     ],

@@ -168,8 +168,8 @@ def test_weights_that_are_no_numbers_by_themselves_are_refused_by_name(
 def test_a_matrix_of_integers_under_another_name_is_refused(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path, {}, {"odd.A_log": torch.ones(4).int()}))
     text = refusal(check_weights(checkpoint, {"odd.A_log": TensorSpec((4,))}))
-    assert "odd.A_log is stored as I32, which is no weight" in text
-    with pytest.raises(CheckpointError, match="no weight and no known quantised format"):
+    assert "odd.A_log is stored as I32, which is neither a weight nor" in text
+    with pytest.raises(CheckpointError, match="neither a weight nor a known quantised format"):
         StoredWeights(checkpoint)["odd.A_log"]
 
 

@@ -528,3 +528,46 @@ def test_counters_are_consistent(
     assert stats.offered == sorted(stats.offered, reverse=True)
     assert attrs.asdict(session.stats) == {name: getattr(stats, name) for name in attrs.asdict(session.stats)}
     assert stats.faults == {}
+
+
+class Meddling(Drafter):
+    """Runs a pass over the state of its own sequence, which is the engine's."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def propose(self, context: Any, depth: int) -> Any:
+        from specdec.contract import Draft
+
+        self.env.target.decode(self.env.state, [1, 2])
+        self.env.target.commit(self.env.state, 2)
+        return Draft((41,))
+
+
+def test_a_drafter_that_moves_the_state_ends_the_generation_by_its_name(lm: Any) -> None:
+    """It used to give other tokens under a result that said exact."""
+    from specdec.errors import ContractError
+
+    spec = DrafterSpec(name="meddling", factory=lambda config, env: Meddling(env))
+    session = attrs.evolve(lm, drafter=DrafterPart(spec=spec)).session()
+    session.feed(list(range(50, 80)))
+    with pytest.raises(ContractError, match="the drafter 'meddling' changed the state of its sequence"):
+        session.generate(max_new_tokens=6, ignore_eos=True)
+    assert session.tokens == tuple(range(50, 80))
+
+
+@pytest.mark.parametrize("how", ["break", "error"])
+def test_an_abandoned_stream_does_not_lock_its_session(lm: Any, how: str) -> None:
+    session, plain = lm.session(), lm.session()
+    try:
+        for _ in session.stream(list(range(50, 80)), max_new_tokens=30, ignore_eos=True):
+            if how == "error":
+                raise ValueError("in the loop's body")
+            break
+    except ValueError:
+        pass
+    made = len(session.tokens)
+    assert made > 30
+    session.generate(max_new_tokens=5, ignore_eos=True)
+    wanted = plain.generate(list(range(50, 80)), max_new_tokens=len(session.tokens) - 30, ignore_eos=True)
+    assert list(session.tokens[30:]) == list(wanted.tokens)

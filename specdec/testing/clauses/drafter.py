@@ -454,9 +454,10 @@ ENGINE_VOCAB = 6
 @check("D13")
 def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
     """In the engine with the strict verifier, the output is that of plain decoding, for every depth and sampling."""
-    mtp = subject.needs.mtp
+    settings: dict[str, Any] = {"mtp": subject.needs.mtp, "layers": subject.layers}
     models = {
-        memory: TableModel.random(ENGINE_VOCAB, memory=memory, seed=5, tilt=0.5, mtp=mtp, peak=0.4) for memory in Memory
+        memory: TableModel.random(ENGINE_VOCAB, memory=memory, seed=5, tilt=0.5, peak=0.4, **settings)
+        for memory in Memory
     }
 
     def body(prompt: list[int], depths: list[int], sampling: Sampling, memory: Memory) -> None:
@@ -476,7 +477,7 @@ def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
     """In the engine with a ratio test, the output follows the target's joint distribution: no noise is reused."""
     table = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.45, 0.05]])
     head = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
-    model = TableModel(table, mtp_table=head if subject.needs.mtp else None)
+    model = TableModel(table, mtp_table=head if subject.needs.mtp else None, layers=subject.layers)
     prompt, draws, plain = [0, 1, 0, 1, 2, 0, 1], run.count(1000), Sampling(temperature=1.0)
     expected = joint_distribution(
         lambda later: reference_distribution(model.logits([*prompt, *later]).tolist(), later, plain), 3, 3
