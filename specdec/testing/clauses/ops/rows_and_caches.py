@@ -118,6 +118,7 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
             for poisoned in (False, True):
                 what = f"the cache of {layer.name} after commit({kept}) of {rows} rows"
                 cache = play(kept, rows, poisoned=poisoned)
+                expect(cache.length == 1 + kept, f"{what} has another length", got=cache.length, expected=1 + kept)
                 _expect_saved(layer, cache, wanted, what, poisoned=poisoned)
                 after = layer.run(cache, 1 + kept, 2 + kept)
                 expect_equal(after, last, f"{what} gives different bits in the next row", poisoned=poisoned)
