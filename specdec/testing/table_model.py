@@ -171,7 +171,7 @@ class TableModel(ForwardPass):
             token shows. Not with CONVOLUTION, which has no such memory.
         mtp_table: the same for an MTP head, by the last tokens including the pair's; None: no head.
         mtp_tilt: the same for the pairs in the head's cache.
-        layers: how many it says it has; it gives hidden states at boundaries 0 to this.
+        layers: how many it says it has; it gives hidden states at boundaries 0 to this, and none if this is 0.
     """
 
     def __init__(

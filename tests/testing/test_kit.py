@@ -214,6 +214,13 @@ def test_an_op_that_refuses_only_some_cases_is_a_failure():
     assert "no groups" in outcome.detail
 
 
+def test_a_target_that_gives_no_hidden_states_between_layers_passes():
+    model = TableModel.random(5, layers=0)
+    assert _outcome("F9", model).status is Status.PASSED
+    assert _outcome("F17", model).status is Status.PASSED
+    assert _outcome("F21", model).status is not Status.FAILED
+
+
 def test_a_target_without_draft_heads_and_a_drafter_without_a_snapshot_are_told():
     class NoHeads(TableModel):
         def draft_head(self, tokens):

@@ -12,7 +12,8 @@ import reference
 from hypothesis import given, settings
 from specdec.config import structure_options
 from specdec.contract import Context, DrafterEnv, PrepareEnv, Sampling
-from specdec.decoding.cycle import Sequence, run_cycle
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.loop import run_cycle
 from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError
 from specdec.registry import Registry
@@ -117,7 +118,7 @@ def test_no_draft_changes_the_output(corpus_file, config, depth, temperature, se
         config_here = attrs.evolve(config, corpus=corpus_file)
         env = DrafterEnv(target=target, state=state, shared=load_corpus(config_here, PrepareEnv(target=target)))
         target.prefill(state, tokens[:-1])
-        sequence = Sequence(
+        sequence = LiveSequence(
             target=target,
             state=state,
             drafter=SuffixDrafter(config_here, env),

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     Float32 = NDArray[np.float32]
 
 
+def _offered(target: TargetUnderTest, *boundaries: int) -> Needs:
+    """The final hidden states and these boundaries, as far as this target gives them."""
+    return Needs(final_hidden=target.info.gives_hidden, boundaries=boundaries if target.info.layers else ())
+
+
 def _all_needs(target: TargetUnderTest) -> Needs:
     """All hidden states of this target: the final one, and the first, a middle and the last boundary."""
     layers = target.info.layers
-    needs = Needs(final_hidden=target.info.gives_hidden, boundaries=(0, (layers + 1) // 2, layers) if layers else ())
+    needs = _offered(target, 0, (layers + 1) // 2, layers)
     if not needs.hidden:
         not_applicable("this target gives no hidden states")
     return needs
@@ -38,7 +43,7 @@ def outputs(subject: ForwardPassSubject, run: Run) -> None:
     """A pass returns exactly what its state was made for: hidden states, and from decode the logits of every row."""
     target = TargetUnderTest(subject)
     rows = min(2, target.info.max_rows)
-    asked = Needs(final_hidden=target.info.gives_hidden, boundaries=range(target.info.layers + 1)[:2])
+    asked = _offered(target, 0, 1)
     for needs in (NO_NEEDS, asked, Needs(mtp=True)) if target.info.mtp_layers else (NO_NEEDS, asked):
         state = target.state(needs=needs)
         tokens = target.tokens(range(5 + rows))
