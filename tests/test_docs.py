@@ -188,7 +188,7 @@ def test_every_page_is_in_a_table_of_contents():
 
 def files_entered(call: Callable[[], object]) -> set[str]:
     """Files of specdec, apart from ``backends/``, in which a function starts during ``call``."""
-    package = ROOT / "specdec"
+    package = pathlib.Path(specdec.__file__).parent
     found = set()
 
     def profile(frame: Any, event: str, argument: object) -> None:

@@ -27,6 +27,24 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+# A tiny Qwen3.5: two kinds of layers, r = 3, GQA 3; few tokens of its own choice, so that n-grams match now and then.
+HYBRID: dict[str, Any] = {
+    "hidden": 36,
+    "layers": 3,
+    "heads": 3,
+    "kv_heads": 1,
+    "head_dim": 12,
+    "rotary_factor": 0.5,
+    "key_heads": 1,
+    "value_heads": 3,
+    "key_dim": 10,
+    "value_dim": 14,
+    "intermediate": 44,
+    "tied": False,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "printable": True,
+}
+
 
 class _Draw:
     """Named random tensors from one seed."""

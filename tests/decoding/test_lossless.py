@@ -24,23 +24,7 @@ from tests import tiny
 
 VOCAB = 277
 SHAPES: dict[str, dict[str, Any]] = {
-    # two kinds of layers, r = 3, GQA 3; few tokens of its own choice, so that n-grams match now and then
-    "qwen3_5": {
-        "hidden": 36,
-        "layers": 3,
-        "heads": 3,
-        "kv_heads": 1,
-        "head_dim": 12,
-        "rotary_factor": 0.5,
-        "key_heads": 1,
-        "value_heads": 3,
-        "key_dim": 10,
-        "value_dim": 14,
-        "intermediate": 44,
-        "tied": False,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "printable": True,
-    },
+    "qwen3_5": tiny.HYBRID,
     "qwen3": {"hidden": 36, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 10, "intermediate": 44},
 }
 

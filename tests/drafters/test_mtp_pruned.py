@@ -24,22 +24,6 @@ from specdec.testing.scripted_session import ScriptedSession
 from tests import tiny
 
 VOCAB = 277
-SHAPE = {
-    "hidden": 36,
-    "layers": 3,
-    "heads": 3,
-    "kv_heads": 1,
-    "head_dim": 12,
-    "rotary_factor": 0.5,
-    "key_heads": 1,
-    "value_heads": 3,
-    "key_dim": 10,
-    "value_dim": 14,
-    "intermediate": 44,
-    "tied": False,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "printable": True,
-}
 GENERATED = 12
 KERNELS = tiny.kernels_available()[-1]
 
@@ -95,8 +79,8 @@ def test_strict_output_is_that_of_plain_decoding(
     extra: dict[str, Any],
 ) -> None:
     """Two turns of a session; between them it goes on, is forked, saved and loaded, or goes back."""
-    folder = checkpoint("qwen3_5", **SHAPE)
-    target = make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    folder = checkpoint("qwen3_5", **tiny.HYBRID)
+    target = make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     sampling = {"max_new_tokens": GENERATED, "ignore_eos": True, "temperature": temperature, "seed": seed, **extra}
     plain, session = tiny.make_lm(folder, target).session(), model_of(folder, target, config, kept, depth).session()
     for number, prompt in enumerate(prompts):
@@ -128,7 +112,7 @@ def test_the_whole_vocabulary_drafts_what_the_full_head_drafts(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:
     """Nothing is lost but what is left out: the same drafts, and the same acceptance."""
-    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     prompt = [40, 50, 60, 70, 40, 50]
     for temperature in (0.0, 1.0):
         sampling = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
@@ -144,7 +128,7 @@ def test_the_whole_vocabulary_drafts_what_the_full_head_drafts(
 def test_drafts_are_made_of_the_vocabulary_and_the_sequences_own_ids(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:
-    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     kept, prompt = tuple(range(0, 60, 3)), [200, 201]
     drafted: list[tuple[int, ...]] = []
     lm = model_of(folder, target, MtpConfig(vocabulary="given", max_miss=1.0), kept, 3)
@@ -169,7 +153,7 @@ def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:
     """Catches: an error that switches drafting off for the rest of the session."""
-    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     kept = (3, 5, 7)
     for gate in ({}, {"min_confidence": 0.01}):
         config = MtpConfig(vocabulary="given", max_miss=1.0, max_extra=0, **gate)
@@ -186,7 +170,7 @@ def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
 def test_a_gate_saves_what_would_be_rejected(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:
-    folder, target = checkpoint("qwen3_5", **SHAPE), make_target("qwen3_5", kernels=KERNELS, **SHAPE)
+    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
     sampling = {"max_new_tokens": 40, "ignore_eos": True}
     results = {}
     for least in (0.0, 0.5, 1.0):
@@ -205,7 +189,7 @@ def test_a_gate_saves_what_would_be_rejected(
 
 
 def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
-    target, other = make_target("qwen3_5", **SHAPE), make_target("qwen3_5")
+    target, other = make_target("qwen3_5", **tiny.HYBRID), make_target("qwen3_5")
     head = target.draft_head([5, 1, 5, 9])
     assert list(head.tokens) == [1, 5, 9]
     assert list(head.extended([7, 1]).tokens) == [1, 5, 7, 9]
@@ -226,7 +210,7 @@ def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
 
 def test_pruned_logits_are_those_of_the_full_head(kernels: str, make_target: Callable[..., Any]) -> None:
     """Up to rounding: a row of a weight may stand beside others, and a reference library's product then differs."""
-    target = make_target("qwen3_5", kernels=kernels, **SHAPE)
+    target = make_target("qwen3_5", kernels=kernels, **tiny.HYBRID)
     head = target.draft_head(range(10, 50)).extended([200, 3])
     rows = []
     for given_head in (None, head):
@@ -260,7 +244,7 @@ def test_a_vocabulary_without_prepare_is_refused() -> None:
 
 
 def test_prepare_reads_checks_and_gathers(tmp_path: pathlib.Path, make_target: Callable[..., Any]) -> None:
-    target, file = make_target("qwen3_5", **SHAPE), tmp_path / "v.json"
+    target, file = make_target("qwen3_5", **tiny.HYBRID), tmp_path / "v.json"
     env = PrepareEnv(target=target)
     assert mtp.prepare(MtpConfig(), env) is None
     DraftVocabulary(tokens=(9, 4), vocab_size=VOCAB).write(file)
