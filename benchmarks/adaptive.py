@@ -1,13 +1,14 @@
 """Compare adaptive depth with plain decoding under a useless head, and with the best fixed depth.
 
-    python -m benchmarks.adaptive [--part random_head demo bookkeeping] [--tokens 400] [--warm 200] [--repeats 5]
-                                  [--deepest 4] [--model FOLDER] [--json FILE]
+    python -m benchmarks.adaptive [--part random_head demo bookkeeping poisoned] [--tokens 400] [--warm 200]
+                                  [--settling 50] [--repeats 5] [--deepest 4] [--model FOLDER] [--json FILE]
 
 Prints costs, tokens per second and their ratio to the first arm; ``bookkeeping`` is the policy's own time per cycle.
 ``random_head``: the embedded model with noise for MTP tensors, plain against adaptive. ``demo``: the unchanged embedded
 model, adaptive against fixed depths, by prompt class. Arms alternate (A B B A) in one process, every generation in its
 own session, and all outputs must be equal. "From the start": a newly loaded language model with its cost table and no
-knowledge of acceptance. "Warm": after ``--warm`` generated tokens.
+knowledge of acceptance. "Warm": after ``--warm`` generated tokens. ``poisoned``: the embedded model with a cost table
+of which one row, or all of them, is 30 times too high, against the right table, after ``--settling`` cycles.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import attrs
 import torch
 
 import specdec
@@ -28,6 +30,7 @@ from specdec.contract import CycleRecord, Stats
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 from specdec.records.cost_table import CostTable
 
+POISON = 30
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
@@ -147,13 +150,43 @@ def bookkeeping(prompts: dict[str, list[int]], options: argparse.Namespace, cycl
     return found
 
 
+def poisoned(prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, Any]:
+    """Adaptive depth with a wrong cost table against the right one, after some cycles."""
+    lm = specdec.load(drafter="mtp", depth="adaptive")
+    table: CostTable = lm.depth.shared.table
+
+    def wrong(*rows: int) -> CostTable:
+        return attrs.evolve(table, verify={n: POISON * s if n in rows else s for n, s in table.verify.items()})
+
+    tables = {"right": table, **{f"{rows} rows": wrong(rows) for rows in sorted(table.verify)}}
+    tables["all rows"] = wrong(*table.verify)
+    arms = {name: attrs.evolve(lm, depth=attrs.evolve(lm.depth, shared=Learnt(one))) for name, one in tables.items()}
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    outputs = set()
+    for _ in range(options.repeats):
+        for name in (*arms, *reversed(arms)):
+            fresh(arms[name])
+            ends: list[tuple[float, int]] = []
+            stream = arms[name].stream(prompts["code"], max_new_tokens=options.tokens, ignore_eos=True)
+            stream.on_cycle = lambda record, ends=ends: ends.append((perf_counter(), len(record.emitted)))
+            outputs.add(tuple(stream.result.tokens))
+            settled = ends[options.settling - 1 :]
+            rates[name].append(sum(tokens for _, tokens in settled[1:]) / (settled[-1][0] - settled[0][0]))
+    if len(outputs) != 1:
+        raise SystemExit("outputs differ")
+    right = median(rates["right"])
+    return {
+        name: {"tokens_per_second": median(one), "of_the_right": median(one) / right} for name, one in rates.items()
+    }
+
+
 def main() -> None:
-    options = arguments(__doc__, tokens=400, warm=200, repeats=5, deepest=4, part=list(PARTS), model="")
+    options = arguments(__doc__, tokens=400, warm=200, settling=50, repeats=5, deepest=4, part=list(PARTS), model="")
     prompts = encoded_prompts(specdec.load(drafter="none").tokenizer)
     save({name: PARTS[name](prompts, options) for name in options.part}, options)
 
 
-PARTS = {"random_head": random_head, "demo": demo, "bookkeeping": bookkeeping}
+PARTS = {"random_head": random_head, "demo": demo, "bookkeeping": bookkeeping, "poisoned": poisoned}
 
 if __name__ == "__main__":
     main()

@@ -1,17 +1,20 @@
 """Time the CPU kernels on the shapes of Qwen3.5-0.8B against this machine's read bandwidth.
 
-    python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head] [--plain 1]
+    python -m benchmarks.cpu_kernels [--dtype bfloat16] [--rounds 6] [--only linear,head] [--weights panels]
+                                     [--instruction-set avx2 avx512]
 
 Measurements are interleaved in one process. Each round reads a large buffer once, in pieces of a few milliseconds (the
 reference bandwidth), then times every op for every T in turn. Each call uses another copy of its weights or caches, so
 that nothing is cached. Prints minima of the pieces and calls, since on a shared machine only minima measure the kernel.
-``--plain 1`` reads weights as a checkpoint holds them, unpacked.
+``--weights`` is how matrices are held: ``panels``, ``plain`` (as a checkpoint holds them, unpacked), ``int8``
+or ``int4``.
 
 ``of BW`` is (bytes that must move) / time / bandwidth; ``x T=1`` is the cost of more rows in a pass.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
 import itertools
@@ -22,9 +25,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import arguments, in_turns, seconds
-from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
+from specdec.backends.cpu.library import Kernels, KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.ops import DeltaShape, Rope
+from specdec.checkpoints.quantised import ROUNDED_BITS, rounded
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 1024, 3584, 248320
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 8, 2, 256, 2048
@@ -44,7 +48,7 @@ class Case:
     moved: Callable[[int], int]
 
 
-def cases(ops: NativeOps, plain: bool) -> list[Case]:
+def cases(ops: NativeOps, form: str) -> list[Case]:
     dtype, size = ops.dtype, torch.tensor([], dtype=ops.dtype).element_size()
     inputs: dict[tuple[int, ...], Tensor] = {}
 
@@ -55,12 +59,15 @@ def cases(ops: NativeOps, plain: bool) -> list[Case]:
 
     def products(name: str, run: Callable[[Tensor, list[Tensor]], object], k: int, *features: int) -> Case:
         weight_bytes = sum(features) * k * size
-        copies = max(1, -(-ROTATE_BYTES // weight_bytes))
+        copies = max(1, -(-ROTATE_BYTES * 8 // (weight_bytes * ROUNDED_BITS.get(form, 8))))
         weights = [[torch.empty(n, k, dtype=dtype).normal_(std=0.05) for n in features] for _ in range(copies)]
-        if not plain:
+        if form in ROUNDED_BITS:
+            weights = [[ops.weight(rounded(one, ROUNDED_BITS[form], dtype)) for one in group] for group in weights]
+        elif form == "panels":
             for weight in itertools.chain(*weights):
                 ops.pack(weight)
-        return Case(name, lambda n, copy: run(rows(n, k), weights[copy]), copies, lambda n: weight_bytes)
+        moved = sum(map(ops.bytes_of, weights[0]))
+        return Case(name, lambda n, copy: run(rows(n, k), weights[copy]), copies, lambda n: moved)
 
     value = DELTA.value_heads * DELTA.value_dim
     residual = {n: torch.randn(n, HIDDEN).to(dtype) for n in ROWS}
@@ -136,13 +143,18 @@ def cases(ops: NativeOps, plain: bool) -> list[Case]:
 
 
 def main() -> None:
-    options = arguments(__doc__, dtype="bfloat16", rounds=6, only="", plain=0)
-    kernels = load_kernels()
-    if isinstance(kernels, KernelsUnavailable):
-        raise SystemExit(f"no native kernels: {kernels.reason}")
+    options = arguments(__doc__, dtype="bfloat16", rounds=6, only="", weights="panels", instruction_set=["auto"])
+    for name in options.instruction_set:
+        kernels = load_kernels(name)
+        if isinstance(kernels, KernelsUnavailable):
+            raise SystemExit(f"no native kernels: {kernels.reason}")
+        measure(kernels, options)
+
+
+def measure(kernels: Kernels, options: argparse.Namespace) -> None:
     ops = NativeOps(getattr(torch, options.dtype), kernels)
     wanted = tuple(options.only.split(","))
-    chosen = [case for case in cases(ops, options.plain) if case.name.startswith(wanted)]
+    chosen = [case for case in cases(ops, options.weights) if case.name.startswith(wanted)]
     stream = kernels.function("stream_read", "pii", ctypes.c_double)
     buffer = torch.zeros(STREAM_BYTES // 8, dtype=torch.int64)
     best: dict[tuple[str, int], float] = {}

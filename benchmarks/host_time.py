@@ -45,7 +45,7 @@ def kernel_seconds(target: Any, timed: list[Timed]) -> dict[str, float]:
     spent: dict[str, float] = {}
     for passes in (*target._target_passes.values(), target._mtp_passes):
         programs = [p for r in passes.recordings.values() if r is not None for p in (r.run, r.replay, r.windows)]
-        for program in programs if passes.best is None else [*programs, passes.best]:
+        for program in [*programs, *passes.best.values()]:
             for step, name in enumerate(program.names):
                 spent[name] = spent.get(name, 0.0) + program.spent[step] * 1e-9
                 program.spent[step] = 0

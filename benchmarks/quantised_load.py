@@ -51,7 +51,7 @@ def stored(kind: str, name: str, shape: tuple[int, ...], generator: torch.Genera
 
 def measure(folder: Path, what: str) -> dict[str, Any]:
     """Load in this process, which must be fresh, and report the cost."""
-    from specdec.backends.cpu.compiler import load_kernels
+    from specdec.backends.cpu.library import load_kernels
     from specdec.checkpoints import Checkpoint, StoredWeights, check_weights
     from specdec.checkpoints.quantised import formats_of
     from specdec.config import RunConfig, TargetConfig

@@ -1,6 +1,6 @@
-"""Compare the cost of sampled and greedy cycles on the embedded model, interleaved in one process.
+"""Compare the cost of sampled and greedy cycles, interleaved in one process.
 
-    python -m benchmarks.sampling [--tokens 128] [--repeats 9] [--depth 2] [--json FILE]
+    python -m benchmarks.sampling [--tokens 128] [--repeats 9] [--depth 2] [--model demo] [--json FILE]
 
 Prints milliseconds per cycle (the number of accepted tokens differs between settings) and their ratio to greedy.
 """
@@ -17,12 +17,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 0.8": {"temperature": 0.8},
     "temperature 0.8, top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
     "temperature 0.8, top-k 40, repetition penalty 1.1": {"temperature": 0.8, "top_k": 40, "repetition_penalty": 1.1},
+    "temperature 0.8, min-p 0.05": {"temperature": 0.8, "min_p": 0.05},
 }
 
 
-def measure(tokens: int, repeats: int, depth: int) -> dict[str, Any]:
+def measure(model: str, tokens: int, repeats: int, depth: int) -> dict[str, Any]:
     """Milliseconds per cycle by setting, and their ratio to greedy."""
-    lm = specdec.load(depth=depth)
+    lm = specdec.load(model, depth=depth)
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     for repeat in range(repeats):
         for name in SETTINGS if repeat % 2 == 0 else reversed(SETTINGS):
@@ -41,8 +42,8 @@ def measure(tokens: int, repeats: int, depth: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = arguments(__doc__, tokens=128, repeats=9, depth=2)
-    save(measure(options.tokens, options.repeats, options.depth), options)
+    options = arguments(__doc__, model="demo", tokens=128, repeats=9, depth=2)
+    save(measure(options.model, options.tokens, options.repeats, options.depth), options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,21 @@
-"""``python -m specdec``."""
+"""The process of ``specdec`` and ``python -m specdec``: its streams, and Ctrl-C while modules are imported."""
 
-from specdec.cli import main
+import sys
+
+
+def run() -> None:
+    """Run the command line, and exit with its status."""
+    try:
+        from specdec.files.streams import prepare
+
+        prepare()
+        from specdec.cli import main
+
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(130)
+
 
 if __name__ == "__main__":
-    main(prog_name="python -m specdec")
+    run()

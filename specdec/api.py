@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, holds_weights, locate, read_json, text_config
+from specdec.checking import checked
+from specdec.checkpoints import Checkpoint, holds_weights, locate, read_json, text_config
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
-from specdec.config import Choice, RunConfig
-from specdec.errors import ConfigError, UnknownNameError
-from specdec.models.loading import family_of
+from specdec.config import Choice, RunConfig, TargetConfig, structure_options
+from specdec.drafters.heads.describe import HeadReport, describe_head
+from specdec.drafters.heads.layout import is_head
+from specdec.errors import UnknownNameError
+from specdec.models.loading import checked_head, family_of, with_head
 from specdec.models.weights import dry_run
 from specdec.pipeline import LanguageModel, build
 from specdec.registry import PUBLISHED, Kind, registry
 
 
+@checked()
 def load(
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     config: RunConfig | None = None,
     drafter: str | Mapping[str, Any] | None = None,
@@ -26,24 +31,41 @@ def load(
     depth: int | str | Mapping[str, Any] | None = None,
     backend: str | None = None,
     dtype: str | None = None,
+    weights: str | None = None,
+    threads: int | None = None,
+    instruction_set: str | None = None,
 ) -> LanguageModel:
     """Load a model and compose its pipeline.
 
     Args:
-        model: a folder, a hub id, or "demo" (the embedded model, the default).
+        model: a folder, a hub id, or "demo" (the embedded model, the default). A ``pathlib.Path`` is a folder.
         config: a complete configuration (``specdec.load_config``); the other arguments override it.
         drafter: a name, or a mapping with ``name`` and the plugin's options. The default is the checkpoint's MTP head
             if it has one, else "ngram".
         verifier: likewise; the default is "strict".
         depth: tokens to draft per cycle (policy "fixed"), or a policy like the two above. The default is "adaptive"
-            if the depth cannot change the output, else "fixed" with 2 tokens and a notice with the reason.
+            if the depth cannot change the output, else "fixed" at depth 2, with the reason in a notice.
         backend: "auto" or a backend's name.
         dtype: "auto", "bfloat16", "float32", or "float16" if the backend supports it.
+        weights: "auto" (as stored), "decoded" (quantised weights become ``dtype``), or "int8" or "int4": plain weights
+            are quantised when they are loaded.
+        threads: threads of a pass on the CPU backend. The default is torch's number, at most the processors that the
+            affinity mask and the control group's quota leave to this process.
+        instruction_set: what the CPU backend's kernels may use, such as "avx2"; "auto" is the widest that the processor
+            has.
 
-    Raises: SpecdecError (CheckpointError, ConfigError, UnknownNameError, PluginError, UnsupportedError).
+    Raises: SpecdecError (CheckpointError, ConfigError, UnknownNameError, PluginError, UnsupportedError); a ConfigError
+        names an argument of the wrong type.
     """
     config = config or RunConfig()
-    target: dict[str, Any] = {"model": model, "backend": backend, "dtype": dtype}
+    target: dict[str, Any] = {
+        "model": model,
+        "backend": backend,
+        "dtype": dtype,
+        "weights": weights,
+        "threads": threads,
+        "instruction_set": instruction_set,
+    }
     changes = {name: value for name, value in target.items() if value is not None}
     config = attrs.evolve(config, target=attrs.evolve(config.target, **changes))
     if isinstance(depth, int):
@@ -57,22 +79,27 @@ def load(
 
 
 def _choice(table: str, given: str | Mapping[str, Any]) -> Choice:
-    if isinstance(given, str):
-        return Choice(given)
-    if "name" not in given:
-        raise ConfigError(f"{table} takes a name or a mapping with 'name', got {dict(given)!r}")
-    return Choice(given["name"], {key: value for key, value in given.items() if key != "name"})
+    named = {"name": given} if isinstance(given, str) else given
+    return structure_options(named, Choice, table)
 
 
-def inspect_checkpoint(model: str = "demo", *, revision: str | None = None) -> CheckpointReport:
-    """Describe a checkpoint without running it.
+@checked()
+def inspect_checkpoint(
+    model: str | os.PathLike[str] = "demo", *, revision: str | None = None, mtp: str | None = None
+) -> CheckpointReport | HeadReport:
+    """Describe a checkpoint without running it; ``mtp`` is a file or folder with its MTP head (``target.mtp``).
+
+    A trained draft head (EAGLE-3 and others) gives a ``HeadReport``.
 
     A folder with ``config.json`` and no weights is described from the config alone. For a model_type that no family
     reads, the report's ``taken_by`` says what would run it.
 
     Raises: CheckpointError when it is not a checkpoint, or its family refuses the config.
     """
-    folder = locate(model, revision=revision)
+    target = TargetConfig(model=model, revision=revision)
+    folder = locate(target.model, revision=target.revision)
+    if is_head(read_json(folder / "config.json")):
+        return describe_head(folder)
     checkpoint = Checkpoint.open(folder) if holds_weights(folder) else None
     config = read_json(folder / "config.json") if checkpoint is None else checkpoint.config
     model_config = text_config(config)
@@ -80,10 +107,10 @@ def inspect_checkpoint(model: str = "demo", *, revision: str | None = None) -> C
         spec, family = family_of(model_config, folder)
     except UnknownNameError:
         return describe_foreign(str(folder), config, _taken_by(config), checkpoint)
-    wanted = dry_run(spec, family, None if checkpoint is None else StoredWeights(checkpoint))
     if checkpoint is None:
-        return describe_config(str(folder), config, spec, family, wanted.tensors)
-    found = check_weights(checkpoint, wanted.tensors, wanted.headless)
+        return describe_config(str(folder), config, spec, family, dry_run(spec, family).tensors)
+    checkpoint, family, refused_head = with_head(checkpoint, spec, family, mtp)
+    wanted, found = checked_head(checkpoint, spec, family, refused_head)
     return describe(checkpoint, spec, family, wanted.tensors, found, wanted.headless)
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import abc
 import enum
+import numbers
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 import attrs
 
+from specdec.checking import between, checked_fields, each
 from specdec.errors import SpecdecError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -49,24 +52,47 @@ class Guarantee(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class ModelInfo:
-    """Facts about a loaded target, known before the first pass."""
+    """Facts about a loaded target, known before the first pass.
 
-    family: str  # the name its ModelSpec was registered under, such as "qwen3_5"
+    Attributes:
+        family: the name its ModelSpec was registered under, such as "qwen3_5".
+        vocab_size: token ids, V.
+        hidden_size: H.
+        max_positions: tokens that a sequence may hold, prompt included.
+        mtp_layers: 0 without an MTP head.
+        mtp_reason: where the head was taken from if not from the weights, or why there is none.
+        layers: decoder layers, whose boundaries ``Needs`` can name; 0 if the target gives no hidden states there.
+        gives_hidden: whether the target gives the state after the final norm.
+        max_rows: rows that one ``decode`` takes, the pending token included.
+        parity: what the target promises about a row.
+        parity_reason: how the parity was established, or why it was downgraded.
+        backend: the name that ``target.backend`` chose it by.
+        device: a readable description.
+        dtype: of its activations.
+        dtype_reason: why this dtype, when it was chosen automatically.
+        weights: formats that the matrices are computed in, with their counts.
+        kernels: which kernels run, and why when they are a fallback.
+        fingerprint: of config and weights; a saved session fits only the model it came from.
+    """
+
+    family: str
     vocab_size: int
     hidden_size: int
-    max_positions: int  # tokens a sequence may hold, prompt included
-    mtp_layers: int  # 0: no MTP head
-    layers: int = 0  # decoder layers, whose boundaries ``Needs`` can name; 0: the target gives no hidden states there
-    gives_hidden: bool = True  # whether the target gives the state after the final norm
-    max_rows: int  # rows that one decode() takes, the pending token included
+    max_positions: int
+    mtp_layers: int
+    mtp_reason: str = ""
+    layers: int = 0
+    gives_hidden: bool = True
+    max_rows: int
     parity: Parity
-    parity_reason: str = ""  # how the parity was established, or why it was downgraded
+    parity_reason: str = ""
     backend: str = ""
     device: str = ""
     dtype: str = ""
-    dtype_reason: str = ""  # why this dtype, when it was chosen automatically
-    kernels: str = ""  # which kernels run, and why when they are a fallback
-    fingerprint: str = ""  # of config and weights; a saved session fits only the model it came from
+    dtype_reason: str = ""
+    weights: str = ""
+    kernels: str = ""
+    fingerprint: str = ""
 
 
 def _ascending(boundaries: Iterable[int]) -> tuple[int, ...]:
@@ -97,6 +123,11 @@ class Needs:
         """Whether any hidden state is requested."""
         return self.final_hidden or bool(self.boundaries)
 
+    @property
+    def tokens_only(self) -> bool:
+        """Whether tokens are all that is needed, so that the drafter runs in any engine (``specdec.hosting``)."""
+        return not self.mtp and not self.hidden
+
     def __or__(self, other: Needs) -> Needs:
         """The union: what serves both drafters."""
         rows = {needs.prompt_rows for needs in (self, other) if needs.hidden}
@@ -110,7 +141,7 @@ class Needs:
     def unmet(self, info: ModelInfo) -> str | None:
         """What the target cannot give, as the end of "the drafter 'x' needs ..."; None if it gives everything."""
         if self.mtp and not info.mtp_layers:
-            return f"an MTP head, and this {info.family} checkpoint has none"
+            return f"an MTP head, and this {info.family} checkpoint has none{_because(info)}"
         if self.boundaries and not info.layers:
             return f"hidden states between layers, and this {info.family} target gives none"
         outside = [k for k in self.boundaries if not 0 <= k <= info.layers]
@@ -159,6 +190,18 @@ class Logits(abc.ABC):
 
         G is the noise of ``specdec.sampling.gumbel``. With None, the caller computes it from ``rows()``.
         """
+        return None
+
+    def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        """The tokens that ``specdec.sampling.Rows`` chooses for these rows, found on the device, if the backend can.
+
+        The tokens are those of the reference in every case; a row that the backend cannot decide exactly has None, and
+        the caller computes it from ``rows()``. Empty: the backend does not offer this.
+        """
+        return ()
+
+    def exponential_sum(self, row: int, best: float) -> int | None:
+        """``specdec.sampling.exponential_sum`` of a row with this best logit, bit for bit, if the backend offers it."""
         return None
 
     @abc.abstractmethod
@@ -235,7 +278,7 @@ class ForwardOutput:
 
 
 WAITING_ROWS = 8  # most pairs in the pass that gives the first draft token; any more are fed before it
-IDLE_ROWS = 256  # pairs that may wait while nothing is drafted; one long pass is cheaper than many short ones
+IDLE_ROWS = 1024  # pairs that may wait while nothing is drafted; one long pass is cheaper than many short ones
 
 
 class MtpPairs:
@@ -244,18 +287,21 @@ class MtpPairs:
     Pair j is (h_j, x_{j+1}): the target's hidden state of position j after the final norm, and the token after it.
     Pairs ``0 .. fed - 1`` are in the cache. The hidden states of positions ``fed .. length - 1`` wait; the token of the
     last one is still pending. The target adds what it commits; the head's passes advance ``fed``.
+
+    Attributes:
+        fed: pairs in the cache.
+        waiting: positions whose pair is not in the cache.
     """
+
+    fed: int
+    waiting: int
 
     def __init__(self) -> None:
         self.fed = 0
+        self.waiting = 0
         self._hidden: list[Hidden] = []  # of positions fed .. length - 1
         self._tokens: list[int] = []  # the tokens after them, without the pending one
         self._marks: dict[int, Hidden] = {}  # length -> last hidden state there, for a rewind
-
-    @property
-    def waiting(self) -> int:
-        """Positions whose pair is not in the cache."""
-        return sum(map(len, self._hidden))
 
     @property
     def length(self) -> int:
@@ -278,20 +324,21 @@ class MtpPairs:
             tokens if self._hidden else tokens[1:]
         )  # x_0 is in no pair, and after a cut the pair of x_fed is in the cache
         self._hidden.append(hidden)
+        self.waiting += len(hidden)
 
     def take(self, pending: int | None = None) -> tuple[list[int], Hidden]:
         """Remove the waiting pairs, for a pass of the head. Without ``pending``, the last hidden state stays."""
         tokens, hidden = self._tokens, self._hidden[0].join(self._hidden[1:]) if self._hidden[1:] else self._hidden[0]
         self._tokens = []
         if pending is None:
-            self._hidden = [hidden[-1:]]
+            self._hidden, self.waiting = [hidden[-1:]], 1
             return tokens, hidden[:-1]
-        self._hidden = []
+        self._hidden, self.waiting = [], 0
         return [*tokens, pending], hidden
 
     def resume(self, fed: int, tokens: Sequence[int], hidden: Hidden) -> None:
         """Continue from ``fed`` pairs in the cache and these waiting ones; ``tokens`` lacks the pending token."""
-        self.fed, self._tokens, self._hidden = fed, list(tokens), [hidden]
+        self.fed, self._tokens, self._hidden, self.waiting = fed, list(tokens), [hidden], len(hidden)
 
     def mark(self, points: Iterable[int]) -> None:
         """Keep the last hidden state, for a rewind to the present length. Earlier marks stay only at ``points``."""
@@ -313,6 +360,7 @@ class MtpPairs:
             marked = self._marks.get(length)
             self.fed = min(length, self.fed) if marked is None else length - 1
             self._hidden, self._tokens = [] if marked is None else [marked], []
+        self.waiting = sum(map(len, self._hidden))
         self._marks = {at: hidden for at, hidden in self._marks.items() if at <= length}
 
 
@@ -342,6 +390,24 @@ class State(abc.ABC):
         """Bytes that the state occupies."""
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class SharedWeights:
+    """The weights that a trained draft head has in common with its target.
+
+    Attributes:
+        ops: the ``specdec.backends.ops.Ops`` whose arrays these are; None for arrays in host memory, as
+            ``torch.as_tensor`` takes them.
+        embed_tokens: the embedding table ``[V, H]``.
+        lm_head: the output head ``[V, H]``; the same object if the two are tied.
+        embed_scale: what the target multiplies embeddings by.
+    """
+
+    ops: Any = None
+    embed_tokens: Any
+    lm_head: Any
+    embed_scale: float = 1.0
+
+
 class ForwardPass(abc.ABC):
     """A causal language model on a device; weights are shared, state is per sequence.
 
@@ -351,6 +417,8 @@ class ForwardPass(abc.ABC):
     info: ModelInfo
     notices: Sequence[str] = ()
     """What a user should know about the load of another engine's model, one sentence each; results carry them."""
+    tokenizer: Any = None
+    """The ``specdec.text.Tokenizer`` of a target that has no checkpoint; None: it is in the folder ``target.model``."""
 
     @abc.abstractmethod
     def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
@@ -494,19 +562,33 @@ class ForwardPass(abc.ABC):
             f"this {self.info.family} target offers no pruned draft head", try_="the drafter without a draft vocabulary"
         )
 
+    def shared_weights(self) -> SharedWeights:
+        """The embedding and the output head, for trained draft heads that ship without their own.
+
+        Raises: UnsupportedError if the target does not hand them out.
+        """
+        raise UnsupportedError(
+            f"this {self.info.family} target does not hand out its embedding and output head, which a draft head needs",
+            try_='drafter.name = "ngram", or a target whose shared_weights gives them',
+        )
+
     @abc.abstractmethod
     def rewind(self, state: State, length: int) -> int:
         """Go back to at most ``length`` tokens and return the length reached.
 
-        Attention caches reach ``length`` or one token less; a recurrent state reaches the nearest point it has kept, at
-        worst 0. The caller prefills the tokens in between again.
+        Attention caches reach ``length``, or one token less if the state gives hidden states, so that the last kept
+        token's are given again; a recurrent state reaches the nearest point it has kept, at worst 0. The caller
+        prefills the tokens in between again.
 
         Raises: StateError when ``length`` is above the committed length or negative.
         """
 
     @abc.abstractmethod
     def snapshot(self, state: State) -> Snapshot:
-        """A copy of everything committed, independent of what happens to ``state`` later."""
+        """A copy of everything committed, independent of what happens to ``state`` later.
+
+        A session's file keeps its arrays through ``to_host``, and gives them back through ``from_host``.
+        """
 
     @abc.abstractmethod
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
@@ -617,9 +699,15 @@ class Snapshot:
 def no_mtp_head(info: ModelInfo) -> UnsupportedError:
     """The error for an MTP pass on a model without a head."""
     return UnsupportedError(
-        f"this {info.family} model has no MTP head",
-        try_='drafter.name = "ngram", or a checkpoint that kept its mtp.* tensors',
+        f"this {info.family} model has no MTP head{_because(info)}", try_=f'drafter.name = "ngram", or {OTHER_HEAD}'
     )
+
+
+OTHER_HEAD = "target.mtp with a file or folder that holds its MTP head, such as the original checkpoint"
+
+
+def _because(info: ModelInfo) -> str:
+    return f" ({info.mtp_reason})" if info.mtp_reason else ""
 
 
 def no_mtp_pairs(info: ModelInfo) -> SpecdecError:
@@ -641,32 +729,68 @@ class LogitsProcessor(abc.ABC):
         """New logits ``[V]`` for the token after ``history``; ``-inf`` forbids a token."""
 
     def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
-        """The number of leading draft tokens that could be chosen at all; the rest is cut before verification."""
+        """How many leading draft tokens could be chosen at all, a count; the rest is cut before verification."""
         return len(draft)
 
+    def forced(self, history: Sequence[int]) -> Sequence[int]:
+        """Tokens that spell what must follow ``history``, where only one text can; a draft for the drafter 'forced'.
 
-@attrs.frozen(kw_only=True)
-class Sampling:
+        Other tokens may spell the same text, and the target decides which it prefers: a wrong answer costs speed only.
+        """
+        return ()
+
+
+GREEDY_BELOW = 1e-6
+"""Temperatures above 0 and below this are 0, greedy.
+
+Gumbel noise of 32-bit uniforms spans 26 nats (``specdec.sampling.gumbel``), so a token more than ``26 * temperature``
+below the best one is never chosen. At 1e-6 those are 2.6e-5 nats, the spacing of float32 numbers near 256: noise could
+only decide between logits that differ by rounding. Far below, ``logit / temperature`` overflows a kernel's float32.
+"""
+
+_INT32 = 2**31 - 1
+BIASES = each(between(-1e6, 1e6))
+"""The validator of ``logit_bias``. Within it, float64 keeps the bits of a logit; ``banned`` forbids a token."""
+
+
+def _greedy_if_tiny(value: Any) -> Any:
+    return 0.0 if isinstance(value, numbers.Real) and 0.0 < float(value) < GREEDY_BELOW else value
+
+
+@attrs.frozen(kw_only=True, field_transformer=checked_fields)
+class SamplingSettings:
+    """What a configuration and the ``Sampling`` of a sequence have in common."""
+
+    temperature: float = attrs.field(default=0.0, converter=_greedy_if_tiny, validator=between(0.0, 100.0))
+    top_k: int = attrs.field(default=0, validator=between(0, _INT32))  # keep the k most probable tokens; 0 keeps all
+    # keep the smallest set of the most probable tokens that reaches this probability; 0 would keep no token at all
+    top_p: float = attrs.field(default=1.0, validator=between(1e-6, 1.0))
+    min_p: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # keep this share of the best one's or more
+    # over prompt and output; Keskar et al. 2019, arXiv:1909.05858, section 4.1
+    repetition_penalty: float = attrs.field(default=1.0, validator=between(0.01, 100.0))
+    presence_penalty: float = attrs.field(default=0.0, validator=between(-100.0, 100.0))  # nats off a generated token
+    frequency_penalty: float = attrs.field(default=0.0, validator=between(-100.0, 100.0))  # nats off per occurrence
+    banned: tuple[int, ...] = attrs.field(default=(), validator=each(between(0, _INT32)))  # token ids never chosen
+    min_new_tokens: int = attrs.field(default=0, validator=between(0, _INT32))  # end tokens are banned until then
+    # also report log-probabilities: of the chosen token and of this many best ones
+    logprobs: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(0, _INT32)))
+    seed: int = attrs.field(default=0, validator=between(0, 2**63 - 1))  # the largest TOML integer
+
+
+@attrs.frozen(kw_only=True, field_transformer=checked_fields)
+class Sampling(SamplingSettings):
     """How the next token is chosen from the target's logits.
 
     One order for plain decoding and for every verified row (``specdec.sampling``): bias, penalties over the row's own
-    history, bans and processors, temperature, top-k, top-p, min-p. Temperature 0 is greedy.
+    history, bans and processors, temperature, top-k, top-p, min-p. Temperature 0 is greedy, and so is one below
+    ``GREEDY_BELOW``, which is stored as 0.
+
+    Raises: ConfigError for a value of the wrong type or out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0  # keep the k most probable tokens; 0 keeps all
-    top_p: float = 1.0  # keep the smallest set of the most probable tokens that reaches this probability
-    min_p: float = 0.0  # keep tokens of at least this share of the best one's probability
-    repetition_penalty: float = 1.0  # over prompt and output; Keskar et al. 2019, arXiv:1909.05858, section 4.1
-    presence_penalty: float = 0.0  # nats off every token that the output already has
-    frequency_penalty: float = 0.0  # nats off per occurrence in the output
-    logit_bias: Mapping[int, float] = attrs.field(factory=dict)  # nats added by token id
-    banned: tuple[int, ...] = ()  # token ids never chosen
-    min_new_tokens: int = 0  # end tokens are banned before this many were generated
-    end_tokens: tuple[int, ...] = ()  # what min_new_tokens bans
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, validator=BIASES)  # nats added by token id
+    end_tokens: tuple[int, ...] = attrs.field(default=(), validator=each(between(0, _INT32)))  # for min_new_tokens
     processors: tuple[LogitsProcessor, ...] = ()
-    logprobs: int | None = None  # also report log-probabilities: of the chosen token and of this many best ones
-    seed: int = 0
 
 
 class DraftNoise(enum.Enum):
@@ -676,6 +800,40 @@ class DraftNoise(enum.Enum):
     """The same noise that decides the position, so that drafts agree with the decision far more often."""
     INDEPENDENT = "independent"
     """Separate noise, with the draft's distribution handed over: what a ratio test needs."""
+
+
+class Seen:
+    """The distinct tokens of a context, in the order of their first appearance, and how often each was generated.
+
+    Attributes:
+        ids: int32 token ids.
+        generated: int32 counts, one for each id, of the tokens from ``generated_from`` on.
+    """
+
+    __slots__ = ("_generated_from", "_places", "_tokens", "generated", "ids")
+
+    def __init__(self, generated_from: int) -> None:
+        self._generated_from = generated_from
+        self._places: dict[int, int] = {}
+        self._tokens: list[int] = []
+        self.ids = array("i")
+        self.generated = array("i")
+
+    def follows(self, tokens: Sequence[int], generated_from: int) -> bool:
+        """Whether the tokens counted so far are the first ones of ``tokens``."""
+        counted = self._tokens
+        return generated_from == self._generated_from and tokens[: len(counted)] == counted
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count those of ``tokens`` that are new."""
+        for position in range(len(self._tokens), len(tokens)):
+            token = tokens[position]
+            place = self._places.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.generated.append(0)
+            self.generated[place] += position >= self._generated_from
+            self._tokens.append(token)
 
 
 class Context(Sequence[int]):
@@ -688,7 +846,14 @@ class Context(Sequence[int]):
         draft_noise: the noise that the verifier wants drafts to be drawn with.
     """
 
-    __slots__ = ("_tokens", "cycle", "draft_noise", "generated_from", "sampling")
+    __slots__ = ("_seen", "_tokens", "cycle", "draft_noise", "generated_from", "sampling")
+
+    _tokens: list[int]
+    _seen: Seen | None
+    sampling: Sampling
+    generated_from: int
+    cycle: int
+    draft_noise: DraftNoise
 
     def __init__(
         self,
@@ -699,11 +864,28 @@ class Context(Sequence[int]):
         cycle: int = 0,
         draft_noise: DraftNoise = DraftNoise.COUPLED,
     ) -> None:
-        self._tokens = tokens
-        self.sampling = sampling if sampling is not None else Sampling()
-        self.generated_from = generated_from
-        self.cycle = cycle
-        self.draft_noise = draft_noise
+        self.change("_tokens", tokens)
+        self.change("_seen", None)
+        self.change("sampling", sampling if sampling is not None else Sampling())
+        self.change("generated_from", generated_from)
+        self.change("cycle", cycle)
+        self.change("draft_noise", draft_noise)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a context is read-only: {name} cannot be set")
+
+    def change(self, name: str, value: object) -> None:
+        """Set an attribute; for the engine, whose sequences have one context each."""
+        object.__setattr__(self, name, value)
+
+    def seen(self) -> Seen:
+        """The distinct tokens so far; counted once, and then only what is new."""
+        seen = self._seen
+        if seen is None or not seen.follows(self._tokens, self.generated_from):
+            seen = Seen(self.generated_from)
+            self.change("_seen", seen)
+        seen.extend(self._tokens)
+        return seen
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -717,6 +899,25 @@ class Context(Sequence[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._tokens)
+
+
+class Choosing:
+    """What the tokens of the rows of one pass depend on, beside their logits. ``sampling`` has no processors.
+
+    Attributes:
+        sampling: how tokens are chosen.
+        context: the committed tokens.
+        drafted: the tokens after those; row r decides the token after the first ``first + r`` of them.
+        first: see above.
+    """
+
+    __slots__ = ("context", "drafted", "first", "sampling")
+
+    def __init__(self, drafted: Sequence[int], context: Context, first: int = 0) -> None:
+        self.sampling = context.sampling
+        self.context = context
+        self.drafted = drafted
+        self.first = first
 
 
 @attrs.frozen
@@ -769,7 +970,9 @@ class Verdict:
 class Drafter(abc.ABC):
     """Guesses the next tokens of one sequence. One object per sequence; its spec's ``prepare`` holds the heavy parts.
 
-    Every token is reported once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle.
+    Tokens are reported once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle. Those of cycles
+    that a device ran are not reported, nor those that the state held when the drafter was made (of a session that was
+    forked or loaded). ``context`` always has all tokens, so a drafter catches up from it.
     """
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:  # noqa: B027
@@ -842,18 +1045,32 @@ class Verifier(abc.ABC):
 
 @attrs.frozen
 class CycleRecord:
-    """One cycle, as observers and policies see it. Seconds are wall-clock."""
+    """One cycle, as observers and policies see it. Seconds are wall-clock.
 
-    position: int  # committed tokens before the cycle
-    depth: int  # tokens asked for
-    offered: int  # tokens drafted, after unusable ones were cut
+    Attributes:
+        position: committed tokens before the cycle.
+        depth: how many tokens the drafter was asked for: the policy's answer, limited to the rows of a pass, the room
+            in the state and the tokens left to generate.
+        offered: how many it drafted, after unusable ones were cut.
+        accepted: how many of those the verifier accepted.
+        emitted: the tokens that the cycle committed: the accepted ones and the next one, cut where generation ended.
+        draft_seconds: the drafter's share.
+        verify_seconds: the share of the target's pass and of the decision.
+        commit_seconds: the rest.
+        on_device: whether the device ran the cycle as a whole; ``verify_seconds`` then holds all of its time.
+        drafted: the draft that was verified, ``offered`` tokens.
+    """
+
+    position: int
+    depth: int
+    offered: int
     accepted: int
-    emitted: tuple[int, ...]  # committed by this cycle
+    emitted: tuple[int, ...]
     draft_seconds: float
     verify_seconds: float
     commit_seconds: float
-    on_device: bool = False  # the device ran it as a whole: verify_seconds holds all of its time
-    drafted: tuple[int, ...] = ()  # the draft that was verified
+    on_device: bool = False
+    drafted: tuple[int, ...] = ()
 
 
 @attrs.define(kw_only=True)
@@ -946,6 +1163,10 @@ class DrafterSpec:
 
     ``prepare`` gets a ``PrepareEnv``; its result is every drafter's ``env.shared``. ``needs`` may be a function
     ``needs(config, shared)``, for a head whose checkpoint names the layers it reads.
+
+    ``needs`` also decides in which other engines a drafter runs (``specdec.hosting``). Those give tokens, and call
+    ``propose`` and ``rewind`` only: they skip calls, repeat them, and build several drafters for one sequence. So with
+    ``Needs.tokens_only`` a draft is a function of the context's tokens and the drafter's configuration.
     """
 
     name: str
@@ -954,10 +1175,6 @@ class DrafterSpec:
     needs: Needs | Callable[[Any, Any], Needs] = NO_NEEDS
     prepare: Callable[[Any, PrepareEnv], Any] | None = None
     help: str = ""
-
-    def needs_of(self, config: Any, shared: Any) -> Needs:
-        """``needs``, for this configuration and the result of ``prepare``."""
-        return self.needs if isinstance(self.needs, Needs) else self.needs(config, shared)
 
 
 @attrs.frozen(kw_only=True)

@@ -73,6 +73,9 @@ def specdec_models() -> list[ModelSpec]:
 def specdec_forward_pass(target_config: TargetConfig) -> ForwardPass | None:
     """Another engine's model for this target, or None to leave it to others; the first result wins.
 
+    A target that reads no checkpoint brings its own tokenizer (``ForwardPass.tokenizer``); ``target_config.model`` is
+    then any text.
+
     An error from this hook ends the load, because continuing would run another engine than intended.
     """
     return None

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
 import attrs
 
-from specdec.config import Choice, RunConfig, TargetConfig
-from specdec.contract import ForwardPass, Guarantee, Needs, Parity, PrepareEnv
+from specdec.checking import checked
+from specdec.config import Choice, GenerationSettings, RunConfig, TargetConfig
+from specdec.contract import OTHER_HEAD, ForwardPass, Guarantee, Needs, Parity, PrepareEnv
 from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
-from specdec.decoding.parts import DepthPart, DrafterPart, Parts, make_verifier
+from specdec.decoding.notebook import html_table
+from specdec.decoding.parts import DepthPart, DrafterPart, Parts, Prompt, make_verifier
 from specdec.decoding.result import Result
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, UnsupportedError
+from specdec.logs import get_logger
 from specdec.models.loading import load_target
 from specdec.records.cost_table import CostTable
 from specdec.text import Tokenizer
+
+log = get_logger(__name__)
 
 FIXED_DEPTH, ADAPTIVE_DEPTH = Choice("fixed", {"depth": 2}), Choice("adaptive")  # what depth.name = "auto" becomes
 
@@ -34,24 +39,72 @@ class LanguageModel(Parts):
         """An empty session: feed, generate, feed more, rewind."""
         return Session(self)
 
-    def stream(self, prompt: str | Sequence[int], *, chat: bool = False, **settings: Any) -> Stream:
+    @checked(PromptError)
+    def stream(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[GenerationSettings]) -> Stream:
         """Generate in a fresh session; iterate for text, then read ``result``.
 
         Args:
-            prompt: text or token ids.
+            prompt: text or token ids, as a sequence or a 1-d array of integers.
             chat: wrap the text as a user message in the checkpoint's chat template.
             **settings: fields of ``specdec.config.GenerationConfig``; the configuration's values if omitted.
         """
         if chat:
             if not isinstance(prompt, str):
                 raise PromptError("a chat prompt is text, got token ids")
-            text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-            prompt = self.tokenizer.encode(text, add_special=False)
+            prompt = self.chat_prompt([{"role": "user", "content": prompt}])
         return self.session().stream(prompt, **settings)
 
-    def generate(self, prompt: str | Sequence[int], *, chat: bool = False, **settings: Any) -> Result:
-        """Run ``stream`` to the end and return its result."""
+    @checked(PromptError)
+    def generate(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[GenerationSettings]) -> Result:
+        """Generate a whole continuation, and return its text, tokens and counters.
+
+        Args: as for ``stream``.
+
+        Raises: PromptError for an unusable prompt or setting; PluginError when a plugin fails that decides the output.
+        """
         return self.stream(prompt, chat=chat, **settings).result
+
+    @checked(PromptError)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        template: Mapping[str, Any] | None = None,
+        **settings: Unpack[GenerationSettings],
+    ) -> Result:
+        """Answer a conversation in a fresh session; ``Conversation`` keeps its state between turns.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}``, oldest first.
+            template: variables of the chat template, such as ``{"enable_thinking": False}``.
+            **settings: as for ``stream``.
+
+        Raises: as ``generate``, and PromptError when the checkpoint has no chat template or it fails.
+        """
+        return self.stream(self.chat_prompt(messages, **(template or {})), **settings).result
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]], **template: Any) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins. Raises: PromptError."""
+        if not messages:
+            raise PromptError("there are no messages", try_='[{"role": "user", "content": "..."}]')
+        return self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **template), add_special=False)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        info = self.info
+        return [
+            ("model", f"{self.config.target.model} ({info.family}, {info.dtype} on {info.device or info.backend})"),
+            ("drafter", f"{self.drafter.spec.name}, depth policy {self.depth.spec.name}"),
+            ("verifier", f"{self.config.verifier.name}, guarantee {self.verifier.guarantee.value}"),
+            ("parity", info.parity.value),
+            ("tokens", f"{self.capacity} in a session"),
+            *(("notice", notice) for notice in self.notices),
+        ]
+
+    def __repr__(self) -> str:
+        return f"<LanguageModel {', '.join(f'{label}: {value}' for label, value in self._facts()[:4])}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._facts())
 
 
 def build(config: RunConfig) -> LanguageModel:
@@ -67,7 +120,7 @@ def build(config: RunConfig) -> LanguageModel:
 
     def load_second(asked: TargetConfig) -> tuple[ForwardPass, Tokenizer]:
         second = load_target(attrs.evolve(config, target=asked))
-        notices.extend(f"{asked.model}: {notice}" for notice in second.notices)
+        notices.extend(f"{asked.model}: {notice}" for notice in second.notices if notice not in loaded.notices)
         return second.target, second.tokenizer
 
     env = PrepareEnv(target=target, tokenizer=loaded.tokenizer, load=load_second, notices=notices)
@@ -86,8 +139,19 @@ def build(config: RunConfig) -> LanguageModel:
         depth = DepthPart.of(ADAPTIVE_DEPTH)
     if depth.spec.prepare is not None:
         depth = depth.prepared(attrs.evolve(env, costs=costs))
-        warm_up(lm, range(getattr(depth.config, "max_depth", max(DEPTHS)) + 1))  # the policy measures time
+        asked = getattr(depth.config, "max_depth", None)  # the policy measures time
+        deepest = min(asked, target.info.max_rows) if type(asked) is int else max(DEPTHS)
+        warm_up(lm, range(deepest + 1))
     depth.make()
+    log.info(
+        "pipeline_built",
+        drafter=drafter.spec.name,
+        verifier=config.verifier.name,
+        depth=depth.spec.name,
+        guarantee=verifier.guarantee.value,
+    )
+    for notice in notices:
+        log.info("notice", text=notice)
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
 
 
@@ -109,12 +173,13 @@ def _may_adapt(lm: Parts, costs: Callable[[], CostTable], notices: list[str]) ->
             reason = str(error)
         else:
             return True
-    notices.append(f'depth.name = "auto" drafts {FIXED_DEPTH.options["depth"]} tokens in every cycle: {reason}')
+    depth = FIXED_DEPTH.options["depth"]
+    notices.append(f'depth.name = "auto" is a fixed depth of {depth} (draft tokens per cycle, at most): {reason}')
     return False
 
 
 def _check_needs(drafter: DrafterPart, needs: Needs, target: ForwardPass) -> None:
     unmet = needs.unmet(target.info)
     if unmet is not None:
-        kept = ", or a checkpoint that kept its mtp.* tensors" if needs.mtp else ""
+        kept = f", or {OTHER_HEAD}" if needs.mtp and not target.info.mtp_layers else ""
         raise UnsupportedError(f"the drafter {drafter.spec.name!r} needs {unmet}", try_=f'drafter.name = "ngram"{kept}')

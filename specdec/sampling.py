@@ -10,13 +10,14 @@ the noise of a position does not depend on how the sequence was generated.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specdec.contract import Context, DraftNoise, Logits, Sampling
-from specdec.errors import ConfigError
+from specdec.contract import Choosing, Context, DraftNoise, Logits, Sampling
+from specdec.errors import ConfigError, ContractError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -128,14 +129,10 @@ def survivors(logits: Float64, sampling: Sampling) -> tuple[NDArray[np.int64], F
     """Token ids (ascending) that sampling at temperature > 0 may choose, and their probabilities, which sum to 1.
 
     Ties are ordered by ascending id, so that the set is a function of the logits alone.
-    Raises: ConfigError when every token is forbidden.
+    Raises: ConfigError when every token is forbidden; ContractError when the logits are not finite.
     """
+    _best(logits)
     ids = np.flatnonzero(logits > -np.inf)
-    if len(ids) == 0:
-        raise ConfigError(
-            "no token is allowed here: bans, processors and filters together forbid the whole vocabulary",
-            try_="fewer bans, or a grammar that can end",
-        )
     scaled = logits[ids] / sampling.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -168,6 +165,7 @@ class Rows:
         self._context = context
         self._plain = is_plain(context.sampling)
         self._greedy: list[int] | None = None
+        self._chosen: Sequence[int | None] | None = None
 
     def history(self, row: int) -> list[int]:
         """The tokens before the one that ``row`` decides."""
@@ -195,7 +193,8 @@ class Rows:
             if self._greedy is None:
                 self._greedy = self._logits.argmax()
             return self._greedy[row - self._first]
-        return _best(self.processed(row))
+        token = self._decided(row) if self._context.sampling.temperature == 0 else None
+        return _best(self.processed(row)) if token is None else token
 
     def choose(self, row: int) -> int:
         """The token that plain decoding chooses: argmax at temperature 0, else by the position's noise.
@@ -206,8 +205,11 @@ class Rows:
         sampling = self._context.sampling
         if sampling.temperature == 0:
             return self.argmax(row)
+        token = self._decided(row)
+        if token is not None:
+            return token
         position = len(self._context) + row
-        if self._plain:
+        if self._plain and not self._chosen:
             token = self._logits.noisy_argmax(row - self._first, 1.0 / sampling.temperature, sampling.seed, position)
             if token is not None:
                 return token
@@ -216,13 +218,85 @@ class Rows:
         with np.errstate(divide="ignore"):  # a probability that underflowed to 0 never wins
             return int(ids[np.argmax(np.log(probs) + noise)])
 
+    def _decided(self, row: int) -> int | None:
+        """The token of a row, if the backend chooses it."""
+        if self._chosen is None:
+            context = self._context
+            alone = context.sampling.processors or not 0 <= context.generated_from <= len(context)
+            self._chosen = () if alone else self._logits.choose(Choosing(self._drafted, context, self._first))
+        return self._chosen[row - self._first] if self._chosen else None
+
     def logprobs(self, row: int) -> tuple[Float64, list[int]]:
         """Raw log-probabilities ``[V]`` of the row (temperature 1, nothing processed), and its best ids."""
         raw = self._logits.rows()[row - self._first].astype(np.float64)
-        shifted = raw - raw.max()
-        logs: Float64 = shifted - np.log(np.exp(shifted).sum())
-        best = self._context.sampling.logprobs or 0
-        return logs, np.lexsort((np.arange(len(logs)), -logs))[:best].tolist()
+        best = float(raw.max())
+        logs: Float64 = raw - best - _log_sum(exponential_sum(raw, best))
+        count = self._context.sampling.logprobs or 0
+        return logs, np.lexsort((np.arange(len(logs)), -logs))[:count].tolist()
+
+    def reported(self, tokens: Sequence[int]) -> list[tuple[float, list[tuple[int, float]]]]:
+        """The log-probabilities of ``tokens``, one for each of the first rows, as in ``logprobs``.
+
+        With each come the best tokens of its row and theirs. No row leaves the device if the backend can sum it there.
+        """
+        logits, count = self._logits, self._context.sampling.logprobs or 0
+        ids, values = logits.topk(max(count, 1))
+        found = []
+        for row, logit in enumerate(logits.gather(tokens)):
+            best = values[row][0]
+            total = logits.exponential_sum(row, best)
+            size = _log_sum(exponential_sum(logits.rows()[row], best) if total is None else total)
+            top = [(one, value - best - size) for one, value in zip(ids[row][:count], values[row], strict=False)]
+            found.append((logit - best - size, top))
+        return found
+
+
+UNIT = 2**80
+
+
+def exponential_sum(row: Float64Like, best: float) -> int:
+    """The sum of ``exp(logit - best)`` over a row ``[V]``, in units of 2^-80.
+
+    Every term is computed by operations that all machines round alike, and added as an integer, so that a backend can
+    give the same number in any order. The error of a term is below 2^-50 of it.
+    """
+    x = np.maximum(row.astype(np.float64) - best, -1000.0)
+    shifted = x * 1.4426950408889634 + float.fromhex("0x1.8p52")
+    n = shifted - float.fromhex("0x1.8p52")
+    r = x - n * float.fromhex("0x1.62e42feep-1")
+    r = r - n * float.fromhex("0x1.a39ef35793c76p-33")
+    p = np.full_like(r, 1.0 / math.factorial(13))
+    for degree in range(12, -1, -1):
+        p = p * r + 1.0 / math.factorial(degree)
+    power = ((shifted.view(np.int64) + 1023) << 52).view(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):  # of what is not taken, or a NaN in the row
+        scaled = np.where(x < -64.0, 0.0, p * power) * 2.0**40
+        whole = scaled.astype(np.int64)
+        low = ((scaled - whole) * 2.0**40).astype(np.int64)
+    return (int(whole.sum()) << 40) + int(low.sum())
+
+
+def _log_sum(total: int) -> float:
+    return math.log(total / UNIT) if total > 0 else math.nan
+
+
+class CoupledDraft:
+    """Chooses draft tokens by ``draft_token`` where those are point masses: what a target may do on its device.
+
+    Called with the logits of a step and the tokens drafted before it, as ``ForwardPass.draft_mtp`` does. The draft ends
+    where no token is allowed; if that is the settings' fault, the target's own row says so.
+    """
+
+    __slots__ = ("context",)
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def __call__(self, logits: Logits, drafted: Sequence[int]) -> int | None:
+        try:
+            return draft_token(logits, drafted, self.context)[0]
+        except ConfigError:
+            return None
 
 
 def draft_token(logits: Logits, drafted: Sequence[int], context: Context) -> tuple[int, Float32 | None]:
@@ -252,7 +326,13 @@ def draw(distribution: Float64, u: float) -> int:
 
 
 def _best(logits: Float64) -> int:
-    token = int(np.argmax(logits))
+    """The best token. Raises: as ``survivors``."""
+    token = int(np.argmax(logits))  # NaN wins
     if logits[token] == -np.inf:
-        raise ConfigError("no token is allowed here: bans and processors together forbid the whole vocabulary")
+        raise ConfigError(
+            "no token is allowed here: bans and processors together forbid the whole vocabulary",
+            try_="fewer bans, or a grammar that can end",
+        )
+    if not np.isfinite(logits[token]):
+        raise ContractError(f"the target's logits are not finite (token {token}: {logits[token]})")
     return token

@@ -6,6 +6,7 @@ run by default is said by ``addopts`` in ``pyproject.toml``.
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import signal
@@ -53,10 +54,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 def pytest_runtest_teardown() -> None:
     """The command line configures logging for its process; the next test starts from the defaults again."""
-    import structlog
-
-    if structlog.is_configured():
-        structlog.reset_defaults()
+    logger = logging.getLogger("specdec")
+    logger.setLevel(logging.NOTSET)
+    for handler in [handler for handler in logger.handlers if not isinstance(handler, logging.NullHandler)]:
+        logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

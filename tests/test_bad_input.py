@@ -7,12 +7,14 @@ The parts have their own tests (``tests/checkpoints``, ``tests/config``); here t
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shutil
 import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -165,7 +167,7 @@ def nan_tensor(folder: pathlib.Path) -> None:
 
 
 def infinite_tensor(folder: pathlib.Path) -> None:
-    change(folder, lambda tensors: tensors["mtp.fc.weight"][0, 0].fill_(torch.inf))
+    change(folder, lambda tensors: tensors["model.norm.weight"][0].fill_(torch.inf))
 
 
 def no_mtp_tensors(folder: pathlib.Path) -> None:
@@ -199,8 +201,7 @@ CHECKPOINTS: dict[Callable[[pathlib.Path], None], tuple[type[SpecdecError], tupl
     missing_tensor: (CheckpointError, ("layers.1.mlp.up_proj.weight",)),
     misshaped_tensor: (CheckpointError, ("layers.1.self_attn.q_proj.weight", "[16, 32]", "[32, 32]")),
     nan_tensor: (CheckpointError, ("layers.0.linear_attn.out_proj.weight",)),
-    infinite_tensor: (CheckpointError, ("mtp.fc.weight",)),
-    no_mtp_tensors: (CheckpointError, ("mtp", "mtp_num_hidden_layers")),
+    infinite_tensor: (CheckpointError, ("model.norm.weight",)),
     absent_shard: (CheckpointError, ("model.safetensors.index.json", "model-00002-of-00002.safetensors", "try:")),
 }
 
@@ -215,14 +216,15 @@ def test_a_bad_checkpoint(damage: Callable[[pathlib.Path], None], folder: pathli
     check(caught.value, *words)
 
 
-def test_the_advice_for_a_missing_head_works(folder: pathlib.Path) -> None:
-    """Turned off in the config, the checkpoint loads, and "auto" says which drafter it chose instead."""
+@pytest.mark.parametrize("counted", [1, 0])
+def test_the_advice_for_a_missing_head_works(counted: int, folder: pathlib.Path) -> None:
+    """Everything but the drafter that needs the head runs, and "auto" drafts with another one."""
     no_mtp_tensors(folder)
-    tiny.edit_config(folder, mtp_num_hidden_layers=0)
+    tiny.edit_config(folder, mtp_num_hidden_layers=counted)
     assert specdec.load(str(folder)).drafter.spec.name == "ngram"
     with pytest.raises(UnsupportedError) as caught:
         specdec.load(str(folder), drafter="mtp")
-    check(caught.value, "needs an MTP head", "ngram", "try:")
+    check(caught.value, "needs an MTP head", "ngram", "target.mtp", "try:")
 
 
 # --- prompts and settings ---------------------------------------------------------------------------------------------
@@ -243,20 +245,52 @@ def lm(checkpoint: Callable[..., pathlib.Path]) -> Any:
         ([1] * 64, {}, ["the prompt is too long: 64 tokens", "max_position_embeddings 64", "at most 63"]),
         ([1, 277], {}, ["token id 277 is outside the vocabulary (0 to 276)"]),
         ([1, -1], {}, ["token id -1 is outside the vocabulary"]),
-        ([1, 2.0], {}, ["token id 2.0"]),
-        ([True], {}, ["token id True"]),
+        ([1, 2.0], {}, ["prompt[1]", "takes an integer, got 2.0"]),
+        ([True], {}, ["prompt[0]", "takes an integer, got True"]),
         ("\ud800", {}, ["lone surrogate", "try:"]),
         ("the", {"max_new_tokens": 0}, ["max_new_tokens", "0"]),
         ("the", {"max_new_tokens": 2.5}, ["max_new_tokens", "2.5"]),
         ("the", {"temperature": -1.0}, ["temperature", "-1.0"]),
         ("the", {"stop": [""]}, ["stop", "one character"]),
         ("the", {"max_tokens": 5}, ["max_tokens", "max_new_tokens"]),
+        ("the", {"stop": 5}, ["stop", "takes a string or a list of strings, got 5"]),
+        ("the", {"stop": b"x"}, ["stop", "takes a string or a list of strings, got b'x'"]),
+        ("the", {"stop": "\ud800"}, ["stop", "without lone surrogates"]),
+        ("the", {"min_new_tokens": 200}, ["min_new_tokens", "at most generation.max_new_tokens (128), got 200"]),
+        ("the", {"min_new_tokens": 2, "max_new_tokens": 1}, ["min_new_tokens", "max_new_tokens (1), got 2"]),
+        ("the", {"logprobs": 100_000}, ["logprobs", "the size of the vocabulary (", "got 100000"]),
+        ("the", {"banned": [5.5]}, ["banned[0]", "takes an integer, got 5.5"]),
+        ("the", {"banned": "123"}, ["banned", "takes a list, got '123'"]),
+        ("the", {"banned": [277]}, ["banned", "0 to 276"]),
+        ("the", {"ignore_eos": "no"}, ["ignore_eos", "takes True or False, got 'no'"]),
+        ("the", {"logit_bias": {1: math.nan}}, ["logit_bias[1]", "a finite number"]),
+        ("the", {"logit_bias": {1: math.inf}}, ["logit_bias", "-1000000.0 to 1000000.0"]),
+        ("the", {"logit_bias": {1: 1.0, "1": 2.0}}, ["logit_bias", "twice"]),
+        ("the", {"logit_bias": {" 1": 1.0}}, ["logit_bias", "' 1'"]),
+        ("the", {"seed": True}, ["seed", "takes an integer, got True"]),
+        ("the", {"seed": 2**64}, ["seed", "0 to"]),
+        ("the", {"temperature": 1e38}, ["temperature", "0.0 to 100.0"]),
+        ("the", {"temperature": math.inf}, ["temperature", "0.0 to 100.0"]),
+        ("the", {"top_p": 5e-324}, ["top_p", "1e-06 to 1.0"]),
+        ("the", {"chat": 1}, ["chat", "takes True or False, got 1"]),
+        (b"the", {}, ["prompt", "takes a string or a list, got b'the'"]),
+        ({1, 2}, {}, ["prompt", "takes a string or a list, got {1, 2}"]),
+        ({1: 2}, {}, ["prompt", "takes a string or a list, got {1: 2}"]),
+        (torch.tensor([1.0]), {}, ["prompt[0]", "takes an integer, got 1.0"]),
+        (torch.tensor([[1]]), {}, ["prompt", "takes a string or a list, got tensor([[1]])"]),
     ],
 )
 def test_a_bad_prompt_or_setting(prompt: Any, settings: dict[str, Any], words: list[str], lm: Any) -> None:
     with pytest.raises(PromptError) as caught:
         lm.generate(prompt, **settings)
     check(caught.value, *words)
+
+
+@pytest.mark.parametrize(
+    "ids", [(5, 6), range(5, 7), torch.tensor([5, 6]), np.array([5, 6], np.uint16), [np.int32(5), 6]]
+)
+def test_ids_of_a_prompt_come_in_many_forms(ids: Any, lm: Any) -> None:
+    assert lm.generate(ids, max_new_tokens=3).tokens == lm.generate([5, 6], max_new_tokens=3).tokens
 
 
 @pytest.mark.parametrize("prompt", [[1, 277], [-1], [], [1] * 60])
@@ -299,12 +333,29 @@ def test_unknown_names_and_options(folder: pathlib.Path) -> None:
         ({"drafter": {"name": "ngram", "max_ordr": 3}}, ConfigError, ["max_ordr", "max_order"]),
         ({"drafter": {"name": "ngram", "max_order": "3"}}, ConfigError, ["max_order", "'3'"]),
         ({"depth": 99}, ConfigError, ["depth", "99"]),
+        ({"depth": 1.5}, ConfigError, ["depth", "takes an integer, a string or a mapping, got 1.5"]),
+        ({"depth": True}, ConfigError, ["depth", "got True"]),
+        ({"drafter": 5}, ConfigError, ["drafter", "takes a string or a mapping, got 5"]),
+        ({"drafter": {"name": 3}}, ConfigError, ["drafter.name", "takes the name of a plugin, got 3"]),
+        ({"drafter": {"max_order": 3}}, ConfigError, ["drafter.name", "takes the name of a plugin, got None"]),
+        ({"verifier": ["strict"]}, ConfigError, ["verifier", "got ['strict']"]),
+        ({"config": {"seed": 1}}, ConfigError, ["config", "takes a RunConfig"]),
+        ({"verifier": "xyzzy"}, UnknownNameError, ["try:", 'verifier.name = "strict"']),
+        ({"drafter": "xyzzy"}, UnknownNameError, ['drafter.name = "ngram"']),
+        ({"depth": "xyzzy"}, UnknownNameError, ['depth.name = "fixed"']),
         ({"dtype": "float15"}, ConfigError, ["dtype", "'float15'", "float16"][:2]),
     ]:
         with pytest.raises(SpecdecError) as caught:
             specdec.load(str(folder), **arguments)
         assert type(caught.value) is error or isinstance(caught.value, error)
         check(caught.value, *words)
+
+
+def test_a_path_is_a_folder(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert specdec.load(folder).config == specdec.load(str(folder)).config
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        specdec.load(pathlib.Path("demo"))  # not the embedded model
 
 
 def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
@@ -398,3 +449,11 @@ def test_the_command_line_generates_from_the_sound_checkpoint(folder: pathlib.Pa
     told = json.loads(done.stdout)
     assert len(told["tokens"]) == 5
     assert told["stats"]["rows"] == sum(told["stats"]["offered"]) + told["stats"]["cycles"]
+
+
+@pytest.mark.parametrize("other", [None, 5, "demo"])
+def test_a_session_of_no_language_model(other: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a session takes a language model, got .*\n.*specdec\.load"):
+        specdec.Session(other)
+    with pytest.raises(ConfigError, match="a stream takes a language model, got"):
+        specdec.Stream(other, *[None] * 4)  # type: ignore[arg-type]

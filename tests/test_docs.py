@@ -3,15 +3,19 @@
 Blocks of a page run in their order, in an empty folder and with plugins of their own:
 
 * ``python``: in one namespace per page;
-* ``bash``: lines that start with ``specdec``, through the command line's own entry point;
-* ``toml``: must load as a configuration; with ``# name.toml`` as first line it is also written to that file.
+* ``bash`` and ``console``: lines that start with ``specdec``, through the command line's own entry point (``check``
+  with a sample of its cases), scripts of Python, and ``pip install -e .``, after which the page's package is installed;
+* ``toml``: must load as a configuration, unless it is ``pyproject.toml``;
+* ``{literalinclude}``: what is included, with the caption as its name; further pieces belong to the same file.
 
-``<!-- not run: REASON -->`` on the line before a block leaves it out. Pages under ``docs/contract`` and
-``docs/tutorials`` have tests of their own.
+A block whose first line is ``# NAME``, such as ``# run.toml``, is written to that file; Python is then not run.
+``<!-- not run: REASON -->`` on the line before a block leaves it out. Pages under ``docs/contract`` have tests of their
+own.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import os
@@ -21,7 +25,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any
 from xml.etree import ElementTree
@@ -32,26 +35,28 @@ import drawings
 import module_map
 import pytest
 import specdec_reference
-import structlog
 from click.testing import CliRunner
 
 import specdec
 from specdec import errors, hookspecs
 from specdec.cli import main
-from specdec.config import PLUGIN_TABLES, Choice, GenerationConfig, RunConfig, TargetConfig, load_config
+from specdec.config import PLUGIN_TABLES, Choice, FieldError, GenerationConfig, RunConfig, TargetConfig, load_config
 from specdec.registry import BUILT_INS, KINDS, Kind, Registry, use_registry
-from tests.processes import HUNG
+from tests.processes import HUNG, run_python
 from tests.selection import cases
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
-ELSEWHERE = (DOCS / "contract", DOCS / "tutorials")
+ELSEWHERE = DOCS / "contract"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
-    *sorted(page for page in DOCS.rglob("*.md") if not set(ELSEWHERE) & set(page.parents)),
+    *sorted(page for page in DOCS.rglob("*.md") if ELSEWHERE not in page.parents),
 ]
-BLOCK = re.compile(r"^(?P<fence>```+)(?P<language>\w+)\n(?P<body>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL)
+SAMPLE = ("README.md", "docs/how-to/write-a-plugin.md")
+BLOCK = re.compile(
+    r"^(?P<fence>```+)(?P<language>\w+|{literalinclude} \S+)\n(?P<body>.*?)^(?P=fence)$", re.MULTILINE | re.DOTALL
+)
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
 
 
@@ -71,9 +76,14 @@ def blocks(page: pathlib.Path) -> list[Block]:
     ]
 
 
-def specdec_lines(block: Block) -> list[str]:
-    joined = block.body.replace("\\\n", " ").splitlines()
-    return [line for line in joined if line.startswith("specdec ")] if block.language == "bash" else []
+def commands(block: Block) -> list[str]:
+    """The lines of a shell that are run."""
+    lines = block.body.replace("\\\n", " ").splitlines() if block.language in ("bash", "console") else []
+    typed = [line.removeprefix("$ ") for line in lines if block.language == "bash" or line.startswith("$ ")]
+    return [line for line in typed if COMMAND.match(line)]
+
+
+COMMAND = re.compile(r"(?:\w+=\S+ )*(?:specdec |python \w+\.py$|pip install -e \.$)")
 
 
 def _name(page: pathlib.Path) -> str:
@@ -81,53 +91,87 @@ def _name(page: pathlib.Path) -> str:
 
 
 def runs(page: pathlib.Path) -> bool:
-    return any(block.language in ("python", "toml") or specdec_lines(block) for block in blocks(page))
+    return any(block.language in ("python", "toml") or commands(block) for block in blocks(page))
 
 
 @pytest.fixture
-def own_process() -> Iterator[None]:
-    """What a snippet registers, and the logging that a command sets up, is gone afterwards."""
-    former = use_registry(Registry())
+def own_process(tmp_path, monkeypatch) -> Iterator[None]:
+    """An empty folder; what a page registers, imports and installs there is gone afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    former, modules = use_registry(Registry()), dict(sys.modules)
+    for name in [*modules]:
+        if name.startswith(("first_", "specdec_gpt2")):  # another test has imported the example
+            del sys.modules[name]
     try:
         yield
     finally:
         use_registry(former)
-        structlog.reset_defaults()
+        for name in sys.modules.keys() - modules.keys():
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+                del sys.modules[name]
+        sys.modules.update(modules)
 
 
 @pytest.mark.docs
 @pytest.mark.usefixtures("own_process")
-@pytest.mark.parametrize("page", cases(filter(runs, PAGES), name=_name, sample=["README.md"]))
-def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("page", cases(filter(runs, PAGES), name=_name, sample=SAMPLE))
+def test_the_snippets_of_a_page_run(page, monkeypatch):
     namespace: dict[str, Any] = {"__name__": "snippet"}
+    included = pathlib.Path()
     for block in blocks(page):
-        if block.language == "toml":
-            _load_toml(block.body)
-        elif block.language == "python":
+        name = re.match(r"# ([\w-]+\.(?:toml|py))\n", block.body)
+        if name is not None and block.language in ("toml", "python"):
+            pathlib.Path(name[1]).write_text(block.body, encoding="utf-8")
+        if block.language.startswith("{literalinclude}"):
+            caption = re.search(r"^:caption: (\S+)$", block.body, re.MULTILINE)
+            included = pathlib.Path(caption[1]) if caption else included
+            with included.open("a", encoding="utf-8") as file:
+                file.write(_included(page.parent / block.language.split()[1], block.body) + "\n\n")
+        elif block.language == "toml" and (name is None or name[1] != "pyproject.toml"):
+            file_name = name[1] if name else "unnamed.toml"
+            pathlib.Path(file_name).write_text(block.body, encoding="utf-8")
+            load_config(file_name)
+        elif block.language == "python" and name is None:
             if "llguidance" in _needs(block.body) and importlib.util.find_spec("llguidance") is None:
                 pytest.skip("needs llguidance (pip install 'specdec-framework[grammar]')")
             code = "\n" * (block.line - 1) + block.body  # tracebacks name the line of the page
             exec(compile(code, str(page), "exec"), namespace)
-        for line in specdec_lines(block):
-            outcome = CliRunner().invoke(main, shlex.split(line, comments=True)[1:], input="")
-            assert outcome.exit_code == 0, f"{page.name}: {line}\n{outcome.output}\n{outcome.exception!r}"
+        for line in commands(block):
+            _run(line, page, monkeypatch)
+
+
+def _included(path: pathlib.Path, options: str) -> str:
+    """What Sphinx includes of a file of Python."""
+    text = path.read_text(encoding="utf-8")
+    wanted = dict(re.findall(r"^:([\w-]+): (.+)$", options, re.MULTILINE))
+    if "pyobject" in wanted:
+        [found] = [node for node in ast.parse(text).body if getattr(node, "name", "") == wanted["pyobject"]]
+        first = min(node.lineno for node in (found, *found.decorator_list))  # type: ignore[attr-defined]
+        return "\n".join(text.splitlines()[first - 1 : found.end_lineno])
+    start = text.index(wanted["start-at"]) if "start-at" in wanted else 0
+    return text[start : text.index(wanted["end-before"], start) if "end-before" in wanted else None]
+
+
+def _run(line: str, page: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(line, comments=True)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    if words[0] == "python":
+        run_python(words[1])
+    elif words[0] == "pip":
+        offline = ["--no-deps", "--no-index", "--no-build-isolation"]
+        run_python("-m", "pip", "install", *offline, "--target", "site", ".")
+        monkeypatch.syspath_prepend(str(pathlib.Path("site").absolute()))
+        use_registry(Registry())
+    else:
+        sample = ["--effort", "sample"] if words[1] == "check" else []
+        outcome = CliRunner().invoke(main, [*words[1:], *sample], input="")
+        assert outcome.exit_code == 0, f"{page.name}: {line}\n{outcome.output}\n{outcome.exception!r}"
 
 
 def _needs(body: str) -> list[str]:
     return ["llguidance"] if '"grammar"' in body else []
-
-
-def _load_toml(body: str) -> None:
-    name = re.match(r"# (\S+\.toml)\n", body)
-    if name is not None:
-        pathlib.Path(name[1]).write_text(body, encoding="utf-8")
-    if name is None or name[1] != "pyproject.toml":
-        file = pathlib.Path(name[1] if name else "unnamed.toml")
-        file.write_text(body, encoding="utf-8")
-        load_config(file)
-    else:
-        tomllib.loads(body)
 
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.name.startswith("first_"))
@@ -136,8 +180,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.
 @pytest.mark.docs
 @pytest.mark.usefixtures("own_process")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_an_example_runs(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(example)])
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.strip()
@@ -295,6 +338,7 @@ def test_the_reference_lists_every_error():
         for name, cls in vars(errors).items()
         if inspect.isclass(cls) and cls.__module__ == "specdec.errors"
     }
+    classes |= {FieldError.__name__: FieldError.__bases__[0].__name__}  # of specdec.config
     assert listed == classes
 
 
@@ -331,8 +375,7 @@ def test_the_documentation_names_commands_that_exist():
 def test_getting_started_shows_the_output_of_a_real_run():
     page = (DOCS / "getting-started.md").read_text(encoding="utf-8")
     shown = page.partition("generate`: begin -->")[2].partition("<!-- output")[0]
-    report = CliRunner().invoke(main, ["generate", "--max-new-tokens", "8"])
-    structlog.reset_defaults()
+    report = CliRunner().invoke(main, ["generate", "--max-new-tokens", "8", "--stats"])
     labels = re.findall(r"^([a-z]+)  ", report.stderr, re.MULTILINE)
     assert len(labels) > 5
     assert [label for label in labels if f"\n{label}  " not in shown] == [], "run `just sample-output`"

@@ -1,32 +1,38 @@
-"""The examples of the tutorials run, and the tutorials include them and name them right."""
+"""Properties of the examples of the tutorials. ``test_docs.py`` runs the tutorials themselves."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import pathlib
-import re
-import tomllib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
-from specdec.contract import Context, DrafterEnv, Guarantee, NoConfig, Sampling
+from specdec.contract import Context, CycleRecord, DrafterEnv, Guarantee, NoConfig, ProcessorEnv, Sampling, Stats
 from specdec.decoding.cycle import LiveSequence
 from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.statistics import RunStats
 from specdec.drafters.none import NoDrafter
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import CheckpointError, ConfigError, ContractError, UnsupportedError
 from specdec.registry import BUILT_INS, Registry, use_registry
-from specdec.testing import TableModel, parametrize_checks
+from specdec.testing import TableModel, check_plugin, parametrize_checks
 from specdec.verifiers.strict import StrictVerifier
-from tests.processes import run_python
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEMO = ROOT / "specdec" / "demo" / "config.json"
-EXAMPLES = ("first_drafter", "first_verifier", "first_observer", "first_backend")
+EXAMPLES = (
+    "first_drafter",
+    "first_verifier",
+    "first_depth_policy",
+    "first_logits_processor",
+    "first_observer",
+    "first_backend",
+    "first_target",
+)
 LENGTH = 40
 
 
@@ -105,8 +111,8 @@ def test_the_verifier_keeps_the_k_best_and_counts_what_deviates(seed):
     assert (stats.deviation.count > 0) == (stats.deviation.largest_gap > 0)
 
 
-def test_the_backend_generates_what_the_cpu_backend_does(tmp_path, monkeypatch):
-    """With drafts and without, through every block of its tutorial, and after a session went through a file."""
+def test_the_backend_generates_what_the_cpu_backend_does():
+    """With drafts and without."""
     import specdec
 
     settings = {"max_new_tokens": 16, "ignore_eos": True}
@@ -118,12 +124,6 @@ def test_the_backend_generates_what_the_cpu_backend_does(tmp_path, monkeypatch):
     assert drafted.guarantee == "exact"
     assert sum(drafted.stats.accepted) > 0
     assert all(other.tokens == drafted.tokens for other in others)
-    monkeypatch.chdir(tmp_path)
-    namespace = {}
-    text = (ROOT / "docs" / "tutorials" / "first-backend.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(block.replace("registry().register(first_backend)\n", ""), namespace)  # it is registered already
-    assert (tmp_path / "turn.safetensors").exists()
 
 
 def test_the_backend_lacks_what_families_with_experts_need():
@@ -131,6 +131,56 @@ def test_the_backend_lacks_what_families_with_experts_need():
 
     with pytest.raises(UnsupportedError, match="NumpyOps has no moe"):
         NumpyOps().moe(None, None, None, None)
+
+
+def test_the_target_needs_no_checkpoint(tmp_path):
+    """By configuration and from Python, with any text as the model; drafts change nothing; a session goes through a
+    file; the kit finds it by its name."""
+    import specdec
+
+    settings = {"max_new_tokens": 40, "temperature": 0.7, "seed": 3}
+    plain = specdec.load("any text", backend="markov", drafter="none", depth=0)
+    (tmp_path / "run.toml").write_text('[target]\nmodel = "not a folder"\nbackend = "markov"\n')
+    drafted = specdec.load(config=load_config(tmp_path / "run.toml"), drafter="ngram", depth=4)
+    wanted, got = (lm.generate("the dog ", **settings) for lm in (plain, drafted))
+    assert (got.text, got.guarantee, got.notices) == (wanted.text, "exact", [])
+    assert len(got.text) == 40
+    assert sum(got.stats.accepted) > 0
+    session, later = drafted.session(), drafted.session()
+    session.generate("the cat ", max_new_tokens=5)
+    session.save(tmp_path / "turn.safetensors")
+    later.load(tmp_path / "turn.safetensors")
+    assert later.generate(max_new_tokens=20).text == session.generate(max_new_tokens=20).text
+    assert check_plugin("markov", effort="sample").raise_for_failures().outcomes
+
+
+def test_a_target_whose_tokenizer_does_not_fit_is_refused(registry):
+    import first_target
+
+    import specdec
+
+    class Wrong:
+        changes = {}
+
+        @specdec.hookimpl
+        def specdec_forward_pass(self, target_config):
+            made = first_target.Markov(first_target.TEXT)
+            for name, value in self.changes.items():
+                setattr(made, name, value)
+            return made if target_config.backend == "wrong" else None
+
+    registry.register(Wrong(), "wrong")
+    small = first_target.Markov("ab").info
+    for changes, words in (
+        ({"tokenizer": object()}, "has a tokenizer of type object"),
+        ({"info": small}, "has 2 tokens, its tokenizer 16"),
+    ):
+        Wrong.changes = changes
+        with pytest.raises(ContractError, match=words):
+            specdec.load(backend="wrong")
+    Wrong.changes = {"tokenizer": None}
+    with pytest.raises(CheckpointError, match="no such folder|no folder"):
+        specdec.load("./nowhere", backend="wrong")
 
 
 def test_the_verifier_claims_no_more_than_it_keeps():
@@ -163,44 +213,44 @@ def test_all_work_on_the_embedded_model(tmp_path, monkeypatch):
     assert (tmp_path / "cycles.jsonl").read_text().count("\n") >= plain.stats.cycles + drafted.stats.cycles
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not DEMO.exists(), reason="the embedded model is not there: specdec/demo/config.json")
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_each_runs_as_a_script(example, tmp_path):
-    run_python(ROOT / "examples" / f"{example}.py", cwd=tmp_path)
-    assert (tmp_path / "cycles.jsonl").exists() == (example == "first_observer")
-
-
-# --- the tutorials themselves ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_tutorial_includes_its_example_and_names_it_right(example, registry, tmp_path):
-    page = ROOT / "docs" / "tutorials" / f"{example.replace('_', '-')}.md"
-    text = page.read_text()
-    included = re.findall(r"```\{literalinclude\} (\S+)", text)
-    assert [(page.parent / path).resolve() for path in included] == [ROOT / "examples" / f"{example}.py"]
-    for block in re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL):
-        data = tomllib.loads(block)
-        for value in data.get("project", {}).get("entry-points", {}).get("specdec", {}).values():
-            module, _, attribute = value.partition(":")
-            assert module == example
-            assert not attribute or hasattr(importlib.import_module(module), attribute)
-        if "project" not in data:
-            (tmp_path / "run.toml").write_text(block)
-            config = load_config(tmp_path / "run.toml")
-            for table, find in (("drafter", registry.drafter), ("verifier", registry.verifier)):
-                if table in data:
-                    choice = getattr(config, table)
-                    assert structure_choice(choice, find(choice.name).config, table)
-
-
-@pytest.mark.parametrize(("table", "option"), [("drafter", "period"), ("verifier", "k")])
+@pytest.mark.parametrize(("table", "option"), [("drafter", "period"), ("verifier", "k"), ("depth", "deepest")])
 def test_a_wrong_option_is_refused_with_its_key(table, option, registry):
-    name = {"drafter": "echo", "verifier": "top"}[table]
+    name = {"drafter": "echo", "verifier": "top", "depth": "streak"}[table]
     choice = getattr(load_config(None, [f"{table}.name={name}", f"{table}.{option}=0"]), table)
     with pytest.raises(ConfigError, match=rf"{table}\.{option}"):
-        structure_choice(choice, getattr(registry, table)(name).config, table)
+        structure_choice(choice, getattr(registry, {"depth": "depth_policy"}.get(table, table))(name).config, table)
+
+
+def test_the_policy_pauses_and_says_why():
+    from first_depth_policy import PATIENCE, PAUSE, StreakConfig, StreakPolicy
+
+    policy, stats = StreakPolicy(StreakConfig(deepest=3)), Stats()
+    asked = []
+    for number in range(3 + PATIENCE + PAUSE + 1):
+        asked.append(policy.next_depth(stats))
+        assert bool(policy.reason) == (asked[-1] == 0)
+        policy.record(CycleRecord(1, asked[-1], asked[-1], asked[-1] if number < 3 else 0, (1,), 0.0, 0.0, 0.0))
+    assert asked == [1, 2, 3, 3, 1, 1, 1, *[0] * PAUSE, 1]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.lists(st.integers(0, 3), max_size=6), st.integers(1, 4))
+def test_the_processor_forbids_what_would_repeat_a_run(history, draft, length):
+    """``process`` against the definition, and ``legal`` against ``process``."""
+    from first_logits_processor import OnceConfig, OnceProcessor
+
+    made = OnceProcessor(
+        OnceConfig(size=length), ProcessorEnv(tokenizer=None, vocab_size=5, end_tokens=(), generated_from=1)
+    )
+
+    def allowed(tokens):
+        return np.isfinite(made.process(np.zeros(5, np.float32), tokens))
+
+    runs = {tuple(history[at : at + length]) for at in range(len(history) - length + 1)}
+    for token in range(5):
+        repeats = len(history) >= length - 1 and (*history[len(history) - length + 1 :], token) in runs
+        assert allowed(history)[token] == (not repeats)
+    wanted = next((k for k, token in enumerate(draft) if not allowed([*history, *draft[:k]])[token]), len(draft))
+    assert made.legal(draft, history) == wanted
 
 
 # --- what the tutorials say about the kit -----------------------------------------------------------------------------
@@ -212,6 +262,39 @@ def numpy_ops():
     return NumpyOps()
 
 
-@parametrize_checks(drafter=lambda env: echo(env), verifier=lambda: top(2), ops=numpy_ops, effort=0.3)
+def streak():
+    from first_depth_policy import StreakConfig, StreakPolicy
+
+    return StreakPolicy(StreakConfig())
+
+
+def once(env):
+    from first_logits_processor import OnceConfig, OnceProcessor
+
+    return OnceProcessor(OnceConfig(), env)
+
+
+def cycle_log():
+    from first_observer import CycleLog
+
+    return CycleLog()
+
+
+def markov():
+    from first_target import TEXT, Markov
+
+    return Markov(TEXT)
+
+
+@parametrize_checks(
+    drafter=lambda env: echo(env),
+    verifier=lambda: top(2),
+    depth_policy=lambda: streak(),
+    logits_processor=once,
+    observer=cycle_log,
+    ops=numpy_ops,
+    forward_pass=markov,
+    effort="sample",
+)
 def test_contract(check):
     check()

@@ -37,8 +37,9 @@ assert not loaded, loaded
 from specdec import Drafter, DrafterSpec, between, hookimpl  # what a plugin's module imports
 loaded = [name for name in sys.modules if name.split(".")[0] in heavy or name.startswith(plugins)]
 assert not loaded, loaded
-import structlog
-assert not structlog.is_configured()
+import logging
+handlers = logging.getLogger().handlers + logging.getLogger("specdec").handlers
+assert all(isinstance(handler, logging.NullHandler) for handler in handlers), handlers
 import specdec.processors.grammar
 assert "llguidance" not in sys.modules
 import specdec.testing

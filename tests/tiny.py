@@ -112,6 +112,7 @@ def write_qwen3_5(
     tied: bool = True,
     mtp: bool = True,
     mtp_lm_head: bool = False,
+    mtp_embeddings: bool = False,
     dtype: str = "float32",
     rotary_factor: float = 0.25,
     theta: float = 1e4,
@@ -163,7 +164,10 @@ def write_qwen3_5(
         head |= _under("layers.0.", layer)
         if mtp_lm_head:
             head["lm_head.weight"] = draw.matrix(vocab, hidden, logit_spread)
+        if mtp_embeddings:
+            head["embed_tokens.weight"] = draw.matrix(vocab, hidden, logit_spread)
         tensors |= _under("mtp.", head)
+    half = int(head_dim * rotary_factor) // 2
     if vl:
         tensors["model.visual.patch_embed.proj.bias"] = draw.normal(8)
     text_config = {
@@ -188,13 +192,13 @@ def write_qwen3_5(
         "attention_bias": False,
         "max_position_embeddings": max_positions,
         "mtp_num_hidden_layers": int(mtp),
-        "mtp_use_dedicated_embeddings": False,
+        "mtp_use_dedicated_embeddings": mtp_embeddings,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": theta,
             "partial_rotary_factor": rotary_factor,
             "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
+            "mrope_section": [half - 2 * (half // 3), half // 3, half // 3],
         },
         "tie_word_embeddings": tied,
         "dtype": dtype,
@@ -352,6 +356,9 @@ QWEN3_5_SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
         "mtp_lm_head": True,
     },
+    "own-embedding-tied": {"hidden": 40, "mtp_embeddings": True},
+    "own-embedding-untied": {"hidden": 44, "tied": False, "mtp_embeddings": True, "mtp_lm_head": True},
+    "own-embedding-main-head": {"hidden": 36, "tied": False, "mtp_embeddings": True},
 }
 QWEN3_SHAPES: dict[str, dict[str, Any]] = {
     "gqa4-tied": {"hidden": 44, "heads": 4, "kv_heads": 1, "head_dim": 12},
@@ -437,7 +444,7 @@ def edit_config(folder: pathlib.Path, **changes: Any) -> None:
 
 def kernels_available() -> tuple[str, ...]:
     """The CPU kernels that this machine can run: "torch" (the reference), and "native" where they compile."""
-    from specdec.backends.cpu.compiler import KernelsUnavailable, load_kernels
+    from specdec.backends.cpu.library import KernelsUnavailable, load_kernels
 
     return ("torch",) if isinstance(load_kernels(), KernelsUnavailable) else ("torch", "native")
 
@@ -448,25 +455,28 @@ def make_ops(kernels: str, dtype: str) -> Any:
 
     if kernels == "torch":
         return ReferenceOps(getattr(torch, dtype))
-    from specdec.backends.cpu.compiler import load_kernels
+    from specdec.backends.cpu.library import load_kernels
     from specdec.backends.cpu.native import NativeOps
 
     return NativeOps(getattr(torch, dtype), load_kernels())
 
 
-def make_target(folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "float32", ops: Any = None) -> Any:
+def make_target(
+    folder: pathlib.Path, *, kernels: str = "torch", dtype: str = "float32", ops: Any = None, weights: str = "auto"
+) -> Any:
     """The checkpoint on the CPU with the kernels of that name (or on ``ops``), past ``load_target``'s choices."""
-    from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, text_config
-    from specdec.models.loading import build_target, family_of
-    from specdec.models.weights import Weights, dry_run
+    from specdec.checkpoints import Checkpoint, StoredWeights, text_config
+    from specdec.models.loading import build_target, checked_head, family_of
+    from specdec.models.weights import Weights
 
     checkpoint = Checkpoint.open(folder)
     spec, family = family_of(text_config(checkpoint.config), folder)
-    wanted = dry_run(spec, family, StoredWeights(checkpoint))
-    check_weights(checkpoint, wanted.tensors, wanted.headless).raise_for_errors()
+    wanted, found = checked_head(checkpoint, spec, family)
+    found.raise_for_errors()
     ops = make_ops(kernels, dtype) if ops is None else ops
-    stored = StoredWeights(checkpoint, dtype=getattr(torch, dtype), keeps=ops.capabilities.packed_formats)
-    return build_target(spec, family, Weights(ops, stored), dtype=dtype)
+    keeps = ops.capabilities.packed_formats
+    stored = StoredWeights(checkpoint, dtype=getattr(torch, dtype), keeps=keeps, weights=weights)
+    return build_target(spec, family, Weights(ops, stored, headless=wanted.headless), dtype=dtype)
 
 
 def make_lm(folder: pathlib.Path, target: Any, drafter: Any = None, policy: Any = None, **generation: Any) -> Any:

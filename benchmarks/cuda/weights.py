@@ -53,6 +53,8 @@ class MadeWeights:
         agreement: how often the MTP head should be right; None for random weights only.
     """
 
+    head_converted = None
+
     def __init__(
         self, shape: Shape, device: torch.device, *, dtype: torch.dtype = torch.bfloat16, agreement: float | None = None
     ) -> None:

@@ -16,7 +16,8 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "specdec"
 ROOMS = (
     ("cli",),
     ("doctor",),
-    ("measuring", "testing"),
+    ("measuring", "serving", "testing"),
+    ("hosting",),
     ("api",),
     ("pipeline",),
     ("decoding",),
@@ -30,7 +31,9 @@ ROOMS = (
     ("hookspecs",),
     ("config",),
     ("contract",),
-    ("errors",),
+    ("checking",),
+    ("files",),
+    ("errors", "locks", "logs"),
 )
 """The order of the rooms, the topmost first: a room imports from later lines only."""
 
@@ -100,12 +103,14 @@ def room_imports(kinds: tuple[str, ...] = ("load", "typing", "call")) -> dict[st
 
 
 def upward() -> list[Import]:
-    """The imports against ``ROOMS``."""
+    """The imports against ``ROOMS``; the package itself gives what ``api`` gives, and stands beside it."""
     height = {name: number for number, line in enumerate(ROOMS) for name in line}
+    height["specdec"] = height["api"]
     return [
         one
         for one in imports()
         if (here := room(one.importer)) != (there := room(one.imported))
+        and here != "specdec"
         and here in height
         and height.get(there, len(ROOMS)) <= height[here]
     ]

@@ -1,4 +1,4 @@
-"""Put the output of a real ``specdec generate`` into docs/getting-started.md. Run ``just sample-output``."""
+"""Put the output of a real ``specdec generate --stats`` into docs/getting-started.md. Run ``just sample-output``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ BEGIN, END = "<!-- output of `specdec generate`: begin -->\n", "<!-- output of `
 
 
 def output() -> str:
-    """What a terminal shows, from the generated text on."""
-    command = [sys.executable, "-m", "specdec", "generate"]
+    """What a terminal shows, from the prompt on."""
+    command = [sys.executable, "-m", "specdec", "generate", "--stats"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    report = done.stderr.partition("\nspeed ")[2]
-    lines = f"{done.stdout.rstrip()}\n\nspeed {report.rstrip()}".splitlines()
+    prompt, _, report = done.stderr.partition("\nspeed ")
+    lines = f"{prompt}{done.stdout.rstrip()}\n\nspeed {report.rstrip()}".splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     """Replace the text between the two marks."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}```text\n{output()}```\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}````text\n{output()}````\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Backend(abc.ABC):
         device: a readable description, such as "cpu (AMD EPYC, 2 threads)".
         dtypes: the supported activation dtypes, from "bfloat16", "float16" and "float32"; the first is the default.
         notices: what a user should know about it on this machine, one sentence each; included in results.
+            ``ops`` may add to them.
     """
 
     name: str

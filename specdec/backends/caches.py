@@ -40,7 +40,10 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def load(self, arrays: Mapping[str, Array], length: int) -> None:
-        """Restore the result of ``save``. ``arrays`` may also come from ``Ops.from_host``."""
+        """Restore the result of ``save``, by copying: ``arrays`` may be shared with other caches.
+
+        They are those of ``save`` (a fork), or ``Ops.from_host`` made them of torch tensors (a session's file).
+        """
 
     @abc.abstractmethod
     def nbytes(self) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.backends import Backend
-from specdec.config import structure_options
+from specdec.config import Choice
 from specdec.contract import BackendSpec
-from specdec.errors import PluginError, UnsupportedError
-from specdec.registry import Kind, registry
+from specdec.errors import SpecdecError, UnsupportedError
+from specdec.registry import Kind, answers, registry
 
 
 def auto_backend() -> tuple[str, list[str]]:
@@ -23,16 +23,14 @@ def auto_backend() -> tuple[str, list[str]]:
         spec = entry.spec
         assert isinstance(spec, BackendSpec)
         try:
-            preference = spec.preference()
+            preference = registry().call(spec, "preference", check=answers.preference)
+        except SpecdecError as error:  # one broken plugin must not disable the others
+            unusable[spec.name] = error.message
+        else:
             if preference is not None:
-                wanted.append((-int(preference), spec))
-        except Exception as error:  # noqa: BLE001 - one broken plugin must not disable the others
-            unusable[spec.name] = f"{type(error).__name__}: {error}"
+                wanted.append((-preference, spec))
     for _, spec in sorted(wanted, key=lambda pair: pair[0]):  # stable: ties go to the first registered
-        try:
-            reason = spec.available()
-        except Exception as error:  # noqa: BLE001
-            reason = f"{type(error).__name__}: {error}"
+        reason = registry().unavailable(spec)
         if reason is None:
             return spec.name, [
                 f'target.backend = "auto" runs on the {spec.name}: the {other} backend cannot run here: {why}'
@@ -58,14 +56,25 @@ def make_backend(
     if name == "auto":
         name, notices = auto_backend()
     spec = registry().backend(name, asked_by="target.backend")
-    reason = spec.available()
+    reason = registry().unavailable(spec)
     if reason is not None:
         raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
-    config: Any = structure_options(options or {}, spec.config, "target.backend_options", source)
-    backend = registry().build(spec, lambda: spec.factory(config))
-    if not isinstance(backend, Backend):
-        raise PluginError(
-            f"the backend {spec.name!r} is not a Backend: {type(backend).__name__}",
-            takes="a subclass of specdec.backends.Backend",
-        )
+    config = registry().options(spec, Choice(name, options or {}, source=source), "target.backend_options")
+    backend: Backend = registry().call(spec, "factory", config, check=_complete)
     return backend, (*notices, *backend.notices)
+
+
+def _complete(made: Any) -> Any:
+    """What a backend's factory returned, with all attributes of ``Backend``."""
+    answers.an(Backend, "a subclass of specdec.backends.Backend")(made)
+    lacking = [name for name in Backend.__annotations__ if not hasattr(made, name)]
+    if lacking:
+        raise answers.Refused(
+            f"a {type(made).__name__} without {', '.join(lacking)}", "what specdec.backends.Backend lists"
+        )
+    for name in ("name", "device"):
+        answers.text(getattr(made, name))
+    if not answers.sentences(made.dtypes):
+        raise answers.Refused("a backend without dtypes", "one of bfloat16, float16 and float32 or more")
+    answers.sentences(made.notices)
+    return made

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import attrs
@@ -181,7 +181,8 @@ class Ops(abc.ABC):
     """The operations of a backend. Every weight argument is a result of ``weight()``.
 
     A backend must implement the abstract methods. The others serve some families or are optimisations; their defaults
-    use the abstract methods or raise UnsupportedError.
+    use the abstract methods or raise UnsupportedError. ``layer_norm`` and ``gelu`` compute on the host by default, one
+    row at a time: right on every backend, slow on a device, and not part of a recorded pass.
     """
 
     capabilities: Capabilities
@@ -272,6 +273,40 @@ class Ops(abc.ABC):
         Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
         """
 
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
+        """``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias`` over the last axis in float32, rounded once.
+
+        ``weight`` and ``bias`` are results of ``vector``. Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+        """
+        import torch.nn.functional as F  # noqa: N812  (torch's own convention)
+
+        scale, shift = self.to_host(weight), self.to_host(bias)
+        return self._on_host(lambda row: F.layer_norm(row, row.shape[-1:], scale, shift, eps), x)
+
+    def gelu(self, x: Array) -> Array:
+        """``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` of every element in float32, rounded once.
+
+        Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2: the approximation that GPT-2 was trained with.
+        """
+        import torch.nn.functional as F  # noqa: N812
+
+        return self._on_host(lambda row: F.gelu(row, approximate="tanh"), x)
+
+    def add(self, a: Array, b: Array) -> Array:
+        """``a + b`` of two activations ``[T, H]``, rounded once."""
+        return a + b
+
+    def add_positions(self, x: Array, table: Array, position: int) -> Array:
+        """Add learned position embeddings to ``x [T, H]``: row t gets ``table[position + t]``, of ``table [P, H]``."""
+        return self.add(x, self.embed(table, range(position, position + x.shape[0])))
+
+    def _on_host(self, function: Callable[[Tensor], Tensor], x: Array) -> Array:
+        """``function`` of every row of ``x [T, H]`` alone: torch's bits depend on the number of rows."""
+        import torch
+
+        host = self.to_host(x)
+        return self.from_host(torch.cat([function(row[None].float()) for row in host]).to(host.dtype))
+
     @abc.abstractmethod
     def concat(self, a: Array, b: Array) -> Array:
         """Concatenate ``[T, ..., H_a]`` and ``[T, ..., H_b]`` along the last axis: ``[T, ..., H_a + H_b]``."""
@@ -321,6 +356,23 @@ class Ops(abc.ABC):
         Query head h reads KV head ``h // (nq / nkv)``. The softmax is in float32. Row t sees the committed rows and
         rows 0..t of this pass. With ``gate [T, nq, D]`` the result is multiplied by ``sigmoid(gate)`` before rounding.
         """
+
+    def append(self, k: Array, v: Array, cache: KVCache) -> None:
+        """Append k, v ``[T, nkv, D]`` to the cache as provisional rows, without queries.
+
+        For draft heads whose keys and values come from another model's hidden states.
+        """
+        raise self._lacks("append")
+
+    def attend_from(
+        self, q: Array, k: Array, v: Array, cache: KVCache, *, scale: float, first: Sequence[int], causal: bool = True
+    ) -> Array:
+        """Append k, v to the cache and attend within windows: ``[T, nq * D]`` act.
+
+        Row t sees the rows from ``first[t]`` on (a row of the cache, at most its own), up to itself, or up to the last
+        row of this pass with ``causal=False``. Otherwise like ``attend``. Not part of a recorded pass.
+        """
+        raise self._lacks("attend_from")
 
     def attend_latent(self, q: Array, row: Array, cache: LatentCache, *, scale: float, value_dims: int) -> Array:
         """Append ``row [T, D]`` to the cache and attend causally with ``q [T, n, D]``: ``[T, n, value_dims]`` act.

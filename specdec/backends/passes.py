@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import attrs
 
 from specdec.backends.caches import Array, Cache, HeadRows
+from specdec.contract import Choosing
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
@@ -33,12 +34,15 @@ class Pass(abc.ABC):
     def commit(self, rows: int) -> None:
         """Keep the first ``rows`` rows of the last run in all caches; 0 drops all."""
 
-    def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:
-        """Draft ``depth`` >= 1 tokens greedily with the head ``[V, H]``, with the same bits as single passes.
+    def chain(
+        self, tokens: Sequence[int], hidden: Array, depth: int, head: Array | HeadRows, choosing: Choosing | None = None
+    ) -> tuple[int, ...] | None:
+        """Draft ``depth`` >= 1 tokens with a head ``[V, H]``, or rows of one, with the same bits as single passes.
 
         The first pass runs over ``tokens`` and ``hidden``, each later one over the last token and the last row of the
-        pass before. A pass's token is the best one of its last row. The rows of all passes are committed. Returns None,
-        with nothing changed, if unsupported for these arguments. Raises: ContractError for logits that are not finite.
+        pass before. A pass's token is the best one of its last row, or the one of ``choosing``; there may be fewer
+        tokens if none is allowed. The rows of all passes are committed. Returns None, with nothing changed, if
+        unsupported for these arguments. Raises: ContractError for logits that are not finite.
         """
         return None
 

@@ -4,6 +4,7 @@ Nothing is unpickled, and no code from a checkpoint runs.
 """
 
 from specdec.checkpoints.fingerprint import fingerprint
+from specdec.checkpoints.heads import join_head, unlisted_head
 from specdec.checkpoints.locate import locate
 from specdec.checkpoints.names import Names, canonical_name, canonical_names, is_ignored, text_config
 from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
@@ -23,8 +24,10 @@ __all__ = [
     "fingerprint",
     "holds_weights",
     "is_ignored",
+    "join_head",
     "locate",
     "read_json",
     "text_config",
+    "unlisted_head",
     "write_checkpoint",
 ]

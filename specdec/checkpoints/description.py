@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from specdec.checkpoints import Checkpoint, TensorSpec, WeightCheck
-from specdec.checkpoints.quantised import TensorFormat, formats_of
+from specdec.checkpoints.quantised import ROUNDED_BITS, ROUNDED_GROUP, TensorFormat, formats_of, rounds
 from specdec.contract import FamilyConfig, ModelSpec
 
 _BLOCK = re.compile(r"\.experts\.|\.switch_mlp\.")
+_NO_SETTINGS = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")  # of generation_config.json
 _OWN_HEAD = ("lm_head.weight", "shared_head.head.weight")
 _MODULES = (  # the first match in a name wins
     ("embed_tokens", "embedding"),
@@ -44,8 +46,9 @@ class ModuleFormat:
 class StepBytes:
     """Bytes that a pass of one row reads. Of routed experts, only the chosen ones count.
 
-    ``weights`` counts decoded weights, ``width`` bytes per parameter, as the CPU backend holds them. ``stored`` counts
-    weights as the files hold them, for backends that keep them packed; it is 0 without weight files.
+    ``weights`` counts decoded weights, ``width`` bytes per parameter. ``stored`` counts weights as the files hold them,
+    for backends that keep them packed, as the CPU backend does; it is 0 without weight files. ``rounded`` counts them
+    as each value of ``target.weights`` that quantises holds them.
     """
 
     width: int
@@ -54,6 +57,7 @@ class StepBytes:
     state: int  # recurrent and convolution state, read and written
     per_context_token: int  # keys and values
     mtp_weights: int  # one MTP draft step, with the output head; 0 without a head
+    rounded: dict[str, int] = attrs.field(factory=dict)  # by "int8", "int4"; empty for quantised weights
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +79,7 @@ class CheckpointReport:
     unused: list[str] = attrs.field(factory=list)
     misshaped: list[str] = attrs.field(factory=list)
     problems: list[str] = attrs.field(factory=list)  # all-zero or non-finite tensors, weights that cannot be decoded
+    generation_config_ignored: dict[str, Any] = attrs.field(factory=dict)  # settings in generation_config.json
     size_bytes: int = 0
     decode_step: StepBytes | None = None
     state_bytes_per_token: int = 0  # bfloat16 keys and values, with the MTP head's
@@ -105,15 +110,24 @@ def describe(
         weights_present=True,
         formats=_by_module(formats, expected),
         dtypes=_dtypes(checkpoint),
-        mtp=f"none: {headless}"
-        if headless
-        else _mtp(family, [name for name, tensor in expected.items() if tensor.group == "mtp" and name in formats]),
+        mtp=_mtp(
+            [name for name, tensor in expected.items() if tensor.group == "mtp" and name in formats],
+            family,
+            checkpoint.head_path,
+            headless,
+        ),
         missing=list(found.missing),
         unused=list(found.unused),
         misshaped=[f"{name}: {got}, expected {wanted}" for name, got, wanted in found.misshaped],
         problems=[f"{name}: all zero" for name in found.all_zero]
         + [f"{name}: not finite" for name in found.non_finite]
-        + [reason for _, _, reason in found.unreadable],
+        + [reason for _, _, reason in found.unreadable]
+        + found.contradictions,
+        generation_config_ignored={
+            key: value
+            for key, value in checkpoint.generation_config.items()
+            if value is not None and key not in _NO_SETTINGS and not key.startswith("_")
+        },
         size_bytes=checkpoint.size_bytes,
         decode_step=_step(family, expected, formats),
     )
@@ -127,16 +141,18 @@ def describe_config(
     for name, tensor in expected.items():
         part = tensor.group if tensor.group != "model" else _part(name)
         parameters[part] = parameters.get(part, 0) + math.prod(tensor.shape)
-    per_token, fixed = family.state_bytes(2)
-    fields: Any = family  # every family's config is an attrs class
+    per_token, fixed = family.state_bytes(2, mtp=any(tensor.group == "mtp" for tensor in expected.values()))
+    fields: Any = family
     return CheckpointReport(
         path=path,
         family=spec.name,
         model_type=str(config.get("model_type")),
-        config=attrs.asdict(fields, filter=lambda _, value: value is not None),
+        config=attrs.asdict(fields, filter=lambda _, value: value is not None)
+        if attrs.has(type(fields))
+        else vars(fields),
         weights_present=False,
         parameters=parameters,
-        mtp=_mtp(family, [name for name, tensor in expected.items() if tensor.group == "mtp"]),
+        mtp=_mtp([name for name, tensor in expected.items() if tensor.group == "mtp"], family),
         tied=family.tied,
         decode_step=_step(family, expected, {}),
         state_bytes_per_token=per_token,
@@ -197,6 +213,7 @@ def _step(family: FamilyConfig, expected: Mapping[str, TensorSpec], formats: Map
     """What one row reads: every matrix once, one row of an untied embedding, and the chosen experts."""
     width = 2
     weights = stored = mtp = 0.0
+    lighter = dict.fromkeys(ROUNDED_BITS, 0.0)
     head = 0
     for name, tensor in expected.items():
         size = math.prod(tensor.shape)
@@ -209,6 +226,9 @@ def _step(family: FamilyConfig, expected: Mapping[str, TensorSpec], formats: Map
             mtp += share * size
             continue
         weights += share * size
+        for kind, bits in ROUNDED_BITS.items():
+            per_value = bits / 8 + 2 / ROUNDED_GROUP if tensor.rounds and rounds(tensor.shape) else width
+            lighter[kind] += share * size * per_value
         if name in formats:
             stored += share * formats[name].stored_bytes
     own_head = any(name.endswith(_OWN_HEAD) for name, tensor in expected.items() if tensor.group == "mtp")
@@ -222,6 +242,9 @@ def _step(family: FamilyConfig, expected: Mapping[str, TensorSpec], formats: Map
         state=2 * fixed,
         per_context_token=per_token,
         mtp_weights=round(mtp * width),
+        rounded={}
+        if any(found.quantised for found in formats.values())
+        else {kind: round(size) for kind, size in lighter.items()},
     )
 
 
@@ -230,8 +253,14 @@ def _part(name: str) -> str:
     return {"embed_tokens": "embedding", "lm_head": "head"}.get(first, "layers")
 
 
-def _mtp(family: FamilyConfig, present: list[str]) -> str:
+def _mtp(present: list[str], family: FamilyConfig, path: Path | None = None, headless: str = "") -> str:
+    if headless:
+        return f"none: {headless}"
     if not family.mtp_layers or not present:
         return "none"
-    own = any(name.endswith(_OWN_HEAD) for name in present)
-    return f"{family.mtp_layers} layer, {'own head' if own else 'shares the main head'}"
+    embed = "own embedding, " if any("embed_tokens" in name for name in present) else ""
+    own = any(name.endswith(_OWN_HEAD) for name in present) or (
+        family.tied and getattr(family, "mtp_embeddings", False)
+    )
+    source = "" if path is None else f", from {path}"
+    return f"{family.mtp_layers} layer, {embed}{'own head' if own else 'shares the main head'}{source}"

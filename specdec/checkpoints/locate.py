@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
-from specdec.errors import CheckpointError, nearest
+from specdec.errors import CheckpointError, cut, nearest
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Files fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) are never fetched.
@@ -16,6 +17,7 @@ HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "vocab.txt
 # Sub-folders (original/, onnx/, ...) hold other formats of the same weights; consolidated*.safetensors is a copy.
 HUB_IGNORED = ("*/*", "consolidated*.safetensors")
 _LISTED = 8  # file names listed in an error
+_NAME = 100  # characters of each
 
 
 def locate(model: str, *, revision: str | None = None, progress: bool = True) -> Path:
@@ -33,8 +35,8 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
         return _demo()
     if not model.strip():
         raise CheckpointError("the model is empty", try_=_MODELS)
-    path = Path(model).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path):
         return check_folder(path)
     if is_hub_id(model):
         return _from_hub(model, revision, progress)
@@ -45,7 +47,7 @@ def is_hub_id(model: str) -> bool:
     """Whether ``locate`` would ask the hub: the text looks like ``org/name`` and no such path exists."""
     if model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
         return False
-    return not Path(model).exists()
+    return not os.path.exists(model)
 
 
 _MODELS = 'a folder with config.json and model.safetensors, a hub id such as "Qwen/Qwen3.5-4B", or "demo"'
@@ -64,24 +66,27 @@ def _demo() -> Path:
 
 def check_folder(path: Path) -> Path:
     """Return ``path`` if it is a folder with a config.json. Raises: CheckpointError saying what it is instead."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise _no_such_folder(str(path), path)
-    if not path.is_dir():
-        hints = {
-            ".gguf": "GGUF is not read; use the safetensors checkpoint that it was made from",
-            ".bin": "pickled weights are not read; use a checkpoint in safetensors format",
-            ".safetensors": f"the folder: {path.parent}",
-            ".json": f"the folder: {path.parent}",
-        }
-        raise CheckpointError(f"{path} is a file, not a folder", try_=hints.get(path.suffix, _MODELS))
-    if not (path / "config.json").is_file():
-        files = sorted(entry.name + "/" * entry.is_dir() for entry in path.iterdir())
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path} is a file, not a folder", try_=_instead_of_a_file(path))
+    if not os.path.lexists(path / "config.json"):
+        files = sorted(name + "/" * os.path.isdir(path / name) for name in entries(path))
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no config.json",
             found=listed(files) or "an empty folder",
             try_=_what_else(files) or _MODELS,
         )
     return path
+
+
+def _instead_of_a_file(path: Path) -> str:
+    return {
+        ".gguf": "GGUF is not read; use the safetensors checkpoint that it was made from",
+        ".bin": "pickled weights are not read; use a checkpoint in safetensors format",
+        ".safetensors": f"the folder: {path.parent}",
+        ".json": f"the folder: {path.parent}",
+    }.get(path.suffix, _MODELS)
 
 
 def _what_else(files: Iterable[str]) -> str | None:
@@ -104,17 +109,26 @@ def listed(names: Iterable[str], limit: int = _LISTED) -> str:
     """At most ``limit`` names, then the number of the rest."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(cut(name, _NAME) for name in names[:limit]) + more
+
+
+def entries(folder: Path) -> list[str]:
+    """The names in a folder, sorted. Raises: CheckpointError if they cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
 
 
 def _no_such_folder(model: str, path: Path) -> CheckpointError:
     parent = path.absolute().parent
-    if parent.is_dir():
-        siblings = {entry.name: entry for entry in parent.iterdir() if entry.is_dir()}
-        match = nearest(path.name, siblings)
+    if os.path.isdir(parent) and os.access(parent, os.R_OK):
+        match = nearest(path.name, (name for name in entries(parent) if os.path.isdir(parent / name)))
         did_you_mean = f" Did you mean {str(path.parent / match)!r}?" if match else ""
-        return CheckpointError(f"there is no folder {model!r}.{did_you_mean}", looked_in=parent, try_=_MODELS)
-    while not parent.is_dir():
+        return CheckpointError(
+            f"there is no folder {model!r}.{did_you_mean}", looked_in=parent, try_=_instead_of_a_file(path)
+        )
+    while not os.path.isdir(parent):
         parent = parent.parent
     return CheckpointError(f"there is no folder {model!r}", exists_up_to=parent, try_=_MODELS)
 

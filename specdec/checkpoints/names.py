@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, shown
 
 # Text models sit under "model.", "model.language_model." or "language_model.model."; MTP and output heads at the top
 # or under any of these. No canonical name starts with either word, so stripping both repeatedly is safe.
@@ -67,7 +67,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if inner is None:
         inner = {}
     if not isinstance(inner, Mapping):
-        raise CheckpointError(f"config.json: 'text_config' takes an object, got {inner!r}")
+        raise CheckpointError(f"config.json: 'text_config' takes an object, got {shown(inner)}")
     towers = ("text_config", "vision_config", "audio_config")
     merged = {key: value for key, value in config.items() if key not in towers}
     merged.update({key: value for key, value in inner.items() if value is not None or key not in merged})

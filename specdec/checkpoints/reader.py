@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -18,8 +18,9 @@ import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 
-from specdec.checkpoints.locate import check_folder, listed
-from specdec.errors import CheckpointError
+from specdec.checkpoints.locate import check_folder, entries, listed
+from specdec.errors import CheckpointError, shown
+from specdec.files.reading import DuplicateKeyError, open_file, parse_json, read_text
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,6 +45,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U64": torch.uint64,
 }
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+_MAX_AXES = 64  # of a tensor; torch's own limit
 
 
 @attrs.frozen
@@ -70,7 +72,12 @@ class Checkpoint:
         config: ``config.json``.
         generation_config: ``generation_config.json``, or an empty dict.
         notices: notices for the user, one sentence each.
+        head_path: the file or folder that the MTP head was taken from; None if it is among the weights.
+        head_converted: whether mlx-lm converted the files of that head; None if unknown.
     """
+
+    head_path: Path | None = None
+    head_converted: bool | None = None
 
     def __init__(
         self,
@@ -86,11 +93,12 @@ class Checkpoint:
         self.notices = notices
         self.derived: dict[str, Any] = {}  # results computed from the headers, by function name
         self._tensors = tensors
+        self._configs: dict[Path, Mapping[str, Any]] = {}  # of files that came with a config.json of their own
         self._files: dict[Path, Any] = {}
         try:
             for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
                 self._files[file] = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             raise CheckpointError(f"{file.name} is not a valid safetensors file: {error}", file=file) from error
 
     @classmethod
@@ -99,9 +107,36 @@ class Checkpoint:
         path = check_folder(Path(path))
         config = read_json(path / "config.json")
         generation = path / "generation_config.json"
-        generation_config = read_json(generation) if generation.exists() else {}
-        tensors, notices = _read_tensors(path)
+        generation_config = read_json(generation) if os.path.lexists(generation) else {}
+        tensors, notices = read_tensors(path)
         return cls(path, config, generation_config, tensors, notices)
+
+    def joined(
+        self,
+        head: Mapping[str, StoredTensor],
+        *,
+        without: Collection[str],
+        config: Mapping[str, Any] | None,
+        head_path: Path,
+        head_converted: bool | None,
+        notices: Sequence[str],
+    ) -> Checkpoint:
+        """This checkpoint with the tensors of a head from elsewhere and ``without`` some of its own."""
+        kept = {name: tensor for name, tensor in self._tensors.items() if name not in without}
+        joined = Checkpoint(self.path, self.config, self.generation_config, {**kept, **head}, (*self.notices, *notices))
+        joined.head_path, joined.head_converted = head_path, head_converted
+        if config is not None:
+            joined._configs = dict.fromkeys((tensor.file for tensor in head.values()), config)
+        return joined
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """The files that the weights are in."""
+        return frozenset(tensor.file for tensor in self._tensors.values())
+
+    def config_of(self, name: str) -> Mapping[str, Any]:
+        """The config.json that describes a tensor: a head from another checkpoint keeps its own."""
+        return self._configs.get(self._tensors[name].file, self.config)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -166,7 +201,7 @@ class Checkpoint:
         width = tensor.size // entries if entries else 0
         buffer = torch.empty((stop - start) * width, dtype=torch.uint8)
         try:
-            with open(tensor.file, "rb", buffering=0) as stream:
+            with open_file(tensor.file) as stream:
                 header = int.from_bytes(stream.read(8), "little")
                 stream.seek(8 + header + tensor.start + start * width)
                 view, got = memoryview(buffer.numpy().data), 0
@@ -199,41 +234,36 @@ class Checkpoint:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises: CheckpointError, with the line, if it is not one."""
-    value = _json(file)
+    try:
+        value = parse_json(read_text(file))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file.name} is not valid JSON: {error.msg}", file=file, line=error.lineno) from error
+    except DuplicateKeyError as error:
+        raise CheckpointError(f"{file.name} names {shown(error.key)} twice", file=file) from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(file, error) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file.name} holds a {type(value).__name__}, not an object", file=file)
     return value
 
 
-def _json(file: Path, hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
-    """Parse a JSON file; ``hook`` builds objects from pairs of keys and values."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=hook)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file.name} is not valid JSON: {error.msg}", file=file, line=error.lineno) from error
-    except _DuplicateKeyError as error:
-        raise CheckpointError(f"{file.name} names {error.key!r} twice", file=file) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.name} cannot be read: {error}", file=file) from error
-
-
-def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{file.name} cannot be read: {error.strerror or error}", file=file)
+def _unreadable(file: Path, error: OSError | ValueError) -> CheckpointError:
+    return CheckpointError(f"{file.name} cannot be read: {getattr(error, 'strerror', None) or error}", file=file)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def _read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """Every tensor of a folder by its name in the files, and notices for the user."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if not index.is_file():
-        if not single.is_file():
+    if not os.path.lexists(index):
+        if not os.path.lexists(single):
             raise _no_weights(folder)
         return read_header(single), ()
     weight_map = _read_index(index)
     # An index that does not name the single file is left over from a conversion; transformers prefers the file too
-    if single.is_file() and SINGLE_FILE not in weight_map.values():
+    if os.path.isfile(single) and SINGLE_FILE not in weight_map.values():
         return read_header(single), (
             f"{INDEX_FILE} was ignored: {SINGLE_FILE} is there and the index does not name it",
         )
@@ -242,11 +272,11 @@ def _read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[str, ...
 
 def holds_weights(folder: Path) -> bool:
     """Whether a folder has weights in any format, readable or not."""
-    return any(entry.name.endswith(_WEIGHTS) or entry.name == INDEX_FILE for entry in folder.iterdir())
+    return any(name.endswith(_WEIGHTS) or name == INDEX_FILE for name in entries(folder))
 
 
 def _no_weights(folder: Path) -> CheckpointError:
-    files = sorted(entry.name for entry in folder.iterdir())
+    files = entries(folder)
     weights = [name for name in files if name.endswith(_WEIGHTS)]
     shards = [name for name in weights if name.endswith(".safetensors")]
     if "adapter_model.safetensors" in weights:
@@ -264,14 +294,14 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 def _read_index(index: Path) -> dict[str, str]:
     """``weight_map`` of an index: tensor name -> shard file name."""
-    content = _json(index, _unique)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index.name} has no 'weight_map' (tensor name -> file)", file=index)
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or PurePosixPath(shard).is_absolute() or ".." in Path(shard).parts:
             raise CheckpointError(
-                f"{index.name} puts the tensor {name} into {shard!r}, which is not a file in this folder", file=index
+                f"{index.name} puts the tensor {name} into {shown(shard)}, which is not a file in this folder",
+                file=index,
             )
     return weight_map
 
@@ -280,7 +310,7 @@ def _read_shards(index: Path, weight_map: Mapping[str, str]) -> dict[str, Stored
     """Every tensor of every shard. The headers decide; the index must not list tensors that they lack."""
     folder = index.parent
     shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
+    absent = [shard for shard in shards if not os.path.isfile(folder / shard)]
     if absent:
         raise CheckpointError(
             f"{index.name} names {len(shards)} files, of which {len(absent)} are absent: {listed(absent, 20)}",
@@ -311,34 +341,19 @@ def _read_shards(index: Path, weight_map: Mapping[str, str]) -> dict[str, Stored
 # --- headers -------------------------------------------------------------------------------------------------------
 
 
-class _DuplicateKeyError(Exception):
-    def __init__(self, key: str) -> None:
-        self.key = key
-        super().__init__(key)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; refuse duplicate keys (``json`` would silently keep the last)."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _DuplicateKeyError(next(key for key in result if keys.count(key) > 1))
-    return result
-
-
 def _bits(dtype: str) -> int | None:
     """Bits per element, including dtypes that torch lacks (F4, F6_E2M3, ...)."""
     if dtype in DTYPES:
         return DTYPES[dtype].itemsize * 8
     digits = dtype.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ").split("_")[0]
-    return int(digits) if digits.isdecimal() else None
+    return int(digits) if digits.isdecimal() and len(digits) < 4 else None
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name. Raises: CheckpointError saying what is wrong with the file."""
     try:
-        size = os.path.getsize(file)
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             head = stream.read(64)
             length = int.from_bytes(head[:8], "little")
             if size < 10 or not head[8:9] == b"{" or length > _MAX_HEADER:
@@ -350,26 +365,27 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                     try_="download it again",
                 )
             stream.seek(8)
-            header = json.loads(stream.read(length), object_pairs_hook=_unique)
+            header = parse_json(stream.read(length))
     except OSError as error:
         raise _unreadable(file, error) from error
-    except _DuplicateKeyError as error:
+    except DuplicateKeyError as error:
         raise CheckpointError(f"the header of {file.name} has the tensor {error.key} twice", file=file) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"the header of {file.name} is not valid JSON: {error}", file=file) from error
     assert isinstance(header, dict)  # it starts with "{"
     header.pop("__metadata__", None)
     room = size - 8 - length
     tensors = {name: _entry(file, name, entry) for name, entry in header.items()}
-    for name, tensor in tensors.items():
-        if tensor.stop > room:
-            end = max(other.stop for other in tensors.values())
-            raise CheckpointError(
-                f"{file.name} is truncated: it should have {8 + length + end} bytes and has {size}; "
-                f"the tensor {name} extends past its end",
-                file=file,
-                try_="download it again",
-            )
+    last = max(tensors, key=lambda name: tensors[name].stop, default=None)
+    end = 0 if last is None else tensors[last].stop
+    if end != room:
+        wrong = "is truncated" if end > room else "is longer than its header says"
+        past = f"; the tensor {last} extends past its end" if end > room else ""
+        raise CheckpointError(
+            f"{file.name} {wrong}: it should have {8 + length + end} bytes and has {size}{past}",
+            file=file,
+            try_="download it again",
+        )
     return tensors
 
 
@@ -377,12 +393,13 @@ def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
     """Validate one header entry."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        sound = isinstance(dtype, str) and len(shape) <= _MAX_AXES
+        sound = sound and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
         raise CheckpointError(
-            f"the header of {file.name} has no valid entry for the tensor {name}: {entry!r}", file=file
+            f"the header of {file.name} has no valid entry for the tensor {name}: {shown(entry)}", file=file
         )
     bits = _bits(dtype)
     if start > stop or (bits is not None and math.prod(shape) * bits != (stop - start) * 8):

@@ -11,14 +11,13 @@ import torch
 
 from specdec.checkpoints.locate import listed
 from specdec.checkpoints.names import text_config
-from specdec.checkpoints.quantised import Formats, TensorFormat, check, formats_of, quantisation
-from specdec.checkpoints.reader import INDEX_FILE, Checkpoint
+from specdec.checkpoints.quantised import Formats, TensorFormat, check, declared_packed, formats_of, quantisation
+from specdec.checkpoints.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
 from specdec.checkpoints.weights import unreadable
 from specdec.errors import CheckpointError, nearest
 
 _NAMED = 4  # names listed in a sentence
 _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-_COMPARED = 1000  # names compared with a missing one
 
 
 @attrs.frozen
@@ -28,10 +27,12 @@ class TensorSpec:
     Attributes:
         shape: shape implied by ``config.json``.
         group: "model", or the part it belongs to ("mtp"), whose absence has its own explanation.
+        rounds: whether ``target.weights`` applies to it: a matrix that is not exact (see ``Weights.matrix``).
     """
 
     shape: tuple[int, ...]
     group: str = "model"
+    rounds: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -47,8 +48,10 @@ class WeightCheck:
     unreadable: list[tuple[str, str, str]]  # name, unreadable format or one with broken scales, reason
     all_zero: list[str]  # matrices only: zero biases, and norms stored as offsets from 1, are normal
     non_finite: list[str]
+    contradictions: list[str]  # between config.json and the files as a whole
     ignored: list[str]  # names in the files
-    errors: list[CheckpointError]  # the most informative first
+    errors: list[CheckpointError]  # the most informative first; of the model without its MTP head
+    head_errors: list[CheckpointError]  # of the MTP head, without which the model still runs
     notices: list[str]  # one sentence each
 
     def raise_for_errors(self) -> None:
@@ -57,7 +60,7 @@ class WeightCheck:
             raise self.errors[0]
 
 
-def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], headless: str = "") -> WeightCheck:
+def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec]) -> WeightCheck:
     """Compare a checkpoint with what a model needs, reading every expected value once.
 
     Of quantised weights it reads every scale, and every code if one can be NaN; nothing is kept decoded.
@@ -65,10 +68,8 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], he
     Args:
         checkpoint: an open checkpoint.
         expected: canonical name -> spec, from ``specdec.models.weights.dry_run``.
-        headless: why the model is built without the MTP head that its config promises, for the notices.
     """
     formats = formats_of(checkpoint)
-    findings = _Findings(checkpoint, formats, expected)
     missing = [name for name in expected if name not in formats]
     unused = [name for name in formats if name not in expected]
     misshaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -94,6 +95,19 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], he
                 non_finite.append(name)
             elif zero and len(spec.shape) > 1:
                 all_zero.append(name)
+
+    def errors_of(head: bool) -> list[CheckpointError]:
+        """The errors of the MTP head's tensors, or of all others."""
+        group = {name for name, spec in expected.items() if (spec.group == "mtp") == head}
+        findings = _Findings(checkpoint, formats, expected, head=head)
+        return [
+            *findings.unreadable([error for name, error in refused.items() if name in group]),
+            *findings.missing([name for name in missing if name in group], unused),
+            *findings.misshaped([entry for entry in misshaped if entry[0] in group]),
+            *findings.non_finite([name for name in non_finite if name in group]),
+        ]
+
+    contradictions = list(_unpacked(checkpoint, formats))
     return WeightCheck(
         missing=missing,
         unused=unused,
@@ -101,17 +115,13 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], he
         unreadable=[(name, formats[name].format, error.message) for name, error in refused.items()],
         all_zero=all_zero,
         non_finite=non_finite,
+        contradictions=[error.message for error in contradictions],
         ignored=list(formats.ignored),
-        errors=[
-            *findings.unreadable(list(refused.values())),
-            *findings.missing(missing, unused),
-            *findings.misshaped(misshaped),
-            *findings.non_finite(non_finite),
-        ],
+        errors=[*contradictions, *errors_of(head=False)],
+        head_errors=errors_of(head=True),
         notices=[
             *checkpoint.notices,
-            *filter(None, [headless]),
-            *findings.all_zero(all_zero),
+            *_all_zero(all_zero),
             *_not_used((name for name in unused if name.startswith("mtp.")), "of an MTP head not used", 20),
             *_not_used(name for name in unused if not name.startswith("mtp.")),
             *_not_used(
@@ -122,16 +132,31 @@ def check_weights(checkpoint: Checkpoint, expected: Mapping[str, TensorSpec], he
     )
 
 
-def promised_head(checkpoint: Checkpoint, prefix: str) -> str:
+def _unpacked(checkpoint: Checkpoint, formats: Formats) -> Iterator[CheckpointError]:
+    """Refuse plain weights under a config.json that says they are quantised: one of the two is wrong."""
+    declared = declared_packed(checkpoint.config)
+    if declared is None or any(found.quantised or found.error is not None for found in formats.values()):
+        return
+    matrices = [found for found in formats.values() if len(found.shape) > 1]
+    kinds = ", ".join(sorted({found.format for found in matrices}))
+    yield CheckpointError(
+        f"config.json says that the weights are quantised, and all {len(matrices)} matrices in the files are plain "
+        f"({kinds}): they may be codes without their scales",
+        config=declared,
+        file=checkpoint.path / "config.json",
+        try_="the weights that this config.json came with; or, if they were decoded, a config.json without that key",
+    )
+
+
+def stripped_head(checkpoint: Checkpoint, formats: Formats, prefix: str) -> str:
     """Say that config.json promises an MTP head and the files have no tensor under ``prefix``."""
-    key = _mtp_key(checkpoint)
-    promise = "" if key is None else f" ({key} = {text_config(checkpoint.config)[key]})"
-    return f"config.json promises an MTP head{promise} but there are no {prefix}* tensors"
-
-
-def _mtp_key(checkpoint: Checkpoint) -> str | None:
     config = text_config(checkpoint.config)
-    return next((key for key in _MTP_KEYS if config.get(key) is not None), None)
+    key = next((key for key in _MTP_KEYS if config.get(key) is not None), None)
+    promise = "" if key is None else f" ({key} = {config[key]})"
+    who = "mlx-lm leaves them out" if converted_by_mlx_lm(formats) else "conversions often leave them out"
+    others = sorted({file.name for file in checkpoint.path.glob("*.safetensors") if file not in checkpoint.files})
+    beside = f"; not listed among the weights: {listed(others)}" if others else ""
+    return f"config.json promises an MTP head{promise} but there are no {prefix}* tensors; {who}{beside}"
 
 
 def converted_by_mlx_lm(formats: Formats) -> bool:
@@ -171,9 +196,12 @@ def _same_shape(name: str, got: tuple[int, ...], wanted: tuple[int, ...]) -> boo
 
 
 class _Findings:
-    """Turn lists of names into messages."""
+    """Turn lists of names into messages, about the MTP head (``head``) or the rest of the model."""
 
-    def __init__(self, checkpoint: Checkpoint, formats: Formats, expected: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, formats: Formats, expected: Mapping[str, TensorSpec], *, head: bool
+    ) -> None:
+        self._head = head
         self._checkpoint = checkpoint
         self._formats = formats
         self._expected = expected
@@ -186,9 +214,11 @@ class _Findings:
         return self._checkpoint.file_of(self._original(name))
 
     def _source(self) -> Path:
-        """The file that lists the tensors: the index, or the only file."""
-        files = {self._checkpoint.file_of(name) for name in self._checkpoint.names}
-        return files.pop() if len(files) == 1 else self._checkpoint.path / INDEX_FILE
+        """The file that lists the tensors: the index, the only file, or where an MTP head was taken from."""
+        if self._head and self._checkpoint.head_path is not None:
+            return self._checkpoint.head_path
+        index = self._checkpoint.path / INDEX_FILE
+        return index if index.is_file() else self._checkpoint.path / SINGLE_FILE
 
     def unreadable(self, refused: list[CheckpointError]) -> Iterator[CheckpointError]:
         """The first refusal, with the number of others."""
@@ -199,22 +229,13 @@ class _Findings:
         also = "1 more weight is refused" if more == 1 else f"{more} more weights are refused"
         yield CheckpointError(refused[0].message, **refused[0].facts, also=also)  # a copy: formats keep the original
 
-    def missing(self, missing: list[str], unused: list[str]) -> Iterator[CheckpointError]:
-        """One error per group; a group that is missing as a whole gets its own explanation."""
-        groups: dict[str, list[str]] = {}
-        for name in missing:
-            groups.setdefault(self._expected[name].group, []).append(name)
-        for group, names in sorted(groups.items(), key=lambda item: item[0] != "model"):
-            first = names[0]
-            prefix = "mtp." if first.startswith("mtp.") else ".".join(first.split(".")[:2]) + "."
-            if group == "mtp" and not any(name.startswith(prefix) for name in self._formats):
-                yield self._no_mtp_head(prefix)
-                continue
+    def missing(self, names: list[str], unused: list[str]) -> Iterator[CheckpointError]:
+        if names:
             more = f" (and {len(names) - 1} more: {listed(names[1:], _NAMED)})" if len(names) > 1 else ""
             yield CheckpointError(
-                f"the tensor {first} {list(self._expected[first].shape)} is missing{more}",
+                f"the tensor {names[0]} {list(self._expected[names[0]].shape)} is missing{more}",
                 file=self._source(),
-                nearest=self._nearest(first, unused),
+                nearest=self._nearest(names[0], unused),
                 quantised=quantisation(self._checkpoint.config),
                 try_="a complete checkpoint whose tensors fit its config.json",
             )
@@ -224,19 +245,10 @@ class _Findings:
         # candidates with the same last word first: comparing with every expert of every layer would take seconds
         last = name.rsplit(".", 2)[-2:]
         alike = [other for other in unused if other.rsplit(".", 2)[-2:] == last]
-        match = nearest(name, alike[:_COMPARED]) or nearest(name, unused[:_COMPARED])
-        match = match or nearest(name, list(self._formats)[:_COMPARED])
+        match = nearest(name, alike) or nearest(name, unused) or nearest(name, self._formats)
         if match is None:
             return None
         return f"{self._original(match)} {list(self._formats[match].shape)}"
-
-    def _no_mtp_head(self, prefix: str) -> CheckpointError:
-        return CheckpointError(
-            f"{promised_head(self._checkpoint, prefix)}; conversions often strip them",
-            file=self._source(),
-            try_=f"the original checkpoint, or {_mtp_key(self._checkpoint) or _MTP_KEYS[0]} = 0 in config.json and "
-            "another drafter",
-        )
 
     def misshaped(self, found: list[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[CheckpointError]:
         if not found:
@@ -263,10 +275,11 @@ class _Findings:
                 try_="download the file again; if that does not help, the checkpoint is broken",
             )
 
-    def all_zero(self, found: list[str]) -> Iterator[str]:
-        if found:
-            verb = "tensor is" if len(found) == 1 else "tensors are"
-            yield f"{len(found)} {verb} all zero: {listed(found, _NAMED)}"
+
+def _all_zero(found: list[str]) -> Iterator[str]:
+    if found:
+        verb = "tensor is" if len(found) == 1 else "tensors are"
+        yield f"{len(found)} {verb} all zero: {listed(found, _NAMED)}"
 
 
 def _not_used(names: Iterable[str], what: str = "not used", limit: int = _NAMED) -> Iterator[str]:

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+import attrs
 import torch
 
-from specdec.checkpoints.quantised import FLOATS, StoredMatrix, TensorFormat, alike, decode, formats_of, quantisation
+from specdec.checkpoints.quantised import (
+    FLOATS,
+    ROUNDED_BITS,
+    ROUNDED_GROUP,
+    StoredMatrix,
+    TensorFormat,
+    alike,
+    decode,
+    formats_of,
+    quantisation,
+    rounded,
+    rounds,
+)
 from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError, nearest
 
@@ -21,15 +36,32 @@ class StoredWeights:
         dtype: dtype of decoded quantised weights: computed in float32, rounded once. Floating-point tensors keep their
             own.
         keeps: formats that ``matrix`` and ``matrices`` leave packed (``Capabilities.packed_formats``).
+        weights: as ``target.weights``: "auto", "decoded" (nothing stays packed), or "int8" or "int4", to which plain
+            matrices are rounded.
+
+    Attributes:
+        used: how many matrices were taken, by format and whether they are decoded.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.bfloat16, keeps: Collection[str] = frozenset()
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        keeps: Collection[str] = frozenset(),
+        weights: str = "auto",
     ) -> None:
         self.checkpoint = checkpoint
         self.formats = formats_of(checkpoint)
         self._dtype = dtype
-        self._keeps = frozenset(keeps)
+        self._keeps = frozenset() if weights == "decoded" else frozenset(keeps)
+        self._bits = ROUNDED_BITS.get(weights, 0)
+        self.used: Counter[tuple[str, bool]] = Counter()
+
+    @property
+    def head_converted(self) -> bool | None:
+        """Whether mlx-lm converted an MTP head that lies elsewhere; None if unknown."""
+        return self.checkpoint.head_converted
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A memory-mapped floating-point tensor, or a quantised one decoded into new memory.
@@ -38,21 +70,27 @@ class StoredWeights:
         """
         found = self._found(name)
         if found.coding is not None:
+            self._decoded(found.format)
             return decode(found.coding, self._dtype)
+        return self._plain(found)
+
+    def _plain(self, found: TensorFormat) -> torch.Tensor:
         error = unreadable(self.checkpoint, found)
         if error is not None:
             raise error
         return self.checkpoint.load(found.tensors[0])
 
-    def matrix(self, name: str) -> torch.Tensor | StoredMatrix:
+    def matrix(self, name: str, *, exact: bool = False) -> torch.Tensor | StoredMatrix:
         """A matrix for ``Ops.weight``: packed if the backend keeps its format, else the same as ``self[name]``.
 
-        Raises: CheckpointError as ``self[name]`` does.
+        An ``exact`` one is not rounded. Raises: CheckpointError as ``self[name]`` does.
         """
-        coding = self._found(name).coding
-        if coding is None or coding.kept_as not in self._keeps or len(coding.shape) != 2:
+        found = self._found(name)
+        if len(found.shape) != 2:
             return self[name]
-        return coding.stored(0, self._dtype)
+        if found.coding is not None:
+            return self._kept(found, 0) if found.coding.kept_as in self._keeps else self[name]
+        return self._rounded(self._plain(found), exact=exact)
 
     def matrices(self, names: str | Sequence[str]) -> Sequence[torch.Tensor] | Sequence[StoredMatrix]:
         """Matrices for ``Ops.stack``: several weights, or the slices of one weight ``[E, N, K]``.
@@ -61,10 +99,45 @@ class StoredWeights:
         """
         if not isinstance(names, str):
             return alike([self.matrix(name) for name in names])
-        coding = self._found(names).coding
-        if coding is None or coding.kept_as not in self._keeps or len(coding.shape) != 3:
+        found = self._found(names)
+        if found.coding is None:
+            return alike([self._rounded(one) for one in self._plain(found).unbind()])
+        if found.coding.kept_as not in self._keeps or len(found.shape) != 3:
             return self[names].unbind()
-        return alike([coding.stored(index, self._dtype) for index in range(coding.shape[0])])
+        return alike([self._kept(found, index) for index in range(found.shape[0])])
+
+    def _kept(self, found: TensorFormat, index: int) -> StoredMatrix:
+        """Matrix ``index`` of a quantised weight, packed; counted as decoded if it is decoded later."""
+        assert found.coding is not None
+        self.used[found.format, False] += 1
+        return attrs.evolve(
+            found.coding.stored(index, self._dtype), on_decode=functools.partial(self._decoded, found.format, 1)
+        )
+
+    def _decoded(self, format: str, kept: int = 0) -> None:
+        self.used[format, False] -= kept
+        self.used[format, True] += 1
+
+    def _rounded(self, matrix: torch.Tensor, *, exact: bool = False) -> torch.Tensor | StoredMatrix:
+        """A plain matrix, rounded if ``target.weights`` asks for it; decoded again if the backend keeps no integers."""
+        if not self._bits or exact or not rounds(tuple(matrix.shape)):
+            self.used[str(matrix.dtype).removeprefix("torch."), False] += 1
+            return matrix
+        format = f"int{self._bits} g{ROUNDED_GROUP}"
+        self.used[format, False] += 1
+        noted = functools.partial(self._decoded, format, 1)
+        stored = attrs.evolve(rounded(matrix, self._bits, self._dtype), on_decode=noted)
+        return stored if stored.format in self._keeps else stored.decode()
+
+    def summary(self) -> str:
+        """How the matrices that were taken are held: "int4 g64 (186 matrices), bfloat16 (37)"."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        parts = [
+            f"{format}{f' decoded to {dtype}' if decoded else ''} ({count})"
+            for (format, decoded), count in self.used.most_common()
+            if count
+        ]
+        return ", ".join(parts).replace(")", " matrices)", 1)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The decoded shape of a weight. Raises: CheckpointError if the name does not exist."""

@@ -9,27 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import PATH, configured
+from specdec.cli.options import PATH, configured, interruptible
 from specdec.config import Choice, Override, RunConfig
 
 if TYPE_CHECKING:
     from specdec.measuring import AcceptanceReport, ClassReport
     from specdec.measuring.prompts import PromptSet
+    from specdec.measuring.traffic import TrafficReport
 
 SHOWN_DEPTHS = 8  # speed-up columns on a terminal; --json and --csv have all
 SHOWN_MISMATCHES = 5
 
 
 @click.command()
-@configured("Tokens per prompt, at most", new_tokens=48, example="drafter.name=ngram")
+@configured("Tokens per prompt, at most", new_tokens=48, example="drafter.max_order=3", own=("depth",))
 @measuring.measured(per_class=None, csv_help="Write the table.")
 @click.option("--depth", type=click.IntRange(1), default=4, show_default=True, help="Tokens drafted per cycle.")
+@click.option("--passive", is_flag=True, help="Draft at every plain step and verify nothing: the output cannot change.")
 @click.option("--ablate", metavar="A,B", help='Also measure the MTP head with known mistakes: a list, or "all".')
 @click.option(
     "--log", "log_file", metavar="FILE", type=PATH, help="Write each draft with the actual output (JSON lines)."
+)
+@click.option(
+    "--trace", "trace_file", metavar="FILE", type=PATH, help="Judge the drafter on recorded traffic; no model runs."
 )
 @output.json_option
 @click.pass_context
@@ -39,8 +45,10 @@ def accept(
     prompts: PromptSet,
     files: measuring.Files,
     depth: int,
+    passive: bool,
     ablate: str | None,
     log_file: pathlib.Path | None,
+    trace_file: pathlib.Path | None,
     as_json: bool,
 ) -> None:
     """Measure acceptance and say whether speculation pays.
@@ -50,8 +58,14 @@ def accept(
     of the predicted speed-up is above 1.05 at the best depth, "not worth it" if its upper end is below 1.02, otherwise
     "worth trying".
 
+    With --passive the target decodes plainly, and each draft is compared with what it then generated. Use it where
+    parity is numeric: there a pass of several rows may change the output that is being measured.
+
     CONFIG's depth policy is not used: an adaptive policy drafts deep only where drafts are good. Without --prompts,
-    specdec's own are used: factual, verbose-thinking, code and instruction.
+    specdec's own are used: factual, verbose-thinking, code, instruction and copy (texts to repeat with a small change).
+
+    With --trace, what was generated is taken from a recording of specdec generate --trace or of another engine
+    (SPECDEC_TRACE), and drafts are compared with it: how many passes of the target would this drafter have saved?
 
     Ctrl-C ends the measurement; the report then covers the finished prompts. The exit status is 1 if a mistake
     switched on with --ablate changed the output although verifier and backend promise that no draft can.
@@ -59,6 +73,9 @@ def accept(
     for override in map(Override.parse, ctx.params["settings"]):
         if override.path[0] == "depth":
             raise click.UsageError(f"{override.source}: the depth is fixed here, give it with --depth.")
+    if trace_file is not None:
+        _judge_traffic(ctx, config, trace_file, depth, as_json=as_json)
+        return
     from specdec.measuring.acceptance import AcceptanceMeasurement
     from specdec.measuring.mismatches import DraftLog
     from specdec.measuring.plots import plot_acceptance
@@ -70,10 +87,14 @@ def accept(
         switches = parse_switches(ablate)
     measuring.check_writable(log_file)
 
+    log: DraftLog | None = None
+
     def make(lm: Any, **options: Any) -> AcceptanceMeasurement:
+        nonlocal log
         if log_file is not None:
-            options["on_run"] = DraftLog(log_file, lm.tokenizer).add
-        return AcceptanceMeasurement(lm, prompts, depth=depth, ablations=switches, **options)
+            log = DraftLog(log_file, lm.tokenizer)
+            options["on_run"] = log.add
+        return AcceptanceMeasurement(lm, prompts, depth=depth, ablations=switches, passive=passive, **options)
 
     config = attrs.evolve(config, depth=Choice("fixed"))
     report = measuring.measure(config, make, "measuring costs", silent=as_json)
@@ -86,7 +107,71 @@ def accept(
         as_json=as_json,
         changed="a mistake in the head changed some",
         done=f"{report.done} of {report.planned} prompts",
+        lost=None if log is None else log.failure,
     )
+
+
+# --- recorded traffic ------------------------------------------------------------------------------------------------
+
+_OF_A_MODEL = ("prompts_file", "classes", "per_class", "csv_file", "plot_file", "passive", "ablate", "log_file")
+
+
+def _judge_traffic(
+    ctx: click.Context, config: RunConfig, trace_file: pathlib.Path, depth: int, *, as_json: bool
+) -> None:
+    """``accept --trace``."""
+    given = [name for name in _OF_A_MODEL if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        option = "--" + given[0].removesuffix("_file").replace("_", "-")
+        raise click.UsageError(f"{option}: with --trace no model runs, and the prompts are the file's.")
+    if config.drafter.name == "auto":
+        raise click.UsageError("--trace: name the drafter to judge, such as -s drafter.name=ngram.")
+    from specdec.checkpoints import locate
+    from specdec.measuring.traffic import TrafficReplay
+    from specdec.text import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(locate(config.target.model, revision=config.target.revision))
+    with output.progress("replaying", silent=as_json) as advance:
+        traffic = TrafficReplay(trace_file, config.drafter, depth=depth, tokenizer=tokenizer, progress=advance)
+        with interruptible(traffic):
+            report = traffic.run()
+    if as_json:
+        output.print_json(report.to_dict())
+    else:
+        _show_traffic(report)
+    if report.partial:
+        click.echo(f"interrupted: this covers {report.done} of {report.planned} requests", err=True)
+        ctx.exit(output.INTERRUPTED)
+
+
+def _show_traffic(report: TrafficReport) -> None:
+    console = output.console()
+    each = report.tokens_per_pass
+    rows = [
+        ("drafter", f"{report.drafter} at depth {report.depth}"),
+        ("traffic", f"{output.count(report.done, 'request')} recorded by {', '.join(report.hosts)}"),
+        ("generated", output.count(report.tokens, "token")),
+        ("passes", f"{report.passes} instead of {report.tokens}: {each:.2f} tokens per pass" if each else "none"),
+        ("drafting", f"{1e3 * report.draft_seconds / max(report.passes, 1):.3g} ms per pass, on this machine"),
+    ]
+    if report.failed:
+        rows.append(("switched off", f"in {report.failed} requests: {report.reason}"))
+    console.print(output.facts(rows))
+    places = [
+        (str(at), str(offered), str(reached), str(accepted), *map(output.share, _rates(offered, reached, accepted)))
+        for at, (offered, reached, accepted) in enumerate(
+            zip(report.offered, report.reached, report.accepted, strict=True)
+        )
+    ]
+    if places:
+        console.print()
+        headings = ("position", "offered", "reached", "accepted", "cond.", "cumul.")
+        console.print(output.table(headings, places, left=()))
+    console.print("\nPasses are counted, not timed: specdec accept without --trace prices them on a model.")
+
+
+def _rates(offered: int, reached: int, accepted: int) -> tuple[float | None, float | None]:
+    return (accepted / reached if reached else None), (accepted / offered if offered else None)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -122,6 +207,13 @@ def show(report: AcceptanceReport) -> None:
     headings = ["class", "verdict", "best depth", "speed-up", "interval", "tokens per cycle", "decided by"]
     left = ("class", "verdict", "decided by")
     section("Verdict", output.table(headings, map(_verdict, groups), left=left), _cycle_line(report))
+    rows = [(one.kind, str(one.accepted), str(one.rejected), output.share(one.rate)) for one in report.kinds]
+    section(
+        "Accepted and rejected by kind of token",
+        output.table(("token", "accepted", "rejected", "rate"), rows),
+        "The kind is that of the output's token. Special ones are the tokenizer's; of the others, the most frequent "
+        "ones that make up half of the tokens of this measurement are common.",
+    )
     if report.mismatches:
         rows = [
             (repr(one.drafted), repr(one.actual), str(one.count), f"{one.share:.1%}")
@@ -139,8 +231,7 @@ def show(report: AcceptanceReport) -> None:
             "as the correct head; a drafter's mistake must never change them.",
             *(f"{one.switch}: {one.mistake}{f' ({one.note})' if one.note else ''}." for one in report.ablations),
         )
-    for notice in report.notices:
-        console.print(f"note: {notice}")
+    output.lines(console, "note", report.notices)
 
 
 def _summary(report: AcceptanceReport) -> list[tuple[str, str]]:
@@ -148,7 +239,8 @@ def _summary(report: AcceptanceReport) -> list[tuple[str, str]]:
     if report.partial:
         done = f"{report.done} of {report.planned} prompts, interrupted"
     chat = f", {report.overall.chat} of them in the chat template" if report.overall.chat else ""
-    how = f"drafter {report.drafter} at depth {report.depth}, {measuring.sampling(report)}, verifier {report.verifier}"
+    drafts = f"drafter {report.drafter} at depth {report.depth}{', passive' if report.passive else ''}"
+    how = f"{drafts}, {measuring.sampling(report)}, verifier {report.verifier}"
     return [
         ("measured", how),
         ("prompts", f"{done}{chat}, at most {output.count(report.max_new_tokens, 'token')} each"),
@@ -190,6 +282,8 @@ def _verdict(group: ClassReport) -> tuple[str, ...]:
 
 def _cycle_line(report: AcceptanceReport) -> str:
     overall, table = report.overall, report.costs[-1]
+    if report.passive:
+        return "Passive: no draft was verified; the speed-ups follow from the rates and the costs above."
     if overall.cycle_seconds is None or overall.clocked is None or not overall.predictions:
         return "No cycle ran at the full depth."
     parts = ", ".join(f"{phase} {1e3 * seconds:.3f}" for phase, seconds in overall.seconds_per_cycle.items())

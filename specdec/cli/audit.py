@@ -11,7 +11,19 @@ import click
 from click.core import ParameterSource
 
 from specdec.cli import output
-from specdec.cli.options import KEYS, PATH, PromptOptions, configured, ignore_eos, interruptible, prompted
+from specdec.cli.options import (
+    FILE,
+    KEYS,
+    LARGEST,
+    PATH,
+    SAMPLE_PROMPT,
+    Number,
+    PromptOptions,
+    configured,
+    ignore_eos,
+    interruptible,
+    prompted,
+)
 from specdec.config import Override, RunConfig
 from specdec.errors import PromptError
 
@@ -23,14 +35,26 @@ SHOWN = 10  # divergences listed on a terminal; --json has all
 
 
 @click.command()
-@click.option("--run", "run_file", metavar="FILE", help="Audit the output of generate --json instead of a new run.")
+@click.option(
+    "--run", "run_file", metavar="FILE", type=FILE, help="Audit the output of generate --json instead of a new run."
+)
 @prompted
-@configured("How many tokens to generate, at most.", length="--tokens")
+@configured("How many tokens to generate, at most.", also=("--tokens",))
 @ignore_eos
 @click.option(
-    "--rows", type=click.IntRange(1), default=4, show_default=True, help="Rows of the control's passes; 1 disables it."
+    "--rows",
+    type=click.IntRange(1, LARGEST),
+    default=4,
+    show_default=True,
+    help="Rows of the control's passes; 1 disables it.",
 )
-@click.option("--png", metavar="FILE", type=PATH, help="Draw the result (matplotlib).")
+@click.option(
+    "--tolerance",
+    type=Number(0.0),
+    metavar="NATS",
+    help="Exit with status 1 if a token is further below plain decoding's best one than this (greedy runs).",
+)
+@click.option("--plot", "--png", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib).")
 @output.json_option
 @click.pass_context
 def audit(
@@ -39,7 +63,8 @@ def audit(
     asked: PromptOptions,
     config: RunConfig,
     rows: int,
-    png: pathlib.Path | None,
+    tolerance: float | None,
+    plot_file: pathlib.Path | None,
     as_json: bool,
 ) -> None:
     """Replay a run and count divergent tokens.
@@ -49,7 +74,7 @@ def audit(
     speculation: differences there come from the backend.
 
     --run takes the prompt and generation settings from the file. The exit status is 1 if verifier and backend promise
-    the tokens of plain decoding and some differ.
+    the tokens of plain decoding and some differ, or if --tolerance is exceeded.
     """
     prompt: str | list[int] = []
     if run_file is None:
@@ -62,11 +87,13 @@ def audit(
     from specdec.measuring.audit import read_run
     from specdec.measuring.plots import plot_audit, require_matplotlib
 
-    if png is not None:
+    if plot_file is not None:
         require_matplotlib()  # before minutes of decoding
     recorded = read_run(run_file) if run_file is not None else None
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
+    if prompt is SAMPLE_PROMPT:
+        click.echo("no prompt given: continuing a sample", err=True)
     if recorded is None:
         recorded = _run_now(lm, prompt, chat=asked.chat)
     elif recorded.fingerprint and recorded.fingerprint != lm.info.fingerprint:
@@ -78,17 +105,29 @@ def audit(
         )
     with output.progress("auditing", then="auditing") as advance:
         report = replay(
-            lm, recorded.prompt, recorded.tokens, rows=rows, generation=recorded.generation, progress=advance
+            lm,
+            recorded.prompt,
+            recorded.tokens,
+            rows=rows,
+            tolerance=tolerance,
+            generation=recorded.generation,
+            progress=advance,
         )
-    if png is not None:
-        plot_audit(report, png)
+    if plot_file is not None:
+        plot_audit(report, plot_file)
     if as_json:
-        output.print_json({**report.to_dict(), "run_deviation": recorded.deviation, "png": str(png) if png else None})
+        output.print_json(
+            {**report.to_dict(), "run_deviation": recorded.deviation, "png": str(plot_file) if plot_file else None}
+        )
     else:
-        _show(report, recorded, png)
+        _show(report, recorded, plot_file)
     if report.broken_promise:
         other = " (unless the run is of another backend, dtype or version)" if run_file else ""
         output.broken_promise(ctx, f"some differ{other}")
+    if report.beyond:
+        gap = f"the largest gap is {report.largest_gap:.4g} nats, the tolerance {tolerance:g}"
+        click.echo(f"error: {output.count(report.beyond, 'token')} beyond the tolerance: {gap}", err=True)
+        ctx.exit(output.BROKEN_PROMISE)
 
 
 def _own_settings(ctx: click.Context) -> Iterator[str]:
@@ -96,7 +135,7 @@ def _own_settings(ctx: click.Context) -> Iterator[str]:
     for param in ctx.command.params:
         about_the_run = param.name in ("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"})
         if about_the_run and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
-            yield param.opts[-1]
+            yield next(option for option in param.opts if option.startswith("--"))
     yield from (o.source for o in map(Override.parse, ctx.params["settings"]) if o.path[0] == "generation")
 
 
@@ -118,7 +157,7 @@ def _run_now(lm: LanguageModel, prompt: str | list[int], *, chat: bool) -> Recor
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def _show(report: AuditReport, recorded: RecordedRun, png: pathlib.Path | None) -> None:
+def _show(report: AuditReport, recorded: RecordedRun, plot_file: pathlib.Path | None) -> None:
     from specdec.measuring.audit import bin_label
 
     console = output.console()
@@ -130,8 +169,8 @@ def _show(report: AuditReport, recorded: RecordedRun, png: pathlib.Path | None) 
         console.print()
         headings = ("position", "token", "plain decoding", "gap", "top-two gap")
         console.print(output.table(headings, _divergences(report), left=()))
-    if png is not None:
-        console.print(f"\nplot: {png}")
+    if plot_file is not None:
+        console.print(f"\nplot: {plot_file}")
 
 
 def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -146,6 +185,8 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tupl
     if count:
         yield "first", f"position {report.first} after the prompt"
         yield "largest gap", f"{report.largest_gap:.4g} nats below the best logit"
+    if report.tolerance is not None:
+        yield "tolerance", f"{report.tolerance:g} nats: {report.beyond or 'no'} tokens beyond it"
     if deviation:
         off = deviation.get("count")
         gap = f", by {deviation.get('largest_gap'):.4g} nats at most" if off else ""

@@ -10,8 +10,9 @@ import click
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import configured
+from specdec.cli.options import LARGEST, Number, configured, whole_number
 from specdec.config import RunConfig
+from specdec.errors import shown
 
 if TYPE_CHECKING:
     from specdec.measuring.bench import BenchReport, ClassBench
@@ -20,8 +21,17 @@ if TYPE_CHECKING:
 
 @click.command()
 @configured("Tokens generated per prompt", new_tokens=96)
-@measuring.measured(per_class=3, csv_help="Write every run.")
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="A B B A rounds per prompt.")
+@measuring.measured(per_class=3, csv_help="Write every run and context length.")
+@click.option(
+    "--repeats", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="A B B A rounds per prompt."
+)
+@click.option(
+    "--pause",
+    type=Number(0.0, 3600.0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Wait before every run, for a processor that heats up.",
+)
 @click.option("--contexts", metavar="N,N", help="Also measure prefill and generation at these context lengths.")
 @click.option(
     "--synthetic",
@@ -36,6 +46,7 @@ def bench(
     prompts: PromptSet,
     files: measuring.Files,
     repeats: int,
+    pause: float,
     contexts: str | None,
     synthetic: str | None,
     as_json: bool,
@@ -58,6 +69,7 @@ def bench(
         BenchMeasurement,
         prompts=prompts,
         repeats=repeats,
+        pause=pause,
         contexts=_lengths(contexts),
         synthetic=None if synthetic is None else parse_profile(synthetic),
     )
@@ -75,10 +87,15 @@ def bench(
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:
-    words = [] if text is None else [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise click.BadParameter(f"contexts are lengths in tokens, from 1, got {text!r}.", param_hint="--contexts")
-    return tuple(map(int, words))
+    lengths = []
+    for word in [] if text is None else text.split(","):
+        length = whole_number(word.strip())
+        if length is None or not 1 <= length <= LARGEST:
+            raise click.BadParameter(
+                f"contexts are lengths in tokens, from 1 to {LARGEST}, got {shown(text)}.", param_hint="--contexts"
+            )
+        lengths.append(length)
+    return tuple(lengths)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -93,6 +110,12 @@ def show(report: BenchReport) -> None:
         groups = [*report.classes, report.overall] if len(report.classes) > 1 else list(report.classes)
         headings = ["class", "prompts", "plain", "spec.", "speed-up", "interval", "tokens per cycle", "accepted at 0"]
         section("Speed", output.table(headings, map(_speed, groups)), _equality(report))
+        headings = ["class", "plain", "speculative"]
+        section(
+            "Spread of the runs",
+            output.table(headings, map(_spread, groups)),
+            "Quartiles of tokens per second over the runs of all prompts of a class.",
+        )
         section(
             "What the steps cost",
             output.table(("step", "cycles", "median (ms)", "quartiles (ms)", "plain steps"), _timings(report)),
@@ -102,20 +125,20 @@ def show(report: BenchReport) -> None:
         headings = ["part", "predicted (ms)", "measured (ms)", "speed-up if free"]
         section("A mean speculative cycle", output.table(headings, _terms(report)), *_explained(report))
     if report.contexts:
-        headings = ["context", "prefill plain", "prefill spec.", "plain", "spec.", "speed-up", "state", "save, restore"]
+        headings = ["context", "prefill plain", "prefill spec.", "head", "plain", "spec.", "speed-up", "state"]
         section(
             "By context length",
-            output.table([*headings, "same"], _contexts(report), left=()),
-            "Tokens per second. Prefill covers the tokens since the previous length. Each generation starts from a "
-            "restored copy of the state.",
+            output.table([*headings, "save, restore", "same"], _contexts(report), left=()),
+            "Tokens per second. Prefill covers the tokens since the previous length, the faster of two runs. head: "
+            "what the drafter's own prefill adds to 1,000 tokens. Each generation starts from a restored copy of the "
+            "state.",
         )
     if report.reasons:
         most = max(report.reasons, key=lambda reason: report.reasons[reason])
         runs = sum(len(one.speculative) for one in report.prompts)
         off = sum(report.reasons.values())
         console.print(f"note: speculation was off at the end of {off} of {output.count(runs, 'run')}: {most}")
-    for notice in report.notices:
-        console.print(f"note: {notice}")
+    output.lines(console, "note", report.notices)
 
 
 def _summary(report: BenchReport) -> list[tuple[str, str]]:
@@ -143,6 +166,10 @@ def _speed(group: ClassBench) -> tuple[str, ...]:
         f"{group.tokens_per_cycle:.2f}",
         output.share(group.accepted[0] / group.offered[0] if group.offered else None),
     )
+
+
+def _spread(group: ClassBench) -> tuple[str, ...]:
+    return group.name, between(group.plain_quartiles, ".1f"), between(group.speculative_quartiles, ".1f")
 
 
 def _equality(report: BenchReport) -> str:
@@ -190,6 +217,7 @@ def _contexts(report: BenchReport) -> Iterator[tuple[str, ...]]:
             str(one.context),
             f"{one.prefill_plain:.0f}",
             f"{one.prefill_speculative:.0f}",
+            f"{one.head_prefill_ms:+.1f} ms",
             f"{one.plain:.1f}",
             f"{one.speculative:.1f}",
             f"{one.speedup:.2f}x",

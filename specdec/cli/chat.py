@@ -13,10 +13,10 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.options import configured, interruptible
+from specdec.cli.options import FILE, TEXT, configured, interruptible, whole_number
 from specdec.cli.run_report import acceptance_table, speculation_line
 from specdec.config import Override, RunConfig
-from specdec.errors import PromptError, SpecdecError, did_you_mean
+from specdec.errors import PromptError, SpecdecError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from specdec.decoding.conversation import Conversation
@@ -29,15 +29,16 @@ PROMPT, MORE = "> ", ". "
 
 @click.command()
 @configured("Tokens of one answer", new_tokens=ANSWER_TOKENS)
-@click.option("--system", metavar="TEXT", help="A system message.")
+@click.option("--system", metavar="TEXT", type=TEXT, help="A system message.")
 @click.option(
     "--template",
     "variables",
     multiple=True,
     metavar="KEY=VALUE",
+    type=TEXT,
     help="Set a variable of the chat template: enable_thinking=false.",
 )
-@click.option("--load", "load_file", metavar="FILE", help="Continue a saved conversation.")
+@click.option("--load", "load_file", metavar="FILE", type=FILE, help="Continue a saved conversation.")
 def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load_file: str | None) -> None:
     """Chat with a model.
 
@@ -73,11 +74,14 @@ class Chat:
         self._config = config
         self._last: Result | None = None
         self._quit = False
+        self._settings: dict[str, Any] = {}  # by /set
         self._console = output.console(stderr=True)
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {
             "rewind": ("[N]", "forget the last N turns (1)", self._rewind),
             "save": ("FILE", "write the conversation with its state", self._save),
             "load": ("FILE", "continue a saved conversation", self._load),
+            "clear": ("", "forget the whole conversation, except for the system message", self._clear),
+            "set": ("KEY=VALUE", "change a setting of the answers: temperature=0.8, seed=3", self._set),
             "stats": ("", "speed and acceptance of the last answer and of the conversation", self._stats),
             "help": ("", "this list; start a message with // for a literal /", self._help),
             "quit": ("", "leave (also Ctrl-D)", self._leave),
@@ -86,8 +90,7 @@ class Chat:
     def run(self) -> None:
         """Talk until the end."""
         self._console.print(output.facts(self._introduction()))
-        for notice in self._lm.notices:
-            self._say(f"note: {notice}")
+        output.lines(self._console, "note", self._lm.notices)
         self._say("/help lists the commands\n")
         for line in _lines(lambda: self._quit):
             try:
@@ -115,7 +118,7 @@ class Chat:
             self._answer(line)
 
     def _answer(self, text: str) -> None:
-        answer = self._conversation.ask(text)
+        answer = self._conversation.ask(text, **self._settings)
         with interruptible(answer):
             try:
                 for piece in answer:
@@ -147,10 +150,32 @@ class Chat:
     # --- commands --------------------------------------------------------------------------------------------------
 
     def _rewind(self, argument: str) -> None:
-        if argument and not (argument.isascii() and argument.isdigit()):
-            raise PromptError(f"/rewind takes a number of turns, got {argument!r}")
-        self._conversation.rewind(int(argument or 1))
+        turns = whole_number(argument or "1")
+        if turns is None:
+            raise PromptError(f"/rewind takes a number of turns, got {shown(argument)}")
+        self._conversation.rewind(turns)
         self._say(f"{output.count(self._conversation.turns, 'turn')} left")
+
+    def _clear(self, _: str) -> None:
+        if self._conversation.turns:
+            self._conversation.rewind(self._conversation.turns)
+        self._last = None
+        self._say("the conversation is empty")
+
+    def _set(self, argument: str) -> None:
+        if not argument:
+            given = ", ".join(f"{key}={value}" for key, value in self._settings.items())
+            raise PromptError(f"/set takes KEY=VALUE, a key of [generation]{f'; set so far: {given}' if given else ''}")
+        override = Override.parse(argument)
+        key = override.path[-1]
+        wanted = {**self._settings, key: override.value}
+        if override.path not in ((key,), ("generation", key)):
+            raise PromptError(f"/set takes a key of [generation], got {shown('.'.join(override.path))}")
+        from specdec.decoding.settings import override_generation
+
+        override_generation(self._config.generation, wanted)
+        self._settings = wanted
+        self._say(f"{key} is {override.value}")
 
     def _save(self, argument: str) -> None:
         self._conversation.save(_path(argument, "save"))
@@ -197,7 +222,21 @@ class Chat:
 def _path(name: str, command: str = "load") -> pathlib.Path:
     if not name:
         raise PromptError(f"/{command} takes a file name")
+    if "\0" in name:  # the system looks up the user of ~NAME before it sees a file
+        raise PromptError(f"/{command} takes a file name, which cannot have a NUL character")
     return pathlib.Path(os.path.expanduser(name))
+
+
+def _line_editor() -> Callable[[str], str]:
+    """How a terminal's lines are read: with history; where prompt_toolkit is there, a paste is one message."""
+    try:
+        from prompt_toolkit import PromptSession
+    except ImportError:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (importing it gives input() line editing and history)
+        return input
+    session: PromptSession[str] = PromptSession()  # Enter sends, and a bracketed paste keeps its lines
+    return session.prompt
 
 
 def _lines(done: Callable[[], bool]) -> Iterator[str]:
@@ -206,15 +245,17 @@ def _lines(done: Callable[[], bool]) -> Iterator[str]:
     A terminal shows a prompt and allows line editing; Ctrl-C there discards the line.
     """
     terminal = sys.stdin.isatty()
+    read: Callable[[str], str] = input
     if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (importing it gives input() line editing)
+        read = _line_editor()
     elif hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # a stray byte in piped text must not end the conversation
+        sys.stdin.reconfigure(
+            encoding="utf-8", errors="replace"
+        )  # a stray byte in piped text must not end the conversation
     parts: list[str] = []
     while not done():
         try:
-            line = input(MORE if parts else PROMPT) if terminal else sys.stdin.readline()
+            line = read(MORE if parts else PROMPT) if terminal else sys.stdin.readline()
         except EOFError:
             click.echo(err=True)
             return

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from specdec.cli import output
-from specdec.cli.options import settings_option
+from specdec.cli.options import FILE, settings_option
 from specdec.config import Override
 from specdec.errors import ConfigError, UnsupportedError
 
@@ -16,11 +17,20 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", type=FILE)
 @settings_option("block=true", help="An option of the plugin")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the drawn cases.")
-@click.option("--effort", type=click.FloatRange(0.01, 1000), default=1.0, help="Factor on the number of cases.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the drawn cases."
+)
+@click.option(
+    "--effort",
+    type=click.Choice(["sample", "quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="How long to look: at most 5 s, 30 s or 10 minutes of one core.",
+)
 @click.option("--only", multiple=True, metavar="ID", help="Run only this check; may be repeated.")
+@click.option("--exit-first", "-x", is_flag=True, help="End at the first failure.")
 @click.option("--contract", metavar="DATE", default=None, help="The contract version that the plugin claims.")
 @output.json_option
 @click.pass_context
@@ -29,15 +39,19 @@ def check(
     name: str,
     settings: tuple[str, ...],
     seed: int,
-    effort: float,
+    effort: str,
     only: tuple[str, ...],
+    exit_first: bool,
     contract: str | None,
     as_json: bool,
 ) -> None:
     """Check that a plugin conforms, or show the smallest failing case.
 
-    NAME is a drafter, verifier, depth policy or backend, or a plugin's distribution. Exit status: 0 if every clause of
-    the contract holds, 1 if one does not, 2 if there is no such plugin.
+    NAME is a drafter, verifier, depth policy, logits processor, backend, model family, observer, a plugin's
+    distribution, or a target of another engine (target.backend). With a checkpoint, a model family is checked as a
+    target: specdec check gpt2 -s model=FOLDER.
+
+    Exit status: 0 if every clause of the contract holds, 1 if one does not, 2 if there is no such plugin.
     """
     try:
         import hypothesis  # noqa: F401
@@ -49,9 +63,10 @@ def check(
 
     how: dict[str, Any] = {"seed": seed, "effort": effort, "only": only or None, "contract": contract or CONTRACT}
     options = _options(settings)
-    how["replay"] = " ".join(["specdec check", name, *(f"-s {text}" for text in settings), f"--seed {seed}"])
-    with output.status(f"checking {name}"):
-        report = check_plugin(name, options=options, **how)
+    asked = [*(f"-s {shlex.quote(text)}" for text in settings), f"--seed {seed}", f"--effort {effort}"]
+    how["replay"] = " ".join(["specdec check", name, *asked])
+    with output.status(f"checking {name}") as show:
+        report = check_plugin(name, options=options, progress=show, exit_first=exit_first, **how)
     if as_json:
         output.print_json(report.to_dict())
     else:
@@ -69,23 +84,39 @@ def _options(settings: tuple[str, ...]) -> dict[str, Any]:
     return options
 
 
+SHOWN = 3  # failures in full; all output fits two screens
+LINES = 36  # clauses in the table; of more, those that passed are only counted
+
+
 def _show(report: Report) -> None:
     from specdec.testing import Status
 
     console = output.console()
+    outcomes = list(report.outcomes)
+    if len(outcomes) > LINES:
+        passed = sum(one.status is Status.PASSED for one in outcomes)
+        outcomes = [one for one in outcomes if one.status is not Status.PASSED][:LINES]
+        console.print(f"{output.count(passed, 'check')} passed")
     rows = [
-        (one.check.id, one.check.sentence.replace("``", ""), one.status.value, f"{one.seconds:.1f}")
-        for one in report.outcomes
+        (one.check.id, _cut(one.check.sentence.replace("``", ""), 78), one.status.value, f"{one.seconds:.1f}")
+        for one in outcomes
     ]
     headings = ("clause", "", "status", "seconds")
     console.print(output.table(headings, rows, left=headings[:3]))
-    for outcome in report.outcomes:
-        if outcome.failure is not None and outcome.status is not Status.KNOWN:
+    failed = [one for one in report.outcomes if one.failure is not None and one.status is not Status.KNOWN]
+    for number, outcome in enumerate(failed):
+        if number < SHOWN:
             console.print(f"\n{outcome.detail}")
-        elif outcome.detail:
-            console.print(f"{outcome.check.id} {outcome.status.value}: {outcome.detail}")
-    for note in report.notes:
-        console.print(note)
-    failed = [outcome.check.id for outcome in report.failures]
-    verdict = f"fails {', '.join(failed)}" if failed else "passes"
+        elif number < LINES:
+            console.print(f"{outcome.check.id} {outcome.status.value}: --only {outcome.check.id} shows its case")
+    others = [(one.check.id, one.status.value, one.detail) for one in report.outcomes if one.detail]
+    shown = [f"{id_} {status}: {detail}" for id_, status, detail in others if id_ not in {o.check.id for o in failed}]
+    for line in [*shown, *report.notes][:LINES]:
+        console.print(_cut(line, 230))
+    ids = ", ".join(dict.fromkeys(one.check.id for one in report.failures))
+    verdict = f"fails {ids}" if ids else "passes"
     console.print(f"\n{report.name} {verdict} (contract {report.contract}, seed {report.seed})")
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."

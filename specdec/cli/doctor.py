@@ -10,7 +10,7 @@ import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.options import settings_option
+from specdec.cli.options import FILE, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
 from specdec.errors import ConfigError, UnsupportedError
@@ -24,7 +24,7 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model", type=FILE, required=False)
 @settings_option("target.backend=metal", help="Override a key of [target]")
 @click.option(
     "--context", type=click.IntRange(1), metavar="N", help="Also compare after N tokens: kernels may depend on length."
@@ -99,8 +99,7 @@ def _show_machine(machine: MachineReport) -> None:
         (one.name, "yes" if one.available else "no", one.reason or one.help, one.origin) for one in machine.backends
     ]
     console.print(output.table(headings, rows, left=headings))
-    for failure in machine.failures:
-        console.print(f"plugin failed: {failure}")
+    output.lines(console, "plugin failed", map(str, machine.failures))
 
 
 def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
@@ -114,9 +113,14 @@ def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
     yield "threads", str(machine.threads)
     yield "compiler", machine.compiler
     yield "CPU kernels", machine.kernels
+    yield "instruction sets", ", ".join(machine.instruction_sets)
+    if machine.stream_bandwidth and machine.product_bandwidth:
+        share = machine.product_bandwidth / machine.stream_bandwidth
+        read = f"{machine.stream_bandwidth / 1e9:.0f} GB/s read"
+        yield "memory speed", f"{read}, {machine.product_bandwidth / 1e9:.0f} GB/s in products ({share:.2f})"
     yield "auto", f"{machine.auto or 'none'}{_because(machine.auto_reason)}"
     yield "plugins", output.count(len(machine.failures), "failure") if machine.failures else "none failed"
-    cache = f"{machine.cache_folder}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
+    cache = f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
     probes = machine.probe_folder or "not kept"
     own = probes == str(pathlib.Path(machine.cache_folder) / "probes")
     yield "cache", cache if own else f"{cache}; probes: {probes}"
@@ -178,7 +182,7 @@ class _Examined:
 
         folder = PROBES.folder()
         if refused or folder is None:
-            self.not_stored = refused or f"{PROBES.switch}=off"
+            self.not_stored = refused or PROBES.unkept()
         elif not self.info.fingerprint:
             self.not_stored = "the target has no fingerprint, so the record would fit any other"
         else:
@@ -220,13 +224,13 @@ class _Examined:
             ("model", f"{self.model} ({info.family}, fingerprint {info.fingerprint[:12] or 'unknown'})"),
             ("runs on", f"{info.backend}: {info.device}, {info.dtype}, up to {info.max_rows} rows"),
             ("kernels", info.kernels),
+            *([("weights", info.weights)] if info.weights else []),
             *(("notice", notice) for notice in self.notices),
         ]
         console.print(output.facts(rows))
         headings = ("bits", "rows", "off by", "compared")
         console.print(output.table(headings, _bits(self.record), left=("bits", "rows", "compared")))
-        for note in self.record.notes:
-            console.print(f"not compared: {note}")
+        output.lines(console, "not compared", self.record.notes)
         columns = [f"at {float(acceptance):.0%}" for acceptance in SHOWN_ACCEPTANCES]
         numbers = ("rows", "ms", "r(M)", "depth", "cycle", "break-even", *columns)
         console.print(output.table(numbers, _costs(self.costs), left=()))

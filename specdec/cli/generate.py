@@ -1,53 +1,136 @@
-"""``specdec generate``: stream a continuation and report its speed and acceptance."""
+"""``specdec generate``: stream a continuation and report its speed."""
 
 from __future__ import annotations
 
+import collections
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
 import click
 
 from specdec.cli import output
-from specdec.cli.options import SAMPLE_PROMPT, PromptOptions, configured, ignore_eos, interruptible, prompted
-from specdec.cli.run_report import report
-from specdec.config import RunConfig
+from specdec.cli.measuring import check_writable, plain_milliseconds
+from specdec.cli.options import (
+    PATH,
+    SAMPLE_PROMPT,
+    SAMPLE_SETTINGS,
+    TEXT,
+    PromptOptions,
+    configured,
+    ignore_eos,
+    interruptible,
+    prompted,
+)
+from specdec.cli.run_report import report, three_lines
+from specdec.config import GenerationConfig, GenerationSettings, RunConfig
 from specdec.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from specdec.contract import CycleRecord
+    from specdec.decoding.result import Result
+    from specdec.pipeline import LanguageModel
+    from specdec.text import Tokenizer
+
+COMPARED_RUNS = 3  # of each kind, with --compare; the fastest counts
 
 
 @click.command()
 @prompted
 @configured()
-@click.option("--stop", multiple=True, metavar="S", help="End before this string; repeatable.")
+@click.option("--stop", multiple=True, type=TEXT, metavar="S", help="End before this string; repeatable.")
 @ignore_eos
+@click.option("--stats", is_flag=True, help="Report everything that was counted, as tables.")
+@click.option("--compare", is_flag=True, help="Run plain decoding as well, and compare.")
+@click.option("--missed", "missed_file", metavar="FILE", type=PATH, help="Write each rejected draft (JSON lines).")
+@click.option("--trace", "trace_file", metavar="FILE", type=PATH, help="Record drafts and commits (JSON lines).")
+@click.option("--html", "html_file", metavar="FILE", type=PATH, help="Write a page that shows each token's origin.")
 @click.option("--strict-speculation", is_flag=True, help="Fail if no draft was verified.")
 @output.json_option
 @click.pass_context
 def generate(
-    ctx: click.Context, asked: PromptOptions, config: RunConfig, strict_speculation: bool, as_json: bool
+    ctx: click.Context,
+    asked: PromptOptions,
+    config: RunConfig,
+    stats: bool,
+    compare: bool,
+    missed_file: pathlib.Path | None,
+    trace_file: pathlib.Path | None,
+    html_file: pathlib.Path | None,
+    strict_speculation: bool,
+    as_json: bool,
 ) -> None:
     """Continue a prompt and report the speed.
 
-    The text goes to stdout, the report to stderr. Without CONFIG and prompt, the embedded model continues a sample.
-    The report counts accepted tokens by lookahead position; 0 is the next token. Ctrl-C ends the generation and keeps
-    its output so far; a second Ctrl-C aborts.
+    The text goes to stdout, the report to stderr. On a terminal, tokens that were drafted are green. Without MODEL and
+    prompt, the embedded model continues a sample with a fixed seed, which is then compared with plain decoding. Ctrl-C
+    ends the generation and keeps its output so far; a second Ctrl-C aborts.
+
+    --html writes one file that a browser shows without a server: each token's origin, what else was likely, and the
+    cycles with their times.
+
+    --stats counts accepted tokens by lookahead position; 0 is the next token.
+
+    --missed has a line per rejected draft: the position of the first wrong token in the output (0 is the first), the
+    token that was drafted there, the one that was chosen, and both as text.
+
+    --trace appends the prompt, every draft and what was committed to FILE; specdec accept --trace judges other drafters
+    on it.
     """
     prompt = asked.read(config)
-    if prompt is SAMPLE_PROMPT:
-        click.echo(prompt, err=True)
+    sample = prompt is SAMPLE_PROMPT
+    if sample:
+        config = attrs.evolve(config, generation=sample_settings(config.generation))
+
+    if html_file is not None:
+        check_writable(html_file)
 
     import specdec
+    from specdec.serving.page import ALTERNATIVES
 
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
-    stream = lm.stream(prompt, chat=asked.chat)
+    recorded: list[CycleRecord] = []
+    settings: GenerationSettings = {}
+    if html_file is not None and config.generation.logprobs is None:
+        settings["logprobs"] = ALTERNATIVES  # the page shows what else was likely
+    stream = lm.stream(prompt, chat=asked.chat, **settings)
+    missed = trace = None
+    if trace_file is not None:
+        from specdec.hosting import StreamTrace
+
+        trace = StreamTrace(trace_file, lm, stream)
+    if missed_file is not None:
+        from specdec.measuring.mismatches import MissedDrafts
+
+        missed = MissedDrafts(missed_file, lm.tokenizer)
+    colours = None if as_json or not output.coloured() else Colours(lm.tokenizer)
+    watching: list[Callable[[CycleRecord], object]] = [one.add for one in (missed, trace, colours) if one is not None]
+    watching += [recorded.append] * (html_file is not None)
+    if watching:
+        stream.on_cycle = lambda cycle: [add(cycle) for add in watching]
+    if sample and not as_json:
+        click.echo(prompt, nl=False, err=True)
     with interruptible(stream):
         for piece in stream:
             if not as_json:
-                click.echo(piece, nl=False)
+                click.echo(piece if colours is None else colours.coloured(piece), nl=False)
         result = stream.result
     data = result.to_dict()
     if as_json:
         output.print_json(data)
     else:
         click.echo()
-        report(data)
+        three_lines(data, _compared(lm, prompt, asked.chat, result) if compare or sample else None)
+        if stats:
+            report(data)
+    if html_file is not None:
+        _write_page(html_file, lm, config, prompt, recorded, result)
+    for written in (missed, trace):
+        if written is not None and written.failure is not None:
+            raise written.failure
     speculation = data["stats"]["speculation"]
     if strict_speculation and not speculation["active"]:
         raise UnsupportedError(
@@ -58,3 +141,77 @@ def generate(
         )
     if data["finish_reason"] == "interrupted":
         ctx.exit(output.INTERRUPTED)
+
+
+def sample_settings(given: GenerationConfig) -> GenerationConfig:
+    """``given``, with the sample's settings where it has the defaults."""
+    defaults = GenerationConfig()
+    if any(getattr(given, name) != getattr(defaults, name) for name in SAMPLE_SETTINGS):
+        return given
+    return attrs.evolve(given, **SAMPLE_SETTINGS)
+
+
+def _compared(lm: LanguageModel, prompt: Any, chat: bool, result: Result) -> dict[str, Any] | None:
+    """Both speeds, in tokens per second, and whether plain decoding gives the same tokens."""
+    if result.finish_reason == "interrupted" or lm.drafter.spec.name == "none":
+        return None
+    from specdec.measuring.runs import plain
+
+    other = plain(lm)
+    speeds: dict[str, list[float]] = {"speculative": [result.stats.tokens_per_second], "plain": []}
+    same = True
+    with output.status("comparing with plain decoding"):
+        for number in range(COMPARED_RUNS):
+            if number:
+                speeds["speculative"].append(lm.generate(prompt, chat=chat).stats.tokens_per_second)
+            again = other.generate(prompt, chat=chat)
+            speeds["plain"].append(again.stats.tokens_per_second)
+            same = same and again.tokens == result.tokens
+    return {"same": same, **{name: max(found) for name, found in speeds.items()}}
+
+
+def _write_page(
+    file: pathlib.Path, lm: LanguageModel, config: RunConfig, prompt: Any, recorded: list[CycleRecord], result: Result
+) -> None:
+    """Write the page of this generation. Raises: UnsupportedError."""
+    from specdec.serving.page import PageCycles, described, page
+
+    cycles, logprobs = PageCycles(lm), iter(result.logprobs or ())
+    data = {
+        **described(lm, config.target.model),
+        "prompt": prompt if isinstance(prompt, str) else lm.tokenizer.decode(prompt, skip_special=False),
+        "ended": f"ended by {result.finish_reason}",
+        "plain_ms": plain_milliseconds(lm),
+        "cycles": [cycles.add(one, list(itertools.islice(logprobs, len(one.emitted)))) for one in recorded],
+    }
+    try:
+        file.write_text(page(data), encoding="utf-8")
+    except OSError as error:
+        raise UnsupportedError(f"the page cannot be written: {error.strerror or error}", file=file) from error
+    click.echo(f"page: {file}", err=True)
+
+
+class Colours:
+    """Colours text by the tokens that it came from."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from specdec.decoding.origins import Origins
+
+        self._origins = Origins(tokenizer)
+        self._parts: collections.deque[tuple[str, bool]] = collections.deque()  # text, and whether it was drafted
+
+    def add(self, record: CycleRecord) -> None:
+        """Note a cycle."""
+        self._parts += [(token.text, token.origin == "drafted") for token in self._origins.add(record)]
+
+    def coloured(self, text: str) -> str:
+        """The next text of the stream: drafted tokens green."""
+        made = []
+        while text and self._parts:
+            part, drafted = self._parts.popleft()
+            shown = part[: len(text)]
+            if len(shown) < len(part):
+                self._parts.appendleft((part[len(shown) :], drafted))
+            text = text[len(shown) :]
+            made.append(click.style(shown, fg="green") if drafted and shown else shown)
+        return "".join(made) + text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 
 from specdec.cli import output
+from specdec.cli.options import FILE
 from specdec.cli.output import amount
 
 _FINDINGS = ("missing", "misshaped", "unused", "problems")
@@ -16,21 +18,25 @@ _LISTED = 20  # names under one label; --json has all
 
 
 @click.command()
-@click.argument("model", default="demo")
+@click.argument("model", type=FILE, default="demo")
+@click.option("--mtp", metavar="PATH", type=FILE, help="A file or folder with the MTP head, as for target.mtp.")
 @output.json_option
-def info(model: str, as_json: bool) -> None:
-    """Show what is in a checkpoint.
+def info(model: str, mtp: str | None, as_json: bool) -> None:
+    """Show what is in a checkpoint: of a model, or of a trained draft head.
 
     MODEL is a folder, a hub id, or "demo" (the default). The model is not run. Without weights, the description comes
     from config.json alone.
     """
     import specdec
 
-    data = specdec.inspect_checkpoint(model).to_dict()
+    data = specdec.inspect_checkpoint(model, mtp=mtp).to_dict()
     if as_json:
         output.print_json(data)
         return
     console = output.console()
+    if "kind" in data:
+        console.print(output.facts(_of_head(data)))
+        return
     console.print(output.facts(_facts(data)))
     if data["formats"]:
         rows = [
@@ -41,14 +47,34 @@ def info(model: str, as_json: bool) -> None:
         console.print(output.table(headings, rows, left=headings[:2]))
     for label in _FINDINGS:
         one = label.removesuffix("s")
-        for name in data[label][:_LISTED]:
-            console.print(f"{one}: {name}")
+        output.lines(console, one, data[label][:_LISTED])
         if len(data[label]) > _LISTED:
             console.print(f"{one}: {len(data[label]) - _LISTED} more, which --json lists")
 
 
 def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("path", data["path"]), *(_of_family(data) if data["family"] else _of_no_family(data))]
+
+
+def _of_head(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    vocabulary = f"{data['draft_vocab']:,} tokens"
+    if data["target_vocab"] not in (None, data["draft_vocab"]):
+        vocabulary += f" of the target's {data['target_vocab']:,}"
+    return [
+        ("path", data["path"]),
+        ("draft head", f"{data['kind']}, in the layout of {data['layout']}"),
+        ("trained for", data["target"] or "a target that config.json does not name"),
+        ("target", f"hidden size {data['target_hidden']}"),
+        (
+            "size",
+            f"{amount(data['size_bytes'])}, {data['parameters']:,} parameters, {output.count(data['layers'], 'layer')}",
+        ),
+        ("vocabulary", vocabulary),
+        ("embedding", "its own" if data["own_embedding"] else "the target's"),
+        ("output head", "its own" if data["own_head"] else "the target's"),
+        ("depth", "not stated" if data["depth"] is None else f"{data['depth']} tokens per draft"),
+        *data["rules"].items(),
+    ]
 
 
 def _of_no_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -62,6 +88,7 @@ def _of_no_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _of_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     total, here = data["total_parameters"], data["weights_present"]
+    ignored = data["generation_config_ignored"]
     return [
         ("family", f"{data['family']} (model_type {data['model_type']})"),
         ("size", amount(data["size_bytes"]) if here else f"{_NO_WEIGHTS}; what follows is from config.json"),
@@ -73,6 +100,7 @@ def _of_family(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("a decode step", _step(data["decode_step"])),
         *([("tensors", _weight_check(data))] if here else []),
         ("config", ", ".join(_settings(data["config"]))),
+        *([("not used", f"generation_config.json: {', '.join(_settings(ignored))}")] if ignored else []),
     ]
 
 
@@ -86,10 +114,13 @@ def _counts(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{part} {number:,}" for part, number in parts.items())
 
 
-def _step(step: Mapping[str, int]) -> str:
+def _step(step: Mapping[str, Any]) -> str:
     reads = [f"reads {amount(step['weights'])} of weights at {step['width']} bytes each"]
     if step["stored"]:
         reads[0] += f" ({amount(step['stored'])} as stored)"
+    if step["rounded"]:
+        sizes = (f"{amount(size)} with target.weights = {kind!r}" for kind, size in step["rounded"].items())
+        reads.append(", ".join(sizes))
     if step["state"]:
         reads.append(f"{amount(step['state'])} of recurrent state read and written")
     reads.append(f"{amount(step['per_context_token'])} per token of context")
@@ -104,10 +135,25 @@ def _weight_check(data: Mapping[str, Any]) -> str:
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """``key=value`` pairs; nested keys are joined by dots, long values cut short."""
+    """``key value`` pairs; nested keys are joined by dots."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _settings(value, f"{prefix}{key}.")
         else:
-            text = str(value)
-            yield f"{prefix}{key}={text if len(text) <= 48 else f'{text[:45]}...'}"
+            yield f"{prefix}{key} {_words(value)}"
+
+
+def _words(value: Any) -> str:
+    """A value as people write it: yes, no, none, how often each word of a list, the ends of a list of numbers."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if not isinstance(value, list | tuple):
+        return str(value)
+    if len(value) > 4 and all(isinstance(one, int | float) for one in value):
+        return f"{len(value)} numbers from {value[0]:g} to {value[-1]:g}"
+    counted = collections.Counter(map(_words, value))
+    return " + ".join(word if count == 1 else f"{count} x {word}" for word, count in counted.items()) or "none"

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.cli import output
-from specdec.cli.options import PATH, Command, add_options, interruptible
+from specdec.cli.options import FILE, PATH, Command, add_options, interruptible
 from specdec.config import RunConfig
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.measuring.environment import Environment
+    from specdec.pipeline import LanguageModel
 
+PLAIN_TOKENS = 24  # of the runs that say how fast plain decoding is
 Files = dict[str, pathlib.Path | None]
 
 
@@ -51,6 +53,7 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
                 "--prompts",
                 "prompts_file",
                 metavar="FILE",
+                type=FILE,
                 help='Your prompts: JSON lines with "class" and "prompt", or plain text, one prompt per line.',
             ),
             click.option("--classes", metavar="A,B", help="Measure only these prompt classes."),
@@ -94,12 +97,14 @@ def finish(
     as_json: bool,
     changed: str,
     done: str,
+    lost: UnsupportedError | None = None,
 ) -> None:
     """Print a report, write its files, and exit with its status.
 
     Args:
         changed: what a broken promise means here.
         done: how far an interrupted measurement got.
+        lost: why a file that was written on the way is incomplete.
     """
     if as_json:
         output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})
@@ -112,11 +117,30 @@ def finish(
     for name, file in files.items():
         if file is not None and not as_json:
             click.echo(f"{name}: {file}", err=True)
+    if lost is not None and not report.broken_promise:
+        raise lost
     if report.broken_promise:
-        output.broken_promise(ctx, changed)
+        output.broken_promise(ctx, changed if lost is None else f"{changed} ({lost.message})")
     if report.partial:
         click.echo(f"interrupted: this covers {done}", err=True)
         ctx.exit(output.INTERRUPTED)
+
+
+def plain_milliseconds(lm: LanguageModel) -> float:
+    """Milliseconds of a token of plain decoding, with log-probabilities as the page shows them; the faster of two."""
+    from specdec.measuring.runs import plain
+    from specdec.serving.page import ALTERNATIVES
+
+    arm = plain(lm)
+    prompt = lm.tokenizer.encode("The ")
+    settings: dict[str, Any] = {
+        "max_new_tokens": PLAIN_TOKENS,
+        "ignore_eos": True,
+        "logprobs": ALTERNATIVES,
+        "processors": (),
+    }
+    runs = [arm.generate(prompt, **settings).stats for _ in range(2)]
+    return min(1e3 * stats.decode_seconds / stats.tokens for stats in runs)
 
 
 def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import os
 import pathlib
 import signal
 import sys
@@ -15,24 +17,84 @@ from typing import Any, Protocol
 import attrs
 import click
 
+from specdec.cli.completion import complete_key, complete_model, plugin_names
 from specdec.config import Override, RunConfig, load_config, read_toml
-from specdec.errors import PromptError
+from specdec.errors import PromptError, shown
 
 Command = Callable[..., Any]
 
-PATH = click.Path(path_type=pathlib.Path)
-SAMPLE_PROMPT = """\
-class Stack:
-    def __init__(self):
-        self.items = []
 
-"""
+class _Text(click.types.StringParamType):
+    """Text in UTF-8, also in a locale of another encoding, which leaves its bytes as surrogates."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        with contextlib.suppress(UnicodeError):  # bytes of no UTF-8 stay as they are, and the prompt is refused
+            return os.fsencode(value).decode()
+        return value
+
+
+class _File(click.types.StringParamType):
+    """The name of a file or model: empty it would mean the current folder."""
+
+    def __init__(self, made: Callable[[str], Any]) -> None:
+        self._made = made
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("It is empty.", param, ctx)
+        return self._made(value)
+
+
+class Number(click.FloatRange):
+    """A finite number of a range; click's lets NaN pass, and infinity where there is no end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+TEXT, FILE, PATH = _Text(), _File(str), _File(pathlib.Path)
+LARGEST = 2**31 - 1  # of a count
+
+
+def whole_number(text: str) -> int | None:
+    """The whole number from 0 that ``text`` is, None if it is none or has more than 18 digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
+SAMPLE_PROMPT = '''\
+def read_lines(path):
+    """'''
 """What the embedded model continues without a prompt; it was trained on text and Python."""
 
+SAMPLE_SETTINGS: Mapping[str, Any] = {"temperature": 0.6, "seed": 27}
+"""How it does so: greedy decoding of so small a model repeats itself."""
+
 KEYS = {name: f"generation.{name}" for name in ("max_new_tokens", "temperature", "seed", "stop", "ignore_eos")} | {
-    "model": "target.model"
+    "model": "target.model",
+    "drafter_part": "drafter",
+    "verifier_part": "verifier",
+    "depth_part": "depth",
 }
 """Options that are short for a configuration key."""
+
+PARTS: Mapping[str, tuple[str, Any, str]] = {
+    "drafter": ("NAME", plugin_names("drafters"), "Who guesses: mtp, ngram, none, ..."),
+    "verifier": ("NAME", plugin_names("verifiers"), "Who decides: strict, rejection, ..."),
+    "depth": ("N", plugin_names("depth_policies"), "Draft tokens per cycle, or a depth policy."),
+}
+"""Options for the parts of a language model: metavar, completion and help."""
+
+WEIGHTS = (".gguf", ".bin", ".safetensors", ".json", ".pt", ".pth", ".ckpt")
+
+
+def is_config(source: str) -> bool:
+    """Whether MODEL is a configuration file, not a model."""
+    path = pathlib.Path(source)
+    return path.suffix == ".toml" or (path.suffix not in WEIGHTS and path.is_file())
+
 
 ignore_eos = click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token.")
 
@@ -44,38 +106,65 @@ def add_options(command: Command, *options: Callable[[Command], Command]) -> Com
 
 def settings_option(example: str = "depth.depth=4", help: str = "Override a key") -> Callable[[Command], Command]:
     """Add ``-s KEY=VALUE``; the function gets ``settings``."""
-    return click.option("-s", "--set", "settings", multiple=True, metavar="KEY=VALUE", help=f"{help}: {example}.")
+    return click.option(
+        "-s",
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        shell_complete=complete_key,
+        help=f"{help}: {example}.",
+    )
 
 
 def configured(
     length_help: str = "How many tokens at most.",
     *,
-    length: str = "--max-new-tokens",
+    also: tuple[str, ...] = (),
     new_tokens: int | None = None,
     example: str = "depth.depth=4",
+    own: tuple[str, ...] = (),
 ) -> Callable[[Command], Command]:
-    """Add CONFIG and the options that override it, with those of ``KEYS``; the function gets ``config``.
+    """Add MODEL and the options that override it, with those of ``KEYS``; the function gets ``config``.
 
     Args:
-        length: the option for the number of tokens; ``length_help`` describes it.
+        also: further names of ``--max-new-tokens``, which ``length_help`` describes.
         new_tokens: that option's default; the configuration's if None.
         example: of an override.
+        own: keys of ``PARTS`` for which the command has an option of its own.
     """
     if new_tokens is not None:
         length_help = f"{length_help}; {new_tokens} if unset."
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def resolved(config_file: pathlib.Path | None, settings: tuple[str, ...], **options: Any) -> Any:
+        def resolved(source: str | None, settings: tuple[str, ...], **options: Any) -> Any:
+            file = pathlib.Path(source) if source is not None and is_config(source) else None
+            if source is not None and file is None:
+                if options["model"] is not None:
+                    raise click.UsageError(f"{source!r} and --model: give one model.")
+                options["model"] = source
             flags = {KEYS[name]: options.pop(name) for name in list(options) if name in KEYS}
             overrides = [*map(Override.parse, settings), *flag_overrides(flags)]
-            return command(config=_config(config_file, overrides, new_tokens), **options)
+            return command(config=_config(file, overrides, new_tokens), **options)
 
+        parts = [
+            click.option(f"--{name}", f"{name}_part", metavar=metavar, type=TEXT, shell_complete=complete, help=help)
+            for name, (metavar, complete, help) in PARTS.items()
+            if name not in own
+        ]
         return add_options(
             resolved,
-            click.argument("config_file", metavar="[CONFIG]", required=False, type=PATH),
-            click.option("-m", "--model", help='A folder, a hub id or "demo"; short for -s target.model=...'),
-            click.option("-n", length, "max_new_tokens", type=int, metavar="N", help=length_help),
+            click.argument("source", metavar="[MODEL]", required=False, type=FILE, shell_complete=complete_model),
+            click.option(
+                "-m",
+                "--model",
+                type=FILE,
+                shell_complete=complete_model,
+                help='A folder, a hub id or "demo"; with a TOML file as MODEL.',
+            ),
+            *parts,
+            click.option("-n", "--max-new-tokens", *also, "max_new_tokens", type=int, metavar="N", help=length_help),
             click.option("-t", "--temperature", type=float, metavar="X", help="0 is greedy."),
             click.option("--seed", type=int, metavar="S", help="Random seed; the same seed gives the same output."),
             settings_option(example),
@@ -89,7 +178,9 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
     for key, value in flags.items():
         if value is not None and value is not False and value != ():
             option = "--" + key.rpartition(".")[2].replace("_", "-")
-            yield Override(tuple(key.split(".")), list(value) if isinstance(value, tuple) else value, option)
+            number = whole_number(value) if key == "depth" else None
+            given = list(value) if isinstance(value, tuple) else value if number is None else number
+            yield Override(tuple(key.split(".")), given, option)
 
 
 def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:
@@ -116,7 +207,18 @@ class PromptOptions:
     chat: bool
 
     def read(self, config: RunConfig) -> str | list[int]:
-        """The prompt. Raises: UsageError for none or several, PromptError for an unreadable one."""
+        """The prompt; ``SAMPLE_PROMPT`` if none is given to the embedded model.
+
+        Raises: CheckpointError for a model that is not there, UsageError for no prompt or several, PromptError for an
+            unreadable one.
+        """
+        from specdec.checkpoints.locate import is_hub_id, locate
+        from specdec.registry import Kind, registry
+
+        model, backends = config.target.model, [entry.spec.name for entry in registry().entries(Kind.BACKEND)]
+        ours = config.target.backend in ("auto", *backends)  # another engine reads target.model as it likes
+        if ours and not is_hub_id(model):
+            locate(model)  # a mistake in its path comes first
         values = {"--prompt": self.text, "--prompt-file": self.file, "--prompt-tokens": self.tokens}
         given = [option for option, value in values.items() if value is not None]
         if len(given) > 1:
@@ -129,9 +231,8 @@ class PromptOptions:
             return self.text
         if self.file is not None:
             return _read(self.file)
-        if config.target.model != "demo":
-            raise click.UsageError(f"Give {config.target.model} a prompt: --prompt, --prompt-file or --prompt-tokens.")
-        click.echo("no prompt given: continuing a sample", err=True)
+        if model != "demo":
+            raise click.UsageError(f"Give {model} a prompt: --prompt, --prompt-file or --prompt-tokens.")
         return SAMPLE_PROMPT
 
 
@@ -146,22 +247,26 @@ def prompted(command: Command) -> Command:
 
     return add_options(
         resolved,
-        click.option("-p", "--prompt", help="Text to continue."),
-        click.option("--prompt-file", metavar="FILE", help="A UTF-8 file with the text to continue; - for stdin."),
+        click.option("-p", "--prompt", type=TEXT, help="Text to continue."),
+        click.option(
+            "--prompt-file", metavar="FILE", type=FILE, help="A UTF-8 file with the text to continue; - for stdin."
+        ),
         click.option("--prompt-tokens", metavar="1,2,3", help="Token ids to continue."),
         click.option("--chat", is_flag=True, help="Put the prompt into the checkpoint's chat template."),
     )
 
 
 def _token_ids(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    for number, word in enumerate(words, start=1):
-        if not (word.isascii() and word.isdigit()):
+    tokens = []  # an empty list gets the model's error for an empty prompt
+    for number, word in enumerate(text.split(",") if text.strip() else [], start=1):
+        token = whole_number(word.strip())
+        if token is None:
             raise PromptError(
-                f"--prompt-tokens: number {number} is {word!r}, and a token id is a whole number from 0",
+                f"--prompt-tokens: number {number} is {shown(word.strip())}, and a token id is a whole number from 0",
                 try_="--prompt-tokens 1,2,3",
             )
-    return list(map(int, words))  # an empty list gets the model's error for an empty prompt
+        tokens.append(token)
+    return tokens
 
 
 def _read(file: str) -> str:

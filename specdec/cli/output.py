@@ -9,20 +9,27 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import platform
+import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import click
-import structlog
 
-from specdec.errors import SpecdecError, did_you_mean
+from specdec._version import __version__
+from specdec.errors import SpecdecError, did_you_mean, one_line, printable
+from specdec.logs import get_logger
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+log = get_logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 INTERRUPTED = 130  # exit status after Ctrl-C
@@ -55,13 +62,20 @@ class Group(click.Group):
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse; ``--help`` is handled in here."""
+        log_to_stderr()
         with _failures(None):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         with _failures(ctx):
-            return super().invoke(ctx)
+            try:
+                started = time.perf_counter()
+                made = super().invoke(ctx)
+                log.info("done", command=ctx.invoked_subcommand, elapsed_s=round(time.perf_counter() - started, 3))
+                return made
+            finally:
+                sys.stdout.flush()  # what a plugin's command printed may still fail
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Our own command, else a plugin's; plugins are imported only if needed."""
@@ -97,7 +111,9 @@ def _failures(ctx: click.Context | None) -> Iterator[None]:
         raise click.exceptions.Exit(INTERRUPTED) from None
     except SpecdecError as error:
         if ctx is not None and ctx.meta.get(_JSON) and not ctx.meta.get(_JSON_DONE):
-            described = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
+            described: dict[str, Any] = {"type": type(error).__name__, "message": error.message, "facts": error.facts}
+            if error.tokens:
+                described["tokens"] = list(error.tokens)
             click.echo(json.dumps({"error": described}))
         raise Failed(error, verbose=ctx is not None and bool(ctx.meta.get(_VERBOSE))) from error
 
@@ -132,17 +148,40 @@ def print_json(value: object) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console that prints strings literally: file names and model text are not markup."""
+    """A rich console that prints strings literally: file names and names of tensors are neither markup nor escapes."""
     from rich.console import Console
 
+    class Literal(Console):
+        def render_str(self, text: str, **style: Any) -> Text:
+            return super().render_str(printable(text), **style)
+
     stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=stream,
+    return Literal(
+        file=stream if stream.isatty() else cast(IO[str], _WithoutPadding(stream)),
         markup=False,
         emoji=False,
         highlight=False,
         width=None if stream.isatty() else 120,  # piped: a fixed width, wide enough for a sentence
     )
+
+
+def coloured() -> bool:
+    """Whether stdout shows colours: a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class _WithoutPadding:
+    """A stream for a pipe: the spaces with which tables fill their last column are left out."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] | None = None) -> Table:
@@ -170,7 +209,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Colle
             overflow="fold",
         )
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(one_line, row))
     return made
 
 
@@ -182,7 +221,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
     for label, value in rows:
-        made.add_row(label, value)
+        made.add_row(one_line(label), one_line(value))
     return made
 
 
@@ -193,6 +232,12 @@ def section(console: Console, title: str, table: Table, *explained: str) -> None
     console.print(table)
     for line in explained:
         console.print(line, style="dim")
+
+
+def lines(console: Console, label: str, texts: Iterable[str]) -> None:
+    """``label: text``, each on a line of its own whatever is in the text."""
+    for text in texts:
+        console.print(f"{label}: {one_line(text)}", soft_wrap=True)
 
 
 def share(rate: float | None) -> str:
@@ -230,13 +275,13 @@ def broken_promise(ctx: click.Context, found: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def status(message: str) -> Iterator[None]:
-    """Show a spinner on stderr; nothing if stderr is not a terminal."""
+def status(message: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner on stderr, whose message the function changes; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
-        yield
+        yield lambda changed: None
         return
-    with console(stderr=True).status(message):
-        yield
+    with console(stderr=True).status(message) as shown:
+        yield shown.update
 
 
 @contextlib.contextmanager
@@ -268,23 +313,34 @@ def progress(
 # --- logging ---------------------------------------------------------------------------------------------------------
 
 
-def configure(verbose: int) -> None:
-    """Send logs to stderr: warnings; with ``-v`` events; with ``-vv`` everything."""
-    from specdec.registry import tracing
+class _ToStderr(logging.Handler):
+    """Writes to the stderr of the moment, which a caller may have redirected since."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"[{record.levelname.lower()}] {printable(record.getMessage())}", err=True)
+
+
+_LOG = _ToStderr()
+
+
+def configure(verbose: int) -> None:
+    """Send logs to stderr: warnings; with ``-v`` choices and phases; with ``-vv`` every cycle too."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:  # an unprintable character must not end a generation
             reconfigure(errors="backslashreplace")
-    click.get_current_context().meta[_VERBOSE] = verbose > 0
+    context = click.get_current_context()
+    context.meta[_VERBOSE] = verbose > 0
+    log_to_stderr(verbose)
+    log.info("specdec", version=__version__, python=platform.python_version(), command=context.invoked_subcommand)
+    log.debug("arguments", given=sys.argv[1:], folder=os.getcwd())
+
+
+def log_to_stderr(verbose: int = 0) -> None:
+    """Show the library's log; before the options are known, as for ``--help``, its warnings."""
+    from specdec.registry import tracing
+
     level = {0: logging.INFO if tracing() else logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # the current stderr, not the one at import
-        cache_logger_on_first_use=False,
-    )
+    logger = logging.getLogger("specdec")
+    logger.addHandler(_LOG)  # once, however often this is called
+    logger.setLevel(level)

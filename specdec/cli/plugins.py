@@ -18,14 +18,25 @@ from specdec.registry import KINDS, Entry, Failure, Kind, registry
 def plugins(as_json: bool) -> None:
     """List what is registered and what failed.
 
-    Lists drafters, verifiers, depth policies, logits processors, backends and model families, each with its
-    distribution.
+    Lists drafters, verifiers, depth policies, logits processors, backends, model families, observers and plugins that
+    bring forward passes or commands, each with its distribution.
     """
     found = registry()
     if as_json:
         output.print_json(
             {
                 **{info.plural: [_entry(entry) for entry in found.entries(kind)] for kind, info in KINDS.items()},
+                "hooks": [
+                    {
+                        "kind": word,
+                        "name": plugin.name,
+                        "origin": str(plugin.origin),
+                        "distribution": plugin.origin.distribution,
+                        "version": plugin.origin.version or None,
+                        "module": plugin.origin.module,
+                    }
+                    for word, plugin in found.hooks()
+                ],
                 "conflicts": [
                     {"kind": kind.value, "name": name, "origins": [str(claim.origin) for claim in claims]}
                     for kind, name, claims in found.conflicts()
@@ -35,20 +46,22 @@ def plugins(as_json: bool) -> None:
         )
         return
     console = output.console()
-    headings = ("kind", "name", "origin", "options", "help")
+    headings = ("kind", "name", "origin", "what it does (and its options)")
     rows = [_row(kind, number, entry) for kind in Kind for number, entry in enumerate(found.entries(kind))]
+    rows += [(word, plugin.name, str(plugin.origin), "") for word, plugin in found.hooks()]
     console.print(output.table(headings, rows, left=headings))
     for kind, name, claims in found.conflicts():
         console.print(f"conflict: {kind.value} {name}: {' and '.join(str(claim.origin) for claim in claims)}")
     for failure in found.failures:
-        console.print(f"failed ({failure.during}): {failure}")
+        output.lines(console, f"failed ({failure.during})", [str(failure)])
 
 
 def _row(kind: Kind, number: int, entry: Entry) -> tuple[str, ...]:
     data = _entry(entry)
     note = "" if data.get("reason") is None else f" (cannot run here: {data['reason']})"
     options = ", ".join(f"{key}={value}" for key, value in data.get("options", {}).items())
-    return "" if number else kind.value, data["name"], data["origin"], options, data["help"] + note
+    listed = f" ({options})" if options else ""
+    return "" if number else kind.value, data["name"], data["origin"], f"{data['help']}{note}{listed}"
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
@@ -66,7 +79,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
     if isinstance(spec, DrafterSpec):
         data["needs"] = _needs(spec.needs)
     if isinstance(spec, BackendSpec):
-        data["reason"] = _unavailable(spec)
+        data["reason"] = registry().unavailable(spec)
         data["available"] = data["reason"] is None
     return data
 
@@ -85,13 +98,6 @@ def _options(config: type) -> dict[str, str]:
 
 def _default(value: object, missing: object) -> str:
     return "required" if value is missing else "computed" if isinstance(value, attrs.Factory) else repr(value)  # type: ignore[arg-type]
-
-
-def _unavailable(spec: BackendSpec) -> str | None:
-    try:
-        return spec.available()
-    except Exception as error:  # noqa: BLE001 - a listing shows broken entries
-        return f"{type(error).__name__}: {error}"
 
 
 def _failure(failure: Failure) -> dict[str, Any]:

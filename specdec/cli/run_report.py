@@ -10,6 +10,48 @@ from rich.table import Table
 from specdec.cli import output
 
 
+def three_lines(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> None:
+    """Print the speed, what is promised about the tokens, and what drafting cost; then the notices.
+
+    ``compared`` has the speeds of both arms, and whether their tokens were the same.
+    """
+    console = output.console(stderr=True)
+    console.print()
+    console.print(output.facts(_essence(data, compared)))
+    output.lines(console, "note", data["notices"])
+
+
+def _essence(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    stats, produced = data["stats"], len(data["tokens"])
+    made = output.count(produced, "token")
+    cycles = f"{produced / stats['cycles']:.2f} tokens per cycle" if stats["cycles"] else "no cycle"
+    if compared is None:
+        ended = "" if data["finish_reason"] in ("stop", "length") else f", ended by {data['finish_reason']!r}"
+        yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s: {made}, {cycles}{ended}"
+    else:
+        fast, plain = compared["speculative"], compared["plain"]
+        ratio = f"{fast / plain:.2f} times plain decoding" if plain else "plain decoding took no time"
+        yield "speed", f"{ratio}: {fast:.0f} against {plain:.0f} tokens/s, {cycles}"
+    promise = f"{data['guarantee']}, with {data['parity']} parity"
+    if compared is not None:
+        same = f"the same {made} as plain decoding" if compared["same"] else "NOT the tokens of plain decoding"
+        yield "output", f"{same} ({promise})"
+    elif data["guarantee"] == "exact" and data["parity"] == "bitwise":
+        yield "output", f"the tokens of plain decoding ({promise})"
+    else:
+        yield "output", promise
+    drafted, kept, active = sum(stats["offered"]), sum(stats["accepted"]), stats["speculation"]["active"]
+    if not active:
+        yield "drafting", speculation_line(stats["speculation"])
+        return
+    spent = sum(seconds for phase, seconds in stats["seconds"].items() if phase != "prefill")
+    share = f"{stats['seconds']['draft'] / spent:.0%} of the time, " if spent and not stats["whole_cycles"] else ""
+    yield (
+        "drafting",
+        f"{share}{kept} of {output.count(drafted, 'drafted token')} kept ({stats['speculation']['drafter']})",
+    )
+
+
 def report(data: Mapping[str, Any]) -> None:
     """Print the summary of ``Result.to_dict`` on stderr."""
     stats = data["stats"]
@@ -19,8 +61,6 @@ def report(data: Mapping[str, Any]) -> None:
     if stats["offered"]:
         console.print()
         console.print(acceptance_table(stats))
-    for notice in data["notices"]:
-        console.print(f"note: {notice}")
 
 
 def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -37,6 +77,8 @@ def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "depth", ", ".join(f"{depth} ({n}x)" for depth, n in stats["depth"].items()) or "no draft"
     if stats["draft"]:
         yield "draft", draft_line(stats["draft"])
+    if data.get("weights"):
+        yield "weights", data["weights"]
     yield "guarantee", f"{data['guarantee']}, with {data['parity']} parity"
     largest = f"{output.count(off, 'token')} off the target's best, by {deviation['largest_gap']:.4g} nats at most"
     yield "deviation", largest if off else "none"

@@ -11,7 +11,7 @@ import click
 
 from specdec.cli import output
 from specdec.cli.measuring import check_writable
-from specdec.cli.options import PATH, interruptible, read_text, settings_option
+from specdec.cli.options import FILE, PATH, interruptible, read_text, settings_option
 from specdec.config import Override, load_config
 from specdec.errors import PromptError
 
@@ -24,12 +24,15 @@ PART = 1 << 18  # characters tokenised per step; parts end at line ends
 
 
 @click.command()
-@click.argument("model")
-@click.option("--text", "texts", metavar="FILE", multiple=True, help="Count ids in a UTF-8 file; may be repeated.")
+@click.argument("model", type=FILE)
+@click.option(
+    "--text", "texts", metavar="FILE", type=FILE, multiple=True, help="Count ids in a UTF-8 file; may be repeated."
+)
 @click.option(
     "--generate",
     "prompts",
     metavar="FILE",
+    type=FILE,
     help='Count ids in greedy outputs: one prompt per line; a line in double quotes is a JSON string ("a\\nb").',
 )
 @click.option(

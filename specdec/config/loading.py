@@ -13,12 +13,14 @@ from typing import Any
 
 import attrs
 
+from specdec.checking import checked, checked_fields
 from specdec.config.structuring import structure
 from specdec.config.values import PLUGIN_TABLES, Choice, RunConfig
-from specdec.errors import ConfigError, did_you_mean
+from specdec.errors import ConfigError, did_you_mean, shown
+from specdec.files.reading import parse_toml, read_text
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=checked_fields)
 class Override:
     """One ``key.path = value`` that wins over the file; ``source`` is the user's spelling."""
 
@@ -27,6 +29,7 @@ class Override:
     source: str
 
     @classmethod
+    @checked()
     def parse(cls, text: str) -> Override:
         """``key.path=value``: the value is TOML, and a bare word is a string.
 
@@ -38,7 +41,7 @@ class Override:
         raw = raw.strip()
         if not equals or not all(path):
             raise ConfigError(
-                f"an override is key.path=value, got {text!r}", try_="-s depth.depth=4, -s target.model=demo"
+                f"an override is key.path=value, got {shown(text)}", try_="-s depth.depth=4, -s target.model=demo"
             )
         if not raw:
             raise ConfigError(f"the override of {key.strip()} has no value", try_=f"-s '{key.strip()}=\"\"'")
@@ -47,37 +50,31 @@ class Override:
 
 def _toml_value(raw: str, source: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError as error:
-        if raw[0] in "[{\"'":
+        parsed = parse_toml(f"value = {raw}")
+    except ValueError as error:
+        if raw[0] in "[{\"'" or not isinstance(error, tomllib.TOMLDecodeError):
+            unparsed = isinstance(error, tomllib.TOMLDecodeError)
             raise ConfigError(
-                f"the value {raw!r} is not TOML: {error}",
+                f"the value {shown(raw)} {'is not TOML' if unparsed else 'cannot be used'}: {error}",
                 asked_for_by=source,
-                try_='quote the strings in it: -s \'generation.stop=["a", "b"]\'',
+                try_='quote the strings in it: -s \'generation.stop=["a", "b"]\'' if unparsed else None,
             ) from error
         return raw
     return parsed["value"] if parsed.keys() == {"value"} else raw  # a line break must not smuggle in another key
 
 
+@checked()
 def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str | Override] = ()) -> RunConfig:
     """The defaults, then the file at ``path``, then ``overrides``.
 
     Raises: ConfigError that names the file, the key's path, what was got, and what would work.
     """
-    sources: dict[tuple[str, ...], str] = {}
-    data: dict[str, Any] = {}
-    if path is not None:
-        data = read_toml(path)
-        sources.update((key, str(path)) for key in _key_paths(data))
-    top: dict[str, Any] = {}
-    for override in (Override.parse(text) if isinstance(text, str) else text for text in overrides):
-        _put(top, override.path, override.value)
-        sources[override.path] = override.source
-    defaults = RunConfig().to_dict()
-    merged = _merge(_merge({table: defaults[table] for table in PLUGIN_TABLES}, data), top)
-    if ("depth", "depth") in sources and ("depth", "name") not in sources:
-        merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
-    config = _with_sources(structure(merged, RunConfig, (), lambda key: _source_of(key, sources)), sources)
+    data = {} if path is None else read_toml(path)
+    wins = [_named(Override.parse(text) if isinstance(text, str) else text) for text in overrides]
+    config = _layered(data, str(path), wins)
+    # a value that a later layer overrides is checked too: what comes before an override must be usable by itself
+    for count in range(len(wins)):
+        config = _remembering(config, _layered(data, str(path), wins[:count]))
     for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
         choice: Choice = getattr(config, table)
         if choice.name == "auto" and choice.options:
@@ -91,13 +88,47 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
     return config
 
 
+def _named(override: Override) -> Override:
+    """``drafter=ngram`` and ``depth=4`` mean what they mean for ``specdec.load``."""
+    table, value = override.path[0], override.value
+    if len(override.path) > 1 or table not in PLUGIN_TABLES:
+        return override
+    if table == "depth" and type(value) is int:
+        return attrs.evolve(override, value={"name": "fixed", "depth": value})
+    return attrs.evolve(override, path=(table, "name")) if isinstance(value, str) else override
+
+
+def _layered(data: Mapping[str, Any], file: str, overrides: Sequence[Override]) -> RunConfig:
+    """The defaults, then ``data`` from ``file``, then ``overrides``. Raises: ConfigError."""
+    sources = dict.fromkeys(_key_paths(data), file)
+    top: dict[str, Any] = {}
+    for override in overrides:
+        _put(top, override.path, override.value)
+        sources[override.path] = override.source
+    defaults = RunConfig().to_dict()
+    merged = _merge(_merge({table: defaults[table] for table in PLUGIN_TABLES}, data), top)
+    if ("depth", "depth") in sources and ("depth", "name") not in sources and isinstance(merged["depth"], dict):
+        merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
+    return _with_sources(structure(merged, RunConfig, (), lambda key: _source_of(key, sources)), sources)
+
+
+def _remembering(config: RunConfig, lower: RunConfig) -> RunConfig:
+    """``config``, whose plugin tables keep what ``lower`` layers set for the same plugin; the plugin checks it."""
+    choices: dict[str, Any] = {}
+    for table in PLUGIN_TABLES:
+        choice, below = getattr(config, table), getattr(lower, table)
+        if below.name == choice.name and below.options and below != choice and below not in choice.earlier:
+            choices[table] = attrs.evolve(choice, earlier=(*choice.earlier, below))
+    return attrs.evolve(config, **choices)
+
+
 def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises: ConfigError when it cannot be read, is not UTF-8 or not TOML.
     """
     try:
-        return tomllib.loads(pathlib.Path(path).read_bytes().decode())
+        return parse_toml(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -105,7 +136,7 @@ def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
             f"{str(path)!r} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
             try_="save the file as UTF-8; TOML allows no other encoding",
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 import attrs
 
-from specdec.config.validators import FieldError, between, one_of
+from specdec.checking import FieldError, Mismatch, between, checked_fields, items_of, known_fields, one_of
+from specdec.contract import BIASES, SamplingSettings
+from specdec.errors import cut
+
+
+def _hidden(**how: Any) -> Any:
+    """A field that is not a key of its table."""
+    return attrs.field(eq=False, repr=False, metadata={"key": False}, **how)
 
 
 def _source() -> Any:
-    """Where a table was written: "run.toml", "-s drafter.name=ngram", or "" for a program. Not a key of the table."""
-    return attrs.field(default="", eq=False, repr=False, metadata={"key": False})
-
-
-def keys_of(config_class: type) -> list[str]:
-    """The keys of a table with the fields of ``config_class``."""
-    if not attrs.has(config_class):
-        return list(getattr(config_class, "__dataclass_fields__", ()))
-    return [field.name for field in attrs.fields(config_class) if field.metadata.get("key", True)]
+    """Where a table was written: "run.toml", "-s drafter.name=ngram", or "" for a program."""
+    return _hidden(default="")
 
 
 def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
@@ -27,65 +28,114 @@ def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
         raise FieldError(owner, field.name, "a name", value)
 
 
-def _strings(value: Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)  # tuple("END") would be three stop strings
+def _model(value: str | os.PathLike[str]) -> str:
+    """A path as text that is always read as a path: ``Path("demo")`` is a folder, "demo" the embedded model."""
+    text: str = os.fspath(value) if isinstance(value, os.PathLike) else value
+    explicit = not isinstance(value, os.PathLike) or os.path.isabs(text) or text.startswith((".", "~"))
+    return text if explicit else os.path.join(os.curdir, text)
 
 
-def _stop_strings(owner: object, field: attrs.Attribute[Any], value: Iterable[object]) -> None:
-    if not all(isinstance(text, str) and text for text in value):
+def _one_or_many(value: str | Sequence[str]) -> Sequence[str]:
+    if isinstance(value, str):
+        return (value,)
+    try:
+        return items_of(value)
+    except Mismatch:
+        raise Mismatch("a string or a list of strings", value) from None
+
+
+def _stop_strings(owner: object, field: attrs.Attribute[Any], value: tuple[str, ...]) -> None:
+    if not all(value):
         raise FieldError(owner, field.name, "strings of one character or more", list(value))
+    if any("\ud800" <= character <= "\udfff" for text in value for character in text):
+        raise FieldError(owner, field.name, "valid Unicode, without lone surrogates", list(value))
 
 
 _INT32 = 2**31 - 1
 
 
-@attrs.frozen
+@attrs.frozen(field_transformer=checked_fields)
 class Choice:
-    """A plugin by name, and its options as written; the plugin's own class validates them later."""
+    """A plugin by name, and its options as written; the plugin's own class validates them later.
+
+    Attributes:
+        earlier: the same plugin with options that a later layer has overridden.
+    """
 
     name: str = attrs.field(validator=_filled)
     options: Mapping[str, Any] = attrs.field(factory=dict)
     source: str = _source()
+    earlier: tuple[Choice, ...] = _hidden(default=())
+
+    @classmethod
+    def from_table(cls, value: Any) -> Choice:
+        """A plugin table: ``name`` plus the plugin's options. Raises: Mismatch or FieldError."""
+        if not isinstance(value, Mapping):
+            raise Mismatch(
+                "a table", value, f'name = "{cut(value, 60)}" inside the table' if isinstance(value, str) else None
+            )
+        options = dict(value)
+        name = options.pop("name", None)
+        if not isinstance(name, str) or not name:
+            raise FieldError(cls("?"), "name", "the name of a plugin", name)
+        return cls(name, options)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, field_transformer=checked_fields)
 class TargetConfig:
     """Which model to run, and where."""
 
-    model: str = attrs.field(default="demo", validator=_filled)  # a folder, a hub id, or "demo" (embedded)
+    # a folder, a hub id, or "demo" (embedded); a pathlib.Path is a folder
+    model: str = attrs.field(default="demo", converter=_model, validator=_filled)
     revision: str | None = None  # a hub branch, tag or commit
+    # a file or folder with the MTP head; None: the checkpoint's own, or mtp.safetensors beside the weights
+    mtp: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))
     backend: str = attrs.field(default="auto", validator=_filled)
     # as written; the backend's class validates them
     backend_options: Mapping[str, Any] = attrs.field(factory=dict, hash=False)
+    threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, 256)))
+    instruction_set: str = attrs.field(default="auto", validator=_filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))
+    # "decoded": quantised weights become dtype; "int8" and "int4" quantise plain ones at load
+    weights: str = attrs.field(default="auto", validator=one_of("auto", "decoded", "int8", "int4"))
     capacity: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(1, _INT32)))
     decoded_cache: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))  # a folder
     source: str = _source()
 
 
-@attrs.frozen(kw_only=True)
-class GenerationConfig:
-    """Length and sampling of a generation. Temperature 0 is greedy; ``contract.Sampling`` explains the rest."""
+@attrs.frozen(kw_only=True, field_transformer=checked_fields)
+class GenerationConfig(SamplingSettings):
+    """Length and sampling of a generation. A key of ``logit_bias`` is a string in TOML."""
 
     max_new_tokens: int = attrs.field(default=128, validator=between(1, _INT32))
-    min_new_tokens: int = attrs.field(default=0, validator=between(0, _INT32))
-    temperature: float = attrs.field(default=0.0, validator=between(0.0, 100.0))
-    top_k: int = attrs.field(default=0, validator=between(0, _INT32))  # 0 keeps all
-    top_p: float = attrs.field(default=1.0, validator=between(1e-6, 1.0))  # 0 would keep no token at all
-    min_p: float = attrs.field(default=0.0, validator=between(0.0, 1.0))
-    repetition_penalty: float = attrs.field(default=1.0, validator=between(0.01, 100.0))
-    presence_penalty: float = attrs.field(default=0.0, validator=between(-100.0, 100.0))
-    frequency_penalty: float = attrs.field(default=0.0, validator=between(-100.0, 100.0))
-    logit_bias: Mapping[str | int, float] = attrs.field(factory=dict)  # by token id; a TOML key is a string
-    banned: tuple[int, ...] = attrs.field(default=(), converter=tuple)  # token ids
-    processors: tuple[Choice, ...] = attrs.field(default=(), converter=tuple)  # [[generation.processors]] tables
-    logprobs: int | None = attrs.field(default=None, validator=attrs.validators.optional(between(0, _INT32)))
-    seed: int = attrs.field(default=0, validator=between(0, 2**63 - 1))  # the largest TOML integer
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_stop_strings)
+    logit_bias: Mapping[str | int, float] = attrs.field(factory=dict, validator=BIASES)
+    processors: tuple[Choice, ...] = ()  # [[generation.processors]] tables
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_stop_strings)
     ignore_eos: bool = False
 
 
-@attrs.frozen(kw_only=True)
+class GenerationSettings(TypedDict, total=False):
+    """The fields of ``GenerationConfig`` as keyword arguments; None stands for the configuration's value."""
+
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[str | int, float] | Mapping[str, float] | Mapping[int, float] | None
+    banned: Sequence[int] | None
+    processors: Sequence[Choice] | None
+    logprobs: int | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool | None
+
+
+@attrs.frozen(kw_only=True, field_transformer=checked_fields)
 class RunConfig:
     """Everything that a run depends on."""
 
@@ -103,7 +153,7 @@ class RunConfig:
 def _table_of(section: Any) -> dict[str, Any]:
     if isinstance(section, Choice):
         return {"name": section.name, **section.options}
-    values = {key: getattr(section, key) for key in keys_of(type(section))}
+    values = {key: getattr(section, key) for key in known_fields(type(section))}
     return {
         key: [_table_of(v) if isinstance(v, Choice) else v for v in value] if isinstance(value, tuple) else value
         for key, value in values.items()

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
+import attrs
+
+from specdec.checking import checked
+from specdec.config import GenerationSettings, structure_options
 from specdec.contract import Stats
 from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
-from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.errors import PromptError, SessionFileError, SpecdecError, StateError, shown
 from specdec.text import common_prefix
 
 _SAVED = "conversation"  # key of Session.extra
-_ROLES = ("system", "user", "assistant")
+
+
+@attrs.frozen
+class _Turn:
+    question: str
+    answer: str
+    end: int | None  # where it ends in the session; None once a later prompt has rendered it differently
 
 
 class Conversation:
@@ -33,32 +43,38 @@ class Conversation:
     An answer's message keeps its special tokens (a template may look for them) but not the token that ended it;
     ``Answer`` gives the text without special tokens.
 
+    An interrupted answer is kept up to its last cycle, and the next call ends one that was not read to its end. The
+    turns are the only truth: whatever else the session holds is forgotten by the next call.
+
     Attributes:
         kept: tokens of the session that the last prompt reused.
 
     Raises: PromptError when there is no chat template, or it fails on a first message.
     """
 
+    @checked(PromptError)
     def __init__(self, lm: Parts, *, system: str | None = None, template: Mapping[str, Any] | None = None):
         self._lm = lm
-        self._template = dict(template or {})
-        self._messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self._template = _variables(template or {})
+        self._system = system
+        self._turns: list[_Turn] = []
         self._session = Session(lm)
-        # where each turn ends in the session; None once a later prompt has rendered that turn differently
-        self._ends: list[int | None] = []
-        self._answer: Answer | None = None
+        self._answer: Answer | None = None  # the one that is not a turn yet
         self.kept = 0
-        self._render([*self._messages, {"role": "user", "content": "?"}])
+        self._render([*self.messages, {"role": "user", "content": "?"}])
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """Copies of all messages, oldest first."""
-        return [dict(message) for message in self._messages]
+        made = [] if self._system is None else [{"role": "system", "content": self._system}]
+        for turn in self._turns:
+            made += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        return made
 
     @property
     def turns(self) -> int:
         """The number of answered questions."""
-        return len(self._ends)
+        return len(self._turns)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -70,7 +86,8 @@ class Conversation:
         """Acceptance over the whole conversation."""
         return self._session.stats
 
-    def ask(self, text: str, **settings: Any) -> Answer:
+    @checked(PromptError)
+    def ask(self, text: str, **settings: Unpack[GenerationSettings]) -> Answer:
         """Add a user message and answer it; iterate over the result for text.
 
         The turn joins the conversation when the answer ends or is stopped, unless it has no tokens yet.
@@ -81,58 +98,74 @@ class Conversation:
 
         Raises: PromptError for an empty message, or a conversation too long for the model; it is then unchanged.
         """
-        self._must_be_idle()
+        self._settle()
         if not text.strip():
             raise PromptError("the message is empty", try_="at least one character")
-        prompt = self._prompt([*self._messages, {"role": "user", "content": text}])
+        prompt = self._prompt([*self.messages, {"role": "user", "content": text}])
+        turns = self._turns
         self.kept = self._session.set_prompt(prompt)
-        self._ends = [end if end is not None and end <= self.kept else None for end in self._ends]
+        self._turns = [
+            turn if turn.end is not None and turn.end <= self.kept else attrs.evolve(turn, end=None) for turn in turns
+        ]
         try:
             stream = self._session.stream(**settings)
         except BaseException:
-            self._return_to(self.turns)
+            self._settle()
             raise
-        self._answer = Answer(self, text, stream)
+        self._answer = Answer(self, text, stream, len(prompt))
         return self._answer
 
+    @checked(StateError)
     def rewind(self, turns: int = 1) -> None:
         """Forget the last questions and their answers.
 
         Raises: StateError when there are fewer turns.
         """
-        self._must_be_idle()
+        self._settle()
         if not 1 <= turns <= self.turns:
             there = f"1 to {self.turns}" if self.turns else "nothing: there is no turn yet"
-            raise StateError(f"rewind takes {there}, got {turns}")
-        del self._messages[len(self._messages) - 2 * turns :]
-        del self._ends[self.turns - turns :]
-        self._return_to(self.turns)
+            raise StateError(f"rewind takes {there}, got {shown(turns)}")
+        del self._turns[self.turns - turns :]
+        self._settle()
 
+    @checked(SessionFileError)
     def save(self, path: str | Path) -> None:
         """Write messages, tokens and states to one file. Raises: SessionFileError when it cannot be written."""
-        self._must_be_idle()
-        self._session.extra[_SAVED] = {"messages": self._messages, "ends": self._ends, "template": self._template}
+        self._settle()
+        ends = [turn.end for turn in self._turns]
+        self._session.extra[_SAVED] = {"messages": self.messages, "ends": ends, "template": self._template}
         self._session.save(path)
 
+    @checked(SessionFileError)
     def load(self, path: str | Path) -> None:
         """Replace this conversation with a saved one. Raises: SessionFileError; this conversation is then unchanged."""
-        self._must_be_idle()
+        self._settle()
         session = Session(self._lm)
         session.load(path)
         saved = session.extra.get(_SAVED)
-        if saved is None:
+        if not isinstance(saved, dict):
             raise SessionFileError("this session file holds no conversation", file=path, try_="a file that /save wrote")
-        messages, ends, template = _checked(saved, len(session.tokens), path)
-        self._session, self._messages, self._ends, self._template = session, messages, ends, template
-        self._answer = None
+        system, turns, template = _checked(saved, len(session.tokens), path)
+        self.__dict__.update(_session=session, _system=system, _turns=turns, _template=template)  # one step
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _must_be_idle(self) -> None:
-        if self._answer is not None and not self._answer.finished:
-            if not self._answer.stopping:
-                raise StateError("an answer is still being generated", try_="stop() it, or read its result first")
-            self._answer.drain()
+    def _settle(self) -> None:
+        """What every call begins with: the last answer has become a turn, and the session ends where that turn ends."""
+        answer = self._answer
+        if answer is not None:
+            result = answer.ended()
+            held = self._session.tokens
+            generated = [] if answer.failed else list(held[answer.start :])
+            added = [_Turn(answer.question, self._written(generated, result), len(held))] if generated else []
+            self.__dict__.update(_turns=[*self._turns, *added], _answer=None)  # one step
+        end = self._turns[-1].end if self._turns else 0
+        held = self._session.tokens
+        if end is None:  # the prefix that the session shares with that turn as rendered now
+            rendered = self._render(self.messages, prompt=False)
+            end = common_prefix(held, self._lm.tokenizer.encode(rendered, add_special=False))
+        if len(held) > end:
+            self._session.rewind(end)
 
     def _render(self, messages: list[dict[str, str]], *, prompt: bool = True) -> str:
         return self._lm.tokenizer.apply_chat_template(messages, add_generation_prompt=prompt, **self._template)
@@ -142,75 +175,75 @@ class Conversation:
         tokenizer = self._lm.tokenizer
         rendered = self._render(messages)
         held = self._session.tokens
-        if held and self._ends and self._ends[-1] == len(held):
+        if held and self._turns and self._turns[-1].end == len(held):
             text = tokenizer.decode(held, skip_special=False)
             if rendered.startswith(text):
                 return [*held, *tokenizer.encode(rendered[len(text) :], add_special=False)]
         return tokenizer.encode(rendered, add_special=False)
 
-    def _return_to(self, turns: int) -> None:
-        """Cut the session back to the end of a turn, or to the prefix it shares with that turn as rendered now."""
-        end = self._ends[turns - 1] if turns else 0
-        if end is not None:
-            self._session.rewind(min(end, len(self._session.tokens)))
-            return
-        rendered = self._lm.tokenizer.encode(self._render(self._messages, prompt=False), add_special=False)
-        self._session.rewind(common_prefix(self._session.tokens, rendered))
-
-    def _written(self, result: Result) -> str:
-        """The answer as the template should see it, special tokens such as those around its thinking included."""
-        if result.finish_reason == "stop_string":
+    def _written(self, tokens: list[int], result: Result | None) -> str:
+        """An answer as the template should see it, special tokens such as those around its thinking included."""
+        if result is not None and result.finish_reason == "stop_string":
             return result.text
-        tokenizer, tokens = self._lm.tokenizer, result.tokens
-        body = tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_ids else tokens
+        tokenizer = self._lm.tokenizer
+        body = tokens[:-1] if tokens[-1] in tokenizer.eos_ids else tokens
         return tokenizer.decode(body, skip_special=False)
-
-    def _finish(self, question: str, answer: str, *, answered: bool) -> None:
-        """End the answer: keep the turn, or drop it if nothing was generated."""
-        if answered:
-            self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            self._ends.append(len(self._session.tokens))
-        else:
-            self._return_to(self.turns)
 
 
 class Answer:
-    """A running answer: iterate for text, then read ``result`` (which generates whatever is left)."""
+    """A running answer: iterate for text, then read ``result`` (which generates whatever is left).
 
-    def __init__(self, conversation: Conversation, question: str, stream: Stream) -> None:
+    As a context manager it ends the answer when the block is left.
+    """
+
+    def __init__(self, conversation: Conversation, question: str, stream: Stream, start: int) -> None:
+        """Args: ``start``: where the answer begins in the session."""
         self._conversation = conversation
-        self._question = question
         self._stream = stream
-        self._text = ""
-        self.finished = False
+        self.question = question
+        self.start = start
+        self.failed = False  # by an error; the turn is then forgotten
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         try:
-            piece = next(self._stream)
+            return next(self._stream)
         except StopIteration:
-            result = self._stream.result
-            self._close(self._conversation._written(result), answered=bool(result.tokens))
+            self._settle()
             raise
-        except KeyboardInterrupt:  # in the middle of a pass: the text so far stays
-            self._close(self._text, answered=bool(self._text))
+        except Exception:
+            self.failed = True
+            self._settle()
             raise
-        except BaseException:
-            self._close("", answered=False)
+        except BaseException:  # Ctrl-C in the middle of a pass: the answer so far stays
+            self._settle()
             raise
-        self._text += piece
-        return piece
 
-    def _close(self, text: str, *, answered: bool) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _settle(self) -> None:
         if not self.finished:
-            self.finished = True
-            self._conversation._finish(self._question, text, answered=answered)
+            self._conversation._settle()
 
     def stop(self) -> None:
         """Ask the answer to end after the current cycle; safe from a signal handler or another thread."""
         self._stream.stop()
+
+    def close(self) -> None:
+        """End the answer, if it has not ended, and keep what was generated."""
+        self._stream.close()
+        self._settle()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is over, and a turn of the conversation unless it was empty or failed."""
+        return self._conversation._answer is not self
 
     @property
     def stopping(self) -> bool:
@@ -228,17 +261,48 @@ class Answer:
         self.drain()
         return self._stream.result
 
+    def ended(self) -> Result | None:
+        """End the generation; its result, or None if an exception ended it."""
+        self._stream.close()
+        try:
+            return self._stream.result
+        except StateError:
+            return None
 
-def _checked(saved: Any, held: int, path: str | Path) -> tuple[list[dict[str, str]], list[int | None], dict[str, Any]]:
-    """The parts of a saved conversation. Raises: SessionFileError when they are malformed."""
+
+@attrs.frozen(kw_only=True)
+class _Message:
+    role: str
+    content: str
+
+
+@attrs.frozen(kw_only=True)
+class _Saved:
+    """What ``Session.extra`` holds of a conversation."""
+
+    messages: tuple[_Message, ...]
+    ends: tuple[int | None, ...]  # of the turns
+    template: dict[str, Any]
+
+
+def _checked(saved: Any, held: int, path: str | Path) -> tuple[str | None, list[_Turn], dict[str, Any]]:
+    """System message, turns and template of a saved conversation. Raises: SessionFileError when they are malformed."""
     try:
-        messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in saved["messages"]]
-        ends = [None if end is None else int(end) for end in saved["ends"]]
-        template = dict(saved["template"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise SessionFileError(f"the saved conversation is broken: {type(error).__name__}", file=path) from error
-    turns = [message for message in messages if message["role"] != "system"]
-    alternate = [message["role"] for message in turns] == ["user", "assistant"] * len(ends)
-    if not alternate or len(messages) - len(turns) > 1 or any(end is not None and not 0 <= end <= held for end in ends):
+        talk = structure_options(saved, _Saved, _SAVED)
+        template = _variables(talk.template)
+    except SpecdecError as error:
+        raise SessionFileError(f"the saved conversation is broken: {error.message}", file=path) from error
+    messages = list(talk.messages)
+    system = messages.pop(0).content if messages and messages[0].role == "system" else None
+    alternate = [message.role for message in messages] == ["user", "assistant"] * len(talk.ends)
+    if not alternate or any(end is not None and not 0 <= end <= held for end in talk.ends):
         raise SessionFileError("the saved conversation does not fit its session", file=path)
-    return messages, ends, template
+    texts = [message.content for message in messages]
+    return system, [_Turn(*turn) for turn in zip(texts[::2], texts[1::2], talk.ends, strict=True)], template
+
+
+def _variables(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template. Raises: PromptError for one that the conversation itself gives."""
+    if taken := sorted({"self", "messages", "add_generation_prompt"} & template.keys()):
+        raise PromptError(f"the variable {taken[0]!r} of the chat template is the conversation's own")
+    return dict(template)

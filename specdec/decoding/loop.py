@@ -7,19 +7,22 @@ host processes the previous outcome.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from specdec.contract import CycleRecord, Deviation, DeviceDraft, Executor, Outcome
 from specdec.decoding.cycle import HostExecutor, LiveSequence
 from specdec.decoding.statistics import RunStats
+from specdec.registry import Guard, answers
 
 Cut = Callable[[tuple[int, ...]], int]
 """How many of a cycle's emitted tokens to keep: at least 1, and not all of them if generation ends within them."""
 
 
 class DecodingLoop:
-    """Runs the cycles of one generation.
+    """Runs the cycles of one generation. The sequence must be marked as ``changing`` from the first step to ``close``.
 
     Args:
         sequence: what is decoded.
@@ -64,8 +67,6 @@ class DecodingLoop:
 
         Raises: ContractError when the verifier breaks its contract, or the target's logits are not finite.
         """
-        sequence = self._sequence
-        sequence.intact = False
         executor = self._executor or self._open(room)
         if depth is not None:
             if not self._in_flight:
@@ -79,45 +80,42 @@ class DecodingLoop:
         """Wait for cycles in flight, keep their tokens, and leave the target's state as single passes would."""
         if self._executor is None:
             return
-        self._sequence.intact = False
         while self._in_flight:
             self._collect(self._executor)
         self._executor.close()
         self._executor = None
-        self._sequence.intact = True
 
     def _open(self, room: int) -> Executor:
         """The device's executor if target, drafter, verifier and settings allow it, else the host's."""
         sequence, device = self._sequence, None
         sampling = sequence.context.sampling
-        if sampling.logprobs is None and sequence.verifier.is_argmax(sampling):
+        if sampling.logprobs is None and sequence.verifying.call(
+            sequence.verifier, "is_argmax", sampling, check=answers.flag
+        ):
             draft = self._device_draft()
             if draft is not None:
-                device = sequence.target.device_executor(
-                    sequence.state, sequence.context, draft, stop_tokens=self._stop_tokens, limit=room
+                make = functools.partial(sequence.target.device_executor, stop_tokens=self._stop_tokens, limit=room)
+                owner = types.SimpleNamespace(device_executor=make)
+                device = sequence.running.call(
+                    owner, "device_executor", sequence.state, sequence.context, draft, check=answers.executor
                 )
         self._on_device = device is not None
-        self._executor = HostExecutor(sequence, self._stats) if device is None else device
+        self._executor = (
+            HostExecutor(sequence, self._stats) if device is None else _GuardedExecutor(device, sequence.running)
+        )
         return self._executor
 
     def _device_draft(self) -> DeviceDraft | None:
         """How the device would draft; a failed drafter drafts nothing."""
         sequence = self._sequence
-        draft: DeviceDraft | None = DeviceDraft(mtp=False)
-
-        def ask() -> None:
-            nonlocal draft
-            given: object = sequence.drafter.device_draft(sequence.context)
-            if given is not None and not isinstance(given, DeviceDraft):
-                raise TypeError(f"it returned {given!r:.60}, not a DeviceDraft or None")
-            draft = given
-
-        if sequence.speculating:
-            sequence.guard("device_draft", ask)
+        draft: DeviceDraft | None = sequence.ask(
+            "device_draft", sequence.context, check=answers.device_draft, otherwise=DeviceDraft(mtp=False)
+        )
         return draft
 
     def _submit(self, executor: Executor, depth: int) -> None:
-        self._sequence.context.cycle += 1
+        sequence = self._sequence
+        sequence.context.change("cycle", sequence.counts.cycle + len(self._in_flight) + 1)
         executor.submit(depth)
         self._in_flight.append(depth)
 
@@ -128,10 +126,9 @@ class DecodingLoop:
         depth = self._in_flight.pop(0)
         kept = self._cut(outcome.emitted) if outcome.emitted else 0
         decided = perf_counter()
-        sequence.tokens.extend(outcome.emitted[:kept])
         if outcome.emitted:  # else the cycle started after the end
+            sequence.extend(outcome.emitted[:kept], offered=len(outcome.drafted), accepted=outcome.accepted)
             executor.keep(kept)
-        sequence.intact = not self._in_flight
         began, self._since = self._since, perf_counter()
         record = CycleRecord(
             position=position,
@@ -147,14 +144,39 @@ class DecodingLoop:
         )
         if kept:
             self._stats.add(record, _deviation(outcome, kept))
-        if -1 in outcome.drafted and sequence.speculating:
+        if -1 in outcome.drafted and not sequence.failure:
             self._leave_device()
         return record
 
     def _leave_device(self) -> None:
         """Switch off drafting because the draft head's logits on the device are not finite."""
-        self._sequence.give_up("the drafter failed on the device: the draft head's logits are not finite")
+        drafting = self._sequence.drafting
+        drafting.fail(f"{drafting.guard} failed on the device: the draft head's logits are not finite")
         self.close()
+
+
+class _GuardedExecutor(Executor):
+    """A device's executor behind the target's guard. On the host every part has its own."""
+
+    def __init__(self, inner: Executor, guard: Guard) -> None:
+        check = answers.an(Outcome)
+        self._submit = guard.bind("submit", lambda depth: inner.submit(depth))
+        self._collect = guard.bind("collect", lambda: check(inner.collect()))
+        self._keep = guard.bind("keep", lambda tokens: inner.keep(tokens))
+        self._close = guard.bind("close", lambda: inner.close())
+
+    def submit(self, depth: int) -> None:
+        self._submit(depth)
+
+    def collect(self) -> Outcome:
+        outcome: Outcome = self._collect()
+        return outcome
+
+    def keep(self, tokens: int) -> None:
+        self._keep(tokens)
+
+    def close(self) -> None:
+        self._close()
 
 
 def _deviation(outcome: Outcome, kept: int) -> Deviation:
@@ -164,4 +186,5 @@ def _deviation(outcome: Outcome, kept: int) -> Deviation:
 
 def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> CycleRecord:
     """Run a single cycle on the host."""
-    return DecodingLoop(sequence, cut, stats, executor=HostExecutor(sequence, stats)).step(depth, depth + 1)
+    with sequence.changing():
+        return DecodingLoop(sequence, cut, stats, executor=HostExecutor(sequence, stats)).step(depth, depth + 1)

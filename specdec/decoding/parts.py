@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self, TypeAlias
 
 import attrs
 
-from specdec.config import Choice, RunConfig, structure_choice
+from specdec.checking import Before, Mismatch, checked
+from specdec.config import Choice, RunConfig
 from specdec.contract import (
     DepthPolicy,
     DepthPolicySpec,
@@ -22,9 +23,23 @@ from specdec.contract import (
     State,
     Verifier,
 )
-from specdec.errors import PromptError
-from specdec.registry import registry
+from specdec.errors import ConfigError, PromptError, shown, typed
+from specdec.registry import Guard, answers, registry
 from specdec.text import Tokenizer
+
+
+def _one_prompt(value: object) -> None:
+    if isinstance(value, str):
+        return
+    if isinstance(value, Sequence) and value and not isinstance(value, bytes | bytearray | memoryview):
+        if isinstance(value[0], Mapping):
+            raise Mismatch("text or token ids", value, "lm.chat(messages) for a conversation")
+        if isinstance(value[0], str | Sequence):
+            raise Mismatch("one prompt", value, "a loop over the prompts: one generation runs at a time")
+
+
+Prompt: TypeAlias = Annotated[str | Sequence[int], Before(_one_prompt)]
+"""A prompt: text or token ids."""
 
 
 @attrs.frozen(kw_only=True)
@@ -37,10 +52,14 @@ class _Part:
 
     def prepared(self, env: PrepareEnv) -> Self:
         """Run the spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
-        prepare = self.spec.prepare
-        if prepare is None:
+        if self.spec.prepare is None:
             return self
-        return attrs.evolve(self, shared=registry().build(self.spec, lambda: prepare(self.config, env)))
+
+        def checked(shared: Any) -> Any:
+            answers.sentences(env.notices)
+            return shared
+
+        return attrs.evolve(self, shared=registry().call(self.spec, "prepare", self.config, env, check=checked))
 
 
 @attrs.frozen(kw_only=True)
@@ -53,17 +72,17 @@ class DrafterPart(_Part):
     def of(cls, choice: Choice) -> DrafterPart:
         """The drafter that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
         spec = registry().drafter(choice.name, asked_by=_asked_by(choice, "drafter"))
-        return cls(spec=spec, config=structure_choice(choice, spec.config, "drafter"))
+        return cls(spec=spec, config=registry().options(spec, choice, "drafter"))
 
     @property
     def needs(self) -> Needs:
         """What the drafter needs from its target; known after ``prepared``."""
-        return self.spec.needs_of(self.config, self.shared)
+        return registry().needs_of(self.spec, self.config, self.shared)
 
     def make(self, target: ForwardPass, state: State, saved: DrafterSnapshot | None = None) -> Drafter:
         """A drafter for the sequence with ``state``. Raises: PluginError when its factory fails."""
         env = DrafterEnv(target=target, state=state, shared=self.shared, saved=saved)
-        made: Drafter = registry().build(self.spec, lambda: self.spec.factory(self.config, env), Drafter)
+        made: Drafter = registry().call(self.spec, "factory", self.config, env, check=answers.an(Drafter))
         return made
 
 
@@ -77,21 +96,27 @@ class DepthPart(_Part):
     def of(cls, choice: Choice) -> DepthPart:
         """The policy that ``choice`` names, not prepared yet. Raises: ConfigError, UnknownNameError, PluginError."""
         spec = registry().depth_policy(choice.name, asked_by=_asked_by(choice, "depth"))
-        return cls(spec=spec, config=structure_choice(choice, spec.config, "depth"))
+        return cls(spec=spec, config=registry().options(spec, choice, "depth"))
 
     def make(self) -> DepthPolicy:
         """A policy for one generation. Raises: PluginError when its factory fails."""
         arguments = (self.config,) if self.spec.prepare is None else (self.config, self.shared)
-        made: DepthPolicy = registry().build(self.spec, lambda: self.spec.factory(*arguments), DepthPolicy)
+        made: DepthPolicy = registry().call(self.spec, "factory", *arguments, check=answers.an(DepthPolicy))
         return made
 
 
 def make_verifier(choice: Choice) -> Verifier:
     """The verifier that ``choice`` names. Raises: ConfigError, UnknownNameError, PluginError."""
     spec = registry().verifier(choice.name, asked_by=_asked_by(choice, "verifier"))
-    config: object = structure_choice(choice, spec.config, "verifier")
-    made: Verifier = registry().build(spec, lambda: spec.factory(config), Verifier)
+    made: Verifier = registry().call(
+        spec, "factory", registry().options(spec, choice, "verifier"), check=answers.verifier
+    )
     return made
+
+
+def target_guard(target: ForwardPass) -> Guard:
+    """A guard of calls into a target, for one sequence."""
+    return Guard("target", target.info.family, target.info.backend)
 
 
 def _asked_by(choice: Choice, table: str) -> str:
@@ -130,12 +155,22 @@ class Parts:
         asked = self.config.target.capacity
         return self.info.max_positions if asked is None else min(asked, self.info.max_positions)
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+    @checked(PromptError)
+    def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises: PromptError when it is empty or has ids outside the vocabulary."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not tokens:
             raise PromptError("the prompt is empty", try_="at least one character, or one token id")
         for token in tokens:
-            if type(token) is not int or not 0 <= token < self.info.vocab_size:
-                raise PromptError(f"token id {token!r} is outside the vocabulary (0 to {self.info.vocab_size - 1})")
+            if not 0 <= token < self.info.vocab_size:
+                raise PromptError(
+                    f"token id {shown(token)} is outside the vocabulary (0 to {self.info.vocab_size - 1})"
+                )
         return tokens
+
+
+def language_model(lm: Parts, who: str) -> Parts:
+    """``lm``, which ``who`` works with. Raises: ConfigError if it is something else."""
+    if not isinstance(lm, Parts):
+        raise ConfigError(f"{who} takes a language model, got {typed(lm)}", try_="specdec.load(...), and its methods")
+    return lm

@@ -8,7 +8,9 @@ import attrs
 
 from specdec.config import GenerationConfig, RunConfig
 from specdec.contract import Deviation
+from specdec.decoding.notebook import html_table
 from specdec.decoding.statistics import RunStats
+from specdec.errors import shown
 
 
 @attrs.frozen
@@ -40,6 +42,23 @@ class Result:
     prompt: list[int] = attrs.field(factory=list)  # all token ids before ``tokens``, earlier turns included
     generation: GenerationConfig = attrs.field(factory=GenerationConfig)  # the settings in force
     fingerprint: str = ""  # of the model
+    device: str = ""  # what it ran on, such as "cpu (x86_64, avx2, 2 threads)"
+    weights: str = ""  # formats that its matrices are computed in
+
+    def _facts(self) -> list[tuple[str, str]]:
+        made = len(self.tokens)
+        return [
+            ("tokens", f"{made} after a prompt of {self.prompt_tokens}, ended by {self.finish_reason!r}"),
+            ("guarantee", f"{self.guarantee}, with {self.parity} parity"),
+            *self.stats.facts(),
+            *(("notice", notice) for notice in self.notices),
+        ]
+
+    def __repr__(self) -> str:
+        return f"<Result {shown(self.text, 60)}, {', '.join(f'{label}: {value}' for label, value in self._facts())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._facts(), self.text)
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``generate --json`` prints."""
@@ -56,5 +75,7 @@ class Result:
             "prompt": list(self.prompt),
             "generation": RunConfig(generation=self.generation).to_dict()["generation"],
             "fingerprint": self.fingerprint,
+            "device": self.device,
+            "weights": self.weights,
             "logprobs": None if self.logprobs is None else [attrs.asdict(entry) for entry in self.logprobs],
         }

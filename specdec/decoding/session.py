@@ -2,56 +2,95 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
 import attrs
 
+from specdec.checking import checked
+from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.parts import Parts
+from specdec.decoding.cycle import Counts, LiveSequence
+from specdec.decoding.one_thread import OneThread
+from specdec.decoding.parts import Parts, Prompt, language_model, target_guard
 from specdec.decoding.result import Result
-from specdec.decoding.session_file import SavedSession, read_session, write_session
+from specdec.decoding.session_file import (
+    SavedSession,
+    check_drafter,
+    json_copy,
+    read_session,
+    restore_state,
+    write_session,
+)
 from specdec.decoding.settings import override_generation
 from specdec.decoding.stream import Stream
-from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.errors import PromptError, SessionFileError, StateError, shown
+from specdec.registry import answers
 from specdec.text import common_prefix
 
 
 class Session:
     """A sequence of tokens, and the states that hold all but the last of them.
 
-    Not thread-safe, except for ``Stream.stop``.
+    An exception may interrupt any call, KeyboardInterrupt at any step of it. The tokens are then those from before the
+    call or from after it (for a generation: with the cycles that it committed), and the next call builds the states
+    from them again. The next call also ends a stream that was not read to its end.
+
+    Not thread-safe, except for ``Stream.stop``: a second thread gets a StateError.
+
+    As a context manager it ends a running generation when the block is left; the tokens stay.
 
     Attributes:
-        stats: acceptance counters over all generations of the session; saved and loaded with it.
         extra: a program's own JSON data; saved, loaded and forked with the tokens.
     """
 
     def __init__(self, lm: Parts) -> None:
-        self._lm = lm
-        self._running: weakref.ref[Stream] | None = None  # an abandoned stream ends itself
+        """Raises: ConfigError if ``lm`` is no language model."""
+        self._lm = language_model(lm, "a session")
+        self._alone = OneThread()
+        self._stream: Stream | None = None  # the last one, until a later call has ended it
         self._sequence = self._new_sequence([])
-        self.stats = Stats()
         self.extra: dict[str, Any] = {}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def __repr__(self) -> str:
+        held = len(self._sequence.tokens)
+        return f"<Session: {held} token{'' if held == 1 else 's'} of {self._lm.capacity}>"
+
     def _new_sequence(
-        self, tokens: list[int], state: State | None = None, saved: DrafterSnapshot | None = None
+        self,
+        tokens: list[int],
+        counts: Counts | None = None,
+        *,
+        state: State | None = None,
+        saved: DrafterSnapshot | None = None,
+        failure: str = "",
     ) -> LiveSequence:
+        """A sequence with a new drafter, and a new state unless one is given."""
         lm = self._lm
-        state = state if state is not None else lm.target.new_state(lm.capacity, lm.drafter.needs)
-        return LiveSequence(
+        if state is None:
+            check = functools.partial(answers.state, expected=0)
+            state = target_guard(lm.target).call(lm.target, "new_state", lm.capacity, lm.drafter.needs, check=check)
+        sequence = LiveSequence(
             target=lm.target,
             state=state,
             drafter=lm.drafter.make(lm.target, state, saved),
             verifier=lm.verifier,
             tokens=tokens,
             context=Context(tokens, draft_noise=lm.verifier.draft_noise),
+            counts=counts if counts is not None else Counts(),
         )
+        sequence.drafting.failure = failure
+        return sequence
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -63,20 +102,29 @@ class Session:
         """The committed tokens as text, without special tokens."""
         return self._lm.tokenizer.decode(self._sequence.tokens)
 
-    def feed(self, prompt: str | Sequence[int]) -> int:
+    @property
+    def stats(self) -> Stats:
+        """Acceptance counters over all generations of the session; saved and loaded with it."""
+        return self._sequence.counts.stats
+
+    @checked(PromptError)
+    def feed(self, prompt: Prompt) -> int:
         """Append a prompt; it runs through the model when generation starts. Returns the number of tokens added.
 
         Raises: PromptError for an empty prompt, a token id outside the vocabulary, or more tokens than fit.
         """
-        self._must_be_idle()
-        if (
-            isinstance(prompt, str) and self._sequence.tokens
-        ):  # a tokenizer's special tokens belong at the beginning only
+        with self._in_use() as sequence:
+            added = self._encoded(prompt, sequence)
+            sequence.tokens.extend(added)
+        return len(added)
+
+    def _encoded(self, prompt: str | Sequence[int], sequence: LiveSequence) -> list[int]:
+        """The tokens of a prompt that continues ``sequence``; raises as ``feed``."""
+        if isinstance(prompt, str) and sequence.tokens:  # a tokenizer's special tokens belong at the beginning only
             prompt = self._lm.tokenizer.encode(prompt, add_special=False)
         added = self._lm.encode(prompt)
-        self._check_fits(len(self._sequence.tokens) + len(added))
-        self._sequence.tokens.extend(added)
-        return len(added)
+        self._check_fits(len(sequence.tokens) + len(added))
+        return added
 
     def _check_fits(self, total: int) -> None:
         capacity = self._lm.capacity
@@ -87,157 +135,158 @@ class Session:
                 try_=f"a prompt of at most {capacity - 1} tokens",
             )
 
+    @checked(StateError)
     def rewind(self, length: int) -> None:
         """Forget all but the first ``length`` tokens.
 
         Raises: StateError when ``length`` is negative or above the number of tokens.
         """
-        self._must_be_idle()
-        if not 0 <= length <= len(self._sequence.tokens):
-            raise StateError(f"rewind takes 0 to {len(self._sequence.tokens)} tokens, got {length}")
-        self._repair()
-        sequence, held = self._sequence, max(length - 1, 0)
-        sequence.intact = False
-        del sequence.tokens[length:]
-        if sequence.state.length > held:
-            reached = sequence.target.rewind(sequence.state, held)
-            sequence.guard("rewind", lambda: sequence.drafter.rewind(reached))
-        sequence.intact = True
+        with self._in_use() as sequence:
+            if not 0 <= length <= len(sequence.tokens):
+                raise StateError(f"rewind takes 0 to {len(sequence.tokens)} tokens, got {shown(length)}")
+            self._replace(sequence, length, [])
 
-    def set_prompt(self, prompt: str | Sequence[int]) -> int:
+    @checked(PromptError)
+    def set_prompt(self, prompt: Prompt) -> int:
         """Make ``prompt`` the whole content, keeping what it shares with the session; returns the tokens kept.
 
         A prompt that extends the session's tokens runs only its new part, through the MTP head too.
         Raises: PromptError as ``feed`` does; the session is then unchanged.
         """
-        self._must_be_idle()
-        wanted = self._lm.encode(prompt)
-        self._check_fits(len(wanted))
-        shared = common_prefix(self._sequence.tokens, wanted)
-        self.rewind(shared)
-        self._sequence.tokens.extend(wanted[shared:])
+        with self._in_use() as sequence:
+            wanted = self._lm.encode(prompt)
+            self._check_fits(len(wanted))
+            shared = common_prefix(sequence.tokens, wanted)
+            self._replace(sequence, shared, wanted[shared:])
         return shared
 
+    @staticmethod
+    def _replace(sequence: LiveSequence, kept: int, rest: list[int]) -> None:
+        """Let ``rest`` follow the first ``kept`` tokens."""
+        held = max(kept - 1, 0)
+        with sequence.changing():
+            sequence.tokens[kept:] = rest
+            if sequence.state.length > held:
+                state = sequence.state
+                check = functools.partial(answers.rewound, asked=held, state=state)
+                reached = sequence.running.call(sequence.target, "rewind", state, held, check=check)
+                sequence.ask("rewind", reached)
+
     def fork(self) -> Session:
-        """An independent session with the same tokens and states."""
-        self._must_be_idle()
-        other = Session(self._lm)
-        state = self._restored(self._snapshot())
-        other._adopt(list(self._sequence.tokens), state, self._sequence.context.cycle, self._drafter_snapshot())
-        other.stats = copy.deepcopy(self.stats)
-        other.extra = copy.deepcopy(self.extra)
+        """An independent session with the same tokens and states.
+
+        Raises: SessionFileError when ``extra`` is not JSON data.
+        """
+        with self._in_use() as sequence:
+            snapshot, saved = self._snapshot(sequence)
+            other, extra = Session(self._lm), json_copy(self.extra)
+            other._sequence = self._new_sequence(
+                list(sequence.tokens), sequence.counts, state=self._restored(snapshot), saved=saved
+            )
+            other.extra = extra
         return other
 
+    @checked(SessionFileError)
     def save(self, path: str | Path) -> None:
         """Write tokens, states and counters to a file (safetensors with a JSON header), replacing it atomically.
 
-        Raises: SessionFileError when it cannot be written; an existing file is then unchanged.
+        Raises: SessionFileError when it cannot be written, or ``extra`` is not JSON data; an existing file is
+            then unchanged.
         """
-        self._must_be_idle()
-        snapshot = self._snapshot()
-        saved = SavedSession(
-            tokens=tuple(self._sequence.tokens),
-            cycle=self._sequence.context.cycle,
-            stats=self.stats,
-            snapshot=snapshot,
-            drafter=self._lm.drafter.spec.name,
-            drafter_snapshot=self._drafter_snapshot(),
-            extra=self.extra,
-        )
-        write_session(Path(path), saved, self._lm.target)
+        with self._in_use() as sequence:
+            snapshot, drafter_snapshot = self._snapshot(sequence)
+            saved = SavedSession(
+                tokens=tuple(sequence.tokens),
+                cycle=sequence.counts.cycle,
+                stats=self.stats,
+                snapshot=snapshot,
+                drafter=self._lm.drafter.spec.name,
+                drafter_snapshot=drafter_snapshot,
+                extra=self.extra,
+            )
+            write_session(Path(path), saved, self._lm.target)
 
+    @checked(SessionFileError)
     def load(self, path: str | Path) -> None:
         """Replace this session with a saved one. Raises: SessionFileError with the reason; it is then unchanged."""
-        self._must_be_idle()
-        saved = read_session(Path(path), self._lm.target)
-        if len(saved.tokens) > self._lm.capacity:
-            raise SessionFileError(
-                f"the saved session has {len(saved.tokens)} tokens, this one holds {self._lm.capacity}", file=path
+        path, lm = Path(path), self._lm
+        with self._in_use():
+            saved = read_session(path, lm.target)
+            state = restore_state(saved, lm.target, lm.capacity, lm.drafter.needs, path)
+            # another drafter builds its state again
+            ours = saved.drafter_snapshot if saved.drafter == lm.drafter.spec.name else None
+            sequence = self._new_sequence(
+                list(saved.tokens), Counts(cycle=saved.cycle, stats=saved.stats), state=state, saved=ours
             )
-        try:
-            state = self._restored(saved.snapshot)
-        except Exception as error:  # the arrays do not match the header; backends raise different errors
-            raise SessionFileError(
-                f"the saved state does not fit this model: {type(error).__name__}: {error}", file=path
-            ) from error
-        ours = saved.drafter == self._lm.drafter.spec.name  # another drafter builds its state again
-        self._adopt(list(saved.tokens), state, saved.cycle, saved.drafter_snapshot if ours else None)
-        self.stats, self.extra = saved.stats, saved.extra
+            if ours is not None:
+                check_drafter(ours, self._drafter_snapshot(sequence), saved.drafter, path)
+            self.__dict__.update(_sequence=sequence, extra=saved.extra)  # one step: all of it, or nothing
 
     def _restored(self, snapshot: Snapshot) -> State:
         lm = self._lm
-        return lm.target.restore(attrs.evolve(snapshot, capacity=lm.capacity), lm.drafter.needs)
+        snapshot = attrs.evolve(snapshot, capacity=lm.capacity)
+        check = functools.partial(answers.state, expected=snapshot.length)
+        state: State = target_guard(lm.target).call(lm.target, "restore", snapshot, lm.drafter.needs, check=check)
+        return state
 
-    def _snapshot(self) -> Snapshot:
-        self._repair()
-        return self._sequence.target.snapshot(self._sequence.state)
+    def _snapshot(self, sequence: LiveSequence) -> tuple[Snapshot, DrafterSnapshot | None]:
+        """The state and the drafter's own. Feeds waiting MTP pairs."""
+        with sequence.changing():
+            check = functools.partial(answers.taken, state=sequence.state)
+            taken: Snapshot = sequence.running.call(sequence.target, "snapshot", sequence.state, check=check)
+            return taken, self._drafter_snapshot(sequence)
 
-    def _drafter_snapshot(self) -> DrafterSnapshot | None:
+    @staticmethod
+    def _drafter_snapshot(sequence: LiveSequence) -> DrafterSnapshot | None:
         """The drafter's own state, if it works and has one."""
-        sequence, kept = self._sequence, list[DrafterSnapshot | None]()
-        if sequence.speculating:
-            sequence.guard("snapshot", lambda: kept.append(sequence.drafter.snapshot(sequence.context)))
-        return kept[0] if kept else None
+        saved: DrafterSnapshot | None = sequence.ask("snapshot", sequence.context, check=answers.snapshot)
+        return saved
 
-    def _adopt(self, tokens: list[int], state: State, cycle: int, saved: DrafterSnapshot | None = None) -> None:
-        """Adopt a restored state and its tokens; a new drafter starts from that state."""
-        sequence = self._new_sequence(tokens, state, saved)
-        sequence.context.cycle = cycle
-        self._sequence = sequence
-
-    def stream(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Stream:
+    @checked(PromptError)
+    def stream(self, prompt: Prompt | None = None, **settings: Unpack[GenerationSettings]) -> Stream:
         """Feed ``prompt`` (if any) and generate; iterate over the result for text.
 
         Args:
-            prompt: text or token ids to append first.
+            prompt: text or token ids to append first; ids are a sequence or a 1-d array of integers.
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
                 ...); the configuration's value if omitted or None.
 
         Raises: PromptError for an unusable prompt or setting; the session is then unchanged.
         """
-        self._must_be_idle()
-        generation = override_generation(self._lm.config.generation, settings)
-        before = len(self._sequence.tokens)
-        if prompt is not None:
-            self.feed(prompt)
-        if not self._sequence.tokens:
-            raise PromptError("there is nothing to continue: the prompt is empty", try_="feed a prompt first")
-        try:
-            self._repair()
-            stream = Stream(self._lm, self._sequence, generation, self.stats)
-        except BaseException:
-            del self._sequence.tokens[before:]  # no state has seen them yet
-            raise
-        self._running = weakref.ref(stream)
+        with self._in_use() as sequence:
+            generation = override_generation(self._lm.config.generation, settings)
+            added = [] if prompt is None else self._encoded(prompt, sequence)
+            begin = [*sequence.tokens, *added]
+            if not begin:
+                raise PromptError("there is nothing to continue: the prompt is empty", try_="feed a prompt first")
+            stream = Stream(self._lm, sequence, generation, begin, self._alone)
+            sequence.tokens.extend(added)
+            self._stream = stream
         return stream
 
-    def generate(self, prompt: str | Sequence[int] | None = None, **settings: Any) -> Result:
+    @checked(PromptError)
+    def generate(self, prompt: Prompt | None = None, **settings: Unpack[GenerationSettings]) -> Result:
         """Run ``stream`` to the end and return its result. Takes the same arguments."""
         return self.stream(prompt, **settings).result
-
-    # --- internals -------------------------------------------------------------------------------------------------
-
-    def _must_be_idle(self) -> None:
-        if self._is_running():
-            gc.collect()  # an abandoned stream and its generator refer to each other
-        if self._is_running():
-            raise StateError(
-                "a generation of this session is still running", try_="stream.stop(), or read its result first"
-            )
-
-    def _repair(self) -> None:
-        """Rebuild the state from the tokens if a step was interrupted."""
-        if not self._sequence.intact:
-            cycle = self._sequence.context.cycle  # noise keys must not repeat
-            self._adopt(
-                self._sequence.tokens, self._lm.target.new_state(self._lm.capacity, self._lm.drafter.needs), cycle
-            )
 
     @property
     def sequence(self) -> LiveSequence:
         """The sequence being decoded, for tools that run single cycles themselves."""
         return self._sequence
 
-    def _is_running(self) -> bool:
-        stream = None if self._running is None else self._running()
-        return stream is not None and not stream.over()
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[LiveSequence]:
+        """What every call begins with: no other thread, no running stream, and states that are those of the tokens.
+
+        Raises: StateError from within a cycle, or when another thread is using the session.
+        """
+        if self._stream is not None:
+            self._stream.check_idle()
+        with self._alone:
+            if self._stream is not None:
+                self._stream.end()
+                self._stream = None
+            held = self._sequence
+            if not held.intact:
+                self._sequence = self._new_sequence(list(held.tokens), held.counts, failure=held.failure)
+            yield self._sequence

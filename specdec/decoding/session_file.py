@@ -1,14 +1,15 @@
-"""A saved session: one safetensors file whose header carries a JSON description.
+"""A saved session: one safetensors file whose header carries a JSON description and a checksum.
 
 A file is written under a temporary name and renamed, so a crash leaves the old file or the new one, never half of one.
-A file is checked completely before anything in a running session changes.
+A file is checked completely before anything in a running session changes. The checksum finds damage. What is left is
+compared with what the model makes of it, so that an array of another name, shape or dtype is never adapted in silence.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import tempfile
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,20 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
-from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Snapshot, Stats
-from specdec.errors import SessionFileError
+from specdec.config import FieldError, between, structure_options
+from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Needs, Snapshot, State, Stats
+from specdec.decoding.parts import target_guard
+from specdec.errors import ConfigError, SessionFileError, SpecdecError, shown
+from specdec.files.keeping import replacing
+from specdec.files.reading import leaves, open_file, parse_json
+from specdec.registry import answers
 
-FORMAT = 1
-_KEY = "specdec.session"
-_TOKENS = "tokens"
+FORMAT = 2
+_KEY, _CHECKSUM = "specdec.session", "specdec.checksum"
+_TOKENS, _STATE, _DRAFTER = "tokens", "state.", "drafter."  # an array's name, and how those of a part begin
+_MOST = 2**53  # of a counter: every JSON reader has these integers exactly
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 @attrs.frozen(kw_only=True)
@@ -33,147 +42,321 @@ class SavedSession:
     tokens: tuple[int, ...]
     cycle: int
     stats: Stats
-    snapshot: Snapshot
+    snapshot: Snapshot  # of the backend's arrays when it is written, of torch tensors in host memory when it was read
     drafter: str = ""  # the name of the drafter that ``drafter_snapshot`` belongs to
     drafter_snapshot: DrafterSnapshot | None = None
     extra: dict[str, Any] = attrs.field(factory=dict)  # ``Session.extra``
 
 
-def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
-    """Write ``saved``, a state of ``target``, to ``path`` atomically.
+# --- the description -------------------------------------------------------------------------------------------------
 
-    Raises: SessionFileError when it cannot be written.
-    """
-    described = {
-        "format": FORMAT,
-        "model": _identity(target.info),
-        "cycle": saved.cycle,
-        "stats": attrs.asdict(saved.stats),
-        "length": saved.snapshot.length,
-        "capacity": saved.snapshot.capacity,
-        "meta": dict(saved.snapshot.meta),
-        "arrays": sorted(saved.snapshot.arrays),
-        "extra": saved.extra,
-    }
-    own = saved.drafter_snapshot
-    if own is not None:
-        described["drafter"] = {"name": saved.drafter, "meta": dict(own.meta), "arrays": sorted(own.arrays)}
-    tensors = {f"state.{name}": torch.as_tensor(target.to_host(array)) for name, array in saved.snapshot.arrays.items()}
-    if own is not None:
-        tensors |= {f"drafter.{name}": torch.as_tensor(array) for name, array in own.arrays.items()}
-    tensors[_TOKENS] = torch.tensor(saved.tokens, dtype=torch.int64)
-    temporary = ""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {_KEY: json.dumps(described)}
+
+def _whole_numbers(owner: object, field: attrs.Attribute[Any], value: Any) -> None:
+    for number in value.values() if isinstance(value, Mapping) else value:
+        if isinstance(number, int) and not -_MOST <= number <= _MOST:
+            raise FieldError(owner, field.name, f"integers up to {_MOST}", number)
+
+
+@attrs.frozen(kw_only=True)
+class _Counters:
+    cycles: int = attrs.field(validator=between(0, _MOST))
+    tokens: int = attrs.field(validator=between(0, _MOST))
+    offered: tuple[int, ...] = attrs.field(validator=_whole_numbers)
+    reached: tuple[int, ...] = attrs.field(validator=_whole_numbers)
+    accepted: tuple[int, ...] = attrs.field(validator=_whole_numbers)
+
+    def __attrs_post_init__(self) -> None:
+        positions = {len(self.offered), len(self.reached), len(self.accepted)}
+        rows = zip(self.accepted, self.reached, self.offered, strict=len(positions) == 1)
+        if len(positions) > 1 or not all(0 <= accepted <= reached <= offered for accepted, reached, offered in rows):
+            raise ConfigError("offered, reached and accepted do not belong together")
+
+    def stats(self) -> Stats:
+        return Stats(
+            cycles=self.cycles,
+            tokens=self.tokens,
+            offered=list(self.offered),
+            reached=list(self.reached),
+            accepted=list(self.accepted),
         )
-        _flush(temporary)  # data must reach the disk before the rename: a power cut leaves the old file or the new one
-        os.replace(temporary, path)
-    except (OSError, safetensors.SafetensorError) as error:  # the latter for a full disk
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise SessionFileError(f"the session could not be written: {reason or error}", file=path) from error
-    finally:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
 
 
-def _flush(file: str) -> None:
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+@attrs.frozen(kw_only=True)
+class _Drafter:
+    name: str
+    meta: dict[str, int | str] = attrs.field(validator=_whole_numbers)
 
 
-def read_session(path: Path, target: ForwardPass) -> SavedSession:
-    """Read and check a saved session. Raises: SessionFileError with the reason when the file cannot be used."""
-    if not path.is_file():
-        raise SessionFileError("there is no such session file", file=path)
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            described = _described(file.metadata(), path)
-            _check(described, target.info, path)
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise SessionFileError(f"this is not a complete session file: {error}", file=path) from error
-    except RecursionError as error:
-        raise SessionFileError("the session file's description is nested too deeply", file=path) from error
-    try:
-        saved = _assemble(described, tensors, target)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SessionFileError(
-            f"the session file's description is broken: {type(error).__name__}: {error}", file=path
-        ) from error
-    # the state holds all tokens but the last, or fewer if some were fed and nothing was generated yet
-    fits = 0 <= saved.snapshot.length <= max(len(saved.tokens) - 1, 0) and saved.cycle >= 0
-    if not fits or any(not 0 <= token < target.info.vocab_size for token in saved.tokens):
-        raise SessionFileError("the session file's tokens do not fit its state", file=path)
-    return saved
-
-
-def _assemble(described: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: ForwardPass) -> SavedSession:
-    """The session from a file's parts. Raises: KeyError, TypeError or ValueError when one is missing or malformed."""
-    counters = described["stats"]
-    stats = Stats(
-        cycles=int(counters["cycles"]),
-        tokens=int(counters["tokens"]),
-        **{name: [int(value) for value in counters[name]] for name in ("offered", "reached", "accepted")},
-    )
-    snapshot = Snapshot(
-        int(described["length"]),
-        int(described["capacity"]),
-        {name: target.from_host(tensors[f"state.{name}"]) for name in described["arrays"]},
-        {name: int(value) for name, value in described["meta"].items()},
-    )
-    tokens = tensors[_TOKENS]
-    if tokens.dtype != torch.int64 or tokens.dim() != 1:
-        raise ValueError(f"the tokens are {tokens.dtype} of {tokens.dim()} dimensions")
-    drafter, own = "", None
-    if (held := described.get("drafter")) is not None:
-        drafter = str(held["name"])
-        meta = {name: value if isinstance(value, str) else int(value) for name, value in held["meta"].items()}
-        own = DrafterSnapshot({name: tensors[f"drafter.{name}"] for name in held["arrays"]}, meta)
-    return SavedSession(
-        tokens=tuple(tokens.tolist()),
-        cycle=int(described["cycle"]),
-        stats=stats,
-        snapshot=snapshot,
-        drafter=drafter,
-        drafter_snapshot=own,
-        extra=dict(described.get("extra", {})),
-    )
-
-
-def _described(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
-    if not metadata or _KEY not in metadata:
-        raise SessionFileError("this safetensors file is not a saved session", file=path)
-    described = json.loads(metadata[_KEY])
-    if not isinstance(described, dict) or not isinstance(described.get("format"), int):
-        raise SessionFileError("the session file's description is broken: it has no format", file=path)
-    version = described["format"]
-    if version != FORMAT:
-        raise SessionFileError(
-            f"the session file has format {version}, this version reads {FORMAT}",
-            file=path,
-            try_="a newer specdec" if version > FORMAT else "saving the session again",
-        )
-    return described
+@attrs.frozen(kw_only=True)
+class _Description:
+    format: int
+    model: dict[str, str]
+    cycle: int = attrs.field(validator=between(0, _MOST))
+    length: int = attrs.field(validator=between(0, _MOST))
+    stats: _Counters
+    meta: dict[str, int] = attrs.field(validator=_whole_numbers)
+    extra: dict[str, Any]
+    drafter: _Drafter | None = None
 
 
 def _identity(info: ModelInfo) -> dict[str, str]:
     return {"fingerprint": info.fingerprint, "family": info.family, "backend": info.backend, "dtype": info.dtype}
 
 
-def _check(described: Mapping[str, Any], info: ModelInfo, path: Path) -> None:
-    """Refuse a state of other weights, or one laid out by another backend or dtype."""
-    model = described.get("model")
-    for key, ours in _identity(info).items():
-        theirs = model.get(key) if isinstance(model, Mapping) else None
-        if theirs != ours:
+def _checksum(described: str, tensors: Tensors) -> str:
+    """Of the description and of every array with its name, dtype and shape. Source: FIPS 180-4 (SHA-256)."""
+    digest = hashlib.sha256(described.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(_bytes(tensor).numpy().data)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():  # strides of nothing may be anything, which ``view`` refuses
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_session(path: Path, saved: SavedSession, target: ForwardPass) -> None:
+    """Write ``saved``, a state of ``target``, to ``path`` atomically, readable by this user alone.
+
+    Raises: SessionFileError when it cannot be written, or ``saved.extra`` is not JSON data.
+    """
+    own = saved.drafter_snapshot
+    described = {
+        "format": FORMAT,
+        "model": _identity(target.info),
+        "cycle": saved.cycle,
+        "length": saved.snapshot.length,
+        "stats": attrs.asdict(saved.stats),
+        "meta": dict(saved.snapshot.meta),
+        "extra": json_copy(saved.extra),
+        **({} if own is None else {"drafter": {"name": saved.drafter, "meta": dict(own.meta)}}),
+    }
+    text = json.dumps(described)
+    tensors = {_TOKENS: torch.tensor(saved.tokens, dtype=torch.int64)}
+    tensors |= {f"{_STATE}{name}": array for name, array in _on_host(saved.snapshot.arrays, target).items()}
+    if own is not None:
+        tensors |= {f"{_DRAFTER}{name}": array for name, array in _on_host(own.arrays).items()}
+    metadata = {_KEY: text, _CHECKSUM: _checksum(text, tensors)}
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(f"{'a folder' if path.is_dir() else 'something that is not a file'} has this name")
+        with replacing(path, mode=0o600) as new:
+            save_file(tensors, new, metadata)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:  # the last for a full disk
+        raise SessionFileError(f"the session could not be written: {_reason(error)}", file=path) from error
+
+
+def json_copy(extra: object) -> dict[str, Any]:
+    """What a file gives back for ``Session.extra``. Raises: SessionFileError if that is something else."""
+    try:
+        kept = _parsed(json.dumps({"extra": extra}))["extra"]
+        if isinstance(kept, dict) and kept == extra:
+            return kept
+        reason = f"it would be read as {shown(kept)}"  # a tuple as a list, the key 1 as "1"
+    except Exception as error:  # noqa: BLE001 - of a program's own objects
+        reason = f"{type(error).__name__}: {error}"
+    raise SessionFileError(
+        f"the session's extra data is not JSON: {reason}",
+        try_="a dict of strings, finite numbers, booleans, None, lists, and dicts with string keys",
+    )
+
+
+def _on_host(arrays: Mapping[str, Any], target: ForwardPass | None = None) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.as_tensor(array if target is None else target.to_host(array)).contiguous()
+        for name, array in arrays.items()
+    }
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _parsed(text: str) -> Any:
+    """``parse_json``, without the numbers that Python adds to JSON. Raises: ValueError."""
+    value = parse_json(text)
+    for one in leaves(value):
+        if isinstance(one, float) and not math.isfinite(one):
+            raise ValueError(f"{one} is not JSON")
+    return value
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_session(path: Path, target: ForwardPass) -> SavedSession:
+    """Read and check a saved session. Raises: SessionFileError with the reason when the file cannot be used."""
+    try:
+        open_file(path).close()  # the library would wait for a pipe's writer
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()} if _KEY in metadata else {}
+    except OSError as error:
+        raise SessionFileError(f"the session file cannot be read: {_reason(error)}", file=path) from error
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise SessionFileError(f"this is not a complete session file: {error}", file=path) from error
+    if _KEY not in metadata:
+        raise SessionFileError("this safetensors file is not a saved session", file=path)
+    described = _described(metadata, tensors, path)
+    _check_model(described.model, target.info, path)
+    saved = _assembled(described, tensors, path)
+    # the state holds all tokens but the last, or fewer if some were fed and nothing was generated yet
+    if saved.snapshot.length > max(len(saved.tokens) - 1, 0):
+        raise SessionFileError(
+            f"the session file's state holds {saved.snapshot.length} of {len(saved.tokens)} tokens: one must be left",
+            file=path,
+        )
+    if any(not 0 <= token < target.info.vocab_size for token in saved.tokens):
+        raise SessionFileError("the session file has tokens outside the vocabulary", file=path)
+    return saved
+
+
+def _described(metadata: Mapping[str, str], tensors: Tensors, path: Path) -> _Description:
+    """The description of an undamaged file of this format."""
+    text, checksum = metadata[_KEY], metadata.get(_CHECKSUM)
+    try:
+        if checksum is not None and checksum != _checksum(text, tensors):
             raise SessionFileError(
-                f"the session was saved with another {'model' if key == 'fingerprint' else key}: "
-                f"{theirs!r}, this one has {ours!r}",
+                "the session file is damaged: its contents do not have the checksum that was written with them",
                 file=path,
             )
+        described = _parsed(text)
+        version = described.get("format") if isinstance(described, dict) else None
+        if type(version) is not int:
+            raise ValueError("it has no format")
+        if version != FORMAT:
+            raise SessionFileError(
+                f"the session file has format {version}, this version reads {FORMAT}",
+                file=path,
+                try_="a newer specdec" if version > FORMAT else "saving the session again",
+            )
+        if checksum is None:
+            raise SessionFileError("the session file is damaged: it has no checksum", file=path)
+        return structure_options(described, _Description)
+    except ConfigError as error:
+        reason = error.message
+    except ValueError as error:
+        reason = str(error)
+    raise SessionFileError(f"the session file's description is broken: {reason}", file=path)
+
+
+def _check_model(theirs: Mapping[str, str], info: ModelInfo, path: Path) -> None:
+    """Refuse a state of other weights, or one laid out by another backend or dtype."""
+    for key, ours in _identity(info).items():
+        if theirs.get(key) != ours:
+            raise SessionFileError(
+                f"the session was saved with another {'model' if key == 'fingerprint' else key}: "
+                f"{theirs.get(key)!r}, this one has {ours!r}",
+                file=path,
+            )
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.float()  # narrow floats lack the operation
+    return bool(tensor.isfinite().all())
+
+
+def _assembled(described: _Description, tensors: Tensors, path: Path) -> SavedSession:
+    """The session from a file's parts, once each is of the right kind."""
+    parts: dict[str, dict[str, torch.Tensor]] = {_STATE: {}, _DRAFTER: {}}
+    for name, tensor in tensors.items():
+        part = next((part for part in parts if name.startswith(part)), None)
+        if part is not None:
+            parts[part][name.removeprefix(part)] = tensor
+        elif name != _TOKENS:
+            raise SessionFileError(f"the session file has an array {name!r}, which belongs to nothing", file=path)
+        if not _finite(tensor):
+            raise SessionFileError(f"the session file's array {name!r} has values that are not finite", file=path)
+    tokens = tensors.get(_TOKENS)
+    if tokens is None or tokens.dtype != torch.int64 or tokens.dim() != 1:
+        got = "there are none" if tokens is None else f"got {tokens.dtype} of {tokens.dim()} dimensions"
+        raise SessionFileError(f"the session file's tokens are not a list of token ids: {got}", file=path)
+    own = described.drafter
+    if own is None and parts[_DRAFTER]:
+        raise SessionFileError("the session file has arrays of a drafter and does not name it", file=path)
+    return SavedSession(
+        tokens=tuple(tokens.tolist()),
+        cycle=described.cycle,
+        stats=described.stats.stats(),
+        snapshot=Snapshot(described.length, len(tokens) + 1, parts[_STATE], described.meta),
+        drafter="" if own is None else own.name,
+        drafter_snapshot=None if own is None else DrafterSnapshot(parts[_DRAFTER], own.meta),
+        extra=described.extra,
+    )
+
+
+# --- restoring -------------------------------------------------------------------------------------------------------
+
+
+def restore_state(saved: SavedSession, target: ForwardPass, capacity: int, needs: Needs, path: Path) -> State:
+    """The state of a session that was read, after checking that it is what the file holds, bit for bit.
+
+    Raises: SessionFileError when arrays are missing, or have another name, shape or dtype than the model's, or do not
+    agree with the number of tokens; when the session is longer than ``capacity``.
+    """
+    held = saved.snapshot
+    if len(saved.tokens) > capacity:
+        raise SessionFileError(
+            f"the saved session has {len(saved.tokens)} tokens, this one holds {capacity}", file=path
+        )
+
+    def restored() -> tuple[State, Snapshot, str]:
+        arrays = {name: target.from_host(array) for name, array in held.arrays.items()}
+        state = target.restore(Snapshot(held.length, capacity, arrays, held.meta), needs)
+        again = answers.taken(target.snapshot(state), state)
+        return state, again, _difference(held.arrays, _on_host(again.arrays, target))
+
+    state: State
+    try:
+        state, again, reason = target_guard(target).bind("restore", restored)()
+    except SpecdecError as error:  # backends raise different errors for arrays that they cannot take
+        raise SessionFileError(f"the saved state does not fit this model: {error.message}", file=path) from error
+    if not reason and (state.length, again.length) != (held.length, held.length):
+        reason = f"it holds {state.length} tokens, and {held.length} belong to it"
+    if not reason and any(again.meta.get(name, number) != number for name, number in held.meta.items()):
+        reason = f"its numbers are {dict(held.meta)}, and the model's {dict(again.meta)}"
+    unused = held.arrays.keys() - again.arrays.keys()
+    if not reason and unused and (needs.mtp or not target.info.mtp_layers):  # a head's cache may be left out
+        reason = f"it has an array {min(unused)!r}, which the model does not know"
+    if not reason and state.pairs is not None and state.pairs.length not in (0, state.length):
+        reason = f"its MTP head knows {state.pairs.length} of {state.length} positions"
+    if reason:
+        raise SessionFileError(f"the saved state does not fit this model: {reason}", file=path)
+    return state
+
+
+def check_drafter(saved: DrafterSnapshot, again: DrafterSnapshot | None, name: str, path: Path) -> None:
+    """Check that a drafter made from ``saved`` has taken each array as it is, or left it: it may build its state again.
+
+    Args:
+        again: what it saves now.
+    Raises: SessionFileError when an array has another shape, dtype or contents.
+    """
+    if again is not None and (reason := _difference(_on_host(saved.arrays), _on_host(again.arrays))):
+        raise SessionFileError(f"the saved state does not fit the drafter {name!r}: {reason}", file=path)
+
+
+def _difference(saved: Tensors, restored: Tensors) -> str:
+    """Why ``restored`` is not what was saved, or "". A part that was not saved starts empty."""
+    for name, ours in restored.items():
+        theirs = saved.get(name)
+        if theirs is None:
+            if ours.numel():
+                return f"the array {name!r} is missing"
+        elif (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
+            return f"the array {name!r} is {_kind(theirs)}, and the model's {_kind(ours)}"
+        elif not torch.equal(_bytes(theirs), _bytes(ours)):
+            return f"the array {name!r} has other values after restoring it"
+    return ""
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from specdec.config import Choice, GenerationConfig, structure_choice
-from specdec.contract import LogitsProcessor, ProcessorEnv, Sampling
+from specdec.config import Choice, GenerationConfig
+from specdec.contract import LogitsProcessor, ProcessorEnv, Sampling, SamplingSettings
+from specdec.decoding.guarded_processor import GuardedProcessor
 from specdec.decoding.parts import Parts
-from specdec.errors import PromptError, SpecdecError, did_you_mean
-from specdec.registry import registry
+from specdec.errors import PromptError, SpecdecError, did_you_mean, shown
+from specdec.registry import answers, registry
 
 
 def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
@@ -25,8 +27,6 @@ def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -
             raise PromptError(
                 f"generation has no setting {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
             )
-    if isinstance(given.get("stop"), str):
-        given["stop"] = (given["stop"],)
     try:
         return attrs.evolve(config, **given)
     except SpecdecError as error:
@@ -36,43 +36,42 @@ def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -
 def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int) -> Sampling:
     """The sampling of one generation: ids checked against the vocabulary, processors built.
 
-    Raises: PromptError for a token id outside the vocabulary; ConfigError or PluginError for a processor.
+    Raises: PromptError for a token id outside the vocabulary, or a number above what limits it; ConfigError or
+        PluginError for a processor.
     """
     vocab, end_tokens = lm.info.vocab_size, tuple(sorted(lm.tokenizer.eos_ids))
-    bias = {_token_id(token, vocab, "logit_bias"): float(value) for token, value in settings.logit_bias.items()}
+    for name, most, limit in (
+        ("min_new_tokens", settings.max_new_tokens, "generation.max_new_tokens"),
+        ("logprobs", vocab, "the size of the vocabulary"),
+    ):
+        asked = getattr(settings, name)
+        if asked is not None and asked > most:
+            raise PromptError(f"generation.{name} is at most {limit} ({most}), got {asked}")
+    for token in settings.banned:
+        _token_id(token, vocab, "banned")
+    bias = {_token_id(token, vocab, "logit_bias"): value for token, value in settings.logit_bias.items()}
+    if len(bias) < len(settings.logit_bias):
+        raise PromptError("generation.logit_bias names a token id twice, as a number and as a string")
     env = ProcessorEnv(tokenizer=lm.tokenizer, vocab_size=vocab, end_tokens=end_tokens, generated_from=generated_from)
-    processors = tuple(_processor(choice, env) for choice in settings.processors)
     return Sampling(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        repetition_penalty=settings.repetition_penalty,
-        presence_penalty=settings.presence_penalty,
-        frequency_penalty=settings.frequency_penalty,
-        logit_bias=bias,
-        banned=tuple(_token_id(token, vocab, "banned") for token in settings.banned),
-        min_new_tokens=settings.min_new_tokens,
+        **{field.name: getattr(settings, field.name) for field in attrs.fields(SamplingSettings)},
+        logit_bias=types.MappingProxyType(bias),
         end_tokens=end_tokens,
-        processors=processors,
-        logprobs=settings.logprobs,
-        seed=settings.seed,
+        processors=tuple(_processor(choice, env) for choice in settings.processors),
     )
 
 
 def _processor(choice: Choice, env: ProcessorEnv) -> LogitsProcessor:
     spec = registry().processor(choice.name, asked_by="generation.processors")
-    config: Any = structure_choice(choice, spec.config, "generation.processors")
-    made: LogitsProcessor = registry().build(spec, lambda: spec.factory(config, env), LogitsProcessor)
-    return made
+    config = registry().options(spec, choice, "generation.processors")
+    made: LogitsProcessor = registry().call(spec, "factory", config, env, check=answers.an(LogitsProcessor))
+    return GuardedProcessor(made, registry().guard(spec))
 
 
 def _token_id(token: str | int, vocab: int, setting: str) -> int:
     """A token id; as a TOML or JSON key it is a string."""
-    try:
-        value = int(token)
-    except ValueError:
-        value = -1
-    if not 0 <= value < vocab:
-        raise PromptError(f"generation.{setting} takes token ids of 0 to {vocab - 1}, got {token!r}")
+    spelled = isinstance(token, str) and len(token) < 20 and token.isdecimal() and token.isascii()
+    value = int(token) if spelled or isinstance(token, int) else -1
+    if not 0 <= value < vocab or str(value) != str(token):
+        raise PromptError(f"generation.{setting} takes token ids of 0 to {vocab - 1}, got {shown(token)}")
     return value

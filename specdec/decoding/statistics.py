@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from specdec.contract import CycleRecord, Deviation, Stats
+from specdec.decoding.notebook import html_table
 
 PHASES = ("prefill", "draft", "verify", "commit")
 
@@ -26,6 +27,7 @@ class RunStats(Stats):
     drafter: str = "none"
     inactive_reason: str = ""  # why nothing was drafted or speculation went off, if known
     faults: dict[str, int] = attrs.field(factory=dict)  # faults of drafts -> how often
+    forbidden: int = 0  # draft tokens cut because a logits processor does not allow them
     draft: dict[str, Any] = attrs.field(factory=dict)  # ``Drafter.report()`` at the end
 
     def add(self, cycle: CycleRecord, deviation: Deviation) -> None:
@@ -53,11 +55,31 @@ class RunStats(Stats):
         """Generated tokens per second of decoding, prefill excluded; 0 when nothing was generated."""
         return self.tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Labels and values for people."""
+        drafted, kept, about = sum(self.offered), sum(self.accepted), self.speculation()
+        each = f", {self.tokens / self.cycles:.2f} tokens each" if self.cycles else ""
+        return [
+            ("speed", f"{self.tokens_per_second:.1f} tokens/s"),
+            ("cycles", f"{self.cycles}{each}"),
+            ("drafts", f"{kept} of {drafted} tokens kept ({self.drafter})" if drafted else str(about["reason"])),
+        ]
+
+    def __repr__(self) -> str:
+        return f"<RunStats {', '.join(f'{label}: {value}' for label, value in self.facts())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.facts())
+
     def speculation(self) -> dict[str, object]:
         """Whether any draft token was verified, and if not, why."""
         if self.offered:
             return {"active": True, "drafter": self.drafter, "reason": self.inactive_reason}
         reason = self.inactive_reason or ("no cycle ran" if self.cycles == 0 else "the drafter made no draft")
+        cut = [f"{what} ({count})" for what, count in self.faults.items()]
+        cut += [f"forbidden by a logits processor ({self.forbidden})"] * bool(self.forbidden)
+        if cut and not self.inactive_reason:
+            reason = f"every draft was cut before it was verified: {', '.join(cut)}"
         return {"active": False, "drafter": self.drafter, "reason": reason}
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,5 +98,6 @@ class RunStats(Stats):
             "depth": {str(depth): count for depth, count in sorted(self.draft_lengths.items())},
             "speculation": self.speculation(),
             "faults": dict(self.faults),
+            "forbidden": self.forbidden,
             "draft": dict(self.draft),
         }

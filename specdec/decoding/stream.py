@@ -2,77 +2,130 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Generator, Iterator
+import logging
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from time import perf_counter
+from typing import Self
+
+import attrs
 
 from specdec.config import GenerationConfig
-from specdec.contract import CycleRecord, Stats
+from specdec.contract import CycleRecord, Guarantee
 from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.depth import DepthChooser
+from specdec.decoding.guarded_processor import GuardedProcessor
 from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.parts import Parts
+from specdec.decoding.one_thread import OneThread
+from specdec.decoding.parts import Parts, language_model
 from specdec.decoding.prefill import prefill
 from specdec.decoding.result import Result
 from specdec.decoding.settings import make_sampling
 from specdec.decoding.statistics import RunStats
-from specdec.errors import StateError
-from specdec.registry import notify_cycle
+from specdec.errors import SpecdecError, StateError
+from specdec.logs import get_logger
+from specdec.registry import answers, notify_cycle
 from specdec.text import IncrementalDecoder, StopMatcher
+
+log = get_logger(__name__)
 
 
 class Stream:
-    """A running generation: iterate for text, then read ``result`` (which generates whatever is left).
+    """A running generation: iterate for text, with ``for`` or ``async for``, then read ``result``.
+
+    Reading ``result`` generates whatever is left.
+
+    As a context manager it ends the generation when the block is left. So does the next call of its session.
 
     Attributes:
+        settings: the generation settings in force.
         on_cycle: called with the record of every cycle; assign it before reading the first text.
+        stopping: whether ``stop`` was called.
     """
 
-    def __init__(self, lm: Parts, sequence: LiveSequence, settings: GenerationConfig, totals: Stats) -> None:
-        """Args: ``totals``: the session's counters, updated with every cycle."""
-        self._lm = lm
+    def __init__(
+        self, lm: Parts, sequence: LiveSequence, settings: GenerationConfig, prompt: list[int], alone: OneThread
+    ) -> None:
+        """Args: ``prompt``: the tokens that the sequence has when the generation begins."""
+        self._lm = language_model(lm, "a stream")
         self._sequence = sequence
-        self._settings = settings
-        self._totals = totals
-        self._prompt = list(sequence.tokens)
+        self.settings = settings
+        self._prompt = prompt
+        self._alone = alone
         self._stats = RunStats(drafter=lm.drafter.spec.name)
         self._decoder = IncrementalDecoder(lm.tokenizer)
         self._matcher = StopMatcher(settings.stop)
         self._stop_ids = frozenset() if settings.ignore_eos else frozenset(lm.tokenizer.eos_ids)
         self._sampling = make_sampling(lm, settings, generated_from=len(self._prompt))
+        self._processors = [one for one in self._sampling.processors if isinstance(one, GuardedProcessor)]
+        self._notices: list[str] = []  # of this generation
         self._text = ""
         self._piece = ""
         self._reason: str | None = None
         self._result: Result | None = None
         self.on_cycle: Callable[[CycleRecord], object] = lambda record: None
         self.stopping = False
-        self._over = False
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        try:
+        self.check_idle()
+        with self._alone:
             return next(self._pieces)
-        except BaseException:  # the end, an error or an interruption: the generator cannot continue
-            self._over = True
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        """The next text, from a thread, so that an event loop goes on meanwhile."""
+        try:
+            piece = await asyncio.to_thread(next, self, None)
+        except asyncio.CancelledError:
+            self.stop()
             raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stop(self) -> None:
         """Ask the generation to end after the current cycle; safe from a signal handler or another thread."""
         self.stopping = True
 
-    def over(self) -> bool:
-        """Whether the session may be used again; ends a generation that was stopped and is not inside a cycle."""
-        if not self.finished and self.stopping and inspect.getgeneratorstate(self._pieces) != inspect.GEN_RUNNING:
-            for _ in self:
-                pass
-        return self.finished
+    def close(self) -> None:
+        """End the generation, if it has not ended. The session keeps its tokens, and ``result`` has them."""
+        self.check_idle()
+        with self._alone:
+            self.end()
+
+    def end(self) -> None:
+        """``close`` for the session, which is used by this thread already."""
+        self.stopping = True
+        for _ in self._pieces:
+            pass
+
+    def check_idle(self) -> None:
+        """Raises: StateError inside a cycle, where ``on_cycle`` or another thread called."""
+        if inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING:
+            raise StateError("a generation of this session is running", try_="Stream.stop, then wait for its end")
+
+    @property
+    def prompt(self) -> list[int]:
+        """All tokens that the generation continues."""
+        return list(self._prompt)
 
     @property
     def finished(self) -> bool:
         """Whether the generation is over (also after an error, which leaves the session usable)."""
-        return self._over
+        return inspect.getgeneratorstate(self._pieces) == inspect.GEN_CLOSED
 
     @property
     def result(self) -> Result:
@@ -80,43 +133,53 @@ class Stream:
         for _ in self:
             pass
         if self._result is None:
-            raise StateError("this generation ended with an error and has no result")
+            raise StateError("this generation ended with an error and has no result", tokens="they are in the session")
         return self._result
 
     def _run(self) -> Generator[str, None, None]:
+        try:
+            with self._sequence.changing():
+                yield from self._decode()
+        except SpecdecError as error:
+            error.tokens = tuple(self._sequence.tokens[len(self._prompt) :])
+            raise
+
+    def _decode(self) -> Generator[str, None, None]:
         lm, sequence, stats = self._lm, self._sequence, self._stats
-        sequence.context.sampling = self._sampling
-        sequence.context.generated_from = len(self._prompt)
+        sequence.context.change("sampling", self._sampling)
+        sequence.context.change("generated_from", len(self._prompt))
         sequence.logprobs = []
-        policy = lm.depth.make()
+        policy = DepthChooser(lm.depth)
+        started = perf_counter()
         prefill(sequence, stats, lambda: self.stopping)
+        log.info("prefilled", tokens=len(self._prompt), elapsed_s=round(perf_counter() - started, 6))
+        every_cycle = log.isEnabledFor(logging.DEBUG)
         stop_ids = sorted(self._stop_ids)
-        loop = DecodingLoop(sequence, self._cut, stats, stop_tokens=stop_ids, ahead=not self._settings.stop)
+        loop = DecodingLoop(sequence, self._cut, stats, stop_tokens=stop_ids, ahead=not self.settings.stop)
         deepest = 0  # depth asked for
         try:
             while self._reason is None:
                 produced = len(sequence.tokens) - len(self._prompt)
-                room = min(self._settings.max_new_tokens - produced, lm.capacity - len(sequence.tokens))
+                room = min(self.settings.max_new_tokens - produced, lm.capacity - len(sequence.tokens))
                 if self.stopping and not loop.in_flight:
                     self._reason = "interrupted"
                 elif room <= 0:
                     self._reason = "context"
                 else:
                     started = perf_counter()
-                    depth = max(0, min(policy.next_depth(stats), lm.info.max_rows - 1, room - 1))
+                    depth = max(0, min(policy.next_depth(), lm.info.max_rows - 1, room - 1))
                     deepest = max(deepest, depth)
                     record = loop.step(None if self.stopping else depth, room)
                     policy.record(record)
-                    notify_cycle(record)
+                    self._notices += notify_cycle(record)
+                    if every_cycle:
+                        log.debug("cycle", **attrs.asdict(record))
                     self.on_cycle(record)
-                    self._totals.cycles += 1
-                    self._totals.tokens += len(record.emitted)
-                    self._totals.count(record.offered, record.accepted)
                     stats.decode_seconds += perf_counter() - started
                 if self._piece:
                     piece, self._piece = self._piece, ""
                     yield piece
-        except GeneratorExit:
+        except GeneratorExit:  # the stream and its session are gone: free the device
             loop.close()
             raise
         loop.close()
@@ -127,12 +190,20 @@ class Stream:
             self._text += tail
             if tail:
                 yield tail
-        self._result = self._finish(deepest, policy.reason)
+        self._result = self._finish(deepest, policy)
+        log.info(
+            "generated",
+            tokens=len(self._result.tokens),
+            finish_reason=self._result.finish_reason,
+            cycles=stats.cycles,
+            speculation=stats.inactive_reason or "on",
+            elapsed_s=round(stats.decode_seconds, 6),
+        )
 
     def _cut(self, emitted: tuple[int, ...]) -> int:
         """Take the tokens one by one until one of them ends the generation; returns how many were taken."""
         produced = len(self._sequence.tokens) - len(self._prompt)
-        if not self._settings.stop:
+        if not self.settings.stop:
             return self._cut_at_ids(emitted, produced)
         for taken, token in enumerate(emitted, start=1):
             if token in self._stop_ids:
@@ -144,7 +215,7 @@ class Stream:
             if matched is not None:
                 self._reason = "stop_string"
                 return taken
-            if produced + taken >= self._settings.max_new_tokens:
+            if produced + taken >= self.settings.max_new_tokens:
                 self._reason = "length"
                 return taken
         return len(emitted)
@@ -159,17 +230,26 @@ class Stream:
             taken = next(i for i, token in enumerate(emitted, start=1) if token in self._stop_ids)
             shown = emitted[: taken - 1]
             self._reason = "stop"
-        elif produced + taken >= self._settings.max_new_tokens:
+        elif produced + taken >= self.settings.max_new_tokens:
             self._reason = "length"
         text = self._decoder.push(shown)
         self._piece += text
         self._text += text
         return taken
 
-    def _finish(self, deepest: int, reason: str) -> Result:
-        lm, sequence, stats = self._lm, self._sequence, self._stats
-        if sequence.speculating:
-            sequence.guard("report", lambda: stats.draft.update(sequence.drafter.report()))
+    def _guarantee(self) -> Guarantee:
+        """The verifier's guarantee, unless a processor's answers depend on more than its arguments."""
+        guarantee = self._lm.verifier.guarantee
+        unstable = [reason for processor in self._processors if (reason := processor.settle())]
+        if unstable and guarantee is not Guarantee.HEURISTIC:
+            self._notices.append(f"the guarantee {guarantee.value!r} does not hold here: {'; '.join(unstable)}")
+            return Guarantee.HEURISTIC
+        return guarantee
+
+    def _finish(self, deepest: int, policy: DepthChooser) -> Result:
+        lm, sequence, stats, reason = self._lm, self._sequence, self._stats, policy.reason
+        guarantee = self._guarantee()
+        stats.draft.update(sequence.ask("report", check=answers.report, otherwise={}))
         stats.inactive_reason = sequence.failure
         if not stats.offered and not stats.inactive_reason and stats.cycles:
             if lm.drafter.spec.name == "none":
@@ -179,18 +259,22 @@ class Stream:
                 stats.inactive_reason = why
         if reason and not stats.inactive_reason:  # speculation ran for a while, then went off for this reason
             stats.inactive_reason = reason
+        if policy.failure and policy.failure not in stats.inactive_reason:
+            self._notices.append(policy.failure)
         return Result(
             prompt=self._prompt,
             tokens=sequence.tokens[len(self._prompt) :],
             text=self._text,
             finish_reason=self._reason or "interrupted",
             prompt_tokens=len(self._prompt),
-            guarantee=lm.verifier.guarantee.value,
+            guarantee=guarantee.value,
             parity=lm.info.parity.value,
             deviation=stats.deviation,
             stats=stats,
-            notices=list(lm.notices),
-            generation=self._settings,
+            notices=[*lm.notices, *self._notices],
+            generation=self.settings,
             fingerprint=lm.info.fingerprint,
+            device=lm.info.device,
+            weights=lm.info.weights,
             logprobs=None if self._sampling.logprobs is None else list(sequence.logprobs),
         )

@@ -15,9 +15,13 @@ import torch
 
 from specdec._version import __version__
 from specdec.backends.choice import auto_backend
-from specdec.backends.cpu.compiler import Kernels, find_compiler, load_kernels
+from specdec.backends.cpu.bandwidth import bandwidths
+from specdec.backends.cpu.compiler import CompileError, find_compiler
+from specdec.backends.cpu.instruction_sets import available
+from specdec.backends.cpu.library import Kernels, load_kernels
 from specdec.contract import BackendSpec
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, UnsupportedError
+from specdec.files.keeping import exposed
 from specdec.records import machine
 from specdec.records.probes import PROBES
 from specdec.records.store import cache_folder
@@ -63,12 +67,16 @@ class MachineReport:
     compiler: str  # the command that builds native kernels, or why there is none
     kernels: str  # the native kernels, or why there are none
     kernels_available: bool
+    instruction_set: str  # of the native kernels, or ""
+    instruction_sets: tuple[str, ...]  # that this processor has, widest first
+    stream_bandwidth: float | None  # bytes per second that the kernels' threads read from memory; None without kernels
+    product_bandwidth: float | None  # bytes of bfloat16 weights per second that a product with one row reads
     backends: tuple[BackendStatus, ...]
     auto: str  # the backend that target.backend = "auto" chooses, or ""
     auto_reason: str
     failures: tuple[str, ...]  # plugins, or parts of them, that do not work
     memory: Memory
-    cache_folder: str
+    cache_folder: str  # "" if there is none
     cache_bytes: int
     cache_problem: str  # why the cache folder cannot be used, or ""
     probe_folder: str | None  # None: probes are not stored
@@ -82,8 +90,9 @@ def examine_machine() -> MachineReport:
     """Inspect this machine. Builds the native kernels if they are not cached."""
     backends = _backends()
     auto, auto_reason = _auto(backends)
-    compiler, kernels, kernels_available = _native()
-    cache = cache_folder()
+    kernels = _kernels()
+    stream, product = bandwidths(kernels) if isinstance(kernels, Kernels) else (None, None)
+    cache, cache_problem = _cache()
     probes = PROBES.folder()
     return MachineReport(
         specdec=__version__,
@@ -93,17 +102,21 @@ def examine_machine() -> MachineReport:
         cores=machine.cores(),
         threads=torch.get_num_threads(),
         libraries={name: machine.library_version(name) for name in _SHOWN_LIBRARIES},
-        compiler=compiler,
-        kernels=kernels,
-        kernels_available=kernels_available,
+        compiler=_compiler(),
+        kernels=kernels.description if isinstance(kernels, Kernels) else kernels,
+        kernels_available=isinstance(kernels, Kernels),
+        instruction_set=kernels.instruction_set if isinstance(kernels, Kernels) else "",
+        instruction_sets=tuple(one.name for one in available()),
+        stream_bandwidth=stream,
+        product_bandwidth=product,
         backends=backends,
         auto=auto,
         auto_reason=auto_reason,
         failures=tuple(f"{failure} (during {failure.during})" for failure in registry().failures),
         memory=_memory(),
-        cache_folder=str(cache),
-        cache_bytes=_size(cache),
-        cache_problem=_unwritable(cache),
+        cache_folder="" if cache is None else str(cache),
+        cache_bytes=0 if cache is None else _size(cache),
+        cache_problem=cache_problem,
         probe_folder=None if probes is None else str(probes),
     )
 
@@ -113,10 +126,7 @@ def _backends() -> tuple[BackendStatus, ...]:
     for entry in registry().entries(Kind.BACKEND):
         spec = entry.spec
         assert isinstance(spec, BackendSpec)
-        try:
-            reason = spec.available()
-        except Exception as error:  # noqa: BLE001 - a broken plugin is listed, not raised
-            reason = f"{type(error).__name__}: {error}"
+        reason = registry().unavailable(spec)
         found.append(
             BackendStatus(
                 name=spec.name, origin=str(entry.origin), available=reason is None, reason=reason or "", help=spec.help
@@ -141,17 +151,21 @@ def _auto(backends: tuple[BackendStatus, ...]) -> tuple[str, str]:
     return chosen, "; ".join(against)
 
 
-def _native() -> tuple[str, str, bool]:
-    """Describe the compiler and the native kernels, and whether the kernels are available."""
-    found = find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
-    compiler = " ".join(found) if isinstance(found, list) else f"none: {found.reason}"
+def _compiler() -> str:
+    """The command that compiles native kernels, or why there is none."""
+    try:
+        return " ".join(find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", "")).command)
+    except CompileError as error:
+        return f"none: {error.reason}"
+
+
+def _kernels() -> Kernels | str:
+    """The native kernels, or why there are none."""
     try:
         kernels = load_kernels()
     except SpecdecError as error:
-        return compiler, error.message, False
-    if isinstance(kernels, Kernels):
-        return compiler, kernels.description, True
-    return compiler, f"torch reference: {kernels.reason}", False
+        return error.message
+    return kernels if isinstance(kernels, Kernels) else f"torch reference: {kernels.reason}"
 
 
 def _memory() -> Memory:
@@ -187,6 +201,18 @@ def _size(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 size += os.stat(os.path.join(parent, name)).st_size
     return size
+
+
+def _cache() -> tuple[Path | None, str]:
+    """Return the cache folder and why it cannot be used, or ""."""
+    try:
+        folder = cache_folder()
+    except UnsupportedError as error:
+        return None, error.message
+    try:
+        return folder, _unwritable(folder) or (exposed(folder) or "" if folder.exists() else "")
+    except OSError as error:
+        return folder, str(error)
 
 
 def _unwritable(folder: Path) -> str:

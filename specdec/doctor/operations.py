@@ -33,6 +33,10 @@ ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "linear": ("x", "residual"),
     "swiglu": ("x",),
     "rms_norm": ("x",),
+    "layer_norm": ("x",),
+    "gelu": ("x",),
+    "add": ("a", "b"),
+    "add_positions": ("x",),
     "concat": ("a", "b"),
     "route": ("x",),
     "moe": ("x", "chosen", "residual"),
@@ -48,8 +52,9 @@ ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 NO_ROWS = (
     *("weight", "stack", "vector", "to_host", "from_host", "hidden", "array", "head_rows"),
     *("new_kv", "new_latent", "new_delta", "record_passes", "device_executor"),
+    *("append", "attend_from"),
 )
-"""Operations without rows, or that only wrap rows."""
+"""Operations without rows, that only wrap rows, or that only draft heads run: a draft cannot change the output."""
 
 
 @attrs.frozen
@@ -188,14 +193,14 @@ def note_calls(lm: CausalLM, rows: int) -> RecordingOps:
     ops = RecordingOps(lm.ops)  # type: ignore[abstract]  # its methods are defined in a loop
     model = over(lm.model, ops)
     tokens = [(7 * i + 1) % lm.info.vocab_size for i in range(rows)]
-    x = ops.embed(model.embed_tokens, tokens)
+    x = model.embed(tokens, 0)
     for layer in model.layers:
-        x = layer(x, layer.mixer.new_cache(rows))
-    x = ops.rms_norm(x, model.norm, model.eps)
+        x = layer(x, layer.new_cache(rows))
+    x = model.norm(x)
     ops.head(x, model.lm_head)
     if model.mtp is not None:
         table = model.embed_tokens if model.mtp_embed_tokens is None else model.mtp_embed_tokens
-        x = model.mtp(ops.embed(table, tokens), x, model.mtp.layer.mixer.new_cache(rows))
+        x = model.mtp(ops.embed(table, tokens), x, model.mtp.layer.new_cache(rows))
         ops.head(x, model.lm_head if model.mtp_lm_head is None else model.mtp_lm_head)
     return ops
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from specdec.errors import ConfigError
+from specdec.files.reading import parse_json, read_text
 
 if TYPE_CHECKING:
     from specdec.contract import ModelInfo
@@ -66,7 +67,7 @@ class DraftVocabulary:
     def read(cls, path: Path | str) -> DraftVocabulary:
         """Read a file made by ``write``. Raises: ConfigError with the reason when it is malformed."""
         try:
-            data = json.loads(Path(path).read_bytes().decode())
+            data = parse_json(read_text(path))
         except OSError as error:
             raise _unusable(path, f"cannot be read: {error.strerror or error}") from error
         except ValueError as error:  # not UTF-8, or not JSON

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from specdec.config import Choice, FieldError, structure_choice
+from specdec.config import Choice, FieldError
 from specdec.contract import (
     EMPTY_DRAFT,
     NO_NEEDS,
@@ -27,14 +27,16 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DrafterSpec,
+    DraftNoise,
     ForwardOutput,
+    Hidden,
     Needs,
     PrepareEnv,
     Verdict,
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import registry
+from specdec.registry import Switch, answers, registry
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
 _PATH = "drafter.drafters[{}]"
@@ -60,70 +62,105 @@ class Child:
     spec: DrafterSpec
     config: Any
     shared: Any
+    needs: Needs
 
 
 @attrs.define
-class _Count:
-    """Counters of one drafter."""
+class _Member:
+    """One drafter of a chain, its guard, and its counters."""
 
+    label: str
+    needs: Needs
+    drafter: Drafter
+    switch: Switch
     drafts: int = 0
     offered: int = 0  # tokens that were verified
     accepted: int = 0  # tokens of those that stayed
 
+    def ask(self, method: str, *arguments: Any, check: Any = None) -> Any:
+        """Call the drafter; None once it has failed."""
+        return self.switch.call(self.drafter, method, *arguments, check=check)
+
+    def report(self) -> dict[str, Any]:
+        """Its counters, what it reports itself, and why it was switched off."""
+        counters: dict[str, Any] = {"drafts": self.drafts, "offered": self.offered, "accepted": self.accepted}
+        own = self.ask("report", check=answers.report) or {}
+        return counters | own | ({"failed": self.switch.failure} if self.switch.failure else {})
+
 
 class FirstOfDrafter(Drafter):
-    """Asks its drafters in order. All of them see every prefill, outcome and rewind."""
+    """Asks its drafters in order. All of them see every prefill, outcome and rewind.
+
+    One that fails is left out from then on, with its reason in ``report``; the chain fails when all have failed.
+    """
 
     def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
         children: tuple[Child, ...] = env.shared
-        self._children: list[tuple[str, Drafter]] = []
+        self._vocab_size = env.target.info.vocab_size
+        self._members: list[_Member] = []
         for child in children:
             own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
-            drafter = registry().build(child.spec, functools.partial(child.spec.factory, child.config, own), Drafter)
-            self._children.append((child.label, drafter))
-        self._counts = {label: _Count() for label, _ in self._children}
-        self._drafting = ""  # the drafter whose draft is being verified
+            drafter = registry().call(child.spec, "factory", child.config, own, check=answers.an(Drafter))
+            switch = Switch(registry().guard(child.spec))
+            self._members.append(_Member(child.label, child.needs, drafter, switch))
+        self._drafting: _Member | None = None  # whose draft is being verified
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
-        for _, child in self._children:
-            child.prefill(context, output)
+        for member in self._members:
+            member.ask("prefill", context, _declared(output, member.needs, prompt=True))
 
     def propose(self, context: Context, depth: int) -> Draft:
-        for label, child in self._children:
-            draft = child.propose(context, depth)
-            if draft.tokens:
-                self._drafting = label
+        honest = context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0
+        check = functools.partial(answers.draft, asked=depth, vocab_size=self._vocab_size, honest=honest)
+        for member in self._members:
+            draft: Draft | None = member.ask("propose", context, depth, check=check)
+            if draft is not None and draft.tokens:
+                self._drafting = member
                 return draft
+        failures = [member.switch.failure for member in self._members]
+        if all(failures):
+            raise UnsupportedError(f"every drafter of the chain failed: {'; '.join(failures)}")
         return EMPTY_DRAFT
 
     def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
-        if self._drafting:
-            count = self._counts[self._drafting]
-            count.drafts += 1
-            count.offered += output.rows - 1  # the engine may have cut the draft
-            count.accepted += verdict.accepted
-            self._drafting = ""
-        for _, child in self._children:
-            child.observe(verdict, output, context)
+        if self._drafting is not None:
+            self._drafting.drafts += 1
+            self._drafting.offered += output.rows - 1  # the engine may have cut the draft
+            self._drafting.accepted += verdict.accepted
+            self._drafting = None
+        for member in self._members:
+            member.ask("observe", verdict, _declared(output, member.needs), context)
 
     def rewind(self, length: int) -> None:
-        for _, child in self._children:
-            child.rewind(length)
+        for member in self._members:
+            member.ask("rewind", length)
 
     def snapshot(self, context: Context) -> DrafterSnapshot | None:
         arrays: dict[str, Any] = {}
         meta: dict[str, int | str] = {}
-        for label, child in self._children:
-            own = child.snapshot(context)
+        for member in self._members:
+            label, own = member.label, member.ask("snapshot", context, check=answers.snapshot)
             if own is not None:
                 meta |= {f"{label}/{name}": value for name, value in own.meta.items()} | {label: "saved"}
                 arrays |= {f"{label}/{name}": array for name, array in own.arrays.items()}
         return DrafterSnapshot(arrays, meta) if meta else None
 
     def report(self) -> Mapping[str, Any]:
-        return {
-            "drafters": {name: {**attrs.asdict(self._counts[name]), **child.report()} for name, child in self._children}
-        }
+        return {"drafters": {member.label: member.report() for member in self._members}}
+
+
+def _declared(output: ForwardOutput, needs: Needs, *, prompt: bool = False) -> ForwardOutput:
+    """The part of ``output`` that ``needs`` requests: the pass served all drafters of the chain at once."""
+    last = prompt and needs.prompt_rows == "last"
+
+    def rows(hidden: Hidden) -> Hidden:
+        return hidden[-1:] if last else hidden
+
+    return attrs.evolve(
+        output,
+        hidden=rows(output.hidden) if needs.final_hidden and output.hidden is not None else None,
+        boundaries={at: rows(hidden) for at, hidden in output.boundaries.items() if at in needs.boundaries},
+    )
 
 
 def _part(saved: DrafterSnapshot | None, label: str) -> DrafterSnapshot | None:
@@ -149,7 +186,7 @@ def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
     for index, choice in enumerate(config.drafters):  # check all names and options first: a model may take long to load
         path = _PATH.format(index)
         spec = registry().drafter(choice.name, asked_by=f"{path}.name")
-        own: Any = structure_choice(choice, spec.config, path)
+        own = registry().options(spec, choice, path)
         if isinstance(spec.needs, Needs):
             _check_needs(spec, spec.needs, env, path)
         chosen.append((spec, own))
@@ -157,9 +194,10 @@ def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
     for index, (spec, own) in enumerate(chosen):
         number = sum(child.spec.name == spec.name for child in made) + 1
         with _placed(index):
-            shared = None if spec.prepare is None else spec.prepare(own, env)
-        _check_needs(spec, spec.needs_of(own, shared), env, path)
-        made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared))
+            shared = None if spec.prepare is None else registry().call(spec, "prepare", own, env)
+            needs = registry().needs_of(spec, own, shared)
+        _check_needs(spec, needs, env, path)
+        made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared, needs))
     return tuple(made)
 
 
@@ -175,7 +213,7 @@ def _needs(config: FirstOfConfig, children: tuple[Child, ...]) -> Needs:
     """The union of all drafters' needs."""
     needs = NO_NEEDS
     for child in children:
-        needs |= child.spec.needs_of(child.config, child.shared)
+        needs |= child.needs
     return needs
 
 

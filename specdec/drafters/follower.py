@@ -53,17 +53,19 @@ class Follower:
 
     def cut(self, length: int) -> None:
         """Hold at most the first ``length`` tokens."""
-        self._decoded = []
+        if self._decoded:
+            self.model.commit(self.state, 0)
+            self._decoded = []
         if self.held > length:
             self.model.rewind(self.state, length)
 
     def prefill(self, tokens: Sequence[int], end: int) -> None:
         """Hold the first ``end`` tokens."""
+        self.settle(tokens, end)
         missing = tokens[self.held : end]
         if missing:
             self.model.prefill(self.state, missing)
             self.prefilled += len(missing)
-        self._decoded = []
 
     def make_room(self, tokens: Sequence[int], stable: int, depth: int) -> int:
         """How many steps a draft of ``depth`` tokens can take; prefills if too many tokens wait.
@@ -71,6 +73,7 @@ class Follower:
         The last drafted token is not decoded, so a draft of k tokens takes k - 1 places in the state and k rows. At
         least one committed token is left to decode.
         """
+        self.settle(tokens, stable)  # an engine may ask for drafts and verify none
         steps = min(depth, self.state.capacity - len(tokens) + 1, self.model.info.max_rows)
         rows = min(WAITING_ROWS + steps - 1, self.model.info.max_rows)
         for end in (min(stable, len(tokens) - 1), len(tokens) - 1):

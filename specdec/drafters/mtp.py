@@ -25,6 +25,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSpec,
     DraftHead,
+    DraftNoise,
     Logits,
     Needs,
     PrepareEnv,
@@ -34,7 +35,7 @@ from specdec.drafters.gate import DraftGate
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary
 from specdec.errors import ConfigError, StateError
 from specdec.hookspecs import hookimpl
-from specdec.sampling import draft_token, is_plain
+from specdec.sampling import CoupledDraft, draft_token, is_plain
 
 
 @attrs.frozen(kw_only=True)
@@ -78,6 +79,12 @@ class MtpDrafter(Drafter):
             self._choice.count()
         if self._is_greedy(context):
             return Draft(self._target.draft_mtp(self._state, context[-1], depth, head=head))
+        if self._is_point_mass(context):
+            coupled, pairs = CoupledDraft(context), self._state.pairs
+            known = pairs is not None and pairs.waiting > 0
+            tokens = self._target.draft_mtp(self._state, context[-1], depth, head=head, choose=coupled)
+            self._dead_ends += known and len(tokens) < depth
+            return Draft(tokens)
         distributions: list[Any] = []
 
         def choose(logits: Logits, drafted: Sequence[int]) -> int | None:
@@ -111,6 +118,12 @@ class MtpDrafter(Drafter):
 
     def _head(self, context: Context) -> DraftHead | None:
         return None if self._choice is None else self._choice.follow(context)
+
+    def _is_point_mass(self, context: Context) -> bool:
+        """Whether a draft has the token that its own logits and the target's noise give, without a gate."""
+        sampling = context.sampling
+        coupled = sampling.temperature == 0 or context.draft_noise is DraftNoise.COUPLED
+        return coupled and not sampling.processors and not self._gate.enabled
 
     def _is_greedy(self, context: Context) -> bool:
         sampling = context.sampling

@@ -18,7 +18,7 @@ from specdec.contract import NO_NEEDS, ForwardOutput, ForwardPass, Hidden, MtpPa
 from specdec.errors import ConfigError, UnsupportedError, did_you_mean
 from specdec.measuring.intervals import interval, left_out, ratio
 from specdec.models.causal_lm import CausalLM, SequenceState
-from specdec.models.decoder import Attention, MtpHead
+from specdec.models.decoder import Attention, MtpHead, Norm, RmsNorm
 
 if TYPE_CHECKING:
     from specdec.measuring.runs import Run
@@ -128,7 +128,7 @@ class AblatedLM(CausalLM):
         """The head's input: a state from before its norm, up to a factor that the head's norm removes."""
         if ("chain-pre-norm" if chained else "hidden-pre-norm") not in self.switches:
             return hidden
-        return self.ops.hidden(self.ops.rms_norm(self.ops.array(hidden), self._undo[chained], self.model.eps))
+        return self.ops.hidden(self._undo[chained](self.ops.array(hidden)))
 
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
         super().prefill_mtp(state, tokens, self._given(hidden, chained=False))
@@ -191,9 +191,10 @@ class LatePairs(MtpPairs):
         super().cut(length)
 
 
-def _inverse(norm: Array) -> Array:
-    """The weights of an RMSNorm that undoes another, up to a factor per row."""
-    return 1.0 / (norm + (norm == 0))
+def _inverse(norm: Norm) -> RmsNorm:
+    """An RMSNorm that undoes another, up to a factor per row."""
+    assert isinstance(norm, RmsNorm)  # in FAMILIES
+    return attrs.evolve(norm, weight=1.0 / (norm.weight + (norm.weight == 0)))
 
 
 class _SiluGate(DelegatingOps):

@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from specdec.checking import checked
 from specdec.contract import Guarantee
 from specdec.decoding.cycle_timing import measure_costs
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.measuring.ablations import AblationReport, ablated, ablation_report, check_ablations
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
+from specdec.measuring.kinds import KindReport, by_kind
 from specdec.measuring.mismatches import Mismatch, commonest
+from specdec.measuring.passive import passive as passive_lm
+from specdec.measuring.prompts import Prompt, PromptSet
 from specdec.measuring.runs import Measurement, Report, Run, at_depth, cycle_seconds
 from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON, Advice, Prediction, advise, best, break_even
+from specdec.pipeline import LanguageModel
+from specdec.records.cost_table import CostTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from specdec.measuring.prompts import Prompt, PromptSet
-    from specdec.pipeline import LanguageModel
-    from specdec.records.cost_table import CostTable
 
     Float64 = NDArray[np.float64]
 
@@ -85,12 +87,14 @@ class AcceptanceReport(Report):
     """The result of a measurement."""
 
     depth: int
+    passive: bool  # drafts at every plain step, none of them verified
     done: int  # prompts measured to the end
     planned: int
     classes: tuple[ClassReport, ...]
     overall: ClassReport  # all prompts as one class
     costs: tuple[DepthReport, ...]
     ablations: tuple[AblationReport, ...]
+    kinds: tuple[KindReport, ...]
     mismatches: tuple[Mismatch, ...]
 
     @property
@@ -102,6 +106,7 @@ class AcceptanceReport(Report):
         """The object that ``accept --json`` prints."""
         return {
             **attrs.asdict(self, value_serializer=lambda _, __, value: getattr(value, "value", value)),
+            "kinds": [{**attrs.asdict(one), "rate": one.rate} for one in self.kinds],
             "thresholds": {"turn_on": TURN_ON, "not_worth_it": NOT_WORTH_IT},
             "broken_promise": self.broken_promise,
         }
@@ -146,6 +151,7 @@ class AcceptanceMeasurement(Measurement):
         prompts: by class.
         depth: tokens drafted per cycle.
         ablations: switches of ``specdec.measuring.ablations`` to measure as well.
+        passive: draft at every plain step and verify nothing (``specdec.measuring.passive``).
         costs: the cost table; measured first if None.
         on_run: called with every finished run of the unablated drafter.
         **options: as for ``Measurement``.
@@ -153,6 +159,7 @@ class AcceptanceMeasurement(Measurement):
     Raises: ConfigError, PromptError or UnsupportedError for settings, prompts, or a drafter that cannot be measured.
     """
 
+    @checked()
     def __init__(
         self,
         lm: LanguageModel,
@@ -160,12 +167,15 @@ class AcceptanceMeasurement(Measurement):
         *,
         depth: int = DEPTH,
         ablations: Sequence[str] = (),
+        passive: bool = False,
         costs: CostTable | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
         **options: Any,
     ) -> None:
+        if passive:
+            passive_lm(lm)
         if not 1 <= depth < lm.info.max_rows:
-            raise ConfigError(f"the depth is 1 to {lm.info.max_rows - 1} on this backend, got {depth}")
+            raise ConfigError(f"the depth is 1 to {lm.info.max_rows - 1} on this backend, got {shown(depth)}")
         super().__init__(lm, **options)
         check_ablations(lm, ablations)
         self._prompts = dict(prompts)
@@ -173,32 +183,39 @@ class AcceptanceMeasurement(Measurement):
         self._costs = costs
         self._on_run = on_run
         self._ablations = tuple(ablations)
+        self._passive = passive
 
     def run(self) -> AcceptanceReport:
         """Measure. Prompts of the classes alternate, so that an interrupted run has some of each."""
         costs = self._costs if self._costs is not None else measure_costs(self._lm)
         right = at_depth(self._lm, self._depth)
+        generate = self._watched if self._passive else self._generate
         order = list(_turns(self._prompts))
         self._plan(len(order) * (1 + len(self._ablations)))
         runs: list[Run] = []
         for prompt in order:
-            if run := self._generate(right, prompt):
+            if run := generate(right, prompt):
                 runs.append(run)
                 self._on_run(run)
         wrong: dict[str, list[Run]] = {switch: [] for switch in self._ablations}
         models = {switch: ablated(right, (switch,)) for switch in self._ablations}
         for prompt in order:
             for switch, model in models.items():
-                if run := self._generate(model, prompt):
+                if run := generate(model, prompt):
                     wrong[switch].append(run)
         return self._report(runs, wrong, costs, len(order))
+
+    def _watched(self, lm: LanguageModel, prompt: Prompt) -> Run | None:
+        watched, with_drafts = passive_lm(lm)
+        run = self._generate(watched, prompt)
+        return None if run is None else with_drafts(run)
 
     def _report(
         self, runs: Sequence[Run], wrong: Mapping[str, Sequence[Run]], costs: CostTable, planned: int
     ) -> AcceptanceReport:
         lm, depth = self._lm, self._depth
         seconds = [costs.cycle(k) for k in range(depth + 1)]
-        chat = lm.tokenizer.has_chat_template
+        how = {"chat": lm.tokenizer.has_chat_template, "passive": self._passive}
 
         def of_class(name: str) -> list[Run]:
             return [run for run in runs if run.prompt is not None and run.prompt.kind == name]
@@ -206,10 +223,11 @@ class AcceptanceMeasurement(Measurement):
         report = AcceptanceReport(
             **self._facts(),
             depth=depth,
+            passive=self._passive,
             done=len(runs),
             planned=planned,
-            classes=tuple(summarise(name, of_class(name), seconds, chat=chat) for name in self._prompts),
-            overall=summarise("all", runs, seconds, chat=chat),
+            classes=tuple(summarise(name, of_class(name), seconds, **how) for name in self._prompts),
+            overall=summarise("all", runs, seconds, **how),
             costs=tuple(
                 DepthReport(depth=k, seconds=seconds[k], cost=cost, break_even=break_even(cost, k))
                 for k in range(1, depth + 1)
@@ -218,6 +236,7 @@ class AcceptanceMeasurement(Measurement):
             ablations=tuple(
                 ablation_report(switch, runs[: len(found)], found, depth) for switch, found in wrong.items() if found
             ),
+            kinds=by_kind(runs, lm.tokenizer.special_ids),
             mismatches=tuple(commonest(runs, lm.tokenizer, MISMATCHES)),
         )
         return attrs.evolve(report, notices=tuple(self._notices(report, runs)))
@@ -239,6 +258,7 @@ class AcceptanceMeasurement(Measurement):
             yield f"the verifier is lossy ({report.guarantee}): it accepts tokens that plain decoding does not choose"
 
 
+@checked()
 def measure_acceptance(lm: LanguageModel, prompts: PromptSet, **options: Any) -> AcceptanceReport:
     """``AcceptanceMeasurement(lm, prompts, **options).run()``."""
     return AcceptanceMeasurement(lm, prompts, **options).run()
@@ -251,12 +271,15 @@ def _turns(prompts: PromptSet) -> Iterator[Prompt]:
             yield from members[number : number + 1]
 
 
-def summarise(name: str, runs: Sequence[Run], seconds: Sequence[float], *, chat: bool = False) -> ClassReport:
+def summarise(
+    name: str, runs: Sequence[Run], seconds: Sequence[float], *, chat: bool = False, passive: bool = False
+) -> ClassReport:
     """Counters, rates, intervals and predictions over some runs.
 
     Args:
         seconds: seconds of a cycle by depth, t(0) to t(depth).
         chat: whether messages went through a chat template.
+        passive: whether the drafts were not verified, so that cycles took the time, and gave the token, of plain ones.
     """
     depth, known = len(seconds) - 1, len(runs)
     counts = np.array([run.counts(depth) for run in runs], dtype=np.float64).reshape(known, 4, depth)
@@ -302,9 +325,9 @@ def summarise(name: str, runs: Sequence[Run], seconds: Sequence[float], *, chat:
     )
     found = best(predictions) if predictions else None
     verdict, decided_by = advise(found) if found else (None, "nothing was measured")
-    full = [cycle for run in runs for cycle in run.cycles if cycle.depth == depth]
+    full = [cycle for run in runs for cycle in run.cycles if cycle.depth == depth and not passive]
     clocked = float(np.median([cycle_seconds(cycle) for cycle in full])) if full else None
-    per_cycle = float(tokens / cycles) if cycles else None
+    per_cycle = float(tokens / cycles) if cycles and not passive else None
     return ClassReport(
         name=name,
         prompts=known,

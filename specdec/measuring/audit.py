@@ -17,21 +17,22 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import numpy as np
 
+from specdec.checking import between, checked
 from specdec.config import GenerationConfig, structure_options
 from specdec.contract import Context, Guarantee, Parity
 from specdec.decoding.prefill import PREFILL_CHUNK
 from specdec.decoding.settings import make_sampling, override_generation
 from specdec.errors import PromptError
+from specdec.pipeline import LanguageModel
 from specdec.sampling import Rows
 
 if TYPE_CHECKING:
     from specdec.contract import State
-    from specdec.pipeline import LanguageModel
 
 GAP_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Edges of the gap histogram in nats; the first bin starts at 0 (a tie), the last is open."""
@@ -86,6 +87,7 @@ class AuditReport:
     divergences: tuple[Divergence, ...]
     gaps: tuple[float, ...]  # top-two gap of every position
     control: Control | None  # None if not requested, or if the target takes only one row
+    tolerance: float | None = None  # nats that a committed token may be below the best one; None: any gap
 
     @property
     def rate(self) -> float:
@@ -107,6 +109,11 @@ class AuditReport:
         """Whether tokens diverge although verifier and backend promise that none does."""
         promised = self.guarantee == Guarantee.EXACT.value and self.parity == Parity.BITWISE.value
         return promised and bool(self.divergences)
+
+    @property
+    def beyond(self) -> int:
+        """Divergences with a gap above the tolerance; 0 without one."""
+        return 0 if self.tolerance is None else sum(found.gap > self.tolerance for found in self.divergences)
 
     def histogram(self) -> list[tuple[float, float, int, int]]:
         """Bins of the top-two gap: from, to (inf at last), positions, divergences."""
@@ -140,6 +147,8 @@ class AuditReport:
             ],
             "control": None if control is None else {**attrs.asdict(control), "equal_share": control.equal_share},
             "broken_promise": self.broken_promise,
+            "tolerance": self.tolerance,
+            "beyond_tolerance": self.beyond,
         }
 
 
@@ -147,12 +156,14 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+@checked(PromptError)
 def audit(
     lm: LanguageModel,
     prompt_tokens: Sequence[int],
     tokens: Sequence[int],
     *,
-    rows: int = 4,
+    rows: Annotated[int, between(1, 2**31 - 1)] = 4,
+    tolerance: Annotated[float, between(0.0, math.inf)] | None = None,
     generation: GenerationConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
@@ -165,6 +176,8 @@ def audit(
         lm: the model; its drafter and verifier are not used.
         prompt_tokens, tokens: of a finished run, such as ``result.prompt`` and ``result.tokens``.
         rows: rows per pass of the control; 1 disables the control.
+        tolerance: nats that a greedy token may be below the row's best one; ``AuditReport.beyond`` counts those that
+            are further below.
         generation: the run's settings, such as ``result.generation``; the configuration's if None.
         progress: called with the tokens done and their total.
         **settings: fields of ``specdec.config.GenerationConfig`` (temperature, seed, logit_bias, ...) that differ.
@@ -177,9 +190,13 @@ def audit(
     forced = lm.encode(list(tokens))
     if len(prompt) + len(forced) > lm.capacity:
         raise PromptError(f"{len(prompt)} and {len(forced)} tokens are more than the {lm.capacity} that fit")
-    if rows < 1:
-        raise PromptError(f"the control's passes take 1 row or more, got {rows}")
     generation = override_generation(generation or lm.config.generation, settings)
+    if tolerance is not None and generation.temperature > 0:
+        raise PromptError(
+            f"a tolerance is a distance from the best token, and this run sampled (temperature "
+            f"{generation.temperature:g})",
+            try_="no tolerance, or a greedy run",
+        )
     sampling = make_sampling(lm, generation, generated_from=len(prompt))
     rows = min(rows, lm.info.max_rows)
     history = list(prompt)
@@ -221,6 +238,7 @@ def audit(
         divergences=tuple(divergences),
         gaps=tuple(gaps),
         control=control if rows > 1 else None,
+        tolerance=tolerance,
     )
 
 
@@ -246,6 +264,7 @@ class RecordedRun:
     deviation: dict[str, Any]  # the run's own count
 
 
+@checked(PromptError)
 def read_run(path: str | Path) -> RecordedRun:
     """Read ``generate --json`` output. Raises: PromptError or ConfigError saying what is wrong with the file."""
     made = "specdec generate --json > FILE"

@@ -6,35 +6,41 @@ neither arm. Rates are ratios of sums over all runs: tokens over seconds.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import numpy as np
 
+from specdec.checking import between, checked
 from specdec.contract import CycleRecord
 from specdec.decoding.cycle_timing import measure_costs
 from specdec.decoding.prefill import prefill
 from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
+from specdec.measuring.prompts import Prompt, PromptSet
 from specdec.measuring.runs import Measurement, Report, Run, cycle_seconds, plain
 from specdec.measuring.synthetic import SyntheticVerifier
+from specdec.pipeline import LanguageModel
 from specdec.records.cost_table import CostTable
 
 if TYPE_CHECKING:
     from specdec.decoding.session import Session
-    from specdec.measuring.prompts import Prompt, PromptSet
-    from specdec.pipeline import LanguageModel
 
 EXPLAINED = 0.03  # the phases must account for the cycles' time to within this share
 WARM = 0.05  # warm-up ends when a round is within this share of the previous one
 WARM_ROUNDS = 5  # at most
 TERMS = {"verification": "verify_seconds", "drafting": "draft_seconds", "bookkeeping": "commit_seconds"}
 ARMS = ("plain", "speculative")
+_PROMPT_COLUMNS = (
+    "class prompt prompt_tokens arm run tokens seconds tokens_per_second cycles prefill_seconds draft_seconds "
+    "verify_seconds commit_seconds differs_at"
+).split()
 
 
 @attrs.frozen(kw_only=True)
@@ -67,6 +73,8 @@ class ClassBench:
     reached: tuple[int, ...]
     accepted: tuple[int, ...]
     depths: dict[int, int]  # drafted tokens -> cycles
+    plain_quartiles: tuple[float, float]  # tokens per second, over the runs of all prompts
+    speculative_quartiles: tuple[float, float]
 
 
 @attrs.frozen(kw_only=True)
@@ -98,6 +106,7 @@ class ContextReport:
     context: int  # tokens before generation
     prefill_plain: float  # over the tokens since the previous context length
     prefill_speculative: float  # with the drafter's own prefill
+    head_prefill_ms: float  # what the drafter's own prefill adds, per 1,000 tokens: the difference of the two
     plain: float
     speculative: float
     speedup: float
@@ -155,7 +164,7 @@ class BenchReport(Report):
         data = attrs.asdict(attrs.evolve(self, prompts=()))
         return data | {
             "frontiers": data.pop("contexts"),
-            "prompts": list(self.rows()),
+            "prompts": list(self._prompt_rows()),
             "equal": self.equal,
             "broken_promise": self.broken_promise,
             "limit": self.limit,
@@ -163,24 +172,43 @@ class BenchReport(Report):
         }
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of ``bench --csv``: one per prompt, arm and run."""
+        """The rows of ``bench --csv``: one per prompt, arm and run, then one per context length and arm."""
+        columns = dict.fromkeys(("context", "prefill_tokens_per_second", "head_prefill_ms", "state_bytes"))
+        for row in self._prompt_rows():
+            yield {**row, **columns}
+        empty = dict.fromkeys(_PROMPT_COLUMNS) | columns
+        for one in self.contexts:
+            for arm, rate, prefill_rate in (
+                ("plain", one.plain, one.prefill_plain),
+                ("speculative", one.speculative, one.prefill_speculative),
+            ):
+                yield {
+                    **empty,
+                    "class": "(context)",
+                    "arm": arm,
+                    "tokens_per_second": rate,
+                    "context": one.context,
+                    "prefill_tokens_per_second": prefill_rate,
+                    "head_prefill_ms": one.head_prefill_ms if arm == "speculative" else None,
+                    "state_bytes": one.state_bytes if arm == "speculative" else None,
+                }
+
+    def _prompt_rows(self) -> Iterator[dict[str, Any]]:
         for one in self.prompts:
             for arm, runs in zip(ARMS, (one.plain, one.speculative), strict=True):
                 for number, run in enumerate(runs):
-                    yield {
-                        "class": one.kind,
-                        "prompt": one.prompt,
-                        "prompt_tokens": len(run.prompt_tokens),
-                        "arm": arm,
-                        "run": number,
-                        "tokens": len(run.tokens),
-                        "seconds": run.seconds,
-                        "tokens_per_second": run.rate,
-                        "cycles": len(run.cycles),
-                        "prefill_seconds": run.prefill_seconds,
-                        **{f"{name}_seconds": _total(run.cycles, name) for name in ("draft", "verify", "commit")},
-                        "differs_at": one.differs_at,
-                    }
+                    seconds = [_total(run.cycles, name) for name in ("draft", "verify", "commit")]
+                    values: list[Any] = [
+                        one.kind,
+                        one.prompt,
+                        len(run.prompt_tokens),
+                        arm,
+                        number,
+                        len(run.tokens),
+                        run.seconds,
+                    ]
+                    values += [run.rate, len(run.cycles), run.prefill_seconds, *seconds, one.differs_at]
+                    yield dict(zip(_PROMPT_COLUMNS, values, strict=True))
 
 
 class BenchMeasurement(Measurement):
@@ -192,21 +220,26 @@ class BenchMeasurement(Measurement):
         repeats: A B B A rounds per prompt.
         synthetic: cumulative acceptance by position to impose (``specdec.measuring.synthetic``).
         contexts: context lengths at which to measure prefill and generation too.
+        pause: seconds between two runs, in which a processor cools down or its neighbours have their turn.
         **options: as for ``Measurement``. End tokens are ignored, so that both arms generate equally many tokens.
 
     Raises: ConfigError, PromptError or UnsupportedError for settings, prompts, or a drafter that drafts nothing.
     """
 
+    @checked()
     def __init__(
         self,
         lm: LanguageModel,
         prompts: PromptSet,
         *,
-        repeats: int = 1,
+        repeats: Annotated[int, between(1, 10**6)] = 1,
         synthetic: Sequence[float] | None = None,
-        contexts: Sequence[int] = (),
+        contexts: Sequence[Annotated[int, between(1, 2**31 - 1)]] = (),
+        pause: Annotated[float, between(0.0, 3600.0)] = 0.0,
         **options: Any,
     ) -> None:
+        if "ignore_eos" in options:
+            raise ConfigError("a comparison always ignores end tokens, so it takes no ignore_eos")
         super().__init__(lm, **options, ignore_eos=True)
         self._prompts = [prompt for members in prompts.values() for prompt in members]
         self._ids = [prompt.encode(lm.tokenizer) for prompt in self._prompts]
@@ -221,6 +254,7 @@ class BenchMeasurement(Measurement):
         self._repeats = repeats
         self._synthetic = None if synthetic is None else tuple(synthetic)
         self._contexts = sorted(set(contexts))
+        self._pause = pause
         self._arms = {"plain": plain(lm), "speculative": lm}
         if self._synthetic is not None:
             self._arms["speculative"] = attrs.evolve(lm, verifier=SyntheticVerifier(lm.verifier, self._synthetic))
@@ -244,6 +278,8 @@ class BenchMeasurement(Measurement):
         """Runs of both arms, A B B A, each in ``session(arm)``; None once the measurement is stopped."""
         runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
         for arm in (*ARMS, *reversed(ARMS)) * repeats:
+            if not self.stopping:
+                sleep(self._pause)
             run = None if self.stopping else self._generate(self._arms[arm], prompt, session(arm))
             if run is None:
                 return None
@@ -288,12 +324,18 @@ class BenchMeasurement(Measurement):
             if self.stopping:
                 return
             tokens = (text * (context // len(text) + 1))[:context]
-            prefill = {arm: _grow(session, tokens) for arm, session in sessions.items()}
+            added = len(tokens) - len(sessions["plain"].tokens)
+            prefill: dict[str, float] = {}  # seconds, the faster of two
+            grown: dict[str, Session] = {}
+            for arm in (*ARMS, *reversed(ARMS)):
+                grown[arm] = sessions[arm].fork()
+                prefill[arm] = min(_grow(grown[arm], tokens), prefill.get(arm, math.inf))
+            sessions = grown
             saving: list[float] = []
 
-            def fork(arm: str, saving: list[float] = saving) -> Session:
+            def fork(arm: str, saving: list[float] = saving, grown: dict[str, Session] = grown) -> Session:
                 started = perf_counter()
-                copied = sessions[arm].fork()
+                copied = grown[arm].fork()
                 if arm == "speculative":
                     saving.append(perf_counter() - started)
                 return copied
@@ -305,8 +347,9 @@ class BenchMeasurement(Measurement):
             outputs = {run.tokens for arm in ARMS for run in runs[arm]}
             yield ContextReport(
                 context=context,
-                prefill_plain=prefill["plain"],
-                prefill_speculative=prefill["speculative"],
+                prefill_plain=added / prefill["plain"],
+                prefill_speculative=added / prefill["speculative"],
+                head_prefill_ms=1e6 * (prefill["speculative"] - prefill["plain"]) / added,
                 plain=rates["plain"],
                 speculative=rates["speculative"],
                 speedup=rates["speculative"] / rates["plain"],
@@ -362,22 +405,27 @@ class BenchMeasurement(Measurement):
                 )
 
 
+@checked()
 def compare(lm: LanguageModel, prompts: PromptSet, **options: Any) -> BenchReport:
     """``BenchMeasurement(lm, prompts, **options).run()``."""
     return BenchMeasurement(lm, prompts, **options).run()
 
 
 def _grow(session: Session, tokens: Sequence[int]) -> float:
-    """Prefill the tokens that the session lacks; returns tokens per second."""
-    added = tokens[len(session.tokens) :]
-    session.feed(added)
+    """Prefill the tokens that the session lacks; returns seconds."""
+    session.feed(tokens[len(session.tokens) :])
     started = perf_counter()
     prefill(session.sequence, RunStats())
-    return len(added) / (perf_counter() - started)
+    return perf_counter() - started
 
 
 def _sums(runs: Sequence[Run]) -> tuple[float, float]:
     return float(sum(len(run.tokens) for run in runs)), sum(run.seconds for run in runs)
+
+
+def _quartiles(runs: Sequence[Run]) -> tuple[float, float]:
+    low, high = np.quantile([run.rate for run in runs], [0.25, 0.75])
+    return float(low), float(high)
 
 
 def _explained(runs: Sequence[Run]) -> float:
@@ -422,6 +470,8 @@ def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
         reached=tuple(reached.tolist()),
         accepted=tuple(accepted.tolist()),
         depths=dict(sorted(Counter(cycle.offered for cycle in cycles).items())),
+        plain_quartiles=_quartiles([run for one in done for run in one.plain]),
+        speculative_quartiles=_quartiles(runs),
     )
 
 

@@ -13,6 +13,7 @@ import attrs
 from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from specdec.contract import CycleRecord
     from specdec.measuring.runs import Run
     from specdec.text import Tokenizer
 
@@ -56,20 +57,61 @@ def log_rows(run: Run, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 class DraftLog:
     """A JSON-lines file of ``log_rows``, written run by run; the first run replaces an existing file.
 
-    So an interrupted measurement leaves a partial log, and one that cannot start leaves an older log alone.
+    So an interrupted measurement leaves a partial log, and one that cannot start leaves an older log alone. A log that
+    cannot be written does not end the measurement: ``failure`` says why, and the rest is left out.
     """
 
     def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
         self._path, self._tokenizer, self._mode = path, tokenizer, "w"
+        self.failure: UnsupportedError | None = None
 
     def add(self, run: Run) -> None:
-        """Write the drafts of a run. Raises: UnsupportedError if the file cannot be written."""
-        try:
-            with open(self._path, self._mode, encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in log_rows(run, self._tokenizer))
-        except OSError as error:
-            raise UnsupportedError(f"the log cannot be written: {error.strerror or error}", file=self._path) from error
-        self._mode = "a"
+        """Write the drafts of a run."""
+        if self.failure is None:
+            self.failure = _written(self._path, self._mode, log_rows(run, self._tokenizer))
+            self._mode = "a"
+
+
+class MissedDrafts:
+    """A JSON-lines file with the first wrong token of every rejected draft, written cycle by cycle.
+
+    Positions count from the first token that the generation emits. A log that cannot be written later does not end the
+    generation: ``failure`` says why, and the rest is left out.
+
+    Raises: UnsupportedError if the file cannot be opened, before anything is generated.
+    """
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self._path, self._tokenizer, self._emitted = path, tokenizer, 0
+        self.failure = _written(path, "w", ())
+        if self.failure is not None:
+            raise self.failure
+
+    def add(self, cycle: CycleRecord) -> None:
+        """Write a cycle's missed draft token, if the output has another one in its place."""
+        at, emitted = cycle.accepted, cycle.emitted
+        if self.failure is None and at < min(len(cycle.drafted), len(emitted)):
+            drafted, chosen = cycle.drafted[at], emitted[at]
+            texts = _texts(self._tokenizer, (drafted, chosen))
+            row: dict[str, Any] = {
+                "position": self._emitted + at,
+                "lookahead": at,
+                "drafted": drafted,
+                "chosen": chosen,
+            }
+            row |= {"drafted_text": texts[0], "chosen_text": texts[1]}
+            self.failure = _written(self._path, "a", [row])
+        self._emitted += len(emitted)
+
+
+def _written(path: str | Path, mode: str, rows: Iterable[dict[str, Any]]) -> UnsupportedError | None:
+    """Write rows of JSON; returns why that failed, None if it did not."""
+    try:
+        with open(path, mode, encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except OSError as error:
+        return UnsupportedError(f"the log cannot be written: {error.strerror or error}", file=path)
+    return None
 
 
 @attrs.frozen

@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 
+from specdec.checking import between, checked, checked_fields
 from specdec.errors import PromptError, did_you_mean
+from specdec.files.reading import read_bytes
 
 if TYPE_CHECKING:
     from specdec.text import Tokenizer
 
 FOLDER = Path(__file__).with_name("prompts")
-CLASSES = ("factual", "verbose-thinking", "code", "instruction")
+CLASSES = ("factual", "verbose-thinking", "code", "instruction", "copy")
 CHAT_CLASSES = ("verbose-thinking", "instruction")
 PLAIN_CLASS = "prompts"  # class of a plain-text file
 KEYS = ("class", "prompt", "chat")
@@ -29,7 +31,7 @@ EXAMPLE = '{"class": "mail", "prompt": "Dear all,"}'
 PromptSet = Mapping[str, Sequence["Prompt"]]  # class -> prompts, in measuring order
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, field_transformer=checked_fields)
 class Prompt:
     """A text to continue, or a message to answer."""
 
@@ -70,6 +72,7 @@ def own_prompts() -> dict[str, list[Prompt]]:
     return found
 
 
+@checked(PromptError)
 def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
     """Read a user's file: JSON lines with ``class`` and ``prompt`` (and ``chat``), or plain text, one prompt per line.
 
@@ -81,7 +84,7 @@ def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
     """
     file = Path(path)
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = read_bytes(file).decode("utf-8-sig")
     except OSError as error:
         raise PromptError(f"the prompt file cannot be read: {error.strerror or error}", file=file) from error
     except UnicodeDecodeError as error:
@@ -134,8 +137,12 @@ def _from_json(line: str, file: Path, number: int, source: str) -> Prompt:
     return Prompt(kind=kind, text=data["prompt"], chat=chat, source=source)
 
 
+@checked(PromptError)
 def choose_prompts(
-    prompts: PromptSet, *, classes: Iterable[str] | None = None, per_class: int | None = None
+    prompts: PromptSet,
+    *,
+    classes: Iterable[str] | None = None,
+    per_class: Annotated[int, between(1, 2**31 - 1)] | None = None,
 ) -> dict[str, list[Prompt]]:
     """The prompts of these classes (all if None), the first ``per_class`` of each.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
+from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import CycleRecord, Guarantee, Parity, Stats
 from specdec.decoding.parts import DepthPart, DrafterPart
@@ -15,13 +16,13 @@ from specdec.decoding.settings import override_generation
 from specdec.errors import PromptError, UnsupportedError
 from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.prompts import Prompt
+from specdec.pipeline import LanguageModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.decoding.session import Session
     from specdec.decoding.stream import Stream
-    from specdec.pipeline import LanguageModel
 
 
 def cycle_seconds(cycle: CycleRecord) -> float:
@@ -165,6 +166,7 @@ class Measurement(Generations):
     Raises: UnsupportedError for a drafter that drafts nothing, ConfigError or PromptError for settings.
     """
 
+    @checked()
     def __init__(
         self, lm: LanguageModel, *, progress: Callable[[int, int], None] | None = None, model: str = "", **settings: Any
     ) -> None:

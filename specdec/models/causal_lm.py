@@ -13,6 +13,7 @@ from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
     WAITING_ROWS,
+    Choosing,
     Context,
     DeviceDraft,
     DraftHead,
@@ -24,13 +25,15 @@ from specdec.contract import (
     ModelInfo,
     MtpPairs,
     Needs,
+    SharedWeights,
     Snapshot,
     State,
     no_mtp_head,
     no_mtp_pairs,
 )
 from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
-from specdec.models.decoder import DecoderLayer, MtpHead
+from specdec.models.decoder import Layer, MtpHead, Norm
+from specdec.sampling import CoupledDraft
 
 PREFILL_ROWS = 512  # prompt rows per pass; bounds the memory of a long prompt
 
@@ -40,14 +43,19 @@ class DecoderModel:
     """The parts a family builds: weights as ops take them, and the layers."""
 
     ops: Ops
-    eps: float
     embed_tokens: Array  # [V, H]
-    layers: tuple[DecoderLayer, ...]
-    norm: Array  # [H]
+    positions: Array | None = None  # [P, H], learned position embeddings; None where attention knows the positions
+    layers: tuple[Layer, ...]
+    norm: Norm
     lm_head: Array  # [V, H]; embed_tokens itself if tied
-    mtp: MtpHead | None
-    mtp_lm_head: Array | None  # the main head unless the checkpoint has its own
+    mtp: MtpHead | None = None
+    mtp_lm_head: Array | None = None  # the main head unless the checkpoint has its own
     mtp_embed_tokens: Array | None = None  # the main embedding unless the checkpoint has its own
+
+    def embed(self, tokens: Sequence[int], position: int) -> Array:
+        """The residual stream that enters the first layer, ``[T, H]``; the first token is at ``position``."""
+        x = self.ops.embed(self.embed_tokens, tokens)
+        return x if self.positions is None else self.ops.add_positions(x, self.positions, position)
 
 
 class SequenceState(State):
@@ -103,33 +111,40 @@ class CausalLM(ForwardPass):
         unmet = needs.unmet(self.info)
         if unmet is not None:
             raise UnsupportedError(f"a state is asked for {unmet}")
-        caches = self._new_caches(capacity)
-        mtp = self._new_mtp_cache(capacity) if needs.mtp else None
+        try:
+            caches = self._new_caches(capacity)
+            mtp = self._new_mtp_cache(capacity) if needs.mtp else None
+        except (RuntimeError, MemoryError) as error:  # torch and MLX report a refused allocation as a RuntimeError
+            raise StateError(
+                f"there is no memory for a state of {capacity} tokens",
+                reason=error,
+                try_=f"-s target.capacity={min(capacity // 2, 8192) or 1}, or more, below {capacity}",
+            ) from error
         target = self._passes_with(needs.boundaries).bind(caches)
         return SequenceState(
             capacity, needs, caches, mtp, target, None if mtp is None else self._mtp_passes.bind([mtp])
         )
 
     def _new_caches(self, capacity: int) -> list[Cache]:
-        return [layer.mixer.new_cache(capacity) for layer in self.model.layers]
+        return [layer.new_cache(capacity) for layer in self.model.layers]
 
     def _new_mtp_cache(self, capacity: int) -> Cache:
         assert self.model.mtp is not None
         # chained draft steps follow the true pairs, so the head's cache is slightly longer
-        return self.model.mtp.layer.mixer.new_cache(capacity + self.info.max_rows)
+        return self.model.mtp.layer.new_cache(capacity + self.info.max_rows)
 
     def _passes_with(self, boundaries: tuple[int, ...]) -> Passes:
         """Passes whose rows hold the state after the final norm and those at ``boundaries``, side by side."""
         if boundaries not in self._target_passes:
 
             def run_layers(caches: Sequence[Any], tokens: Sequence[int], _: Array | None) -> Array:
-                x = self.ops.embed(self.model.embed_tokens, tokens)
+                x = self.model.embed(tokens, caches[0].length)
                 taken = [x] if 0 in boundaries else []
                 for k, (layer, cache) in enumerate(zip(self.model.layers, caches, strict=True), start=1):
                     x = layer(x, cache)
                     if k in boundaries:
                         taken.append(x)
-                x = self.ops.rms_norm(x, self.model.norm, self.model.eps)
+                x = self.model.norm(x)
                 for hidden in taken:
                     x = self.ops.concat(x, hidden)
                 return x
@@ -223,7 +238,9 @@ class CausalLM(ForwardPass):
 
     def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            state.pairs.add(tokens, self.ops.hidden(self._final(state, x))[: len(tokens)], before)
+            rows = self._final(state, x)
+            kept = rows if len(tokens) == rows.shape[0] else rows[: len(tokens)]
+            state.pairs.add(tokens, self.ops.hidden(kept), before)
 
     def _mark(self, state: SequenceState) -> None:
         """Save a restore point in the recurrent caches, so that a rewind need not start over."""
@@ -289,15 +306,25 @@ class CausalLM(ForwardPass):
         head: DraftHead | None = None,
         choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
     ) -> tuple[int, ...]:
-        """As in ``ForwardPass``; greedy drafts run in one call if the backend can chain passes."""
+        """As in ``ForwardPass``; greedy and coupled drafts run in one call if the backend can chain passes."""
         state = _own(state)
-        if head is None and choose is None and depth > 0 and state.mtp_pass is not None:
-            drafted = self._chain(state, state.mtp_pass, pending, depth)
+        if (choose is None or isinstance(choose, CoupledDraft)) and depth > 0 and state.mtp_pass is not None:
+            rows = self._mtp_lm_head if head is None else self._own_head(head).rows
+            choosing = None if choose is None else Choosing((), choose.context)
+            drafted = self._chain(state, state.mtp_pass, pending, depth, rows, choosing)
             if drafted is not None:
                 return drafted
         return super().draft_mtp(state, pending, depth, head=head, choose=choose)
 
-    def _chain(self, state: SequenceState, mtp_pass: Pass, pending: int, depth: int) -> tuple[int, ...] | None:
+    def _chain(
+        self,
+        state: SequenceState,
+        mtp_pass: Pass,
+        pending: int,
+        depth: int,
+        head: Array | HeadRows,
+        choosing: Choosing | None,
+    ) -> tuple[int, ...] | None:
         pairs, cache = self._pairs_to_draft_from(state), state.mtp
         assert cache is not None
         if not pairs.waiting:
@@ -309,7 +336,7 @@ class CausalLM(ForwardPass):
         fed = pairs.fed
         cache.truncate(fed)
         try:
-            drafted = mtp_pass.chain(tokens, self.ops.array(hidden), depth, self._mtp_lm_head)
+            drafted = mtp_pass.chain(tokens, self.ops.array(hidden), depth, head, choosing)
         finally:
             if cache.length > fed:  # even if a later step failed
                 pairs.fed = fed + len(tokens)
@@ -372,6 +399,9 @@ class CausalLM(ForwardPass):
         self._check_tokens(tokens)
         return PrunedHead(self, self.ops.head_rows(self._mtp_lm_head, tokens))
 
+    def shared_weights(self) -> SharedWeights:
+        return SharedWeights(ops=self.ops, embed_tokens=self.model.embed_tokens, lm_head=self.model.lm_head)
+
     # --- going back ------------------------------------------------------------------------------------------------
 
     def to_host(self, array: Array) -> Any:
@@ -392,7 +422,7 @@ class CausalLM(ForwardPass):
         if points is not None:
             reached = max(point for point in points if point <= length and (point == 0 or knows(point)))
         else:  # one token less if possible: re-running the last kept token yields its hidden state
-            reached = length if knows(length) else length - 1
+            reached = length if knows(length) and not (state.needs.hidden and length) else length - 1
         for cache in state.caches:
             if not cache.truncate(reached):
                 raise AssertionError("caches disagree about the points they can return to")
@@ -421,9 +451,15 @@ class CausalLM(ForwardPass):
             cache.load(_under(snapshot, f"layers.{i}."), snapshot.length)
         if state.pairs is not None and state.mtp is not None and "mtp_length" in snapshot.meta:
             fed = snapshot.meta["mtp_length"]
+            if not 0 <= fed <= snapshot.length:
+                raise StateError(f"a head's cache of {fed} pairs in a state of {snapshot.length} tokens")
             state.mtp.load(_under(snapshot, "mtp."), fed)
-            if "last_hidden" in snapshot.arrays:
-                state.pairs.resume(fed, [], self.ops.hidden(snapshot.arrays["last_hidden"]))
+            if (last := snapshot.arrays.get("last_hidden")) is not None:
+                like = self.ops.embed(self.model.embed_tokens, [0])
+                if (tuple(last.shape), last.dtype) != (tuple(like.shape), like.dtype):
+                    got, takes = (f"{list(array.shape)} {array.dtype}" for array in (last, like))
+                    raise ShapeError("the last hidden state does not fit", got=got, takes=takes)
+                state.pairs.resume(fed, [], self.ops.hidden(last))
             else:
                 state.pairs.fed = fed
         self._mark(state)

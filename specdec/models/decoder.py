@@ -1,7 +1,8 @@
 """Building blocks of decoder families: mixers, the gated MLP and the pre-norm layer around them.
 
-Each block's ``of`` builds it from weights whose names appear only there. Blocks are called with ``(x [T, H], cache)``;
-the position of row 0 is the cache's committed length.
+Each block's ``of`` builds it from weights whose names appear only there. Mixers are called with ``(x [T, H], residual,
+cache)``; the position of row 0 is the cache's committed length, ``cache.length``, which a recorded pass hands to an
+operation as it is: it cannot be calculated with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import attrs
 
 from specdec.backends.ops import Array, Cache, DeltaCache, DeltaShape, KVCache, Ops, Rope
+from specdec.errors import CheckpointError
 from specdec.models.weights import Weights
 
 
@@ -29,6 +31,44 @@ class Mlp(Protocol):
 
     def __call__(self, x: Array, residual: Array) -> Array:
         """``residual + mlp(x)``."""
+
+
+class Norm(Protocol):
+    """A norm over the last axis."""
+
+    def __call__(self, x: Array) -> Array:
+        """``x [T, H]``, normed: ``[T, H]``."""
+
+
+@attrs.frozen(kw_only=True)
+class RmsNorm:
+    """``Ops.rms_norm`` with its weight."""
+
+    ops: Ops
+    weight: Array  # [H], from ``Weights.vector``
+    eps: float
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+@attrs.frozen(kw_only=True)
+class LayerNorm:
+    """``Ops.layer_norm`` with its weight and bias."""
+
+    ops: Ops
+    weight: Array  # [H], from ``Weights.vector``
+    bias: Array  # [H], likewise
+    eps: float
+
+    @classmethod
+    def of(cls, weights: Weights, hidden: int, eps: float) -> LayerNorm:
+        """Build from ``weight`` and ``bias`` under its name."""
+        weight, bias = (weights.vector(name, (hidden,)) for name in ("weight", "bias"))
+        return cls(ops=weights.ops, weight=weight, bias=bias, eps=eps)
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 @attrs.frozen(kw_only=True)
@@ -71,7 +111,15 @@ class Attention:
 
     @classmethod
     def of(cls, weights: Weights, hidden: int, shape: AttentionShape, eps: float, *, plus: float = 0.0) -> Attention:
-        """Build from the weights under ``self_attn.``; ``plus`` is added to its norms."""
+        """Build from the weights under ``self_attn.``; ``plus`` is added to its norms.
+
+        Raises: CheckpointError if the query heads are not a multiple of the key heads.
+        """
+        if shape.heads % shape.kv_heads:
+            raise CheckpointError(
+                f"config.json: 'num_attention_heads' ({shape.heads}) is not a multiple of 'num_key_value_heads' "
+                f"({shape.kv_heads})"
+            )
         dim, mixed, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         sizes = {"q": 2 * mixed if shape.gated else mixed, "k": kv, "v": kv}
         q, k, v = (weights.matrix(f"{name}_proj.weight", (size, hidden)) for name, size in sizes.items())
@@ -152,7 +200,7 @@ class GatedDeltaNet:
         """
         heads, channels, values = shape.value_heads, shape.channels, shape.value_heads * shape.value_dim
         qkv, z, a, b = projections or (
-            weights.matrix(f"in_proj_{name}.weight", (size, hidden))
+            weights.matrix(f"in_proj_{name}.weight", (size, hidden), exact=name in "ab")
             for name, size in (("qkv", channels), ("z", values), ("a", heads), ("b", heads))
         )
         taps = weights.tensor("conv1d.weight", (channels, shape.kernel, 1) if mlx else (channels, 1, shape.kernel))
@@ -203,20 +251,31 @@ class GatedMlp:
         return self.ops.linear(self.ops.swiglu(x, self.gate_proj, self.up_proj), self.down_proj, residual)
 
 
+class Layer(Protocol):
+    """A decoder layer. Most families use ``DecoderLayer``."""
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for one sequence."""
+
+    def __call__(self, x: Array, cache: Any) -> Array:
+        """The residual stream after this layer, from the one before it; ``cache`` comes from ``new_cache``."""
+
+
 @attrs.frozen(kw_only=True)
 class DecoderLayer:
     """``x + mixer(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    ops: Ops
-    eps: float
-    input_norm: Array
+    input_norm: Norm
     mixer: Mixer
-    post_norm: Array
+    post_norm: Norm
     mlp: Mlp
 
+    def new_cache(self, capacity: int) -> Cache:
+        return self.mixer.new_cache(capacity)
+
     def __call__(self, x: Array, cache: Cache) -> Array:
-        x = self.mixer(self.ops.rms_norm(x, self.input_norm, self.eps), x, cache)
-        return self.mlp(self.ops.rms_norm(x, self.post_norm, self.eps), x)
+        x = self.mixer(self.input_norm(x), x, cache)
+        return self.mlp(self.post_norm(x), x)
 
 
 @attrs.frozen(kw_only=True)
@@ -231,16 +290,13 @@ class MtpHead:
     """
 
     ops: Ops
-    eps: float
-    embed_norm: Array
-    hidden_norm: Array
+    embed_norm: Norm
+    hidden_norm: Norm
     fc: Array
     layer: DecoderLayer
-    norm: Array
+    norm: Norm
 
     def __call__(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
         ops = self.ops
-        embedded = ops.rms_norm(embedded, self.embed_norm, self.eps)
-        hidden = ops.rms_norm(hidden, self.hidden_norm, self.eps)
-        x = self.layer(ops.linear(ops.concat(embedded, hidden), self.fc), cache)
-        return ops.rms_norm(x, self.norm, self.eps)
+        pair = ops.concat(self.embed_norm(embedded), self.hidden_norm(hidden))
+        return self.norm(self.layer(ops.linear(pair, self.fc), cache))

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from specdec.models.causal_lm import DecoderModel
-from specdec.models.decoder import Attention, AttentionShape, DecoderLayer, GatedMlp, Mixer, Mlp, MtpHead
-from specdec.models.fields import Fields
+from specdec.models.decoder import Attention, AttentionShape, DecoderLayer, GatedMlp, Mixer, Mlp, MtpHead, RmsNorm
+from specdec.models.fields import MOST_LAYERS, Fields
 from specdec.models.mla import LatentAttention, LatentShape
 from specdec.models.moe import MoeShape, SparseMoe
 from specdec.models.weights import Weights
@@ -38,7 +38,7 @@ class DecoderConfig:
         return {
             "vocab_size": fields.whole("vocab_size"),
             "hidden_size": fields.whole("hidden_size"),
-            "layers": fields.whole("num_hidden_layers"),
+            "layers": fields.whole("num_hidden_layers", high=MOST_LAYERS),
             "eps": fields.real("rms_norm_eps", eps),
             "tied": fields.flag("tie_word_embeddings", False),
         }
@@ -68,6 +68,8 @@ class MtpNames:
     norm: str
     lm_head: str  # optional in the checkpoint; the main head by default
     embed_tokens: str = ""  # likewise; "" if the family never has one
+    dedicated: bool = False  # the embedding is not optional, and in a tied model it is the head's output matrix too
+    plus: float = 0.0  # added to its norm weights
 
 
 def build_decoder(
@@ -87,14 +89,15 @@ def build_decoder(
         weights: the checkpoint's, or a dry run's.
         mixer: builds a layer's mixer from the layer's weights and number (``config.layers`` for the MTP head's);
             attention of ``config.attention`` by default.
-        plus: added to norm weights; 1.0 if they are stored as an offset from 1.
+        plus: added to norm weights except the MTP head's; 1.0 if they are stored as an offset from 1.
         mtp: names of the MTP head; without it the family has none.
         promised, unusable: see ``Weights.mtp_head``.
     """
     hidden, eps, table = config.hidden_size, config.eps, (config.vocab_size, config.hidden_size)
 
-    def norm(weights: Weights, name: str) -> Any:
-        return weights.vector(f"{name}.weight", (hidden,), plus=plus)
+    def norm(weights: Weights, name: str) -> RmsNorm:
+        offset = mtp.plus if mtp is not None and weights.group == "mtp" else plus
+        return RmsNorm(ops=weights.ops, weight=weights.vector(f"{name}.weight", (hidden,), plus=offset), eps=eps)
 
     def mlp(weights: Weights, index: int) -> Mlp:
         if config.moe is not None and index >= config.dense_layers:
@@ -103,8 +106,6 @@ def build_decoder(
 
     def layer(weights: Weights, index: int) -> DecoderLayer:
         return DecoderLayer(
-            ops=weights.ops,
-            eps=eps,
             input_norm=norm(weights, "input_layernorm"),
             mixer=mixer(weights, index) if mixer else attention(config, weights, plus),
             post_norm=norm(weights, "post_attention_layernorm"),
@@ -114,32 +115,33 @@ def build_decoder(
     embed = weights.matrix("embed_tokens.weight", table)
     model = DecoderModel(
         ops=weights.ops,
-        eps=eps,
         embed_tokens=embed,
         layers=tuple(layer(weights.under(f"layers.{i}."), i) for i in range(config.layers)),
         norm=norm(weights, "norm"),
         lm_head=embed if config.tied else weights.matrix("lm_head.weight", table),
-        mtp=None,
-        mtp_lm_head=None,
     )
     if mtp is None or not config.mtp_layers:
         return model
     head = weights.mtp_head(mtp.prefix.format(layers=config.layers), promised=promised, unusable=unusable)
     if head is None:
         return model
+    own_embed, own_head = None, head.optional(f"{mtp.lm_head}.weight", table)
+    if mtp.embed_tokens:
+        own_embed = (head.matrix if mtp.dedicated else head.optional)(f"{mtp.embed_tokens}.weight", table)
+    if own_head is None and mtp.dedicated and config.tied:
+        own_head = own_embed
     return attrs.evolve(
         model,
         mtp=MtpHead(
             ops=weights.ops,
-            eps=eps,
             embed_norm=norm(head, mtp.embed_norm),
             hidden_norm=norm(head, mtp.hidden_norm),
             fc=head.matrix(f"{mtp.fc}.weight", (hidden, 2 * hidden)),
             layer=layer(head.under(mtp.layer), config.layers),
             norm=norm(head, mtp.norm),
         ),
-        mtp_lm_head=head.optional(f"{mtp.lm_head}.weight", table),
-        mtp_embed_tokens=head.optional(f"{mtp.embed_tokens}.weight", table) if mtp.embed_tokens else None,
+        mtp_lm_head=own_head,
+        mtp_embed_tokens=own_embed,
     )
 
 

@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.backends.ops import Rope
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, shown
 
 _MISSING: Any = object()
+# What no weight confirms is bounded here: a config is read before any memory is reserved for what it says.
+LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 2**16
+MOST_EXPERTS = 2**14
+LARGEST_HEAD = 2**16  # values; a head's rotary frequencies are computed from the config alone
+MOST_POSITIONS = 2**24  # up to here float32, in which rotary angles are computed, has every whole number
+_REALS = (1e-30, 1e30)  # their powers and quotients are still finite
 
 
 class Fields:
@@ -26,64 +33,98 @@ class Fields:
             return default
         return value
 
-    def whole(self, key: str, default: int | None = _MISSING, *, low: int = 1) -> int:
-        """An integer of at least ``low``."""
+    def whole(self, key: str, default: int | None = _MISSING, *, low: int = 1, high: int = LARGEST_SIZE) -> int:
+        """An integer from ``low`` to ``high``."""
         value = self._value(key, default)
-        if type(value) is not int or value < low:
-            raise CheckpointError(f"config.json: {key!r} takes a whole number of at least {low}, got {value!r}")
+        if type(value) is not int or not low <= value <= high:
+            raise CheckpointError(f"config.json: {key!r} takes a whole number from {low} to {high}, got {shown(value)}")
         return value
 
     def real(self, key: str, default: float = _MISSING) -> float:
-        """A positive number."""
-        value = self._value(key, default)
-        if type(value) not in (int, float) or not value > 0:
-            raise CheckpointError(f"config.json: {key!r} takes a positive number, got {value!r}")
+        """A positive number, from 1e-30 to 1e30."""
+        value, (low, high) = self._value(key, default), _REALS
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise CheckpointError(
+                f"config.json: {key!r} takes a positive number from {low} to {high}, got {shown(value)}"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool = _MISSING) -> bool:
         """True or false."""
         value = self._value(key, default)
         if type(value) is not bool:
-            raise CheckpointError(f"config.json: {key!r} takes true or false, got {value!r}")
+            raise CheckpointError(f"config.json: {key!r} takes true or false, got {shown(value)}")
         return value
 
     def must_be(self, key: str, *allowed: Any) -> None:
         """Refuse unimplemented variants of the family."""
         value = self._config.get(key, allowed[0])
         if value not in allowed:
-            raise CheckpointError(f"config.json: {key!r} = {value!r} is not supported; this family has {allowed[0]!r}")
+            raise CheckpointError(
+                f"config.json: {key!r} = {shown(value)} is not supported; this family has {allowed[0]!r}"
+            )
 
     def rope_theta(self, default: float) -> float:
         """``rope_theta`` at the top, or inside ``rope_parameters`` / ``rope_scaling`` in newer files."""
-        return self._rope().real("rope_theta", self.real("rope_theta", default))
+        theta = self._rope_real("rope_theta", default)
+        if theta <= 1:
+            raise CheckpointError(f"config.json: 'rope_theta' takes a number above 1, got {theta}")
+        return theta
 
     def partial_rotary_factor(self, default: float) -> float:
         """The share of a head that is rotated, in (0, 1]."""
-        factor = self._rope().real("partial_rotary_factor", self.real("partial_rotary_factor", default))
+        factor = self._rope_real("partial_rotary_factor", default)
         if factor > 1:
             raise CheckpointError(f"config.json: 'partial_rotary_factor' is at most 1, got {factor}")
         return factor
+
+    def _rope_real(self, key: str, default: float) -> float:
+        """A number at the top or among the rotary keys. Raises: CheckpointError if the two places contradict."""
+        inner, top = self._rope(), self.real(key, default)
+        value = inner.real(key, top)
+        if self._config.get(key) is not None and value != top:
+            raise CheckpointError(
+                f"config.json: {key!r} is {top} at the top and {value} among the rotary keys",
+                try_="the config.json that the weights came with",
+            )
+        return value
 
     def plain_rope(self) -> None:
         """Refuse scaled rotary embeddings (YaRN, ...) for a family that supports only the plain one."""
         if self.rope_kind() not in ("default", "mrope"):
             raise CheckpointError(
-                f"config.json: rope type {self.rope_kind()!r} is not supported; this family has 'default'"
+                f"config.json: rope type {shown(self.rope_kind())} is not supported; this family has 'default'"
             )
 
-    def rope(self, rotary_dims: int, theta: float) -> tuple[Rope, float]:
+    def rope(self, head_dim: int, theta: float, *, share: float | None = None) -> tuple[Rope, float]:
         """The rotary embedding (plain, YaRN or Llama 3's) and the factor on its cosines and sines.
 
+        Args:
+            head_dim: of the values that can be rotated.
+            theta: the family's default base.
+            share: the family's default ``partial_rotary_factor``; None if it always rotates all of them.
+
         The factor is YaRN's attention factor: ``0.1 ln(factor) + 1``, or the quotient of two such terms with ``mscale``
-        and ``mscale_all_dim``. Raises: CheckpointError naming any other kind.
+        and ``mscale_all_dim``. Raises: CheckpointError naming any other kind, or ``mrope_section`` that does not fit.
         """
+        factor = self.partial_rotary_factor(1.0 if share is None else share)
+        if share is None and factor != 1:
+            raise CheckpointError(
+                f"config.json: 'partial_rotary_factor' = {factor} is not supported; this family has 1.0"
+            )
+        rotary_dims = int(head_dim * factor)
+        if rotary_dims not in range(2, LARGEST_HEAD + 1, 2):
+            raise CheckpointError(
+                f"config.json: a head rotates an even number of values, at most {LARGEST_HEAD}, and not {rotary_dims}"
+            )
         inner, theta = self._rope(), self.rope_theta(theta)
         kind = self.rope_kind()
+        inner._check_sections(rotary_dims)
         if kind in ("default", "mrope"):
             return Rope.of(theta, rotary_dims), 1.0
         if kind not in ("yarn", "llama3"):
             raise CheckpointError(
-                f"config.json: rope type {kind!r} is not supported; read are 'default', 'yarn' and 'llama3'"
+                f"config.json: rope type {shown(kind)} is not supported; read are 'default', 'yarn' and 'llama3'"
             )
         factor, original = inner.real("factor"), inner.whole("original_max_position_embeddings")
         if kind == "llama3":
@@ -109,17 +150,36 @@ class Fields:
             default = yarn_mscale(factor)
         return rope, inner.real("attention_factor", default)
 
+    def _check_sections(self, rotary_dims: int) -> None:
+        """Refuse an ``mrope_section`` that does not divide the rotated pairs among time, height and width."""
+        sections = self._config.get("mrope_section")
+        if sections is None:
+            return
+        if not isinstance(sections, list) or any(type(size) is not int or size < 0 for size in sections):
+            raise CheckpointError(f"config.json: 'mrope_section' takes a list of whole numbers, got {sections!r}")
+        if sum(sections) != rotary_dims // 2:
+            raise CheckpointError(
+                f"config.json: 'mrope_section' {sections} adds up to {sum(sections)}, and half the rotated width of a "
+                f"head is {rotary_dims // 2}",
+                try_="the config.json that the weights came with",
+            )
+
     def rope_kind(self) -> str:
         """The rotary embedding's kind: "default", "yarn", ..."""
-        inner = self._rope()._config
-        return str(inner.get("rope_type", inner.get("type", "default")))
+        return _rope_kind(self._rope()._config)
 
     def max_positions(self, default: int) -> int:
         """``max_position_embeddings``, or YaRN's stretched length if larger."""
-        positions, inner = self.whole("max_position_embeddings", default), self._rope()
+        positions, inner = self.whole("max_position_embeddings", default, high=MOST_POSITIONS), self._rope()
         if self.rope_kind() == "yarn":
-            stretched = inner.whole("original_max_position_embeddings") * inner.real("factor")
-            positions = max(positions, int(stretched))
+            original = inner.whole("original_max_position_embeddings", high=MOST_POSITIONS)
+            stretched = int(original * inner.real("factor"))
+            if stretched > MOST_POSITIONS:
+                raise CheckpointError(
+                    f"config.json: 'original_max_position_embeddings' times 'factor' is at most {MOST_POSITIONS}, "
+                    f"got {stretched}"
+                )
+            positions = max(positions, stretched)
         return positions
 
     def yarn_all_dim(self) -> float:
@@ -133,15 +193,47 @@ class Fields:
         return yarn_mscale(inner.real("factor"), inner.real("mscale_all_dim")) ** 2
 
     def _rope(self) -> Fields:
-        for key in ("rope_parameters", "rope_scaling"):
-            inner = self._config.get(key)
-            if isinstance(inner, Mapping):
-                return Fields(inner)
-        return Fields({})
+        """The rotary keys, from ``rope_parameters`` or ``rope_scaling``. Raises: CheckpointError if they contradict."""
+        found = [inner for key in ("rope_parameters", "rope_scaling") if (inner := self._rope_keys(key))]
+        if len(found) == 2:
+            new, old = ({**inner, "rope_type": _rope_kind(inner)} for inner in found)
+            for key in sorted((new.keys() | old.keys()) - {"type"}):
+                absent = key in ("rope_theta", "partial_rotary_factor") and None in (new.get(key), old.get(key))
+                if not absent and new.get(key) != old.get(key):
+                    raise CheckpointError(
+                        f"config.json: {key!r} is {shown(new.get(key))} in 'rope_parameters' and "
+                        f"{shown(old.get(key))} in 'rope_scaling'",
+                        try_="the config.json that the weights came with",
+                    )
+            return Fields({**old, **new})
+        return Fields(found[0] if found else {})
 
-    def mtp_layers(self, key: str) -> int:
+    def _rope_keys(self, name: str) -> dict[str, Any]:
+        """The keys under ``rope_parameters`` or ``rope_scaling`` that are not null."""
+        given = self._config.get(name)
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"config.json: {name!r} takes an object, got {shown(given)}")
+        keys = {key: value for key, value in given.items() if value is not None}
+        nested = next((key for key, value in keys.items() if isinstance(value, Mapping)), None)
+        if nested is not None:
+            raise CheckpointError(
+                f"config.json: {name!r} has rotary keys of its own for {shown(nested)}; this family has one rotary "
+                "embedding for all layers"
+            )
+        if "factor" in keys and not keys.keys() & {"rope_type", "type"}:
+            raise CheckpointError(f"config.json: {name!r} has a 'factor' and lacks 'rope_type'")
+        if "rope_type" in keys and keys.get("type") not in (None, keys["rope_type"], "mrope"):
+            raise CheckpointError(
+                f"config.json: {name!r} has the 'rope_type' {shown(keys['rope_type'])} and the 'type' "
+                f"{shown(keys['type'])}"
+            )
+        return keys
+
+    def mtp_layers(self, key: str, default: int = 0) -> int:
         """The number of MTP layers, 0 or 1."""
-        layers = self.whole(key, 0, low=0)
+        layers = self.whole(key, default, low=0)
         if layers > 1:
             raise CheckpointError(f"config.json: {key!r} is 0 or 1 in this family, got {layers}")
         return layers
@@ -154,9 +246,13 @@ class Fields:
         known = ("full_attention", "linear_attention")
         if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
             raise CheckpointError(
-                f"config.json: 'layer_types' takes {layers} entries out of {', '.join(known)}, got {types!r}"
+                f"config.json: 'layer_types' takes {layers} entries out of {', '.join(known)}, got {shown(types)}"
             )
         return tuple(types)
+
+
+def _rope_kind(keys: Mapping[str, Any]) -> str:
+    return str(keys.get("rope_type", keys.get("type", "default")))
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

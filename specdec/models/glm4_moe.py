@@ -22,7 +22,7 @@ def parse(config: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(config)
     common, heads = deepseek_v3.common(fields, eps=1e-5), fields.whole("num_attention_heads")
     head_dim = fields.whole("head_dim", common["hidden_size"] // heads)
-    rope, factor = fields.rope(int(head_dim * fields.partial_rotary_factor(0.5)), 1e4)
+    rope, factor = fields.rope(head_dim, 1e4, share=0.5)
     if factor != 1.0:  # it would scale only the rotated half of a head
         raise CheckpointError(f"config.json: an 'attention_factor' of {factor:.4f} is not supported in this family")
     shape = AttentionShape(

@@ -35,6 +35,7 @@ def parse_qwen3(config: Mapping[str, Any]) -> DecoderConfig:
     fields = Fields(config)
     fields.must_be("attention_bias", False)
     fields.must_be("use_sliding_window", False)
+    fields.must_be("use_qk_norm", True)
     fields.plain_rope()
     return _parse(fields, theta=1e6, normed=True)
 

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import attrs
-import structlog
 import torch
 
 from specdec.backends.choice import make_backend
-from specdec.checkpoints import Checkpoint, StoredWeights, check_weights, fingerprint, locate, text_config
-from specdec.checkpoints.quantised import DecodedCache, formats_of
-from specdec.config import RunConfig
+from specdec.backends.ops import Ops
+from specdec.checkpoints import (
+    Checkpoint,
+    StoredWeights,
+    WeightCheck,
+    check_weights,
+    fingerprint,
+    join_head,
+    locate,
+    text_config,
+    unlisted_head,
+)
+from specdec.checkpoints.quantised import ROUNDED_BITS, DecodedCache, formats_of, rounds
+from specdec.config import RunConfig, TargetConfig
 from specdec.contract import FamilyConfig, ForwardPass, ModelInfo, ModelSpec, Parity
-from specdec.errors import CheckpointError, ContractError
-from specdec.models.causal_lm import CausalLM
+from specdec.errors import CheckpointError, ConfigError, ContractError
+from specdec.logs import get_logger
+from specdec.models.causal_lm import CausalLM, DecoderModel
+from specdec.models.decoder import DecoderLayer
 from specdec.models.parity import probe_rows
-from specdec.models.weights import Weights, dry_run
+from specdec.models.read_keys import ReadKeys
+from specdec.models.weights import DryRun, Weights, dry_run
 from specdec.records.probes import unproved
-from specdec.registry import registry
+from specdec.registry import Kind, answers, registry
 from specdec.text import Tokenizer
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 @attrs.frozen(kw_only=True)
@@ -42,50 +58,104 @@ def load_target(config: RunConfig) -> LoadedTarget:
     Raises: CheckpointError, ConfigError, UnknownNameError or UnsupportedError, with suggestions.
     """
     asked = config.target
-    foreign = registry().forward_pass(asked)
+    foreign = foreign_target(asked)
+    if foreign is not None:
+        for name in (*_own_options(asked), *(["weights"] if asked.weights != "auto" else [])):
+            raise ConfigError(f"target.{name} is for our own kernels; {asked.backend!r} has other options")
+        return foreign
+
+    started = perf_counter()
+
+    def phase(name: str, **facts: Any) -> None:
+        log.info(name, **facts, elapsed_s=round(perf_counter() - started, 3))
 
     # 1 locate
     folder = locate(asked.model, revision=asked.revision)
-    if foreign is not None:
-        return LoadedTarget(target=foreign, tokenizer=Tokenizer.from_folder(folder), notices=tuple(foreign.notices))
     if asked.backend != "auto":  # report a wrong name before the model_type, which the backend may read itself
         registry().backend(asked.backend, asked_by="target.backend")
 
     # 2 read
     checkpoint = Checkpoint.open(folder)
     spec, family = family_of(text_config(checkpoint.config), folder)
+    checkpoint, family, refused_head = with_head(checkpoint, spec, family, asked.mtp)
     tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer.vocab_size > family.vocab_size:
-        raise CheckpointError(
-            f"tokenizer.json has {tokenizer.vocab_size} tokens, the model only {family.vocab_size}", folder=folder
-        )
-    backend, said = make_backend(asked.backend, asked.backend_options, asked.source)
+    tokenizer.check_fits(family.vocab_size)
+    backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.source)
     notices = list(said)
-    dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
+    running = registry().guard_of(Kind.BACKEND, backend)
+    dtype, dtype_reason = running.call(backend, "choose_dtype", asked.dtype, _stored_dtype(checkpoint))
     decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
 
+    @functools.cache
+    def made_ops() -> Ops:
+        ops: Ops = running.call(backend, "ops", dtype, check=answers.an(Ops))
+        return ops
+
     # 3 check
-    source = _checked(checkpoint, spec, family, asked.decoded_cache, decoded, notices)
+    phase("checkpoint_read", folder=str(folder), family=spec.name, backend=backend.name, dtype=dtype)
+    source, headless = _checked(checkpoint, spec, family, asked, decoded, notices, refused_head, made_ops)
+    phase("weights_checked", tensors=len(source.names))
 
     # 4 build
-    ops = backend.ops(dtype)
-    stored = StoredWeights(source, dtype=decoded, keeps=ops.capabilities.packed_formats)
+    ops = made_ops()
+    notices += [notice for notice in backend.notices if notice not in said]  # what loading its kernels has shown
+    stored = StoredWeights(source, dtype=decoded, keeps=ops.capabilities.packed_formats, weights=asked.weights)
     target = build_target(
         spec,
         family,
-        Weights(ops, stored),
+        Weights(ops, stored, headless=headless),
+        mtp_reason=headless or ("" if source.head_path is None else f"from {source.head_path}"),
         backend=backend.name,
         device=backend.device,
         dtype=dtype,
         dtype_reason=dtype_reason,
-        fingerprint=fingerprint(checkpoint),
+        fingerprint=_fingerprint(checkpoint, asked.weights),
     )
+    how = f"; rounded, as target.weights = {asked.weights!r} asks" if asked.weights in ROUNDED_BITS else ""
+    target.info = attrs.evolve(target.info, weights=stored.summary() + how)
+    if asked.weights != "decoded":
+        notices += [
+            f"{count} weights stored as {format} are decoded to {dtype}: the {backend.name} backend's kernels do not "
+            "compute with them as they are stored"
+            for (format, was_decoded), count in stored.used.items()
+            if was_decoded and count
+        ]
     if ops.capabilities.slow:
         notices.append(f"slow kernels: {ops.capabilities.kernels}")
 
     # 5 probe
+    phase("target_built", kernels=target.info.kernels, mtp_layers=target.info.mtp_layers)
     _probe(target, asked.model, notices)
+    phase("parity_probed", parity=target.info.parity.value, reason=target.info.parity_reason)
     return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(notices))
+
+
+def _own_options(asked: TargetConfig) -> dict[str, Any]:
+    """The keys of ``[target]`` that are options of the backend."""
+    options = {"threads": asked.threads, "instruction_set": asked.instruction_set}
+    return {name: value for name, value in options.items() if value not in (None, "auto")}
+
+
+def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
+    """Another engine's model for this target (the hook ``specdec_forward_pass``), or None.
+
+    Raises: PluginError as the hook; ContractError for a tokenizer that does not fit the target; CheckpointError if
+    the target has no tokenizer and ``asked.model`` is no checkpoint either.
+    """
+    target = registry().forward_pass(asked)
+    if target is None:
+        return None
+    who, tokenizer = f"the target {type(target).__name__} of another engine", target.tokenizer
+    if tokenizer is None:
+        tokenizer = Tokenizer.from_folder(locate(asked.model, revision=asked.revision))
+    elif not isinstance(tokenizer, Tokenizer):
+        raise ContractError(
+            f"{who} has a tokenizer of type {type(tokenizer).__name__}",
+            takes="a specdec.text.Tokenizer, or None for the one in the folder target.model",
+        )
+    if tokenizer.vocab_size > target.info.vocab_size:
+        raise ContractError(f"{who} has {target.info.vocab_size} tokens, its tokenizer {tokenizer.vocab_size}")
+    return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(target.notices))
 
 
 def build_target(spec: ModelSpec, family: FamilyConfig, weights: Weights, **facts: Any) -> CausalLM:
@@ -103,20 +173,48 @@ def build_target(spec: ModelSpec, family: FamilyConfig, weights: Weights, **fact
         kernels=offers.kernels,
         **facts,
     )
-    return CausalLM(info, spec.build(family, weights))
+    return CausalLM(info, _built(spec, family, weights))
+
+
+def _built(spec: ModelSpec, family: FamilyConfig, weights: Weights) -> DecoderModel:
+    """Build a family's model. Raises: ContractError that names everything it lacks."""
+    model = registry().call(spec, "build", family, weights)
+    if not isinstance(model, DecoderModel):
+        raise ContractError(
+            f"the family {spec.name!r} builds {type(model).__name__}", takes="a specdec.models.DecoderModel"
+        )
+    pieces: dict[str, tuple[Any, bool]] = {"norm": (model.norm, False)}  # by name; whether it makes a cache
+    for index, layer in enumerate(model.layers):
+        pieces[f"layers[{index}]"] = layer, True
+        if isinstance(layer, DecoderLayer):
+            parts = {"input_norm": False, "mixer": True, "post_norm": False, "mlp": False}
+            pieces |= {f"layers[{index}].{name}": (getattr(layer, name), caches) for name, caches in parts.items()}
+    lacking = [f"{name}.__call__" for name, (piece, _) in pieces.items() if not callable(piece)]
+    lacking += [
+        f"{name}.new_cache" for name, (one, caches) in pieces.items() if caches and not hasattr(one, "new_cache")
+    ]
+    if lacking or not model.layers:
+        raise ContractError(
+            f"the family {spec.name!r} builds a model that lacks {', '.join(lacking) or 'layers'}",
+            takes="what specdec.models lists: Layer, Mixer, Mlp and Norm",
+        )
+    return model
 
 
 def family_of(model_config: Mapping[str, Any], folder: Path) -> tuple[ModelSpec, FamilyConfig]:
     """Find the family for this ``model_type`` and parse its config.
 
-    Raises: CheckpointError for a config.json without a ``model_type``, or one that the family refuses; UnknownNameError
-    if there is no such family; ContractError if the family's config lacks a field of ``FamilyConfig``.
+    Raises: CheckpointError for a config.json without a ``model_type``, one that the family refuses, or one that changes
+    the computation by a key that the family does not read; UnknownNameError if there is no such family; ContractError
+    if the family's config lacks a field of ``FamilyConfig``.
     """
     model_type = model_config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json has no 'model_type'", file=folder / "config.json")
     spec = registry().model(model_type, asked_by=str(folder / "config.json"))
-    family = spec.parse(model_config)
+    read = ReadKeys(model_config)
+    family: FamilyConfig = registry().call(spec, "parse", read)
+    read.refuse_the_rest(spec.name, folder / "config.json")
     lacking = [name for name in vars(FamilyConfig) if not name.startswith("_") and not hasattr(family, name)]
     if lacking:
         raise ContractError(
@@ -126,33 +224,114 @@ def family_of(model_config: Mapping[str, Any], folder: Path) -> tuple[ModelSpec,
     return spec, family
 
 
+def with_head(
+    checkpoint: Checkpoint, spec: ModelSpec, family: FamilyConfig, asked: str | None
+) -> tuple[Checkpoint, FamilyConfig, str]:
+    """Add the MTP head of ``target.mtp``, or of an unlisted ``mtp.safetensors``, to an open checkpoint.
+
+    Returns: the checkpoint, the family's config (with a head that config.json may not count), and why an unlisted head
+    is not used. Raises: CheckpointError if ``asked`` holds no head for this model.
+    """
+    path = unlisted_head(checkpoint) if asked is None else Path(os.path.expanduser(asked))
+    if path is None:
+        return checkpoint, family, ""
+    counted: Any = family
+    if not family.mtp_layers and attrs.has(type(counted)):
+        counted = attrs.evolve(counted, mtp_layers=1)
+    wanted = dry_run(spec, counted)
+    try:
+        if not wanted.head_prefix:
+            raise CheckpointError(f"{path} is not used: the family {spec.name!r} has no MTP head")
+        if asked is None and any(name.startswith(wanted.head_prefix) for name in formats_of(checkpoint)):
+            raise CheckpointError(f"{path} is not used: the weights hold an MTP head already", try_="target.mtp")
+        joined = join_head(
+            checkpoint,
+            path,
+            wanted.head_prefix,
+            wanted.tensors,
+            hidden_size=family.hidden_size,
+            vocab_size=family.vocab_size,
+        )
+    except CheckpointError as error:
+        if asked is not None:
+            raise
+        return checkpoint, family, error.message
+    return joined, counted, ""
+
+
+def checked_head(
+    checkpoint: Checkpoint, spec: ModelSpec, family: FamilyConfig, refused: str = "", *, asked: bool = False
+) -> tuple[DryRun, WeightCheck]:
+    """Check the weights; a head that cannot be used is left out, with the reason in ``DryRun.headless``.
+
+    Args:
+        checkpoint, spec, family: of the model.
+        refused: why an unlisted head is not used.
+        asked: ``target.mtp`` names the head.
+
+    Raises: CheckpointError if the head that was ``asked`` for cannot be used.
+    """
+    wanted = dry_run(spec, family, StoredWeights(checkpoint))
+    found = check_weights(checkpoint, wanted.tensors)
+    reason = wanted.headless
+    if found.head_errors:
+        if asked and not found.errors:
+            raise found.head_errors[0]
+        reason = f"the MTP head is not used: {found.head_errors[0].message}"
+        wanted = dry_run(spec, family, StoredWeights(checkpoint), headless=reason)
+    elif reason and asked:
+        raise CheckpointError(reason, file=checkpoint.head_path, try_="the folder of the original checkpoint")
+    reasons = [text for text in (refused, reason) if text]
+    wanted = attrs.evolve(wanted, headless="; ".join(reasons) if reason else "")
+    return wanted, attrs.evolve(found, notices=[*found.notices, *reasons])
+
+
 def _checked(
     checkpoint: Checkpoint,
     spec: ModelSpec,
     family: FamilyConfig,
-    cache_folder: str | None,
+    asked: TargetConfig,
     dtype: torch.dtype,
     notices: list[str],
-) -> Checkpoint:
-    """The checked checkpoint to take weights from: the given one, or its decoded form in the cache."""
+    refused_head: str,
+    made_ops: Callable[[], Ops],
+) -> tuple[Checkpoint, str]:
+    """The checked checkpoint to take weights from (the given one, or its decoded or rounded form in the cache), and why
+    the MTP head is left out."""
     cache, cached = None, None
-    if cache_folder is not None:
-        if any(found.quantised for found in formats_of(checkpoint).values()):
-            cache = DecodedCache(cache_folder, checkpoint, dtype)
+    if asked.decoded_cache is not None:
+        formats = formats_of(checkpoint)
+        reason, names = "", [name for name, found in formats.items() if found.quantised]
+        if asked.weights in ROUNDED_BITS:
+            reason = f"target.weights = {asked.weights!r} leaves quantised weights as they are stored" if names else ""
+            expected = dry_run(spec, family, StoredWeights(checkpoint)).tensors
+            names = [
+                name for name in expected if expected[name].rounds and name in formats and rounds(formats[name].shape)
+            ]
+        elif not names:
+            reason = "the checkpoint has no quantised weights"
+        elif asked.weights == "auto":
+            keeps = made_ops().capabilities.packed_formats
+            kept = all(found.coding is None or found.coding.kept_as in keeps for found in formats.values())
+            reason = "the weights stay packed, as they are stored" if kept else ""
+        if reason:
+            notices.append(f"target.decoded_cache is not used: {reason}")
+        else:
+            cache = DecodedCache(asked.decoded_cache, checkpoint, dtype, weights=asked.weights, rounds=names)
             cached, reported = cache.find()
             notices += reported
-        else:
-            notices.append("target.decoded_cache is not used: the checkpoint has no quantised weights")
     source = cached or checkpoint
-    wanted = dry_run(spec, family, StoredWeights(source))
-    found = check_weights(source, wanted.tensors, wanted.headless)
+    source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
+    wanted, found = checked_head(source, spec, family, refused_head, asked=asked.mtp is not None)
     found.raise_for_errors()
     notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps its source's notices
     if cache is None or cached is not None:
-        return source
+        return source, wanted.headless
     source = cache.write(found.notices)
-    notices.append(f"weights decoded into the cache {cache.path}")
-    return source
+    source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
+    done = "rounded" if asked.weights in ROUNDED_BITS else "decoded"
+    notices.append(f"weights {done} into the cache {cache.path}")
+    return source, wanted.headless
 
 
 def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
@@ -168,6 +347,13 @@ def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
             target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=broken)
             notices.append(f"parity downgraded from bitwise to numeric: {broken}")
             log.warning("parity_downgraded", reason=broken)
+
+
+def _fingerprint(checkpoint: Checkpoint, weights: str) -> str:
+    """The checkpoint's, and what ``target.weights`` makes of it: a saved state fits only those weights."""
+    plain = not any(found.quantised for found in formats_of(checkpoint).values())
+    changed = weights in ROUNDED_BITS or (weights == "decoded" and not plain)
+    return f"{fingerprint(checkpoint)}-{weights}" if changed else fingerprint(checkpoint)
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:

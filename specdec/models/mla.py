@@ -42,9 +42,7 @@ class LatentShape:
     @classmethod
     def of(cls, fields: Fields) -> LatentShape:
         """Read DeepSeek's keys. Raises: CheckpointError naming the key."""
-        nope, rope_dim = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim", low=2)
-        if rope_dim % 2:
-            raise CheckpointError(f"config.json: 'qk_rope_head_dim' takes an even number, got {rope_dim}")
+        nope, rope_dim = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
         rope, factor = fields.rope(rope_dim, 1e4)
         if abs(factor - 1) > 1e-6:  # it would scale only q_rope . k_rope
             raise CheckpointError(

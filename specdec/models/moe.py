@@ -14,7 +14,7 @@ import attrs
 from specdec.backends.ops import Array, Ops, Routing
 from specdec.errors import CheckpointError
 from specdec.models.decoder import GatedMlp
-from specdec.models.fields import Fields
+from specdec.models.fields import MOST_EXPERTS, Fields
 from specdec.models.weights import Weights
 
 
@@ -36,7 +36,7 @@ class MoeShape:
         fields.must_be("decoder_sparse_step", 1)
         fields.must_be("mlp_only_layers", [], None)
         fields.must_be("norm_topk_prob", True)
-        experts = fields.whole("num_experts")
+        experts = fields.whole("num_experts", high=MOST_EXPERTS)
         return cls(
             experts=experts,
             intermediate=fields.whole("moe_intermediate_size"),
@@ -53,7 +53,7 @@ class MoeShape:
         fields.must_be("scoring_func", "sigmoid")
         fields.must_be("topk_method", "noaux_tc")
         fields.must_be("moe_layer_freq", 1)
-        experts = fields.whole("n_routed_experts")
+        experts = fields.whole("n_routed_experts", high=MOST_EXPERTS)
         groups = fields.whole("n_group", 1)
         intermediate = fields.whole("moe_intermediate_size")
         shared = fields.whole("n_shared_experts", 0, low=0)
@@ -117,11 +117,13 @@ class SparseMoe:
         return cls(
             ops=weights.ops,
             routing=shape.routing,
-            router=weights.matrix("gate.weight", (count, hidden)),
+            router=weights.matrix("gate.weight", (count, hidden), exact=True),
             bias=weights.vector("gate.e_score_correction_bias", (count,)) if shape.corrected else None,
             experts=_experts(weights, hidden, count, inner),
             shared=shared,
-            shared_gate=weights.matrix("shared_expert_gate.weight", (1, hidden)) if shape.shared_gated else None,
+            shared_gate=weights.matrix("shared_expert_gate.weight", (1, hidden), exact=True)
+            if shape.shared_gated
+            else None,
         )
 
     def __call__(self, x: Array, residual: Array) -> Array:

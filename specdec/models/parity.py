@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specdec.models.causal_lm import CausalLM
-from specdec.models.decoder import DecoderLayer
+from specdec.models.decoder import DecoderLayer, Layer
 
 PROBED_ROWS = (2, 3, 4, 8, 16)
 PROBE_CAPACITY = 64
@@ -20,10 +20,10 @@ def probe_rows(lm: CausalLM) -> str | None:
     model, ops = lm.model, lm.ops
     rows = min(max(PROBED_ROWS), ops.capabilities.max_rows)
     tokens = [(7 * i + 1) % lm.info.vocab_size for i in range(rows)]
-    embedded = ops.embed(model.embed_tokens, tokens)
-    layers: dict[str, DecoderLayer] = {}
+    embedded = model.embed(tokens, 0)
+    layers: dict[str, Layer] = {}
     for layer in model.layers:
-        layers.setdefault(f"{type(layer.mixer).__name__} with {type(layer.mlp).__name__}", layer)
+        layers.setdefault(_kind(layer), layer)
     if model.mtp is not None:
         layers["the MTP layer"] = model.mtp.layer
     for name, layer in layers.items():
@@ -39,9 +39,15 @@ def probe_rows(lm: CausalLM) -> str | None:
     return None
 
 
-def _by_rows(layer: DecoderLayer, x: Any, count: int) -> list[Any]:
+def _kind(layer: Layer) -> str:
+    if isinstance(layer, DecoderLayer):
+        return f"{type(layer.mixer).__name__} with {type(layer.mlp).__name__}"
+    return type(layer).__name__
+
+
+def _by_rows(layer: Layer, x: Any, count: int) -> list[Any]:
     """The layer's output rows for x in passes of ``count`` rows."""
-    cache = layer.mixer.new_cache(PROBE_CAPACITY)
+    cache = layer.new_cache(PROBE_CAPACITY)
     out = []
     for at in range(0, x.shape[0], count):
         part = layer(x[at : at + count], cache)

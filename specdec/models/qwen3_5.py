@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from specdec.backends.ops import Array, DeltaShape, Rope
+from specdec.backends.ops import Array, DeltaShape
 from specdec.contract import ModelSpec
 from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
@@ -30,6 +30,7 @@ MTP = MtpNames(
     layer="layers.0.",
     norm="norm",
     lm_head="lm_head",
+    plus=1.0,
 )
 
 
@@ -40,14 +41,18 @@ class HybridConfig(DecoderConfig):
     attention: AttentionShape
     layer_types: tuple[str, ...]
     delta: DeltaShape
+    mtp_embeddings: bool = False  # the MTP head has an embedding of its own, and perhaps an output head
 
     @staticmethod
-    def hybrid(fields: Fields) -> dict[str, Any]:
-        """Read the keys that these families share. Raises: CheckpointError naming the key."""
+    def hybrid(fields: Fields, *, mtp_layers: int = 0) -> dict[str, Any]:
+        """Read the keys that these families share; ``mtp_layers`` is for a config that does not count them.
+
+        Raises: CheckpointError naming the key.
+        """
         fields.must_be("attention_bias", False)
         fields.must_be("attn_output_gate", True)
+        fields.must_be("use_qk_norm", True)
         fields.must_be("output_gate_type", "swish", "silu")  # of the delta-rule norm; attention gates are sigmoids
-        fields.must_be("mtp_use_dedicated_embeddings", False)
         fields.plain_rope()
         common, head_dim = DecoderConfig.common(fields), fields.whole("head_dim", 256)
         delta = DeltaShape(
@@ -69,15 +74,16 @@ class HybridConfig(DecoderConfig):
                 heads=fields.whole("num_attention_heads"),
                 kv_heads=fields.whole("num_key_value_heads"),
                 head_dim=head_dim,
-                rope=Rope.of(fields.rope_theta(1e7), int(head_dim * fields.partial_rotary_factor(0.25))),
+                rope=fields.rope(head_dim, 1e7, share=0.25)[0],
                 scale=head_dim**-0.5,
                 gated=True,
                 normed=True,
             ),
             "layer_types": fields.layer_types(common["layers"], interval),
             "delta": delta,
-            "max_positions": fields.whole("max_position_embeddings", 32768),
-            "mtp_layers": fields.mtp_layers("mtp_num_hidden_layers"),
+            "max_positions": fields.max_positions(32768),
+            "mtp_layers": fields.mtp_layers("mtp_num_hidden_layers", mtp_layers),
+            "mtp_embeddings": fields.flag("mtp_use_dedicated_embeddings", False),
         }
 
     def state_bytes(self, width: int, *, mtp: bool = True) -> tuple[int, int]:
@@ -121,7 +127,7 @@ def build(
 
     def mixer(layer: Weights, index: int) -> Mixer:
         if index == config.layers or config.layer_types[index] == "full_attention":
-            return attention(config, layer, plus)
+            return attention(config, layer, MTP.plus if index == config.layers else plus)
         layer = layer.under("linear_attn.")
         found = projections(layer) if projections else None
         return GatedDeltaNet.of(layer, config.hidden_size, config.delta, config.eps, mlx=mlx, projections=found)
@@ -131,7 +137,13 @@ def build(
         "shows whether the head's norms were changed too"
     )
     return build_decoder(
-        config, weights, mixer=mixer, plus=plus, mtp=MTP, promised=promised, unusable=unusable if mlx else ""
+        config,
+        weights,
+        mixer=mixer,
+        plus=plus,
+        mtp=attrs.evolve(MTP, embed_tokens="embed_tokens", dedicated=True) if config.mtp_embeddings else MTP,
+        promised=promised,
+        unusable=unusable if weights.head_converted(mlx) else "",
     )
 
 

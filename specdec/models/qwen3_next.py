@@ -31,8 +31,9 @@ class Qwen3NextConfig(qwen3_5.HybridConfig):
 def parse(config: Mapping[str, Any]) -> Qwen3NextConfig:
     """Read a ``config.json``. Raises: CheckpointError naming the key."""
     counted = config.get("mtp_num_hidden_layers") is not None
-    fields = Fields(config if counted else {**config, "mtp_num_hidden_layers": 1})
-    return Qwen3NextConfig(**Qwen3NextConfig.hybrid(fields), moe=MoeShape.qwen(fields), mtp_counted=counted)
+    fields = Fields(config)
+    shared = Qwen3NextConfig.hybrid(fields, mtp_layers=1)
+    return Qwen3NextConfig(**shared, moe=MoeShape.qwen(fields), mtp_counted=counted)
 
 
 def build(config: Qwen3NextConfig, weights: Weights) -> DecoderModel:
@@ -47,15 +48,15 @@ def build(config: Qwen3NextConfig, weights: Weights) -> DecoderModel:
         delta, ratio = config.delta, config.delta.value_heads // config.delta.key_heads
         values = ratio * delta.value_dim
 
-        def taken(name: str, sizes: tuple[int, ...], *groups: tuple[int, ...]) -> list[Array]:
+        def taken(name: str, sizes: tuple[int, ...], *groups: tuple[int, ...], exact: bool = False) -> list[Array]:
             """Split a fused weight whose key heads have pieces of these sizes into one weight per group of pieces."""
             count = delta.key_heads * sum(sizes)
-            fused = layer.host_matrix(name, (count, config.hidden_size))
+            fused = layer.host_matrix(name, (count, config.hidden_size), exact=exact)
             pieces = torch.split(torch.arange(count).reshape(delta.key_heads, -1), list(sizes), dim=1)
             return [layer.ops.weight(fused[torch.cat([pieces[i].flatten() for i in group])]) for group in groups]
 
         qkv, z = taken("in_proj_qkvz.weight", (delta.key_dim, delta.key_dim, values, values), (0, 1, 2), (3,))
-        b, a = taken("in_proj_ba.weight", (ratio, ratio), (0,), (1,))
+        b, a = taken("in_proj_ba.weight", (ratio, ratio), (0,), (1,), exact=True)
         return qkv, z, a, b
 
     return qwen3_5.build(config, weights, projections=projections, promised=config.mtp_counted)

@@ -6,6 +6,7 @@ checkpoint or for a ``config.json`` alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,17 @@ import torch
 from specdec.backends.ops import Array, Ops
 from specdec.checkpoints import StoredWeights, TensorSpec
 from specdec.checkpoints.quantised import StoredMatrix
-from specdec.checkpoints.weight_check import converted_by_mlx_lm, promised_head
+from specdec.checkpoints.weight_check import stripped_head
 from specdec.contract import ModelSpec
+from specdec.errors import CheckpointError, shown
+from specdec.registry import registry
 
 Shape = tuple[int, ...]
+# A dry run follows config.json alone, so it ends here. A model may lack the weights of whole layers and still be
+# described; DeepSeek-V3 has 46,000 weights.
+_MORE_TENSORS = 100_000  # beyond twice those in the files
+_MOST_TENSORS = 10**6  # without files
+_LARGEST_TENSOR = 2**48  # values
 
 
 @attrs.frozen
@@ -32,13 +40,15 @@ class Weights:
         ops: the backend's; in a dry run they return their inputs.
         stored: the checkpoint's weights; None in a dry run of a config alone.
         prefix: prepended to every name.
-        group: "mtp" for the tensors of an MTP head, whose absence has its own explanation.
+        group: "mtp" for the tensors of an MTP head, without which the model still runs.
+        headless: why the MTP head must be left out; "" if it may be used.
     """
 
     ops: Ops
     stored: StoredWeights | None
     prefix: str = ""
     group: str = "model"
+    headless: str = ""
 
     def under(self, prefix: str) -> Weights:
         """The weights whose names start with ``prefix``, under the rest of their names."""
@@ -46,9 +56,12 @@ class Weights:
 
     # --- for the ops -----------------------------------------------------------------------------------------------
 
-    def matrix(self, name: str, shape: Shape) -> Array:
-        """A weight as ``Ops.weight`` returns it: a matrix, or a bias."""
-        return self.ops.weight(self.host_matrix(name, shape))
+    def matrix(self, name: str, shape: Shape, *, exact: bool = False) -> Array:
+        """A weight as ``Ops.weight`` returns it: a matrix, or a bias.
+
+        ``target.weights`` does not round an ``exact`` one: a router or a gate, which is small and decides much.
+        """
+        return self.ops.weight(self.host_matrix(name, shape, exact=exact))
 
     def optional(self, name: str, shape: Shape) -> Array | None:
         """``matrix``, or None if the checkpoint has none of that name."""
@@ -68,9 +81,9 @@ class Weights:
         """A decoded weight. Raises: CheckpointError if it is missing or cannot be read."""
         return self._stored[self.prefix + name]
 
-    def host_matrix(self, name: str, shape: Shape) -> torch.Tensor | StoredMatrix:
+    def host_matrix(self, name: str, shape: Shape, *, exact: bool = False) -> torch.Tensor | StoredMatrix:
         """A matrix, packed if the backend computes with its format. Raises: likewise."""
-        return self._stored.matrix(self.prefix + name)
+        return self._stored.matrix(self.prefix + name, exact=exact)
 
     def host_matrices(self, names: str | Sequence[str], shape: Shape) -> Sequence[Any]:
         """The matrices of a stack, tensors or ``StoredMatrix``. Raises: likewise."""
@@ -95,8 +108,7 @@ class Weights:
     def mtp_head(self, prefix: str, *, promised: bool = True, unusable: str = "") -> Weights | None:
         """The weights of the MTP head under ``prefix``, or None if the model is built without one.
 
-        If the config promises a head and the files lack it, the weight check fails, unless mlx-lm converted the
-        checkpoint: it always drops heads.
+        A head that the config promises and the files lack is left out, and a dry run records the reason.
 
         Args:
             prefix: of the head's tensors.
@@ -109,46 +121,67 @@ class Weights:
         present = any(name.startswith(head.prefix) for name in self.stored)
         if not present and not promised:
             return None
-        reason = unusable if present else ""
-        if not present and converted_by_mlx_lm(self.stored.formats):
-            reason = f"{promised_head(self.stored.checkpoint, head.prefix)}; mlx-lm leaves them out"
+        reason = self.headless or (
+            unusable if present else stripped_head(self.stored.checkpoint, self.stored.formats, head.prefix)
+        )
         if not reason:
             return head
         self._leave_out_head(reason)
         return None
+
+    def head_converted(self, converted: bool) -> bool:
+        """Whether mlx-lm converted the MTP head, in a checkpoint of which it ``converted`` the layers or not."""
+        stored = None if self.stored is None else self.stored.head_converted
+        return converted if stored is None else stored
 
     def _leave_out_head(self, reason: str) -> None:
         """Record, in a dry run, why the head is left out."""
 
 
 @attrs.frozen
-class _Recorder(Weights):
+class Recorder(Weights):
     """Records requested names and shapes, and returns tensors without data."""
 
     tensors: dict[str, TensorSpec] = attrs.field(factory=dict)
-    headless: list[str] = attrs.field(factory=list)
+    reasons: list[str] = attrs.field(factory=list)
+    heads: list[str] = attrs.field(factory=list)
 
-    def _note(self, name: str, shape: Shape) -> None:
-        self.tensors[self.prefix + name] = TensorSpec(shape, self.group)
+    def _note(self, name: str, shape: Shape, *, rounds: bool = False) -> None:
+        self.tensors[self.prefix + name] = TensorSpec(shape, self.group, rounds)
+        most = _MOST_TENSORS if self.stored is None else 2 * len(self.stored) + _MORE_TENSORS
+        if len(self.tensors) > most:
+            held = "" if self.stored is None else f", and the files hold {len(self.stored)}"
+            raise CheckpointError(
+                f"config.json describes a model of more than {most} weights{held}",
+                try_="config.json and weights of one and the same model",
+            )
+        if math.prod(shape) > _LARGEST_TENSOR:
+            raise CheckpointError(f"config.json implies the shape {shown(list(shape))} for the tensor {name}")
 
     def tensor(self, name: str, shape: Shape) -> torch.Tensor:
         self._note(name, shape)
         return torch.empty(shape, device="meta")
 
-    host_matrix = tensor
+    def host_matrix(self, name: str, shape: Shape, *, exact: bool = False) -> torch.Tensor:
+        self._note(name, shape, rounds=not exact)
+        return torch.empty(shape, device="meta")
 
     def host_matrices(self, names: str | Sequence[str], shape: Shape) -> Sequence[torch.Tensor]:
+        for name in [names] if isinstance(names, str) else names:
+            self._note(name, shape, rounds=True)
         if isinstance(names, str):
-            return self.tensor(names, shape).unbind()
-        for name in names:
-            self._note(name, shape)
+            return torch.empty(shape, device="meta").unbind()
         return [torch.empty(shape, device="meta")] * len(names)
 
+    def mtp_head(self, prefix: str, *, promised: bool = True, unusable: str = "") -> Weights | None:
+        self.heads.append(self.prefix + prefix)
+        return super().mtp_head(prefix, promised=promised, unusable=unusable)
+
     def _leave_out_head(self, reason: str) -> None:
-        self.headless.append(reason)
+        self.reasons.append(reason)
 
 
-class _NoOps:
+class NoOps:
     """Returns its inputs."""
 
     def weight(self, tensor: Any) -> Any:
@@ -167,21 +200,24 @@ class DryRun:
     Attributes:
         tensors: canonical name -> spec.
         headless: why the MTP head that the config promises is left out; "" otherwise.
+        head_prefix: of the MTP head's names; "" for a model without one.
     """
 
     tensors: Mapping[str, TensorSpec]
     headless: str = ""
+    head_prefix: str = ""
 
 
-def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None) -> DryRun:
+def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None, *, headless: str = "") -> DryRun:
     """Build a family's model without data.
 
     Args:
         spec: the family's.
         config: the result of ``spec.parse``.
         stored: a checkpoint's weights, whose names decide between layouts; the family's usual layout without them.
+        headless: why the MTP head must be left out.
     """
-    ops: Any = _NoOps()
-    weights = _Recorder(ops, stored)
-    spec.build(config, weights)
-    return DryRun(weights.tensors, "".join(weights.headless))
+    ops: Any = NoOps()
+    weights = Recorder(ops, stored, headless=headless)
+    registry().call(spec, "build", config, weights)
+    return DryRun(weights.tensors, "".join(weights.reasons), "".join(weights.heads))

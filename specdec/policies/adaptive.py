@@ -18,7 +18,8 @@ from specdec.policies.trials import Trials
 from specdec.records.cost_table import CostTable
 
 STEP_GUESS = 0.2  # cost of a drafted token in plain cycles if nothing was measured: break-even at usual acceptance
-QUIET = 16  # plain cycles between two updates of their cost, in a long run of them
+QUIET = 16  # plain cycles after which their cost is updated only now and then
+SELDOM = 64  # plain cycles between two such updates
 PATIENCE = 6.0  # drafts before speculation goes off for the first time, the last of them of depth 1
 LASTING = 32  # cycles after which speculation counts as lasting
 
@@ -90,8 +91,8 @@ class AdaptivePolicy(DepthPolicy):
 
     def record(self, cycle: CycleRecord) -> None:
         rates, trials = self._rates, self._trials
-        if not (cycle.depth or self._depth or trials.opening) and rates.plain_cycles > QUIET:
-            if rates.plain_cycles % QUIET:  # overhead here slows plain decoding
+        if rates.plain_cycles > QUIET and not (cycle.depth or self._depth or trials.opening):
+            if rates.plain_cycles % SELDOM:  # overhead here slows plain decoding
                 rates.plain_cycles += 1
                 trials.passed(1)
                 return

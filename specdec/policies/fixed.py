@@ -24,6 +24,10 @@ class FixedPolicy(DepthPolicy):
     def __init__(self, config: FixedConfig) -> None:
         self._depth = config.depth
 
+    @property
+    def reason(self) -> str:
+        return "" if self._depth else "the depth policy 'fixed' chose depth 0 in every cycle"
+
     def next_depth(self, stats: Stats) -> int:
         return self._depth
 

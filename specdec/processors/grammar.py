@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import pathlib
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
-import structlog
 
 from specdec.contract import LogitsProcessor, ProcessorEnv, ProcessorSpec
 from specdec.errors import ConfigError, UnsupportedError
+from specdec.files.reading import read_text
 from specdec.hookspecs import hookimpl
+from specdec.logs import get_logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.contract import Float32
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 KEPT_GRAMMARS = 8  # compiled grammars kept per tokenizer: a server reuses the same few schemas
 
@@ -98,6 +99,13 @@ class GrammarProcessor(LogitsProcessor):
         while count < len(draft) and draft[count] in self._end_tokens:
             count += 1
         return count
+
+    def forced(self, history: Sequence[int]) -> Sequence[int]:
+        if not self._go_to(history[self._start :]) or self._matcher.is_stopped():
+            return ()
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._check()
+        return self._before_end(tokens)
 
     def _go_to(self, generated: Sequence[int]) -> bool:
         """Move the matcher to this output; False if it contains an end token or an illegal one."""
@@ -212,8 +220,8 @@ def _llguidance() -> ModuleType:
 
 def _file(field: str, path: str) -> str:
     try:
-        return pathlib.Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(os.path.expanduser(path))
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read the {field} file {path!r}: {reason}") from error
 

@@ -6,7 +6,6 @@ Costs are wall-clock times of one target, drafter and machine, measured by ``spe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,30 @@ import attrs
 
 from specdec.records.store import Identity, Store
 
+_LONGEST = 86_400.0  # seconds of one pass; a table of longer ones is not believed
 COSTS = Store("cost table", "costs", "SPECDEC_COSTS")
+
+
+def plausible(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Measured seconds by rows or tokens, without what only a busy machine explains.
+
+    Noise only adds. A pass of more rows, or several passes of fewer, would do the same work: r rows cost at most what
+    s > r rows cost, and at most ceil(r / s) times what s < r rows cost. Entries above such a bound are set to it.
+    """
+    return {
+        rows: min([taken, *(other * max(1, -(-rows // at)) for at, other in seconds.items() if at)])
+        for rows, taken in seconds.items()
+    }
 
 
 @attrs.frozen(kw_only=True)
 class CostTable:
-    """Measured seconds; interpolated linearly in between, extrapolated with the last slope."""
+    """Measured seconds, made ``plausible``; interpolated linearly in between, extrapolated with the last slope."""
 
-    verify: Mapping[int, float]  # rows of a pass -> seconds of decode and verify
-    draft: Mapping[int, float]  # drafted tokens -> seconds of propose; 0 -> 0.0
+    # rows of a pass -> seconds of decode and verify
+    verify: Mapping[int, float] = attrs.field(converter=plausible)
+    # drafted tokens -> seconds of propose; 0 -> 0.0
+    draft: Mapping[int, float] = attrs.field(converter=plausible)
     commit: float  # seconds of commit, observe and bookkeeping per cycle
     steady: bool = attrs.field(default=True, eq=False)  # whether repeats agreed; otherwise the table is not kept
 
@@ -80,19 +94,26 @@ def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
 def parse_costs(data: Mapping[str, Any]) -> CostTable:
     """A table from its JSON data. Raises: ValueError."""
     try:
-        verify = {int(rows): _seconds(value) for rows, value in data["verify"].items()}
-        draft = {int(tokens): _seconds(value) for tokens, value in data["draft"].items()}
+        verify = {_count(rows): _seconds(value) for rows, value in data["verify"].items()}
+        draft = {_count(tokens): _seconds(value) for tokens, value in data["draft"].items()}
         commit = _seconds(data["commit"])
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(draft) < 0 or min(verify.values()) <= 0.0:
+    if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(verify.values()) <= 0.0:
         raise ValueError("a table has the seconds of 1 row and of 0 drafted tokens at least")
     return CostTable(verify=verify, draft=draft, commit=commit)
 
 
+def _count(text: str) -> int:
+    """Rows or tokens, as the key of a table."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise ValueError(f"{text[:40]!r} is not a number of rows or tokens")
+    return int(text)
+
+
 def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0.0 <= value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{value!r} is not a number of seconds")
+    if type(value) not in (int, float) or not 0.0 <= value <= _LONGEST:  # type: ignore[operator]
+        raise ValueError(f"{str(value)[:40]} is not a number of seconds")
     return float(value)  # type: ignore[arg-type]
 
 

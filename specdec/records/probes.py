@@ -20,7 +20,7 @@ from specdec.errors import ConfigError, UnsupportedError
 from specdec.records.machine import system
 from specdec.records.store import Identity, Store
 
-PROBES = Store("probe record", "probes", "SPECDEC_PROBES")
+PROBES = Store("probe record", "probes", "SPECDEC_PROBES", private=True)
 
 Kind = Literal["op", "pass", "state", "draft", "cycle"]
 PROOF: frozenset[Kind] = frozenset(("op", "pass", "state"))  # kinds that a record needs to prove exactness

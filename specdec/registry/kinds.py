@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from specdec.contract import BackendSpec, DepthPolicySpec, DrafterSpec, ModelSpec, ProcessorSpec, VerifierSpec
-from specdec.errors import PluginError
+from specdec.contract import BackendSpec, DepthPolicySpec, DrafterSpec, ModelSpec, Needs, ProcessorSpec, VerifierSpec
+from specdec.errors import PluginError, typed
 
 Spec = DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec | BackendSpec | ModelSpec
 S = TypeVar("S", DrafterSpec, VerifierSpec, DepthPolicySpec, ProcessorSpec, BackendSpec, ModelSpec)
@@ -22,6 +22,8 @@ BUILT_INS = (
     "specdec.drafters.mtp",
     "specdec.drafters.draft_model",
     "specdec.drafters.first_of",
+    "specdec.drafters.forced",
+    "specdec.drafters.heads.plugin",
     "specdec.verifiers.strict",
     "specdec.verifiers.rejection",
     "specdec.verifiers.margin",
@@ -60,14 +62,15 @@ class KindInfo:
     spec: type[Any]
     key: str | None  # the configuration key that names one
     plural: str
+    usual: str | None = None  # what works with every model and machine, for advice
 
 
 KINDS: Mapping[Kind, KindInfo] = {
-    Kind.DRAFTER: KindInfo("specdec_drafters", DrafterSpec, "drafter.name", "drafters"),
-    Kind.VERIFIER: KindInfo("specdec_verifiers", VerifierSpec, "verifier.name", "verifiers"),
-    Kind.DEPTH_POLICY: KindInfo("specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies"),
+    Kind.DRAFTER: KindInfo("specdec_drafters", DrafterSpec, "drafter.name", "drafters", "ngram"),
+    Kind.VERIFIER: KindInfo("specdec_verifiers", VerifierSpec, "verifier.name", "verifiers", "strict"),
+    Kind.DEPTH_POLICY: KindInfo("specdec_depth_policies", DepthPolicySpec, "depth.name", "depth_policies", "fixed"),
     Kind.PROCESSOR: KindInfo("specdec_logits_processors", ProcessorSpec, None, "logits_processors"),
-    Kind.BACKEND: KindInfo("specdec_backends", BackendSpec, "target.backend", "backends"),
+    Kind.BACKEND: KindInfo("specdec_backends", BackendSpec, "target.backend", "backends", "cpu"),
     Kind.MODEL: KindInfo("specdec_models", ModelSpec, None, "models"),
 }
 
@@ -101,12 +104,18 @@ def check_specs(info: KindInfo, result: object) -> list[Spec]:
 
 def check_fields(spec: Any) -> None:
     """Check the types of a spec's fields, which attrs does not. Raises: PluginError when one is wrong."""
-    who = f"{type(spec).__name__} {spec.name!r}"
+    who = f"{type(spec).__name__} {spec.name if isinstance(spec.name, str) else typed(spec.name)!r}"
     if not isinstance(spec.name, str) or not spec.name or spec.name != spec.name.strip() or spec.name == "auto":
         raise PluginError(f"{who}: a name is a word other than 'auto'")
-    for field in ("factory", "available", "preference", "parse", "tensors", "build"):
+    if not isinstance(spec.help, str):
+        raise PluginError(f"{who}: help is a string, got {_described(spec.help)}")
+    for field in ("factory", "available", "preference", "parse", "build"):
         if hasattr(spec, field) and not callable(getattr(spec, field)):
             raise PluginError(f"{who}: {field} is called, got {_described(getattr(spec, field))}")
+    if getattr(spec, "prepare", None) is not None and not callable(spec.prepare):
+        raise PluginError(f"{who}: prepare is called, or None, got {_described(spec.prepare)}")
+    if isinstance(spec, DrafterSpec) and not (isinstance(spec.needs, Needs) or callable(spec.needs)):
+        raise PluginError(f"{who}: needs is a specdec.Needs or is called, got {_described(spec.needs)}")
     if isinstance(spec, ModelSpec):
         words: object = spec.model_types
         if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
@@ -116,4 +125,4 @@ def check_fields(spec: Any) -> None:
 
 
 def _described(value: object) -> str:
-    return f"the class {value.__name__}" if inspect.isclass(value) else f"{value!r:.60} ({type(value).__name__})"
+    return f"the class {value.__name__}" if inspect.isclass(value) else typed(value)

@@ -8,21 +8,27 @@ import importlib.metadata
 import inspect
 import os
 import re
-import threading
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, copy_context
 from types import ModuleType
 from typing import Any
 
 import attrs
 import pluggy
-import structlog
 
 from specdec import hookspecs
 from specdec.errors import PluginError
+from specdec.locks import ForkSafeLock
+from specdec.logs import get_logger
+from specdec.registry.guard import is_from_plugin
 from specdec.registry.kinds import KINDS, check_fields, check_specs, names_of
 from specdec.registry.origin import Entry, Failure, Origin, Plugin
 
-log = structlog.get_logger()
+log = get_logger(__name__)
+
+_importing: ContextVar[Loader | None] = ContextVar("importing", default=None)
+"""The loader that is importing a plugin. It is set in a context of its own, which no interruption can leave set."""
 
 
 @attrs.frozen(eq=False)
@@ -56,34 +62,37 @@ class Loader:
         self.plugins: list[Plugin] = []
         self.entries: list[Entry] = []
         self.failures: list[Failure] = []
-        self.lock = threading.RLock()
+        self.lock = ForkSafeLock()
         self._sources: list[Callable[[], Iterable[Candidate]]] = [self._installed, self._shipped]
         self._queue: list[Candidate] = []
-        self._loading = False
+        self.admitting: Plugin | None = None  # what an interrupted admission may have left
 
     def advance(self, *, sources_left: int) -> None:
         """Admit candidates until only ``sources_left`` sources are left; can resume after an interruption."""
         with self.lock:
-            if self._loading:  # this thread holds the lock, so it is inside an import that it started
+            if _importing.get() is self:
                 raise PluginError("a plugin asked for the registry while it was being imported")
-            self._loading = True
-            try:
-                while self._queue or len(self._sources) > sources_left:
-                    if not self._queue:
-                        self._queue = list(self._sources[0]())
-                        self._sources.pop(0)
-                        continue
-                    outcome = self.admit(self._queue[0])
-                    self._queue.pop(0)
-                    if isinstance(outcome, Failure):
-                        self.fail(outcome)
-            finally:
-                self._loading = False
+            copy_context().run(self._advance, sources_left)
+
+    def _advance(self, sources_left: int) -> None:
+        _importing.set(self)
+        while self._queue or len(self._sources) > sources_left:
+            if not self._queue:
+                self.__dict__.update(_queue=list(self._sources[0]()), _sources=self._sources[1:])
+                continue
+            outcome = self.admit(self._queue[0])
+            if isinstance(outcome, Failure):
+                self._log(outcome)
+            failed = [outcome] if isinstance(outcome, Failure) else []
+            # one step: an interruption neither loses a plugin nor admits it twice
+            self.__dict__.update(_queue=self._queue[1:], admitting=None, failures=[*self.failures, *failed])
 
     def admit(self, candidate: Candidate) -> Plugin | Failure:
         """Import, register and collect one plugin completely, or return a Failure."""
         name, origin, during = candidate.name, candidate.origin, "import"
         provides: list[str] = []
+        if self.admitting is not None:
+            self.remove(self.admitting)
         admitted: Plugin | None = None
         try:
             plugin = candidate.load()
@@ -91,7 +100,7 @@ class Loader:
             if inspect.isclass(plugin):
                 plugin = plugin()
             self._check_registrable(plugin)
-            admitted = Plugin(plugin, name, origin)
+            admitted = self.admitting = Plugin(plugin, name, origin)
             label = str(admitted)
             self._manager.register(plugin, f"{label} #{id(plugin)}" if self._manager.has_plugin(label) else label)
             self._manager.check_pending()
@@ -100,12 +109,20 @@ class Loader:
         except BaseException as error:
             if admitted is not None:
                 self.remove(admitted)
-            if isinstance(error, Exception | SystemExit):  # sys.exit() in a module must not end the host
+            if is_from_plugin(error):  # sys.exit() in a module must not end the host
                 return Failure(name, origin, error, during, tuple(provides))
             raise
         self.plugins.append(admitted)
         self.entries += entries
         return admitted
+
+    def holds_script(self, plugin: object) -> bool:
+        """Whether ``plugin``, of the script that is running, was loaded from the script's file as a module too."""
+        script, kind = _file_of("__main__"), type(plugin).__qualname__
+        return script is not None and any(
+            type(loaded.plugin).__qualname__ == kind and _file_of(module_of(loaded.plugin)) == script
+            for loaded in self.plugins
+        )
 
     def remove(self, plugin: Plugin) -> None:
         """Remove a plugin and everything it registered."""
@@ -118,6 +135,10 @@ class Loader:
     def fail(self, failure: Failure) -> None:
         """Record a failure."""
         self.failures.append(failure)
+        self._log(failure)
+
+    @staticmethod
+    def _log(failure: Failure) -> None:
         log.warning(
             "plugin_failed",
             plugin=failure.name,
@@ -211,6 +232,16 @@ def flag(name: str) -> bool:
 def tracing() -> bool:
     """Whether SPECDEC_TRACE_PLUGINS asks for a log line per hook call."""
     return flag("SPECDEC_TRACE_PLUGINS")
+
+
+def module_of(plugin: object) -> str:
+    """The name of the module that a plugin is, or is made in."""
+    return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+
+
+def _file_of(module: str) -> str | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return None if file is None else os.path.realpath(file)
 
 
 def _candidate(

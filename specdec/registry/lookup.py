@@ -7,12 +7,17 @@ plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import threading
+import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+import attrs
+
+from specdec.checking import checked
+from specdec.config import structure_choice
 from specdec.contract import (
     BackendSpec,
     CycleRecord,
@@ -20,18 +25,22 @@ from specdec.contract import (
     DrafterSpec,
     ForwardPass,
     ModelSpec,
+    Needs,
     ProcessorSpec,
     VerifierSpec,
 )
 from specdec.errors import PluginError, SpecdecError, UnknownNameError, did_you_mean, nearest
+from specdec.locks import ForkSafeLock
+from specdec.registry import answers
+from specdec.registry.guard import Check, Guard
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, S, Spec, kind_of, names_of
-from specdec.registry.loading import Candidate, Loader, flag, tracing
+from specdec.registry.loading import Candidate, Loader, flag, module_of, tracing
 from specdec.registry.origin import Entry, Failure, Origin, Plugin, conflict_error
 
 if TYPE_CHECKING:
     import click
 
-    from specdec.config import TargetConfig
+    from specdec.config import Choice, TargetConfig
 
 
 class Registry:
@@ -43,7 +52,7 @@ class Registry:
 
     def __init__(
         self,
-        built_ins: Iterable[str | ModuleType | object] = BUILT_INS,
+        built_ins: Iterable[str | types.ModuleType | object] = BUILT_INS,
         entry_points: Iterable[importlib.metadata.EntryPoint] | None = None,
         *,
         strict: bool | None = None,
@@ -59,7 +68,8 @@ class Registry:
         """
         self.strict = flag("SPECDEC_STRICT_PLUGINS") if strict is None else strict
         self._loader = Loader(built_ins, entry_points, trace=tracing() if trace is None else trace)
-        self._observers: tuple[tuple[Plugin, Callable[..., Any]], ...] = ()
+        self._observers: tuple[Hook, ...] = ()
+        self._made: dict[int, tuple[weakref.ref[Any], Guard]] = {}  # by id, what the factories made
         self._ready = False
 
     def load(self) -> None:
@@ -76,13 +86,18 @@ class Registry:
             for kind, name, claims in self._conflicts():
                 raise conflict_error(kind, name, claims, "SPECDEC_STRICT_PLUGINS=1")
 
+    @checked(PluginError)
     def register(self, plugin: object, name: str | None = None) -> None:
         """Add a plugin of this program: a module, or an object with ``@hookimpl`` methods.
+
+        A script that is installed as a plugin too is registered already: then nothing is added.
 
         Raises: PluginError when it cannot be registered, or a name that it provides is taken.
         """
         self.load()
-        module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+        module = module_of(plugin)
+        if module == "__main__" and self._loader.holds_script(plugin):
+            return
         with self._loader.lock:
             outcome = self._loader.admit(Candidate(name or module, Origin(module=module), lambda: plugin))
             if isinstance(outcome, Failure):
@@ -92,9 +107,11 @@ class Registry:
                     self._loader.remove(outcome)
                     raise conflict_error(kind, taken, claims, None)
             self._find_observers()
+            self._loader.admitting = None
 
     # --- look-up -----------------------------------------------------------------------------------------------------
 
+    @checked()
     def drafter(self, name: str, asked_by: str | None = None) -> DrafterSpec:
         """The drafter called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
 
@@ -102,22 +119,27 @@ class Registry:
         """
         return self._find(Kind.DRAFTER, DrafterSpec, name, asked_by)
 
+    @checked()
     def verifier(self, name: str, asked_by: str | None = None) -> VerifierSpec:
         """The verifier called ``name``; errors as for ``drafter``."""
         return self._find(Kind.VERIFIER, VerifierSpec, name, asked_by)
 
+    @checked()
     def depth_policy(self, name: str, asked_by: str | None = None) -> DepthPolicySpec:
         """The depth policy called ``name``; errors as for ``drafter``."""
         return self._find(Kind.DEPTH_POLICY, DepthPolicySpec, name, asked_by)
 
+    @checked()
     def processor(self, name: str, asked_by: str | None = None) -> ProcessorSpec:
         """The logits processor called ``name``; errors as for ``drafter``."""
         return self._find(Kind.PROCESSOR, ProcessorSpec, name, asked_by)
 
+    @checked()
     def backend(self, name: str, asked_by: str | None = None) -> BackendSpec:
         """The backend called ``name``; errors as for ``drafter``."""
         return self._find(Kind.BACKEND, BackendSpec, name, asked_by)
 
+    @checked()
     def model(self, model_type: str, asked_by: str | None = None) -> ModelSpec:
         """The family that reads checkpoints of ``model_type``; errors as for ``drafter``."""
         return self._find(Kind.MODEL, ModelSpec, model_type, asked_by)
@@ -127,6 +149,7 @@ class Registry:
         self.load()
         return next((entry.origin for entry in self._loader.entries if entry.spec is spec), Origin())
 
+    @checked()
     def entries(self, kind: Kind | None = None) -> list[Entry]:
         """Everything registered, conflicting specs included: by kind, built-ins first, then by name."""
         self.load()
@@ -145,6 +168,7 @@ class Registry:
         self.load()
         return list(self._loader.failures)
 
+    @checked()
     def has_distribution(self, distribution: str) -> bool:
         """Whether a plugin of this distribution is loaded."""
         self.load()
@@ -178,7 +202,7 @@ class Registry:
         key = KINDS[kind].key
         for failure in self._loader.failures:
             if failure.fatal and failure.stands_for(name):
-                other = _suggested(known)
+                other = _suggested(kind, known)
                 raise PluginError(
                     f"the plugin that should provide the {kind.value} {name!r} could not be loaded",
                     asked_for_by=asked_by,
@@ -194,7 +218,7 @@ class Registry:
     ) -> UnknownNameError:
         broken = [failure for failure in self._loader.failures if failure.fatal]
         failed = {word for failure in broken for word in (failure.name, *failure.provides)}
-        key, match = KINDS[kind].key, nearest(name, known) or _suggested(known)
+        key, match = KINDS[kind].key, nearest(name, known) or _suggested(kind, known)
         what = "reads model_type" if kind is Kind.MODEL else "is called"
         remedy = f'set {key} = "{match}", or install the plugin that provides {name!r}' if key and match else None
         plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
@@ -210,31 +234,55 @@ class Registry:
 
     # --- calls into plugins ------------------------------------------------------------------------------------------
 
-    def build(self, spec: Spec, make: Callable[[], Any], wanted: type = object) -> Any:
-        """Return ``make()``, a call into the plugin of ``spec``.
+    def guard(self, spec: Spec) -> Guard:
+        """The guard of calls into the plugin of ``spec``."""
+        return Guard(kind_of(spec).value, spec.name, self.origin_of(spec))
 
-        Raises: PluginError that names the plugin when the call fails or does not return a ``wanted``; a SpecdecError
-        from the plugin passes through.
+    def call(self, spec: Spec, method: str, *arguments: Any, check: Check | None = None) -> Any:
+        """``spec.method(*arguments)``, such as its ``factory`` or its ``prepare``, through the plugin's guard.
+
+        Raises: PluginError that names the plugin when it fails, ContractError when ``check`` refuses the answer; a
+        SpecdecError from the plugin passes through.
         """
+        guard = self.guard(spec)
+        made = guard.call(spec, method, *arguments, check=check)
+        if method == "factory":
+            with contextlib.suppress(TypeError):  # an object that takes no weak references goes by its class's name
+                alive = weakref.ref(made)
+                # without a callback, which would swallow an interruption that falls into it
+                self._made = {key: known for key, known in self._made.items() if known[0]() is not None}
+                self._made[id(made)] = alive, guard
+        return made
+
+    def options(self, spec: Any, choice: Choice, path: str) -> Any:
+        """The options of ``choice`` as the config class of ``spec``; ``path`` is their table, such as "drafter".
+
+        Raises: ConfigError for wrong options, PluginError when the class itself fails.
+        """
+        owner = types.SimpleNamespace(config=structure_choice)
+        return self.guard(spec).call(owner, "config", choice, spec.config, path)
+
+    def needs_of(self, spec: DrafterSpec, config: Any, shared: Any) -> Needs:
+        """What the drafter needs, for this configuration and the result of ``prepare``."""
+        if isinstance(spec.needs, Needs):
+            return spec.needs
+        needs: Needs = self.call(spec, "needs", config, shared, check=answers.an(Needs))
+        return needs
+
+    def guard_of(self, kind: Kind, made: object) -> Guard:
+        """The guard of calls into an object that a factory made; one from elsewhere goes by its class's name."""
+        reference, guard = self._made.get(id(made), (None, None))
+        if guard is not None and reference is not None and reference() is made:
+            return guard
+        return Guard(kind.value, type(made).__name__)
+
+    def unavailable(self, spec: Any) -> str | None:
+        """Why the backend of this spec cannot run here, its failure to say so included; None if it can."""
         try:
-            made = make()
-        except SpecdecError:
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"the {kind_of(spec).value} {spec.name!r} could not be built",
-                plugin=f"{spec.name} ({self.origin_of(spec)})",
-                error=f"{type(error).__name__}: {error}",
-                try_="its author's documentation; specdec -v shows the traceback",
-            ) from error
-        if isinstance(made, wanted):
-            return made
-        got = type(made).__name__
-        raise PluginError(
-            f"the {kind_of(spec).value} {spec.name!r} is not a specdec.{wanted.__name__}: its factory returned {got}",
-            plugin=f"{spec.name} ({self.origin_of(spec)})",
-            try_=f"derive {got} from specdec.{wanted.__name__}",
-        )
+            reason: str | None = self.call(spec, "available", check=_reason)
+        except SpecdecError as error:
+            return error.message
+        return reason
 
     def forward_pass(self, target_config: TargetConfig) -> ForwardPass | None:
         """The model of the first plugin that takes this target, or None.
@@ -242,57 +290,97 @@ class Registry:
         Raises: PluginError when a plugin fails; continuing would run another engine than intended.
         """
         self.load()
-        for plugin in reversed(self._loader.implementing("specdec_forward_pass")):  # pluggy's order: the last one first
-            try:
-                made = self._loader.caller(plugin, "specdec_forward_pass")(target_config=target_config)
-            except SpecdecError:
-                raise
-            except Exception as error:
-                raise PluginError(
-                    f"{plugin} failed in specdec_forward_pass on model {target_config.model!r}",
-                    error=f"{type(error).__name__}: {error}",
-                    try_=f"remove {plugin.origin.distribution or plugin.name}, or report this to its author",
-                ) from error
-            if made is not None and not isinstance(made, ForwardPass):
-                raise PluginError(
-                    f"{plugin} returned {type(made).__name__} from specdec_forward_pass",
-                    takes="a specdec.ForwardPass, or None to decline the target",
-                )
+        for hook in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
+            made: ForwardPass | None = hook.call(target_config)
             if made is not None:
                 return made
         return None
 
-    def notify_cycle(self, record: CycleRecord) -> None:
-        """Pass a cycle to every observer; one that raises is recorded and switched off."""
-        for plugin, call in self._observers:
+    def notify_cycle(self, record: CycleRecord) -> tuple[str, ...]:
+        """Pass a cycle to every observer; one that raises is recorded and switched off, and the reason is returned."""
+        reasons: tuple[str, ...] = ()
+        for observer in self._observers:
             try:
-                call(record=record)
-            except Exception as error:  # an observer must not end a generation
-                self._observers = tuple(pair for pair in self._observers if pair[0] is not plugin)
-                self._loader.fail(failure := Failure(plugin.name, plugin.origin, error, "specdec_cycle"))
+                observer.call(record)
+            except SpecdecError as error:  # an observer must not end a generation
+                self._observers = tuple(other for other in self._observers if other is not observer)
+                reasons = (*reasons, f"an observer was switched off: {observer.guard.reason(observer.name, error)}")
+                self._failed(observer, error)
                 if self.strict:
-                    raise failure.as_error() from error
+                    raise
+        return reasons
+
+    def hooks(self) -> list[tuple[str, Plugin]]:
+        """What plugins do beside registering specs: a word for it, and the plugin."""
+        self.load()
+        return [(info.word, plugin) for hook, info in HOOKS.items() for plugin in self._loader.implementing(hook)]
+
+    def _hooks(self, name: str) -> list[Hook]:
+        return [
+            Hook(plugin, name, self._loader.caller(plugin, name), HOOKS[name])
+            for plugin in self._loader.implementing(name)
+        ]
+
+    def _failed(self, hook: Hook, error: SpecdecError) -> None:
+        plugin = hook.plugin
+        self._loader.fail(Failure(plugin.name, plugin.origin, error.__cause__ or error, hook.name))
 
     def _find_observers(self) -> None:
-        found = self._loader.implementing("specdec_cycle")
-        self._observers = tuple((plugin, self._loader.caller(plugin, "specdec_cycle")) for plugin in found)
+        self._observers = tuple(self._hooks("specdec_cycle"))
 
     def add_commands(self, cli: click.Group) -> None:
         """Let installed plugins add commands; one that raises or uses a taken name adds none."""
         self._loader.advance(sources_left=1)
-        for plugin in self._loader.implementing("specdec_commands"):
+        for hook in self._hooks("specdec_commands"):
             before = dict(cli.commands)
             try:
-                self._loader.caller(plugin, "specdec_commands")(cli=cli)
+                hook.call(cli)
                 taken = sorted(name for name, command in before.items() if cli.commands.get(name) is not command)
                 if taken:
                     raise PluginError(f"the command {taken[0]!r} exists already")
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin must not break every command
+            except SpecdecError as error:  # a plugin must not break every command
                 cli.commands.clear()
                 cli.commands.update(before)
-                self._loader.fail(Failure(plugin.name, plugin.origin, error, "specdec_commands"))
+                self._failed(hook, error)
         if self.strict:
             self._raise_failures()
+
+
+_FORWARD_PASS = answers.an(ForwardPass, "a specdec.ForwardPass, or None to decline the target")
+
+
+def _foreign(made: Any) -> Any:
+    return None if made is None else answers.model(_FORWARD_PASS(made))
+
+
+@attrs.frozen
+class HookInfo:
+    """A hook that registers no specs: a word for what implements it, its argument, and the check of its answer."""
+
+    word: str
+    argument: str
+    check: Check = lambda answer: answer
+
+
+HOOKS: Mapping[str, HookInfo] = {
+    "specdec_cycle": HookInfo("observer", "record"),
+    "specdec_forward_pass": HookInfo("forward pass", "target_config", _foreign),
+    "specdec_commands": HookInfo("commands", "cli"),
+}
+
+
+class Hook:
+    """One plugin's implementation of a hook behind its guard; ``call`` takes the hook's argument."""
+
+    def __init__(self, plugin: Plugin, name: str, function: Callable[..., Any], info: HookInfo) -> None:
+        self.plugin = plugin
+        self.name = name
+        self.guard = Guard("plugin", plugin.name, plugin.origin)
+        self.call = self.guard.bind(name, lambda argument: info.check(function(**{info.argument: argument})))
+
+
+def _reason(said: Any) -> str | None:
+    return None if said is None else answers.text(said)
 
 
 def _listed(known: Mapping[str, list[Entry]]) -> str:
@@ -300,16 +388,17 @@ def _listed(known: Mapping[str, list[Entry]]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def _suggested(known: Mapping[str, list[Entry]]) -> str | None:
-    """A name that works, preferably a built-in one."""
+def _suggested(kind: Kind, known: Mapping[str, list[Entry]]) -> str | None:
+    """A name that works: the kind's usual one, else a built-in one."""
     usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
-    return min(usable, key=lambda name: (not usable[name].origin.built_in, name == "none", name), default=None)
+    usual = KINDS[kind].usual
+    return min(usable, key=lambda name: (name != usual, not usable[name].origin.built_in, name), default=None)
 
 
 # --- one registry per process ----------------------------------------------------------------------------------------
 
 _current: Registry | None = None
-_current_lock = threading.Lock()
+_current_lock = ForkSafeLock()
 
 
 def registry() -> Registry:
@@ -329,7 +418,6 @@ def use_registry(new: Registry | None) -> Registry | None:
         return former
 
 
-def notify_cycle(record: CycleRecord) -> None:
-    """Pass a finished cycle to the plugins that observe cycles."""
-    if _current is not None:
-        _current.notify_cycle(record)
+def notify_cycle(record: CycleRecord) -> tuple[str, ...]:
+    """Pass a finished cycle to the plugins that observe cycles; returns why any of them was switched off."""
+    return () if _current is None else _current.notify_cycle(record)

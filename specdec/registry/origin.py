@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from specdec.errors import PluginError
+from specdec.errors import PluginError, described
 from specdec.registry.kinds import Kind, Spec
 
 
@@ -71,7 +71,7 @@ class Failure:
     @property
     def reason(self) -> str:
         """The error's type and text, on one line."""
-        return " ".join(f"{type(self.error).__name__}: {self.error}".split()).rstrip(": ")
+        return described(self.error)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.origin}): {self.reason}"

@@ -6,15 +6,20 @@ case that breaks the clause, or ``NotApplicable`` if the clause does not apply t
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import traceback
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
 import numpy as np
 
+from specdec.checking import between, checked
+from specdec.errors import described
+from specdec.registry.guard import is_from_plugin
 from specdec.testing.subjects import Subject
 
 if TYPE_CHECKING:
@@ -24,6 +29,24 @@ CONTRACT = "2026.1"
 """The version of the contract, by date. A plugin names the one it claims; newer clauses warn and do not fail it."""
 
 T = TypeVar("T")
+
+Seed = Annotated[int, between(0, 2**63 - 1)]
+EffortName = Literal["sample", "quick", "full"]
+
+
+@attrs.frozen
+class Effort:
+    """How hard to look: a factor on the number of cases, and the seconds of one core that one plugin may take."""
+
+    factor: float
+    seconds: float
+
+
+EFFORTS: Mapping[str, Effort] = {
+    "sample": Effort(0.1, 5.0),  # for a run in a test suite
+    "quick": Effort(1.0, 30.0),
+    "full": Effort(10.0, 600.0),
+}
 
 
 # --- what a check raises ---------------------------------------------------------------------------------------------
@@ -49,7 +72,7 @@ def _one_line(error: BaseException) -> str:
     """An exception with its location."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({frames[-1].name}, {frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{at}"
+    return f"{described(error)}{at}"
 
 
 class NotApplicable(Exception):
@@ -75,7 +98,9 @@ def expect_error(wanted: type[Exception], call: Callable[[], object], what: str,
         got = call()
     except wanted:
         return
-    except Exception as error:
+    except BaseException as error:
+        if not is_from_plugin(error):
+            raise
         raise Broken(f"{what} raises a wrong error", got=_one_line(error), expected=wanted.__name__, **case) from error
     raise Broken(f"{what} is not refused", got=got, expected=wanted.__name__, **case)
 
@@ -98,23 +123,32 @@ class Check:
     contract: str  # the contract that introduced it
     sentence: str  # the clause's heading in docs/contract
     run: Callable[[Any, Run], None] = attrs.field(repr=False)
+    share: float = 1.0  # of the seconds that a plugin's checks may take together
+    early: bool = False
+    """Runs before the others, which may leave so much in a class or a module that nothing changes any more."""
 
 
 CHECKS: dict[str, Check] = {}
 """By id, all registered so far; ``specdec.testing.clauses.iter_checks`` gives all of them, in order."""
 
 
-def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Callable[[T], T]:
-    """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence."""
+def check(
+    id: str, *, contract: str = CONTRACT, kind: str = "contract", share: float = 1.0, early: bool = False
+) -> Callable[[T], T]:
+    """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence.
+
+    ``share``: what the check takes of the time for all checks of the plugin, relative to the others. ``early``: run it
+    before those.
+    """
     subject = next((one for one in Subject if one.letter == id[:1]), None)
     if subject is None or not id[1:].isdigit() or kind not in ("contract", "advice"):
-        raise ValueError(f"an id is D1, V1, F1, P1 or O1, a kind is contract or advice; got {id!r}, {kind!r}")
+        raise ValueError(f"an id is a Subject's letter and a number, a kind contract or advice; got {id!r}, {kind!r}")
 
     def register(function: T) -> T:
         if id in CHECKS:
             raise ValueError(f"there is a check {id} already")
         sentence = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-        CHECKS[id] = Check(id, subject, kind, contract, sentence, function)  # type: ignore[arg-type]
+        CHECKS[id] = Check(id, subject, kind, contract, sentence, function, share, early)  # type: ignore[arg-type]
         return function
 
     return register
@@ -122,18 +156,84 @@ def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Calla
 
 # --- searching -------------------------------------------------------------------------------------------------------
 
+SLACK = 3.0  # this many seconds of waiting count as one of a core
+SMALLER = 3.0  # the least seconds for the search for a smaller case
+
+
+def _queued() -> float:
+    """Seconds that this thread has waited for a core, on a busy machine; 0 where the system does not count them."""
+    try:
+        with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class Stopwatch:
+    """Seconds of one core since it was made."""
+
+    def __init__(self) -> None:
+        self._began = process_time(), perf_counter(), _queued()
+
+    @property
+    def seconds(self) -> float:
+        """Processor time, or a third of the time on the clock if that is more: of a plugin that waits.
+
+        Time in which a busy machine lets it stand does not count.
+        """
+        used, passed = process_time() - self._began[0], perf_counter() - self._began[1]
+        return max(used, (passed - (_queued() - self._began[2])) / SLACK)
+
+
+class _Spent(BaseException):
+    """Leaves hypothesis when the time for a clause is over."""
+
 
 class Run:
-    """One run of a check: its seed, its effort (a factor on the number of cases), and the search for failing cases."""
+    """One run of a check: its seed, its effort, and the search for failing cases.
 
-    def __init__(self, seed: int = 0, effort: float = 1.0, *, shrink: bool = True) -> None:
+    The effort decides how many cases are drawn. ``seconds`` of one core bound them: when they are spent, no further
+    case begins, and the check has passed as far as it went. The same seed draws the same cases.
+    """
+
+    @checked()
+    def __init__(
+        self,
+        seed: Seed = 0,
+        effort: EffortName = "quick",
+        *,
+        seconds: Annotated[float, between(0.0, 1e6)] | None = None,
+        shrink: bool = True,
+    ) -> None:
         self.seed = seed
-        self.effort = effort
+        self.effort = EFFORTS[effort]
         self.shrink = shrink
+        self._seconds = self.effort.seconds if seconds is None else seconds
+        self._watch = Stopwatch()
+
+    @property
+    def spent(self) -> bool:
+        """Whether the time for this check is over."""
+        return self._watch.seconds >= self._seconds
 
     def count(self, usual: int) -> int:
-        """The number of repeats for something repeated ``usual`` times at effort 1."""
-        return max(1, round(usual * self.effort))
+        """The number of repeats for something repeated ``usual`` times at quick effort."""
+        return max(1, round(usual * self.effort.factor))
+
+    def repeat(self, usual: int) -> Iterator[int]:
+        """0, 1, ... to ``count(usual)``, fewer when the time is spent, but at least one."""
+        for number in range(self.count(usual)):
+            if number and self.spent:
+                return
+            yield number
+
+    def shares(self, parts: Sequence[T]) -> Iterator[tuple[T, Run]]:
+        """Each part with a run of its own, which has an equal share of the time that is left."""
+        for number, part in enumerate(parts):
+            run = copy.copy(self)
+            left = max(self._seconds - self._watch.seconds, 0.0)
+            run._seconds, run._watch = left / (len(parts) - number), Stopwatch()
+            yield part, run
 
     def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: SearchStrategy[Any]) -> None:
         """Call ``body`` with drawn arguments; the same seed draws the same cases.
@@ -145,8 +245,8 @@ class Run:
         from hypothesis import strategies as st
         from hypothesis.errors import Flaky
 
-        first: list[tuple[dict[str, Any], Exception]] = []
-        last: dict[str, Any] = {}
+        failed: list[tuple[dict[str, Any], Broken]] = []
+        begun = 0
 
         @settings(
             max_examples=self.count(examples),
@@ -160,27 +260,71 @@ class Run:
         @with_seed(self.seed)
         @given(st.fixed_dictionaries(strategies))
         def cases(case: dict[str, Any]) -> None:
-            last.clear()
-            last.update(case)
+            nonlocal begun
+            extra = SMALLER if failed else 0.0
+            if begun and self._watch.seconds >= self._seconds + extra:
+                raise _Spent
+            begun += 1
             try:
                 body(**case)
             except NotApplicable:
                 raise
-            except Exception as error:
-                if not first:
-                    first.append((dict(case), error))
-                raise
+            except BaseException as error:
+                if not is_from_plugin(error):
+                    raise
+                failed.append((dict(case), Broken.by(error, {})))
+                raise failed[-1][1] from error
 
         random_state, numpy_state = random.getstate(), np.random.get_state()
         try:
             cases()
         except NotApplicable:
             raise
+        except _Spent:
+            if failed:
+                case, broken = failed[-1]
+                raise Broken.by(broken, case) from broken
         except Flaky as flaky:  # the plugin uses other randomness: any failing case will do
-            case, error = first[0] if first else (last, flaky)
-            raise Broken.by(error, case, "it failed once and passed when it was tried again") from error
-        except Exception as error:
-            raise Broken.by(error, last) from error
+            if not failed:
+                raise
+            case, broken = failed[0]
+            raise Broken.by(broken, case, "it failed once and passed when it was tried again") from flaky
+        except Broken as broken:
+            raise Broken.by(broken, failed[-1][0]) from broken
         finally:
             random.setstate(random_state)
             np.random.set_state(numpy_state)
+
+    def halve(self, body: Callable[[Sequence[T]], object], steps: Sequence[T], **case: object) -> None:
+        """Call ``body`` with all ``steps``; if it fails, with half of them, and so on to the fewest.
+
+        Raises: Broken with the smallest failing number of steps as ``length``.
+        """
+        passed, length = 0, len(steps)
+        failing = self._broken(body, steps)
+        while (
+            failing is not None
+            and self.shrink
+            and length - passed > 1
+            and self._watch.seconds < self._seconds + SMALLER
+        ):
+            middle = (passed + length) // 2
+            found = self._broken(body, steps[:middle])
+            if found is None:
+                passed = middle
+            else:
+                length, failing = middle, found
+        if failing is not None:
+            raise Broken.by(failing, {"length": length, **case}) from failing
+
+    @staticmethod
+    def _broken(body: Callable[[Sequence[T]], object], steps: Sequence[T]) -> Broken | None:
+        try:
+            body(steps)
+        except NotApplicable:
+            raise
+        except BaseException as error:
+            if not is_from_plugin(error):
+                raise
+            return Broken.by(error, {})
+        return None

@@ -9,8 +9,8 @@ from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, Forw
 from specdec.decoding.cycle import LiveSequence
 from specdec.decoding.loop import run_cycle
 from specdec.decoding.statistics import RunStats
-from specdec.testing.scripted_session import CAPACITY
 
+CAPACITY = 256  # tokens of a state
 MakeDrafter = Callable[[DrafterEnv], Drafter]
 
 
@@ -41,7 +41,7 @@ def run_engine(
     capacity: int = CAPACITY,
 ) -> tuple[list[int], RunStats]:
     """Generate ``count`` tokens after ``prompt``, cycling through ``depths``. Without a drafter: plain decoding."""
-    state = target.new_state(capacity, needs)
+    state = target.new_state(min(capacity, target.info.max_positions), needs)
     env = DrafterEnv(target=target, state=state, shared=shared)
     drafter = ScriptedDrafter(lambda history, number: 0) if make is None else make(env)
     tokens = list(prompt)

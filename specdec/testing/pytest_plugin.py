@@ -8,9 +8,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
+
+if TYPE_CHECKING:
+    from specdec.testing.checks import EffortName
 
 T = TypeVar("T")
 
@@ -42,11 +45,7 @@ def pytest_report_collectionfinish() -> str | list[str]:
 
     backends = []
     for entry in registry().entries(Kind.BACKEND):
-        available = getattr(entry.spec, "available", lambda: None)
-        try:
-            reason = available()
-        except Exception as error:  # noqa: BLE001  (a header shows broken backends)
-            reason = f"{type(error).__name__}: {error}"
+        reason = registry().unavailable(entry.spec)
         backends.append(entry.spec.name if reason is None else f"{entry.spec.name} (not here: {reason})")
     return f"specdec: contract {_contract or CONTRACT}, seed {_seed}, backends: {', '.join(backends) or 'none'}"
 
@@ -58,18 +57,24 @@ def parametrize_checks(
     forward_pass: Any = None,
     depth_policy: Any = None,
     ops: Any = None,
+    logits_processor: Any = None,
+    observer: Any = None,
+    model_family: Any = None,
     contract: str | None = None,
     known_failures: Mapping[str, str] | None = None,
     seed: int | None = None,
-    effort: float = 1.0,
+    effort: EffortName = "quick",
 ) -> Callable[[T], T]:
     """Decorate a test ``def test_contract(check): check()``, which pytest runs once for each check.
 
     Args:
         drafter: a DrafterSpec, or a factory that takes the sequence's ``env`` or nothing; the others likewise.
+        observer: an object with the hook ``specdec_cycle``, or a factory of one.
+        model_family: a ModelSpec.
         contract: the version that the plugin claims; newer clauses warn instead of failing.
         known_failures: ``{id: reason}``. A listed check that passes is a failure.
         seed: seed of all drawn cases; None takes pytest's ``--specdec-seed`` (default 0).
+        effort: "sample", "quick" or "full": all checks together take at most 5, 30 or 600 seconds of one core.
     Raises: ConfigError for a known failure whose id no check here has.
     """
     from specdec.errors import ConfigError
@@ -79,22 +84,22 @@ def parametrize_checks(
     from specdec.testing.subjects import Subject, as_subject
 
     known = dict(known_failures or {})
-    expect_ids(known)
-    given = dict(zip(Subject, (drafter, verifier, forward_pass, depth_policy, ops), strict=True))
+    plugins = (drafter, verifier, forward_pass, depth_policy, ops, logits_processor, observer, model_family)
+    given = dict(zip(Subject, plugins, strict=True))
     chosen = [subject for subject in Subject if given[subject] is not None]
     if not chosen:
         raise ConfigError("parametrize_checks needs something to check", **{"try": "parametrize_checks(drafter=...)"})
-    for id_ in known:
-        if id_[0] not in [subject.letter for subject in chosen]:
-            raise ConfigError(f"known_failures names {id_}, and no such subject is checked here")
+    expect_ids(known, chosen)
 
     def item(check: Check) -> Callable[[], None]:
         def run() -> None:
+            drawn = seed if seed is not None else _seed
             outcome = run_check(
                 check,
                 as_subject(check.subject, given[check.subject]),
-                seed=seed if seed is not None else _seed,
+                seed=drawn,
                 effort=effort,
+                replay=f"pytest -k {check.id} --specdec-seed {drawn}",
                 contract=_contract or contract or CONTRACT,
                 known=known.get(check.id),
             )

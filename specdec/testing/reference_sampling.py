@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,14 +23,14 @@ def reference_logits(
 ) -> list[float]:
     """Logits after bias, penalties over ``history``, bans and processors; before temperature."""
     s, values = sampling, [float(logit) for logit in logits]
-    generated = list(history[generated_from:])
+    seen, generated = set(history), Counter(history[generated_from:])
     for token in range(len(values)):
         values[token] += s.logit_bias.get(token, 0.0)
-        if s.repetition_penalty != 1.0 and token in history:
+        if s.repetition_penalty != 1.0 and token in seen:
             value = values[token]
             values[token] = value / s.repetition_penalty if value > 0 else value * s.repetition_penalty
         if token in generated:
-            values[token] -= s.presence_penalty + s.frequency_penalty * generated.count(token)
+            values[token] -= s.presence_penalty + s.frequency_penalty * generated[token]
         if token in s.banned or (token in s.end_tokens and len(history) - generated_from < s.min_new_tokens):
             values[token] = -math.inf
     for processor in s.processors:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import attrs
 import numpy as np
 
+from specdec.checking import checked
 from specdec.config import Choice, structure_choice
-from specdec.errors import ConfigError, SpecdecError
-from specdec.testing.checks import CONTRACT, Broken, Check, NotApplicable, Run
+from specdec.errors import ConfigError, SpecdecError, shown
+from specdec.registry.guard import is_from_plugin
+from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed, Stopwatch
 from specdec.testing.clauses import expect_ids, iter_checks
 from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
 
@@ -58,31 +64,40 @@ class Outcome:
         }
 
 
+@checked()
 def run_check(
     check: Check,
     given: AnySubject,
     *,
-    seed: int = 0,
-    effort: float = 1.0,
+    seed: Seed = 0,
+    effort: EffortName = "quick",
+    seconds: float | None = None,
     contract: str = CONTRACT,
     known: str | None = None,
     replay: str = "",
     shrink: bool = True,
 ) -> Outcome:
-    """Run one check.
+    """Run one check. What the plugin prints, logs and warns of is dropped; whatever it raises is a failure.
 
     Args:
+        effort: "sample", "quick" or "full".
+        seconds: how long the check may look for a failing case; None: its share of the effort's seconds.
         contract: the version that the plugin claims.
         known: why a failure is expected; a check that passes then counts as failed.
         replay: the command to run this check again, for the failure's text.
         shrink: search for the smallest failing case; otherwise report the first.
     """
     started, error = perf_counter(), None
+    if seconds is None:
+        seconds = EFFORTS[effort].seconds * check.share / sum(one.share for one in iter_checks(check.subject))
     try:
-        check.run(given, Run(seed, effort, shrink=shrink))
+        with _quiet():
+            check.run(given, Run(seed, effort, seconds=seconds, shrink=shrink))
     except NotApplicable as reason:
-        return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, str(reason))
-    except Exception as raised:  # noqa: BLE001  (any exception is the plugin's failure)
+        return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, _short(str(reason)))
+    except BaseException as raised:
+        if not is_from_plugin(raised):
+            raise
         error = raised
     seconds = perf_counter() - started
     if error is None and known is None:
@@ -94,12 +109,11 @@ def run_check(
     broken = Broken.by(error, {})
     failure = CheckFailure(
         f"{check.id} {check.sentence}",
-        broken=broken.what,
-        smallest_case=", ".join(f"{name} = {_short(value)}" for name, value in broken.case.items()) or None,
+        broken=_short(broken.what),
+        smallest_case=", ".join(f"{name} = {_short(value)}" for name, value in broken.case.items())[:MOST] or None,
         got=None if broken.got is None else _short(broken.got),
         expected=None if broken.expected is None else _short(broken.expected),
-        replay=replay or f"Run(seed={seed})",
-        effort=None if effort == 1.0 else effort,
+        replay=replay or f"run_check(check, plugin, seed={seed}, effort={effort!r})",
         more=f"docs/contract/{check.subject.document}.md, clause {check.id} (contract {check.contract})",
     )
     failure.__cause__ = error
@@ -109,11 +123,29 @@ def run_check(
     return Outcome(check, status, seconds, str(failure), failure)
 
 
+MOST = 600  # characters of one value in a failure
+
+
 def _short(value: object) -> str:
     if isinstance(value, np.ndarray):
         value = np.array2string(value, precision=4, separator=", ", threshold=40, max_line_width=10**6)
-    text = " ".join((value if isinstance(value, str) else repr(value)).split())
-    return text if len(text) <= 400 else f"{text[:397]}..."
+    text = value if isinstance(value, str) else shown(value, 4 * MOST)  # some objects have no repr
+    text = " ".join(text[: 8 * MOST].split())
+    return text if len(text) <= MOST else f"{text[: MOST - 3]}..."
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what the block prints, logs and warns of."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+    finally:
+        logging.disable(before)
 
 
 @attrs.frozen
@@ -165,58 +197,91 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
 
+@checked()
 def check_subjects(
     name: str,
     subjects: Mapping[Subject, AnySubject] | Sequence[Labelled],
     *,
-    seed: int = 0,
-    effort: float = 1.0,
+    seed: Seed = 0,
+    effort: EffortName = "quick",
     contract: str = CONTRACT,
     known_failures: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
     notes: Sequence[str] = (),
     replay: str = "",
-    progress: Callable[[Outcome], None] | None = None,
+    progress: Callable[[str], None] | None = None,
+    exit_first: bool = False,
 ) -> Report:
     """Run the checks of every subject; the arguments are those of ``check_plugin``.
 
-    Raises: ConfigError for an id that no check has.
+    Raises: ConfigError for an id that no check has, or none of these subjects.
     """
     known = dict(known_failures or {})
     wanted = None if only is None else set(only)
-    expect_ids([*known, *(wanted or ())])
     given = subjects.items() if isinstance(subjects, Mapping) else [(subject, one) for _, subject, one in subjects]
-    outcomes = []
-    for subject, under_test in given:
-        for check in iter_checks(subject):
-            if wanted is not None and check.id not in wanted:
-                continue
-            again = replay and f"{replay} --only {check.id}"
-            reason = known.get(check.id)
-            outcome = run_check(
-                check, under_test, seed=seed, effort=effort, contract=contract, known=reason, replay=again
+    expect_ids([*known, *(wanted or ())], [subject for subject, _ in given])
+    planned = [
+        (check, under_test)
+        for subject, under_test in given
+        for check in iter_checks(subject)
+        if wanted is None or check.id in wanted
+    ]
+    planned.sort(key=lambda one: not one[0].early)  # stable
+    shares, seconds = sum(check.share for check, _ in planned), EFFORTS[effort].seconds
+    outcomes: list[Outcome] = []
+    watch = Stopwatch()
+    for number, (check, under_test) in enumerate(planned):
+        if progress is not None:
+            progress(
+                f"{name}: {check.id}, {number + 1} of {len(planned)} checks,"
+                f" {watch.seconds:.0f} of at most {EFFORTS[effort].seconds:.0f} s"
             )
-            outcomes.append(outcome)
-            if progress is not None:
-                progress(outcome)
+        outcome = run_check(
+            check,
+            under_test,
+            seed=seed,
+            effort=effort,
+            seconds=max(seconds - watch.seconds, 0.0)
+            * check.share
+            / shares,  # what quicker checks leave is for those after them
+            contract=contract,
+            known=known.get(check.id),
+            replay=f"{replay} --only {check.id}"
+            if replay
+            else f"check_plugin({name}, seed={seed}, effort={effort!r}, only=[{check.id!r}])",
+        )
+        outcomes.append(outcome)
+        shares -= check.share
+        if exit_first and outcome.status is Status.FAILED:
+            break
+    order = list(iter_checks())
+    outcomes.sort(key=lambda one: order.index(one.check))  # stable: plugins of one kind stay in their order
     return Report(name, contract, seed, tuple(outcomes), tuple(notes))
 
 
-def check_plugin(plugin: Any, *, config: Any = None, options: Mapping[str, Any] | None = None, **how: Any) -> Report:
+def _command(name: str, how: Mapping[str, Any]) -> str:
+    return f"specdec check {name} --seed {how.get('seed', 0)} --effort {how.get('effort', 'quick')}"
+
+
+@checked()
+def check_plugin(
+    plugin: str | Any, *, config: Any = None, options: Mapping[str, Any] | None = None, **how: Any
+) -> Report:
     """Run every check on a plugin.
 
     Args:
-        plugin: a registered name (checked as every kind it is registered as), a spec, a verifier, a target or
-            one of the Subject classes.
+        plugin: a registered name (checked as every kind it is registered as), a spec, a verifier, a target, a logits
+            processor, an observer or one of the Subject classes.
         config: the plugin's own config object; None takes its defaults.
         options: the same as plain data, structured into the plugin's config class.
-        **how: ``seed``, ``effort`` (a factor on the number of cases), ``contract`` (the version that the plugin
-            claims), ``known_failures`` ({id: reason}), ``only`` (ids), ``progress`` (called with each Outcome).
+        **how: ``seed``, ``effort`` ("sample", "quick" or "full": at most 5, 30 or 600 s of one core), ``contract`` (the
+            version that the plugin claims), ``known_failures`` ({id: reason}), ``only`` (ids), ``progress`` (called
+            with a line before each check), ``exit_first`` (end at the first failure).
     Raises: UnknownNameError when nothing is registered under the name.
     """
     if isinstance(plugin, str):
         subjects, notes = registered_subjects(plugin, config, options)
-        how.setdefault("replay", f"specdec check {plugin} --seed {how.get('seed', 0)}")
+        how.setdefault("replay", _command(plugin, how))
         return check_subjects(plugin, subjects, notes=notes, **how)
     kind = subject_of(plugin)
     if kind is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,16 +25,18 @@ from specdec.contract import (
     Logits,
     Needs,
     Sampling,
+    SharedWeights,
     Snapshot,
     State,
     Verdict,
 )
 from specdec.errors import ContractError
+from specdec.testing.checks import expect_equal
 from specdec.testing.strict_pass import StrictForwardPass
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import Memory, TableModel
 
-CAPACITY = 256
+CAPACITY = 4096
 
 
 class DrafterView(ForwardPass):
@@ -97,6 +101,9 @@ class DrafterView(ForwardPass):
         self._declared()
         return self.inner.draft_head(tokens)
 
+    def shared_weights(self) -> SharedWeights:
+        return self.inner.shared_weights()
+
     def rewind(self, state: State, length: int) -> int:
         return self.inner.rewind(self._foreign(state, "rewind"), length)
 
@@ -142,6 +149,8 @@ class ScriptedSession:
     generated_from: int = 0
     contexts: list[tuple[Context, list[int], dict[str, Any]]] | None = None
     """If a list: every context handed out, with its tokens and settings at the time."""
+    outputs: list[weakref.ref[ForwardOutput]] | None = None
+    """If a list: every output handed out."""
 
     @classmethod
     def start(
@@ -175,7 +184,9 @@ class ScriptedSession:
             tokens, self.sampling, generated_from=self.generated_from, cycle=self.cycles, draft_noise=noise
         )
         if self.contexts is not None:
-            self.contexts.append((context, list(context), {name: getattr(context, name) for name in SETTINGS}))
+            self.contexts.append(
+                (context, list(context), {name: copy.deepcopy(getattr(context, name)) for name in SETTINGS})
+            )
         return context
 
     def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
@@ -184,8 +195,13 @@ class ScriptedSession:
         while self.state.length < len(self.tokens) - 1:
             at = self.state.length
             part = self.tokens[at : min(at + chunk, len(self.tokens) - 1)]
-            output = self.model.prefill(self.state, part)
+            output = self._seen(self.model.prefill(self.state, part))
             self.drafter.prefill(self.context(at + len(part)), output)
+
+    def _seen(self, output: ForwardOutput) -> ForwardOutput:
+        if self.outputs is not None:
+            self.outputs.append(weakref.ref(output))
+        return output
 
     def propose(self, depth: int) -> Draft:
         """Begin a cycle and return the drafter's answer, unchanged."""
@@ -198,10 +214,13 @@ class ScriptedSession:
         accepted = min(accepted, len(drafted))
         if accepted < len(drafted) and next_token == drafted[accepted]:
             next_token = (next_token + 1) % self.model.info.vocab_size  # not the rejected token
-        output = self.model.decode(self.state, [self.tokens[-1], *drafted])
+        output = self._seen(self.model.decode(self.state, [self.tokens[-1], *drafted]))
         self.model.commit(self.state, accepted + 1)
         self.tokens += [*drafted[:accepted], next_token]
+        rows = output.need_logits().rows()
+        before = rows.copy()
         self.drafter.observe(Verdict(accepted, next_token), output, self.context())
+        expect_equal(output.need_logits().rows(), before, "the logits of the target were changed")
 
     def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> Draft:
         """Run a whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     Float64 = NDArray[np.float64]
 
 
+def log_uniform(low: int, high: int) -> st.SearchStrategy[int]:
+    """Integers of ``low`` to ``high``, each order of magnitude as likely as the others; ``low`` is 1 or more."""
+    octaves = range(low.bit_length(), high.bit_length() + 1)
+    return st.one_of([st.integers(max(low, 2 ** (n - 1)), min(high, 2**n - 1)) for n in octaves])
+
+
 def weights(size: int, largest: int = 8) -> st.SearchStrategy[list[int]]:
     """Integer weights, not all zero; small ones, so that ties, zeros and one-hots are common."""
     return st.lists(st.integers(0, largest), min_size=size, max_size=size).filter(any)

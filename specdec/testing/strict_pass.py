@@ -6,7 +6,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from specdec.contract import NO_NEEDS, DraftHead, ForwardOutput, ForwardPass, Hidden, Logits, Needs, Snapshot, State
+from specdec.contract import (
+    NO_NEEDS,
+    Choosing,
+    DraftHead,
+    ForwardOutput,
+    ForwardPass,
+    Hidden,
+    Logits,
+    Needs,
+    SharedWeights,
+    Snapshot,
+    State,
+)
 from specdec.errors import ContractError
 
 if TYPE_CHECKING:
@@ -50,9 +62,16 @@ class StrictLogits(Logits):
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
         return self._alive().noisy_argmax(row, scale, seed, position)
 
+    def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        return self._alive().choose(choosing)
+
+    def exponential_sum(self, row: int, best: float) -> int | None:
+        return self._alive().exponential_sum(row, best)
+
     def rows(self) -> Float32:
         rows = self._alive().rows()
-        rows.flags.writeable = False  # writes would affect other readers
+        if self._pass % 2:  # writes affect other readers; most backends do not stop them either
+            rows.flags.writeable = False
         return rows
 
 
@@ -276,6 +295,9 @@ class StrictForwardPass(ForwardPass):
 
     def draft_head(self, tokens: Sequence[int]) -> StrictHead:
         return StrictHead(self.inner.draft_head(self._check_tokens(tokens, "draft_head")), self)
+
+    def shared_weights(self) -> SharedWeights:
+        return self.inner.shared_weights()
 
     # --- going back ------------------------------------------------------------------------------------------------
 

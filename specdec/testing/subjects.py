@@ -1,4 +1,4 @@
-"""Subjects of checks: five kinds of plugins, given as a registered name, a spec, an object or a factory."""
+"""Subjects of checks: the kinds of plugins, given as a registered name, a spec, an object or a factory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specdec.config import Choice, structure_choice
+from specdec.config import Choice, RunConfig, TargetConfig, structure_choice
 from specdec.contract import (
     NO_NEEDS,
     BackendSpec,
@@ -20,14 +20,20 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSpec,
     ForwardPass,
+    LogitsProcessor,
+    ModelSpec,
     Needs,
     PrepareEnv,
+    ProcessorEnv,
+    ProcessorSpec,
     Verifier,
     VerifierSpec,
 )
-from specdec.errors import SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
+from specdec.errors import ConfigError, SpecdecError, UnknownNameError, UnsupportedError, did_you_mean
+from specdec.models.loading import foreign_target, load_target
 from specdec.records.cost_table import CostTable
 from specdec.registry import Entry, Kind, registry
+from specdec.registry.guard import is_from_plugin
 from specdec.testing.table_model import TableModel
 
 if TYPE_CHECKING:
@@ -42,6 +48,9 @@ class Subject(enum.Enum):
     FORWARD_PASS = ("F", "forward_pass")
     DEPTH_POLICY = ("P", "depth_policy")
     OPS = ("O", "ops")
+    LOGITS_PROCESSOR = ("L", "logits_processor")
+    OBSERVER = ("S", "observer")  # it sees
+    MODEL_FAMILY = ("M", "model_family")
 
     @property
     def letter(self) -> str:
@@ -52,6 +61,11 @@ class Subject(enum.Enum):
     def document(self) -> str:
         """The name of its page in ``docs/contract``, and of its argument of ``parametrize_checks``."""
         return self.value[1]
+
+    @property
+    def words(self) -> str:
+        """What a message calls it."""
+        return {"forward_pass": "target", "ops": "backend"}.get(self.document, self.document.replace("_", " "))
 
 
 @attrs.frozen(kw_only=True)
@@ -85,9 +99,13 @@ class ForwardPassSubject:
 
 @attrs.frozen(kw_only=True)
 class DepthPolicySubject:
-    """How to build a depth policy for a sequence."""
+    """How to build a depth policy for a sequence.
 
-    make: Callable[[], DepthPolicy]
+    ``shared`` makes what the policies of one pipeline have in common, and ``make`` takes it; None if there is nothing.
+    """
+
+    make: Callable[..., DepthPolicy]
+    shared: Callable[[], Any] | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -97,7 +115,38 @@ class OpsSubject:
     make: Callable[[], Ops]
 
 
-AnySubject = DrafterSubject | VerifierSubject | ForwardPassSubject | DepthPolicySubject | OpsSubject
+@attrs.frozen(kw_only=True)
+class LogitsProcessorSubject:
+    """How to build a logits processor for a sequence."""
+
+    make: Callable[[ProcessorEnv], LogitsProcessor]
+
+
+@attrs.frozen(kw_only=True)
+class ObserverSubject:
+    """How to build an observer: a plugin with the hook ``specdec_cycle``; ``make`` may return the same one."""
+
+    make: Callable[[], Any]
+
+
+@attrs.frozen(kw_only=True)
+class ModelFamilySubject:
+    """A model family; ``config`` is a small config.json that it takes, if it does not take the kit's."""
+
+    spec: ModelSpec
+    config: Mapping[str, Any] | None = None
+
+
+AnySubject = (
+    DrafterSubject
+    | VerifierSubject
+    | ForwardPassSubject
+    | DepthPolicySubject
+    | OpsSubject
+    | LogitsProcessorSubject
+    | ObserverSubject
+    | ModelFamilySubject
+)
 
 _CLASSES: Mapping[Subject, type] = {
     Subject.DRAFTER: DrafterSubject,
@@ -105,6 +154,9 @@ _CLASSES: Mapping[Subject, type] = {
     Subject.FORWARD_PASS: ForwardPassSubject,
     Subject.DEPTH_POLICY: DepthPolicySubject,
     Subject.OPS: OpsSubject,
+    Subject.LOGITS_PROCESSOR: LogitsProcessorSubject,
+    Subject.OBSERVER: ObserverSubject,
+    Subject.MODEL_FAMILY: ModelFamilySubject,
 }
 _TYPES: Mapping[Subject, tuple[type, ...]] = {
     Subject.DRAFTER: (DrafterSpec,),
@@ -112,6 +164,9 @@ _TYPES: Mapping[Subject, tuple[type, ...]] = {
     Subject.FORWARD_PASS: (ForwardPass,),
     Subject.DEPTH_POLICY: (DepthPolicySpec, DepthPolicy),
     Subject.OPS: (),
+    Subject.LOGITS_PROCESSOR: (ProcessorSpec, LogitsProcessor),
+    Subject.OBSERVER: (),
+    Subject.MODEL_FAMILY: (ModelSpec,),
 }
 
 
@@ -120,26 +175,57 @@ def subject_of(plugin: Any) -> Subject | None:
     for subject, types in _TYPES.items():
         if isinstance(plugin, (*types, _CLASSES[subject])):
             return subject
-    return None
+    return Subject.OBSERVER if not inspect.isclass(plugin) and hasattr(plugin, OBSERVES) else None
+
+
+OBSERVES = "specdec_cycle"  # the hook of an observer
 
 
 def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
-    """The subject that checks take, from a spec (with its config), an object or a factory."""
+    """The subject that checks take, from a spec (with its config), an object or a factory.
+
+    A plugin that fails while its subject is made fails every check, with its own error.
+    """
     if isinstance(given, AnySubject):
         return given
-    if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec):
+    try:
+        return _as_subject(subject, given, config)
+    except SpecdecError:
+        raise
+    except BaseException as error:
+        if not is_from_plugin(error):
+            raise
+        return _failing(subject, error)
+
+
+def _failing(subject: Subject, error: BaseException) -> AnySubject:
+    def make(*arguments: Any) -> Any:
+        raise error
+
+    made: AnySubject = _CLASSES[subject](make=make)
+    return made
+
+
+def _as_subject(subject: Subject, given: Any, config: Any) -> AnySubject:
+    if isinstance(given, ModelSpec):
+        return ModelFamilySubject(spec=given)
+    if isinstance(given, DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec):
         return _from_spec(given, config)
     if subject is Subject.DRAFTER:
         return _from_drafter_factory(given)
+    if subject is Subject.LOGITS_PROCESSOR:
+        return LogitsProcessorSubject(make=(lambda env: given) if isinstance(given, LogitsProcessor) else given)
     is_object = isinstance(given, Verifier | ForwardPass | DepthPolicy) or not callable(given)
     made: AnySubject = _CLASSES[subject](make=(lambda: given) if is_object else given)
     return made
 
 
-def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec, config: Any) -> AnySubject:
+def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpec, config: Any) -> AnySubject:
     options = config if config is not None else spec.config()
     if isinstance(spec, VerifierSpec):
         return VerifierSubject(make=lambda: spec.factory(options))
+    if isinstance(spec, ProcessorSpec):
+        return LogitsProcessorSubject(make=lambda env: spec.factory(options, env))
     prepare = spec.prepare
     if isinstance(spec, DrafterSpec):
 
@@ -151,9 +237,16 @@ def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec, config: Any) 
             needs = needs(options, prepared(TableModel.random(mtp=True)))
         return DrafterSubject(make=lambda env: spec.factory(options, env), needs=needs, prepare=prepared)
     if prepare is None:
-        return DepthPolicySubject(make=lambda: spec.factory(options))
-    # prepare a new policy every time: what it learns across generations is not under test
-    return DepthPolicySubject(make=lambda: spec.factory(options, prepare(options, _policy_env())))
+        return DepthPolicySubject(make=lambda shared=None: spec.factory(options))
+
+    def shared() -> Any:
+        return prepare(options, _policy_env())
+
+    # by default a new ``shared`` for every policy: what it learns across generations is not under test
+    def make(between: Any = None) -> DepthPolicy:
+        return spec.factory(options, shared() if between is None else between)
+
+    return DepthPolicySubject(make=make, shared=shared)
 
 
 def _policy_env() -> PrepareEnv:
@@ -178,6 +271,8 @@ _KINDS = {
     Kind.VERIFIER: Subject.VERIFIER,
     Kind.DEPTH_POLICY: Subject.DEPTH_POLICY,
     Kind.BACKEND: Subject.OPS,
+    Kind.PROCESSOR: Subject.LOGITS_PROCESSOR,
+    Kind.MODEL: Subject.MODEL_FAMILY,
 }
 _DTYPES = ("float32", "bfloat16")
 
@@ -194,7 +289,15 @@ def registered_subjects(
     """
     entries = registry().entries()
     found = [entry for entry in entries if name in (entry.spec.name, entry.origin.distribution)]
-    if not found:
+    asked = {"backend": name, **(options or {})}
+    observers = [
+        plugin
+        for word, plugin in registry().hooks()
+        if word == "observer" and name in (plugin.name, plugin.origin.distribution)
+    ]
+    if not found and not observers and (foreign := foreign_target(_target_config(name, asked))) is not None:
+        return [(f"target {name}", Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, foreign.target))], []
+    if not found and not observers:
         for failure in registry().failures:
             if failure.fatal and failure.stands_for(name):
                 registry().drafter(name, asked_by="specdec check")  # raises the plugin's own error
@@ -206,28 +309,40 @@ def registered_subjects(
     notes: list[str] = []
     for entry in found:
         _add(entry, config, options, subjects, notes)
+    for plugin in observers:
+        made = as_subject(Subject.OBSERVER, plugin.plugin)
+        subjects.append((f"observer {plugin.name}", Subject.OBSERVER, made))
     if not subjects:
         raise UnsupportedError(f"there is nothing to check about {name!r}", reason="; ".join(notes))
     return subjects, notes
+
+
+def _target_config(name: str, options: Mapping[str, Any]) -> TargetConfig:
+    """Which target to check: ``options`` are keys of the table ``target``."""
+    return structure_choice(Choice(name, dict(options)), TargetConfig, f"check.{name}")
 
 
 def _add(
     entry: Entry, config: Any, options: Mapping[str, Any] | None, subjects: list[Labelled], notes: list[str]
 ) -> None:
     spec: Any = entry.spec
-    label, subject = f"{entry.kind.value} {spec.name}", _KINDS.get(entry.kind)
-    if subject is None:
-        reason = "it needs a checkpoint; try parametrize_checks(forward_pass=...)"
-        notes.append(
-            f"{label} was not checked: {reason if entry.kind is Kind.MODEL else 'no clause is about its kind'}"
-        )
+    label, subject = f"{entry.kind.value} {spec.name}", _KINDS[entry.kind]
+    if entry.kind is Kind.MODEL and options:
+        loaded = load_target(RunConfig(target=_target_config(spec.name, options)))
+        if loaded.target.info.family != spec.name:
+            raise ConfigError(f"the checkpoint's family is {loaded.target.info.family!r}, not {spec.name!r}")
+        subjects.append((label, Subject.FORWARD_PASS, as_subject(Subject.FORWARD_PASS, loaded.target)))
+        return
+    if isinstance(spec, ModelSpec):
+        subjects.append((label, subject, as_subject(subject, spec)))
+        notes.append(f"{label} was checked without a checkpoint; try specdec check {spec.name} -s model=FOLDER")
         return
     if config is None:
         config = structure_choice(Choice(spec.name, dict(options or {})), spec.config, f"check.{spec.name}")
     if not isinstance(spec, BackendSpec):
         subjects.append((label, subject, as_subject(subject, spec, config)))
         return
-    unavailable = spec.available()
+    unavailable = registry().unavailable(spec)
     if unavailable is not None:
         notes.append(f"{label} was not checked: {unavailable}")
         return

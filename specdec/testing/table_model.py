@@ -24,6 +24,7 @@ from specdec.contract import (
     MtpPairs,
     Needs,
     Parity,
+    SharedWeights,
     Snapshot,
     State,
     no_mtp_head,
@@ -391,6 +392,12 @@ class TableModel(ForwardPass):
                 raise PromptError(f"token id {token} is outside the vocabulary (0 to {self.vocab - 1})")
         return TableHead(tuple(sorted(set(tokens))), self)
 
+    def shared_weights(self) -> SharedWeights:
+        """Pseudo-random matrices: for a table they mean nothing, to a head they are what it drafts with."""
+        rng = np.random.default_rng(self.vocab)
+        table, head = (rng.standard_normal((self.vocab, self.info.hidden_size), np.float32) for _ in range(2))
+        return SharedWeights(embed_tokens=table, lm_head=head)
+
     def _mtp(
         self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool
     ) -> tuple[TableState, list[_Point]]:
@@ -426,7 +433,8 @@ class TableModel(ForwardPass):
         if length == state.held:
             return length
         if self.memory is Memory.ATTENTION:
-            if state.pairs is not None and not state.pairs.knows(length):
+            known = state.pairs is None or state.pairs.knows(length)
+            if length and not (known and not state.needs.hidden):
                 length -= 1  # the last kept token runs again, to restore its hidden state
             del state.entries[length:]
             state.held, state.point = length, state.entries[-1] if length else self.start
@@ -452,14 +460,16 @@ class TableModel(ForwardPass):
 
     def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TableState:
         state = self.new_state(snapshot.capacity, needs)
-        accumulators = [int(value) for value in snapshot.arrays["accumulators"]]
+        accumulators = np.asarray(snapshot.arrays["accumulators"]).tolist()  # of numpy, or of torch after a file
         tails = [tuple(int(token) for token in tail) for tail in snapshot.arrays["tails"]]
         points = [_Point(tail, accumulator) for tail, accumulator in zip(tails, accumulators, strict=True)]
+        if self.memory is Memory.ATTENTION and len(points) != snapshot.length:
+            raise StateError(f"a state of {snapshot.length} tokens, saved with {len(points)}")
         state.held = snapshot.length
         state.point = points[-1] if points else self.start
         state.entries = points if self.memory is Memory.ATTENTION else []
         if state.pairs is not None and "mtp_length" in snapshot.meta:
-            state.mtp = [int(value) for value in snapshot.arrays["mtp"]]
+            state.mtp = np.asarray(snapshot.arrays["mtp"]).tolist()
             state.pairs.fed = len(state.mtp)
             if state.pairs.fed < state.held:
                 state.pairs.resume(state.pairs.fed, [], TableHidden(self, [state.point]))

@@ -27,8 +27,13 @@ class TargetUnderTest:
         self.model = subject.make()
         self.info = self.model.info
         self.exact = self.info.parity is Parity.BITWISE
-        self.room = min(CAPACITY, self.info.max_positions)
+        self.room = min(max(CAPACITY, self.info.max_rows + 16), self.info.max_positions)
+        self.chunks_differ = not self.exact or "chunk" in self.info.parity_reason
         self._known: dict[tuple[int, ...], Float32] = {}
+
+    def most_rows(self, held: int, most: int | None = None) -> int:
+        """The rows of a pass, at most ``most``, that fit after ``held`` tokens and leave place for one more."""
+        return max(min(self.info.max_rows if most is None else most, self.info.max_rows, self.room - held - 1), 1)
 
     def state(self, capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
         """An empty state."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import Context, Draft, DraftNoise, Sampling, Verdict, Verifier
+from specdec.contract import Context, Draft, DraftNoise, LogitsProcessor, Sampling, Verdict, Verifier
 from specdec.errors import UnsupportedError
-from specdec.sampling import draft_token
+from specdec.sampling import Purpose, draft_token, gumbel
 from specdec.testing import strategies
 from specdec.testing.reference_sampling import joint_distribution, reference_distribution, reference_logits
 from specdec.testing.table_model import TableLogits, TableModel
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 
 VOCAB = 5
 histories = strategies.tokens(VOCAB, min_size=1, max_size=6)
+
+
+class Alternates(LogitsProcessor):
+    """Forbids every third id, which ones by the length of the row's own history; the last id is always allowed."""
+
+    def process(self, logits: NDArray[np.float32], history: Sequence[int]) -> NDArray[np.float32]:
+        masked = logits.copy()
+        masked[:-1][(np.arange(len(logits) - 1) + len(history)) % 3 == 0] = -np.inf
+        return masked
+
+    def __repr__(self) -> str:
+        return "Alternates()"
 
 
 @attrs.frozen
@@ -33,6 +46,11 @@ class Case:
     sampling: Sampling
     generated_from: int = 0
     cycle: int = 1
+
+    @property
+    def vocab(self) -> int:
+        """V."""
+        return int(self.rows.shape[1])
 
     def context(self, noise: DraftNoise = DraftNoise.COUPLED) -> Context:
         """The call's context."""
@@ -51,20 +69,127 @@ class Case:
         """The distribution of the token of ``row``, ``[V]``."""
         return reference_distribution(self.rows[row].tolist(), self.history_of(row), self.sampling, self.generated_from)
 
+    def choices(self, row: int) -> list[int]:
+        """The tokens that plain decoding may choose in ``row``, the likeliest first: more than one only if rounding
+        decides between them."""
+        sampling, chosen = self.sampling, []
+        if sampling.temperature == 0:
+            return [int(self.distribution(row).argmax())]
+        ids, edge = np.arange(self.vocab), 1e-5
+        noise = gumbel(sampling.seed, len(self.history) + row, ids, Purpose.TOKEN)
+        close = 1e-3 + 1e-6 * float(np.ma.masked_invalid(np.abs(self.rows[row])).max()) / sampling.temperature
+        for change in (1.0, 1 - edge, 1 + edge) if sampling.top_p < 1 or sampling.min_p > 0 else (1.0,):
+            near = attrs.evolve(
+                sampling, top_p=min(sampling.top_p * change, 1.0), min_p=min(sampling.min_p / change, 1.0)
+            )
+            with np.errstate(divide="ignore"):
+                scores = np.log(attrs.evolve(self, sampling=near).distribution(row)) + noise
+            best = np.flatnonzero(scores >= scores.max() - close)
+            chosen += best[np.argsort(-scores[best])].tolist()
+        return list(dict.fromkeys(chosen))
+
+
+NEXT_TO_ONE = (47854, 50369, 2224, 37449)
+"""Seeds whose uniform number for the ratio test of position 1 in cycle 1 is nearly 1."""
+
+_EDGES = (7, 8, 15, 63, 64, 100, 255, 256, 300, 600, 1100)
+"""Lengths at which a late fault may begin; draws between them are on a log scale."""
+
+
+@st.composite
+def _lengths(draw: st.DrawFn) -> int:
+    """Lengths of a text: mostly short, some at every order of magnitude."""
+    if draw(st.integers(0, 3)):
+        return draw(st.integers(1, 8))
+    return draw(st.one_of(st.sampled_from(_EDGES), st.integers(0, 7).map(lambda power: 9 << power)))
+
+
+def _rows(rng: np.random.Generator, palette: str, count: int, vocab: int) -> NDArray[np.float32]:
+    """Logits of one kind, ``[count, vocab]``."""
+    values = rng.standard_normal((count, vocab)) * {"narrow": 0.3, "normal": 2.0, "wide": 700.0}.get(palette, 1.0)
+    if palette == "grid":  # ties, forbidden tokens, far ones
+        values = rng.choice([-3, -1.5, -0.5, 0, 0, 0.5, 1, 1.5, 3, 80, -80, -np.inf], (count, vocab))
+    elif palette == "flat":
+        values = np.zeros((count, vocab))
+    elif palette == "one-hot":
+        values = np.where(rng.integers(0, vocab, (count, 1)) == np.arange(vocab), 0.0, -np.inf)
+    elif palette == "last":  # the last id is best, another is close
+        values[:, -1] = values.max(axis=1) + 0.2
+    return values.astype(np.float32)
+
+
+_PALETTES = ("normal", "normal", "grid", "narrow", "flat", "one-hot", "last", "wide")
+_TEMPERATURES = {
+    True: (0.0,),
+    False: (1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
+    None: (0.0, 1.0, 1.7, 1.0, 0.3, 0.05, 30.0, 2e-6),
+}
+_DRAFTED = ("any", "right", "wrong at the end", "close")
+"""Any tokens; those of plain decoding; those but the last; or one of the three best of each row."""
+
 
 @st.composite
 def cases(draw: st.DrawFn, *, greedy: bool | None = None, depths: st.SearchStrategy[int] | None = None) -> Case:
-    """Calls in which every row leaves a token allowed: the last one, which is never banned or impossible."""
-    depth, history, last = draw(depths if depths is not None else st.integers(0, 3)), draw(histories), VOCAB - 1
-    rows = draw(strategies.logits(depth + 1, VOCAB))
+    """Calls in which every row leaves a token allowed: the last one, which is never banned or impossible.
+
+    Texts, drafts and vocabularies are short and long, and all settings are tried.
+    """
+    usual = st.one_of(st.integers(0, 3), st.sampled_from([0, 1, 2, 3, 6, 7, 8, 13, 15]))
+    depth, length = draw(depths if depths is not None else usual), draw(_lengths())
+    vocab = draw(st.sampled_from([VOCAB, VOCAB, VOCAB, 40, 2]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rows = _rows(rng, draw(st.sampled_from(_PALETTES)), depth + 1, vocab)
+    last = vocab - 1
     rows[np.isneginf(rows[:, last]), last] = -1.0
-    draft = draw(strategies.drafts(VOCAB, depth, with_probs=draw(st.booleans())))
-    sampling = draw(strategies.samplings(VOCAB, greedy=greedy))
-    banned = tuple(token for token in sampling.banned if token != last)
-    ends = tuple(token for token in sampling.end_tokens if token != last)
-    sampling = attrs.evolve(sampling, banned=banned, end_tokens=ends)
-    generated_from, cycle = draw(st.integers(0, len(history))), draw(st.integers(1, 1000))
-    return Case(rows, history, draft, sampling, generated_from, cycle)
+    sampling = draw(strategies.samplings(vocab, greedy=greedy))
+    sampling = attrs.evolve(
+        sampling,
+        temperature=draw(st.sampled_from(_TEMPERATURES[greedy])),
+        banned=tuple(token for token in sampling.banned if token != last),
+        end_tokens=tuple(token for token in sampling.end_tokens if token != last),
+        logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        processors=draw(st.sampled_from([(), (), (), (Alternates(),)])),
+    )
+    history = rng.integers(0, vocab, length).tolist()
+    cycle = draw(st.one_of(st.integers(1, 99), st.sampled_from([999, 1000, 1001, 70_000])))
+    generated_from = draw(st.one_of(st.just(0), st.integers(0, length)))
+    case = Case(rows, history, Draft(), sampling, generated_from, cycle)
+    return drafted(case, draw(st.sampled_from(_DRAFTED)), rng, depth, with_probs=draw(st.booleans()))
+
+
+def drafted(case: Case, kind: str, rng: np.random.Generator, depth: int, *, with_probs: bool) -> Case:
+    """The case with a draft of one kind; with ``probs``, in which every token has a positive probability."""
+    vocab = case.vocab
+    for row in range(depth):
+        token = int(rng.integers(vocab))
+        if kind == "close":
+            ranked = np.argsort(-case.rows[row], kind="stable")[:3]
+            token = int(ranked[rng.integers(len(ranked))])
+        elif kind == "right" or (kind != "any" and row < depth - 1):
+            token = case.choices(row)[0]
+        case = attrs.evolve(case, draft=Draft((*case.draft.tokens, token)))
+    if not with_probs or not depth:
+        return case
+    weights = rng.integers(0, 9, (depth, vocab)) + np.where(rng.random((depth, 1)) < 0.3, 0.0, 0.004)
+    weights[np.arange(depth), list(case.draft.tokens)] += 1  # the token itself must be possible
+    probs = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+    return attrs.evolve(case, draft=Draft(case.draft.tokens, probs))
+
+
+@st.composite
+def near_ties(draw: st.DrawFn, bound: float) -> Case:
+    """Greedy calls whose tokens are this many nats below the best, or half, or a little more; drafts are close."""
+    gaps = np.array([0, 0.5 * bound, 0.98 * bound, 1.02 * bound + 0.01, 1.9 * bound, 2 * bound + 1, 5 * bound, np.inf])
+    case, rng = draw(cases(greedy=True, depths=st.just(0))), np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    depth = draw(st.one_of(st.integers(0, 3), st.sampled_from([7, 8, 13, 15])))
+    rows = -rng.choice(gaps, (depth + 1, case.vocab)).astype(np.float32)
+    rows[:, -1] = 0.0
+    case = attrs.evolve(case, rows=rows)
+    if draw(st.booleans()):  # the settings drawn above move most tokens further away
+        biases = draw(st.dictionaries(st.integers(0, case.vocab - 1), st.sampled_from([-0.3, -0.1, 0.1, 0.3, 2.0])))
+        biases = {token: bias * max(bound, 1e-3) for token, bias in biases.items()}
+        case = attrs.evolve(case, sampling=Sampling(logprobs=case.sampling.logprobs, logit_bias=biases))
+    return drafted(case, "close", rng, depth, with_probs=False)
 
 
 def with_accepted_draft(case: Case) -> Case:
@@ -76,10 +201,31 @@ def with_accepted_draft(case: Case) -> Case:
     return case
 
 
-def decide(verifier: Verifier, case: Case) -> Verdict | None:
+class SlowLogits(TableLogits):
+    """Each look takes a few milliseconds."""
+
+    def rows(self) -> NDArray[np.float32]:
+        time.sleep(0.003)
+        return super().rows()
+
+    def argmax(self) -> list[int]:
+        time.sleep(0.003)
+        return super().argmax()
+
+
+class NoisyLogits(TableLogits):
+    """With the optional method that draws a token."""
+
+    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
+        values = self.rows()[row].astype(np.float64)
+        return int(np.argmax(scale * values + gumbel(seed, position, np.arange(len(values)), Purpose.TOKEN)))
+
+
+def decide(verifier: Verifier, case: Case, logits: TableLogits | None = None) -> Verdict | None:
     """The verdict, or None if the verifier refuses the settings."""
+    logits = TableLogits(case.rows.copy()) if logits is None else logits
     try:
-        return verifier.verify(case.draft, TableLogits(case.rows.copy()), case.context(verifier.draft_noise))
+        return verifier.verify(case.draft, logits, case.context(verifier.draft_noise))
     except UnsupportedError:
         return None
 
@@ -149,15 +295,20 @@ def _draft(draft: TableModel, history: list[int], scenario: Scenario, context: C
     return Draft(tuple(drafted), np.stack(probs) if probs else None)
 
 
+def seed_of(seed: int, number: int) -> int:
+    """The seed of one of many draws; all of its 63 bits vary."""
+    return (seed + (number + 1) * 0x5851F42D4C957F2D) % 2**63
+
+
 def tally_joint(
-    verifier: Verifier, target: TableModel, draft: TableModel, scenario: Scenario, draws: int, seed: int
+    verifier: Verifier, target: TableModel, draft: TableModel, scenario: Scenario, draws: Iterable[int], seed: int
 ) -> NDArray[np.int64] | None:
     """Counts of the first ``JOINT`` tokens after ``[1]``; None if the verifier refuses the sampling."""
     tally = np.zeros((JOINT_VOCAB,) * JOINT, np.int64)
     rest = np.random.default_rng(seed)  # completes the rest from the target
-    for number in range(draws):
+    for number in draws:
         tokens = [1]
-        sampling = attrs.evolve(scenario.sampling, seed=(seed << 32) + number)
+        sampling = attrs.evolve(scenario.sampling, seed=seed_of(seed, number))
         for cycle in range(1, scenario.cycles + 1):
             if len(tokens) > JOINT:
                 break
@@ -173,3 +324,55 @@ def tally_joint(
             tokens.append(int(rest.choice(JOINT_VOCAB, p=probs)))
         tally[tuple(tokens[1 : JOINT + 1])] += 1
     return tally.ravel()
+
+
+# --- every position of a deep draft ----------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Chain:
+    """A target and drafts of one length, to test the distribution of every position."""
+
+    name: str
+    target: NDArray[np.float64]  # ``[V, V]``, the next token by the last one
+    draft: NDArray[np.float64]
+    depth: int
+
+    def expected(self, position: int) -> NDArray[np.float64]:
+        """The distribution of a token and the one after it, ``[V, V]``, from ``position`` after token 0."""
+        first: NDArray[np.float64] = np.linalg.matrix_power(self.target, position)[0]
+        return first[:, None] * self.target
+
+
+def chains() -> tuple[Chain, ...]:
+    """Drafts of ten tokens that are mostly accepted, and a vocabulary of which most tokens are rare."""
+    target = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.35, 0.15, 0.5]])
+    near = 0.85 * target + 0.15 * np.array([[0.1, 0.1, 0.8], [0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
+    rare = np.tile([0.4, 0.4, *[0.02] * 5, *[0.01] * 10], (17, 1))
+    return Chain("deep drafts", target, near, 10), Chain("rare tokens", rare, np.full((17, 17), 1 / 17), 1)
+
+
+def tally_chain(verifier: Verifier, chain: Chain, draws: Iterable[int], seed: int) -> NDArray[np.int64] | None:
+    """Counts ``[K + 1, V, V]`` of a token and the next by position; None if the verifier refuses the sampling."""
+    vocab, rest = len(chain.target), np.random.default_rng(seed)
+    logits = {name: np.log(getattr(chain, name)).astype(np.float32) for name in ("target", "draft")}
+    tally = np.zeros((chain.depth + 1, vocab, vocab), np.int64)
+    for number in draws:
+        sampling = Sampling(temperature=1.0, seed=seed_of(seed, number))
+        context = Context([0], sampling, generated_from=1, cycle=number + 1, draft_noise=verifier.draft_noise)
+        tokens, probs = [0], []
+        for _ in range(chain.depth):
+            token, row = draft_token(TableLogits(logits["draft"][tokens[-1]][None]), tokens[1:], context)
+            tokens.append(token)
+            probs += [] if row is None else [row]
+        draft = Draft(tuple(tokens[1:]), np.stack(probs) if probs else None)
+        try:
+            verdict = verifier.verify(draft, TableLogits(logits["target"][tokens]), context)
+        except UnsupportedError:
+            return None
+        tokens = [*tokens[: verdict.accepted + 1], int(verdict.next_token)]
+        while len(tokens) < chain.depth + 2:
+            tokens.append(int(rest.choice(vocab, p=chain.target[tokens[-1]])))
+        for position in range(chain.depth + 1):
+            tally[position, tokens[position], tokens[position + 1]] += 1
+    return tally

@@ -1,23 +1,24 @@
-"""Chat templates: the Jinja sources of a checkpoint, rendered in a sandbox."""
+"""Chat templates: the Jinja sources of a checkpoint, and the process that renders them."""
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
-from collections.abc import Mapping
+import marshal
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.checkpoints import read_json
-from specdec.errors import CheckpointError, PromptError
+from specdec.errors import CheckpointError, PromptError, shown
+from specdec.files.reading import read_text
+from specdec.locks import ForkSafeLock
+from specdec.text import rendering
 
 
 @attrs.frozen
@@ -28,15 +29,20 @@ class ChatTemplate:
     file: Path
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text of a conversation. Raises: PromptError with the template's file and line when rendering fails."""
-        line: int | None
+        """The text of a conversation.
+
+        Raises: PromptError with the template's file and line when rendering fails or takes too much time or memory, or
+        for a variable that is not made of text, numbers, lists and mappings.
+        """
         try:
-            return _compiled(self.source).render(variables)
-        except jinja2.TemplateSyntaxError as error:
-            reason, line = error.message, error.lineno
-        except Exception as error:  # noqa: BLE001 - expressions in a template can raise anything
-            reason, line = _reason(error), _template_line(error)
-        raise PromptError(f"the chat template failed: {reason}", file=self.file, line=line)
+            request = marshal.dumps((self.source, {name: _plain(value) for name, value in variables.items()}))
+        except (ValueError, RecursionError) as error:
+            raise PromptError(f"the chat template cannot be given its variables: {error}") from error
+        reply = _PROCESS.reply(request)
+        text = reply.get("text")
+        if isinstance(text, str):
+            return text
+        raise PromptError(f"the chat template failed: {reply.get('error')}", file=self.file, line=reply.get("line"))
 
 
 def read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
@@ -49,72 +55,115 @@ def read_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
         for entry in entries:
             name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
             if not isinstance(name, str) or not isinstance(source, str):
-                raise CheckpointError("a chat template is text, or a list of {name, template}", file=file, got=entry)
+                raise CheckpointError(
+                    "a chat template is text, or a list of {name, template}", file=file, got=shown(entry)
+                )
             templates[name] = ChatTemplate(source, file)
 
     if tokenizer_config.get("chat_template") is not None:
         take(tokenizer_config["chat_template"], folder / "tokenizer_config.json")
     file = folder / "chat_template.json"
-    if file.is_file():
+    if os.path.lexists(file):
         take(read_json(file).get("chat_template"), file)
     for file in [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
-        if file.is_file():
+        if os.path.lexists(file):
             try:
-                source = file.read_text(encoding="utf-8")
+                source = read_text(file)
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"{file.name} cannot be read: {error}", file=file) from error
+                reason = getattr(error, "strerror", None) or error
+                raise CheckpointError(f"{file.name} cannot be read: {reason}", file=file) from error
             templates["default" if file.name == "chat_template.jinja" else file.stem] = ChatTemplate(source, file)
     return templates
 
 
-class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}``, which marks an assistant's words for training; renders its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """The body, without the two tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> jinja2.Template:
-    """A compiled template in a sandboxed environment that matches Hugging Face's."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(source)
+def _plain(value: Any) -> Any:
+    """A template variable as marshal takes it. Raises: ValueError for anything but text, numbers and containers."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(held) for key, held in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(map(_plain, value))
+    raise ValueError(f"{type(value).__name__} is not text, a number, a list or a mapping")
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON, with the arguments of Hugging Face's filter; Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+class _Process:
+    """The process of ``rendering``: started for the first template, and again after one that had to be ended."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def reply(self, request: bytes) -> Mapping[str, Any]:
+        """What the process answers. Raises: PromptError if it cannot be started."""
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(len(request).to_bytes(8, "little") + request)
+                process.stdin.flush()
+                length = int.from_bytes(process.stdout.read(8), "little")
+                # at most six bytes a character, or the reason of an error
+                most = 6 * (rendering.TEXT + rendering.TEXT_EACH * len(request)) + 100
+                data = process.stdout.read(length) if length <= most else b""
+            except BrokenPipeError:
+                data = b""
+            except BaseException:  # Ctrl-C: the answer would meet the next request
+                self._end()
+                raise
+            if data:
+                reply: Mapping[str, Any] = json.loads(data)
+                return reply
+            status = self._end()
+            if status == -signal.SIGPROF:
+                return {"error": f"it takes more than {rendering.SECONDS} seconds"}
+            return {"error": f"the process that renders it ended with status {status}"}
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and (self._owner != os.getpid() or self._process.poll() is not None):
+            self._process = None  # of the process that we were forked from, or ended by another
+        if self._process is None:
+            import jinja2
+            import markupsafe
+
+            # isolated: nothing but Python's own library and Jinja
+            folders = dict.fromkeys(str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe))
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", rendering.__file__, *folders],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            except (OSError, ValueError) as error:
+                raise PromptError(f"the process that renders chat templates cannot be started: {error}") from error
+            self._owner = os.getpid()
+        return self._process
+
+    def _end(self) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        if process.poll() is None:
+            # its pipes are closed when it ends by itself
+            try:
+                status = process.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = process.wait()
+        else:
+            status = process.returncode
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return status
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
-
-
-def _template_line(error: BaseException) -> int | None:
-    """The innermost template line in a traceback; compiled templates keep their line numbers."""
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "<template>":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+_PROCESS = _Process()

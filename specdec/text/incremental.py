@@ -42,6 +42,17 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes that a token stands for by itself; of a tokenizer that is not byte-level, its text."""
+    piece = tokenizer.piece(token) or ""
+    if not tokenizer.decodes_bytes:
+        return tokenizer.decode([token], skip_special=False).encode()
+    try:
+        return bytes(_BYTE_OF[character] for character in piece)
+    except KeyError:  # for example, an added token with a space is not in the byte alphabet
+        return piece.encode()
+
+
 class _ByteDecoder:
     """For byte-level BPE: joins bytes and decodes UTF-8 incrementally, with the result of the tokenizer's own decoder.
 
@@ -49,7 +60,7 @@ class _ByteDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._piece = tokenizer.piece
+        self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -64,12 +75,7 @@ class _ByteDecoder:
     def _bytes_of(self, token: int) -> bytes:
         known = self._bytes.get(token)
         if known is None:
-            piece = self._piece(token) or ""
-            try:
-                known = bytes(_BYTE_OF[character] for character in piece)
-            except KeyError:  # for example, an added token with a space is not in the byte alphabet
-                known = piece.encode("utf-8")
-            self._bytes[token] = known
+            known = self._bytes[token] = token_bytes(self._tokenizer, token)
         return known
 
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
+from specdec.checking import checked
 from specdec.checkpoints import read_json, text_config
-from specdec.errors import CheckpointError, PromptError
+from specdec.errors import CheckpointError, PromptError, shown
+from specdec.files.reading import parse_json, read_text
 from specdec.text.chat_template import ChatTemplate, read_chat_templates
+from specdec.text.limits import check_growth, check_maps, guarded, limited, uses_patterns
 
+T = TypeVar("T")
+
+_FILE = "tokenizer.json"
+_FILE_LIMIT = 2**28  # bytes; the largest known have 35 MB
+# Processor time for a text, and for each of its characters: a real tokenizer takes a hundredth of it.
+_SECONDS, _SECONDS_EACH = 3.0, 1e-5
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,11 +63,13 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.special_ids = frozenset(i for i, token in core.get_added_tokens_decoder().items() if token.special)
         text = text_config(config or {})
-        named = _ids(generation_config or {}, "eos_token_id") or _ids(text, "eos_token_id")
+        named = _ids(generation_config or {}, "eos_token_id", "generation_config.json")
+        self._eos_file = "generation_config.json" if named else "config.json"
+        named = named or _ids(text, "eos_token_id", "config.json")
         own = self._id_of("eos_token")
         self.eos_ids = frozenset(named if own is None else (*named, own))
         begin = self._id_of("bos_token")
-        self.bos_id = next(iter(_ids(text, "bos_token_id")), None) if begin is None else begin
+        self.bos_id = next(iter(_ids(text, "bos_token_id", "config.json")), None) if begin is None else begin
 
     def _id_of(self, key: str) -> int | None:
         token = self._special_tokens.get(key)
@@ -72,14 +84,19 @@ class Tokenizer:
     def from_folder(cls, path: Path | str) -> Tokenizer:
         """Read ``tokenizer.json`` and the files next to it. Raises: CheckpointError that names the file."""
         folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
+        file = folder / _FILE
+        if not os.path.lexists(file):
             raise _no_tokenizer(folder)
         try:
-            core = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
+            text = read_text(file, _FILE_LIMIT)
+            check_maps(parse_json(text))
+            core = guarded(lambda: tokenizers.Tokenizer.from_str(text))
+            check_growth(core)
+        except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"tokenizer.json cannot be read: {error}", file=file, try_="download it again, or a newer `tokenizers`"
+                f"tokenizer.json cannot be read: {getattr(error, 'strerror', None) or error}",
+                file=file,
+                try_="download it again, or a newer `tokenizers`",
             ) from error
         tokenizer_config = _optional_json(folder / "tokenizer_config.json")
         if not tokenizer_config.keys() >= {"eos_token", "bos_token"}:  # older folders keep them in a separate file
@@ -93,6 +110,7 @@ class Tokenizer:
             folder=folder,
         )
 
+    @checked(PromptError)
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; ``add_special`` adds the tokenizer's prefix and suffix (often a bos token, or nothing).
 
@@ -105,19 +123,66 @@ class Tokenizer:
                 f"the text is not valid Unicode: a lone surrogate at character {error.start}",
                 try_="decode the bytes with errors='replace'",
             ) from error
-        ids: list[int] = self._core.encode(text, add_special_tokens=add_special).ids
+        ids: list[int] = self._run(
+            len(text), lambda: self._core.encode_batch([text], add_special_tokens=add_special)[0].ids
+        )
         return ids
 
+    @checked(PromptError)
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of token ids; unknown ids are skipped."""
-        text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
-        return text
+        """The text of token ids; unknown ids are skipped.
+
+        Raises: PromptError if the tokenizer fails, or an id has more than 32 bits.
+        """
+        known = list(ids)
+        if known and not 0 <= min(known) <= max(known) < 2**32:
+            raise PromptError(f"token ids are 0 to {2**32 - 1}, got {shown(min(known))} to {shown(max(known))}")
+        if self._decodes_by_patterns:
+            return self._run(
+                len(known), lambda: str(self._core.decode_batch([known], skip_special_tokens=skip_special)[0])
+            )
+        try:
+            return guarded(lambda: str(self._core.decode(known, skip_special_tokens=skip_special)))
+        except ValueError as error:
+            raise self._failed(error) from error
+
+    @functools.cached_property
+    def _decodes_by_patterns(self) -> bool:
+        return uses_patterns(self._core.decoder)
+
+    def _run(self, length: int, call: Callable[[], T]) -> T:
+        """``call()``, which works on ``length`` characters or tokens. Raises: PromptError."""
+        try:
+            return limited(call, seconds=_SECONDS + length * _SECONDS_EACH)
+        except ValueError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: ValueError) -> PromptError:
+        return PromptError(f"the checkpoint's tokenizer failed: {error}", file=self._folder and self._folder / _FILE)
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raises: CheckpointError for more tokens than a model's vocabulary, or an eos or bos token outside it."""
+        if self.vocab_size > vocab_size:
+            raise CheckpointError(
+                f"tokenizer.json has {self.vocab_size} tokens, the model only {vocab_size}", folder=self._folder
+            )
+        begin = [] if self.bos_id is None else [self.bos_id]
+        ids = (("eos_token_id", self._eos_file, self.eos_ids), ("bos_token_id", "config.json", begin))
+        for key, file, named in ids:
+            outside = [token for token in named if token >= vocab_size]
+            if outside:
+                raise CheckpointError(
+                    f"{file}: {key!r} names the token {shown(outside[0])}, and the vocabulary has the tokens 0 to "
+                    f"{vocab_size - 1}",
+                    folder=self._folder,
+                )
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
         return bool(self._chat_templates)
 
+    @checked(PromptError)
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
@@ -134,7 +199,7 @@ class Tokenizer:
         message: Any  # input from the caller
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message:
-                raise PromptError(f"a message is a mapping with 'role' and 'content', got {message!r}")
+                raise PromptError(f"a message is a mapping with 'role' and 'content', got {shown(message)}")
         template = self._chosen_template(bool(variables.get("tools")))
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
@@ -158,7 +223,7 @@ class Tokenizer:
     @functools.cached_property
     def decodes_bytes(self) -> bool:
         """Whether decoding only joins the pieces' bytes (byte-level BPE)."""
-        decoder = json.loads(self._core.to_str())["decoder"]
+        decoder: Any = None if self._core.decoder is None else json.loads(self._core.decoder.__getstate__())
         if decoder and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
             decoder = decoder["decoders"][0]
         return bool(decoder) and decoder["type"] == "ByteLevel"
@@ -166,7 +231,7 @@ class Tokenizer:
     @functools.cached_property
     def falls_back_to_bytes(self) -> bool:
         """Whether pieces such as ``<0xE2>`` are bytes, which the decoder reads in whole runs."""
-        return '"ByteFallback"' in json.dumps(json.loads(self._core.to_str())["decoder"])
+        return self._core.decoder is not None and b'"ByteFallback"' in self._core.decoder.__getstate__()
 
     def piece(self, token: int) -> str | None:
         """The vocabulary entry of a token, or None for an unknown id."""
@@ -188,15 +253,15 @@ def _no_tokenizer(folder: Path) -> CheckpointError:
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+    return read_json(file) if os.path.lexists(file) else {}
 
 
-def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+def _ids(config: Mapping[str, Any], key: str, file: str) -> tuple[int, ...]:
     """Token ids under a key: an int, a list of ints, or nothing."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise CheckpointError(f"{key!r} takes a token id or a list of them, got {value!r}")
+        raise CheckpointError(f"{file}: {key!r} takes a token id or a list of them, got {shown(value)}")
     return tuple(ids)
 
 

@@ -241,7 +241,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     ("text", "fact"),
     [
         ("{}", "weight_map"),
-        ("[]", "weight_map"),
+        ("[]", "a list, not an object"),
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"a": "../../x.safetensors"}}', "not a file in this folder"),
         ('{"weight_map": {"a": "/x.safetensors"}}', "not a file in this folder"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import structlog
 from cli_fakes import FakeModel
 from click.testing import CliRunner
 
@@ -46,7 +45,6 @@ def invoke():
             main.commands.update(before)
             main.extended = False
             use_registry(former)
-            structlog.reset_defaults()
 
     return invoke
 

@@ -18,12 +18,13 @@ from tests.processes import run_specdec
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
+OWN = Registry(BUILT_INS, entry_points=())
 SHORT = ("--per-class", "1", "-n", "8", "--depth", "2")
 
 
 @pytest.fixture
 def accept(invoke):
-    return lambda *args, **kwargs: invoke("accept", *args, registry=Registry(BUILT_INS, entry_points=()), **kwargs)
+    return lambda *args, **kwargs: invoke("accept", *args, registry=OWN, **kwargs)
 
 
 def test_tables_for_people(accept):
@@ -32,7 +33,7 @@ def test_tables_for_people(accept):
     text = " ".join(done.stdout.split())
     for part in (
         "drafter mtp at depth 2, greedy, verifier strict",
-        "4 prompts, 2 of them in the chat template, at most 8 tokens each",
+        "5 prompts, 2 of them in the chat template, at most 8 tokens each",
         "class position offered reached accepted cond. cumul. interval",
         "Conditional = accepted / reached: right, given that the tokens before were.",
         "Cumulative = accepted / offered: the share of drafted tokens that became output",
@@ -44,7 +45,7 @@ def test_tables_for_people(accept):
         "A cycle of depth 2 took",
     ):
         assert part in text
-    for name in ("factual", "verbose-thinking", "code", "instruction", "all"):
+    for name in ("factual", "verbose-thinking", "code", "instruction", "copy", "all"):
         assert text.count(f" {name} ") >= 3
     assert "The MTP head with one mistake" not in text
 
@@ -193,8 +194,8 @@ def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     monkeypatch.setattr(Measurement, "_generate", run)
     done = accept("--per-class", "2", "-n", "6")
     assert done.exit_code == 130
-    assert "interrupted: this covers 3 of 8 prompts" in done.stderr
-    assert "3 of 8 prompts, interrupted" in " ".join(done.stdout.split())
+    assert "interrupted: this covers 3 of 10 prompts" in done.stderr
+    assert "3 of 10 prompts, interrupted" in " ".join(done.stdout.split())
     done_runs.clear()
     told = accept("--per-class", "2", "-n", "6", "--json")
     assert told.exit_code == 130
@@ -248,3 +249,39 @@ def test_the_thresholds_in_the_help_are_those_in_force():
 def test_a_fresh_process():
     done = run_specdec("accept", "--classes", "code", *SHORT, "--json")
     assert json.loads(done.stdout)["environment"]["command"].startswith("specdec accept --classes code")
+
+
+def test_a_drafter_is_judged_on_recorded_traffic(invoke, accept, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    for prompt in ("def f(x):", "Once upon a time"):
+        settings = ["-n", "24", "-s", "drafter.name=ngram", "-s", "generation.ignore_eos=true"]
+        made = invoke("generate", "--trace", trace, "-p", prompt, *settings, registry=OWN)
+        assert made.exit_code == 0, made.stderr
+    done = accept("--trace", trace, "-s", "drafter.name=ngram", "--depth", "3", "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["done"], report["tokens"], report["hosts"]) == (2, 48, ["specdec"])
+    assert report["passes"] == 48 - sum(report["accepted"]) == 48 - report["saved"]
+    done = accept("--trace", trace, "-s", "drafter.name=none")
+    assert "48 instead of 48: 1.00 tokens per pass" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name the drafter to judge"),
+        (("-s", "drafter.name=mtp"), "cannot run in recorded traffic: it needs an MTP head"),
+        (("-s", "drafter.name=ngram", "--passive"), "--passive: with --trace no model runs"),
+        (("-s", "drafter.name=ngram"), "the trace cannot be read"),
+    ],
+)
+def test_traffic_that_cannot_be_judged_is_refused_in_one_sentence(accept, tmp_path, arguments, said):
+    trace = tmp_path / "trace.jsonl"
+    if said != "the trace cannot be read":
+        trace.write_text('{"specdec":"trace","version":1,"vocab_size":9}\n{"request":0,"prompt":[1]}\n')
+        with trace.open("a") as file:
+            file.write('{"request":0,"position":1,"depth":2,"draft":[]}\n{"request":0,"commit":[2]}\n')
+    done = accept("--trace", trace, *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

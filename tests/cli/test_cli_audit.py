@@ -27,7 +27,7 @@ def test_an_exact_run_has_no_divergence_and_exit_status_0(audit):
     assert "continuing a sample" in done.stderr
     text = " ".join(done.stdout.split())
     for part in (
-        "30 tokens after a prompt of 17, against argmax",
+        "30 tokens after a prompt of 8, against argmax",
         "guarantee exact, with bitwise parity",
         "divergences none",
         "run's own no deviations counted",
@@ -103,7 +103,7 @@ def test_a_recorded_run_brings_its_prompt_and_settings(audit, invoke, tmp_path):
     ("args", "message"),
     [
         (["--run", "x", "--prompt", "y"], "--prompt: with --run, prompt and generation settings are the file's"),
-        (["--run", "x", "-n", "5"], "--tokens: with --run"),
+        (["--run", "x", "-n", "5"], "--max-new-tokens: with --run"),
         (["--run", "x", "-s", "generation.seed=1"], "-s generation.seed=1: with --run"),
         (["--run", "missing.json"], "the run file cannot be read: No such file"),
         (["-p", "a", "--prompt-tokens", "1"], "give one prompt only"),
@@ -123,7 +123,7 @@ def test_wrong_input_is_refused(args, message, audit, tmp_path, monkeypatch):
 
 def test_the_picture(audit, tmp_path):
     pytest.importorskip("matplotlib")
-    done = audit("-n", "10", "--png", tmp_path / "a.png")
+    done = audit("-n", "10", "--plot", tmp_path / "a.png")
     assert done.exit_code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert f"plot: {tmp_path / 'a.png'}" in done.stdout.replace("\n", "")
@@ -132,7 +132,7 @@ def test_the_picture(audit, tmp_path):
 def test_a_missing_matplotlib_is_told_before_anything_runs(audit, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(vars(specdec), "load", None)
-    done = audit("--png", tmp_path / "a.png")
+    done = audit("--plot", tmp_path / "a.png")
     assert done.exit_code == 2
     assert "specdec-framework[plot]" in done.stderr
 
@@ -141,3 +141,23 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(audit, tmp_path, monk
 def test_a_fresh_process():
     done = run_specdec("audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json")
     assert json.loads(done.stdout)["divergence"]["count"] == 0
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [("5.0", 0), ("0.0001", 1)])
+def test_a_tolerance_decides_the_exit_status(tolerance, status, audit):
+    """A lossy run promises nothing, so only the tolerance can fail it."""
+    done = audit("-n", "80", "--ignore-eos", *MARGIN, "--tolerance", tolerance, "--json")
+    assert done.exit_code == status
+    told = json.loads(done.stdout)
+    gaps = [found["gap"] for found in told["divergence"]["positions"]]
+    assert told["tolerance"] == float(tolerance)
+    assert told["beyond_tolerance"] == sum(gap > float(tolerance) for gap in gaps)
+    assert ("beyond the tolerance" in done.stderr) == bool(status)
+    assert bool(told["beyond_tolerance"]) == bool(status)
+
+
+def test_a_tolerance_is_for_greedy_runs(audit):
+    done = audit("-n", "4", "-t", "0.8", "--tolerance", "1")
+    assert done.exit_code == 2
+    assert "this run sampled" in done.stderr
+    assert audit("-n", "4", "--tolerance", "-1").exit_code == 2

@@ -28,7 +28,8 @@ def test_tables_for_people(bench, tmp_path):
     text = " ".join(done.stdout.split())
     for part in (
         "drafter mtp, depth fixed, verifier strict, greedy",
-        "4, 8 tokens each, 1 A B B A round",
+        "5, 8 tokens each, 1 A B B A round",
+        "Spread of the runs",
         "All runs of every prompt gave the same tokens.",
         "plain step",
         "verify 3 rows",
@@ -40,9 +41,15 @@ def test_tables_for_people(bench, tmp_path):
         assert part in text, part
     with open(table, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 4 * 4
-    assert {row["arm"] for row in rows} == {"plain", "speculative"}
-    assert all(row["tokens"] == "8" for row in rows)
+    runs, contexts = rows[: 5 * 4], rows[5 * 4 :]
+    assert {row["class"] for row in runs} == {"factual", "verbose-thinking", "code", "instruction", "copy"}
+    assert {row["arm"] for row in runs} == {"plain", "speculative"}
+    assert all(row["tokens"] == "8" and row["context"] == "" for row in runs)
+    assert [(row["class"], row["context"], row["arm"]) for row in contexts] == [
+        ("(context)", context, arm) for context in ("16", "40") for arm in ("plain", "speculative")
+    ]
+    assert all(float(row["tokens_per_second"]) > 0 < float(row["prefill_tokens_per_second"]) for row in contexts)
+    assert [row["head_prefill_ms"] != "" for row in contexts] == [False, True] * 2
 
 
 def test_one_object_for_programs(bench):
@@ -74,6 +81,7 @@ def test_an_imposed_acceptance_is_called_one(bench):
         (("--contexts", "12,x"), "12,x"),
         (("--contexts", "0"), "from 1"),
         (("--repeats", "0"), "repeats"),
+        (("--pause", "-1"), "pause"),
         (("--prompts", "no-such-file.jsonl"), "no-such-file.jsonl"),
         (("--csv", "no-such-folder/x.csv"), "no-such-folder"),
         (("-s", "drafter.nam=ngram"), "drafter"),
@@ -145,4 +153,4 @@ def test_reasons_of_many_runs_are_one_note(bench, monkeypatch):
     assert done.exit_code == 0, done.stderr
     notes = [line for line in done.stdout.splitlines() if "plain decoding is faster" in line]
     assert len(notes) == 1
-    assert notes[0].startswith("note: speculation was off at the end of 8 of 8 runs: ")
+    assert notes[0].startswith("note: speculation was off at the end of 10 of 10 runs: ")

@@ -15,7 +15,7 @@ import pytest
 import specdec
 from specdec.cli.chat import ANSWER_TOKENS, Chat
 from specdec.decoding.conversation import Conversation
-from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.errors import PluginError, PromptError, SessionFileError, StateError
 from specdec.registry import BUILT_INS, Registry
 from specdec.text import ChatTemplate
 from tests.processes import HUNG
@@ -135,6 +135,12 @@ def test_save_and_load_go_on_as_if_it_had_never_stopped(template, demo, tmp_path
     assert ending.endswith("<think>\n\n</think>") == bool(template)
 
 
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
+def test_a_template_variable_that_is_the_conversation_s_own_is_refused(name, demo):
+    with pytest.raises(PromptError, match=f"'{name}' of the chat template is the conversation's own"):
+        Conversation(demo, template={name: 1})
+
+
 def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
     talk = Conversation(demo)
     talk.ask("One", max_new_tokens=5).drain()
@@ -147,6 +153,10 @@ def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
         {"conversation": {"messages": [{}], "ends": [], "template": {}}},
         {"conversation": {"messages": [{"role": "user", "content": "x"}], "ends": [], "template": {}}},
         {"conversation": {"messages": [], "ends": [99], "template": {}}},
+        {"conversation": {"messages": [], "ends": [0.5], "template": {}}},
+        {"conversation": {"messages": [], "ends": [], "template": [["a", 1]]}},
+        {"conversation": {"messages": [], "ends": [], "template": {"messages": 1}}},
+        {"conversation": {"messages": [{"role": "system", "content": 7}], "ends": [], "template": {}}},
     ):
         session.extra = extra
         session.save(tmp_path / "s")
@@ -156,14 +166,11 @@ def test_a_file_that_is_no_conversation_changes_nothing(demo, tmp_path):
     talk.ask("Two", max_new_tokens=5).drain()
 
 
-def test_a_stopped_answer_is_kept(demo):
+def test_an_answer_that_was_not_read_to_its_end_is_kept(demo):
     talk = Conversation(demo)
     answer = talk.ask("Hello", ignore_eos=True, max_new_tokens=500)
     said = next(answer)
-    with pytest.raises(StateError, match="still being generated"):
-        talk.ask("And?")
-    answer.stop()
-    following = talk.ask("And?", max_new_tokens=10).result  # ends the stopped one first
+    following = talk.ask("And?", max_new_tokens=10).result  # ends the answer first
     assert answer.result.finish_reason == "interrupted"
     assert answer.result.text.startswith(said)
     assert talk.messages[1]["content"].strip().endswith(answer.result.text.strip()[-5:])
@@ -203,11 +210,12 @@ def test_an_exception_in_a_pass_leaves_a_conversation_that_goes_on(error, demo, 
             for piece in answer:
                 said.append(piece)
 
-        with pytest.raises(error):
+        with pytest.raises(error if error is KeyboardInterrupt else PluginError):
             listen()
     if error is KeyboardInterrupt:
-        assert talk.messages[-1]["content"] == "".join(said)
         assert said
+        kept = demo.tokenizer.encode(talk.messages[-1]["content"], add_special=False)
+        assert demo.tokenizer.decode(kept) == "".join(said)
     else:
         assert talk.messages == before
     result = talk.ask("Three", max_new_tokens=10).result
@@ -285,6 +293,19 @@ def test_commands(chat, tmp_path):
     assert chat("One\nTwo\nThree\n", "-n", "8").stdout.endswith(resumed.stdout)
 
 
+def test_settings_change_between_answers_and_a_conversation_is_cleared(chat):
+    done = chat(
+        "/set max_new_tokens=3\n/set generation.seed=5\nOne\n/set\n/set nonsense=1\n/clear\n/stats\n", "-n", "8"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "max_new_tokens is 3" in done.stderr
+    assert "cut after 3 tokens" in done.stderr
+    assert "set so far: max_new_tokens=3, seed=5" in done.stderr
+    assert "generation has no setting 'nonsense'" in done.stderr
+    assert "the conversation is empty" in done.stderr
+    assert "0, 0 of" in done.stderr
+
+
 def test_errors_do_not_end_the_conversation(chat, tmp_path):
     (tmp_path / "junk").write_text("junk")
     lines = [
@@ -310,7 +331,7 @@ def test_errors_do_not_end_the_conversation(chat, tmp_path):
         "/save takes a file name",
         "the session could not be written: No such file or directory",
         "/load takes a file name",
-        "no such session file",
+        "the session file cannot be read: No such file or directory",
         "not a complete session file",
         "/rewind takes a number of turns, got 'two'",
         "there is no turn yet",
@@ -319,6 +340,32 @@ def test_errors_do_not_end_the_conversation(chat, tmp_path):
         "(cut after 5 tokens; -n sets the limit)",
     ):
         assert part in told, part
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["save", "load"])
+def test_impossible_names_keep_the_conversation(chat, tmp_path, command):
+    """The answer to the question after them is the one that the conversation would have had without them."""
+    (tmp_path / "file").write_text("")
+    names = [
+        "",
+        "\0",
+        "~\0",
+        "a\0b",
+        "x" * 300,
+        f"{tmp_path}/{'y' * 300}",
+        "/",
+        ".",
+        "..",
+        str(tmp_path),
+        "[/b]/x",
+        "\ufffd/x",
+    ]
+    names += [f"{tmp_path}/file/below", "/proc/self/none", "/dev/null", "~nobody-by-this-name/x", "a\tb\x1b/x"]
+    done = chat("One\n" + "".join(f"/{command} {name}\n" for name in names) + "Two\n", "-n", "5")
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.count("SessionFileError: ") + done.stderr.count("PromptError: ") == len(names)
+    assert done.stdout == chat("One\nTwo\n", "-n", "5").stdout
     assert "Traceback" not in done.stderr
 
 
@@ -355,7 +402,7 @@ def test_a_model_without_a_template_is_an_error(chat, demo, monkeypatch):
 
 def test_wrong_options(chat):
     for args, part in (
-        (["--load", "missing"], "no such session file"),
+        (["--load", "missing"], "the session file cannot be read: No such file or directory"),
         (["-s", "drafter.name=mpt"], "Did you mean 'mtp'?"),
         (["--template", "x"], "an override is key.path=value"),
         (["-t", "-1"], "key generation.temperature takes 0.0 to 100.0"),

@@ -125,7 +125,7 @@ def test_info_shows_the_report(invoke, monkeypatch):
         decode_step=StepBytes(width=2, weights=2048, stored=1145, state=0, per_context_token=512, mtp_weights=0),
     ).to_dict()
     report = types.SimpleNamespace(to_dict=lambda: told)
-    monkeypatch.setitem(vars(specdec), "inspect_checkpoint", lambda model: report)
+    monkeypatch.setitem(vars(specdec), "inspect_checkpoint", lambda model, mtp: report)
     done = invoke("info", "x")
     assert done.exit_code == 0
     for text in ("qwen3 (model_type qwen3)", "4.0 KiB", "2,010: embedding 10, layers 2,000", "unused: a.[b]", "nvfp4"):
@@ -135,7 +135,7 @@ def test_info_shows_the_report(invoke, monkeypatch):
 
 
 def test_info_about_nothing_is_an_error(invoke, monkeypatch):
-    def inspect(model):
+    def inspect(model, mtp):
         raise CheckpointError(f"{model!r} is no checkpoint")
 
     monkeypatch.setitem(vars(specdec), "inspect_checkpoint", inspect)

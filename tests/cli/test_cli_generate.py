@@ -8,15 +8,21 @@ import signal
 import pytest
 from cli_fakes import FakeStream
 
-from specdec.cli.options import SAMPLE_PROMPT
+from specdec.cli.options import SAMPLE_PROMPT, SAMPLE_SETTINGS
 from specdec.config import Choice
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(invoke, models):
-    done = invoke("generate", "--prompt", "a b [c]")
+    done = invoke("generate", "--prompt", "a b [c]", "--stats")
     assert done.exit_code == 0, done.stderr
     assert done.stdout == "a b [c] \n"
     assert models[0].asked == [("a b [c]", False)]
+    for text in (
+        "123.5 tokens/s: 3 tokens",
+        "the tokens of plain decoding (exact",
+        "3 of 6 drafted tokens kept (auto)",
+    ):
+        assert text in done.stderr
     for text in ("123.5 tokens/s", "prefill 0.100", "active, drafter auto", "exact, with bitwise parity"):
         assert text in done.stderr
     assert "note: [not markup] slow kernels" in done.stderr
@@ -37,12 +43,47 @@ def test_json_is_one_object_on_stdout_and_nothing_else(invoke, models):
 
 
 def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke, models):
-    done = invoke("generate")
+    done = invoke("generate", "--json")
     assert done.exit_code == 0
     assert models[0].asked == [(SAMPLE_PROMPT, False)]
     assert models[0].config.target.model == "demo"
-    assert "continuing a sample" in done.stderr
-    assert "continuing a sample" not in done.stdout
+    assert {name: getattr(models[0].config.generation, name) for name in SAMPLE_SETTINGS} == SAMPLE_SETTINGS
+    assert invoke("generate", "--json", "-t", "0.5").exit_code == 0  # what is asked for wins
+    assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, 0)
+
+
+def test_mistakes_come_before_the_sample_and_the_prompt(invoke, models):
+    """Neither the sample prompt nor a request for one hides what is wrong."""
+    for args, text in (
+        (["/no/such/folder"], "there is no folder '/no/such/folder'"),
+        (["--model", "model.gguf"], "GGUF is not read"),
+        (["model.gguf", "--prompt", "x"], "GGUF is not read"),
+        (["--model", "demo", "other/model"], "give one model"),
+        (["--drafter", ""], "takes the name of a plugin"),
+    ):
+        done = invoke("generate", *args)
+        assert done.exit_code == 2
+        assert text in done.stderr
+        assert "def read_lines" not in done.stdout + done.stderr
+
+
+def test_a_model_is_named_as_for_info_and_parts_by_short_options(invoke, models, tmp_path):
+    for args in (
+        ["some/model", "--drafter", "ngram", "--verifier", "margin", "--depth", "3"],
+        ["-m", "some/model", "-s", "drafter=ngram", "-s", "verifier=margin", "-s", "depth=3"],
+    ):
+        assert invoke("generate", *args, "--prompt", "x").exit_code == 0
+        config = models[-1].config
+        assert config.target.model == "some/model"
+        assert (config.drafter.name, config.verifier.name) == ("ngram", "margin")
+        assert config.depth == Choice("fixed", {"depth": 3})
+    file = tmp_path / "settings"  # any file that is no model's
+    file.write_text('[depth]\nname = "adaptive"\n[drafter]\nname = "ngram"\nmax_order = 3\n')
+    assert invoke("generate", file, "--prompt", "x", "--depth", "2", "--drafter", "ngram").exit_code == 0
+    assert models[-1].config.depth == Choice("fixed", {"depth": 2})
+    assert models[-1].config.drafter == Choice("ngram", {"max_order": 3})
+    assert invoke("generate", file, "--prompt", "x", "--depth", "adaptive").exit_code == 0
+    assert models[-1].config.depth.name == "adaptive"
 
 
 def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
@@ -64,13 +105,13 @@ def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
         "--stop",
         "]",
         "--model",
-        "flag",
+        "a/flag",
         "--ignore-eos",
     )
     assert done.exit_code == 0, done.stderr
     config = models[0].config
     assert config.drafter == Choice("ngram", {"max_order": 4})
-    assert config.target.model == "flag"
+    assert config.target.model == "a/flag"
     generation = config.generation
     assert (generation.max_new_tokens, generation.temperature, generation.seed) == (5, 0.5, 1)
     assert (generation.stop, generation.ignore_eos) == (('a"b', "]"), True)

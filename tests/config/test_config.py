@@ -139,6 +139,20 @@ def test_a_file_that_is_no_toml_says_so(tmp_path, content, text):
     assert "run.toml" in failure(path=path)
 
 
+def test_a_toml_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes("\ufeff[generation]\nmax_new_tokens = 7".encode())
+    assert load_config(path).generation.max_new_tokens == 7
+
+
+@pytest.mark.parametrize("digits", [20, 5000])
+def test_the_advice_for_a_large_integer_is_not_about_strings(digits):
+    with pytest.raises(ConfigError, match="integer") as caught:
+        Override.parse(f"target.threads={'9' * digits}")
+    assert "quote" not in str(caught.value)
+    assert "sys" not in str(caught.value)
+
+
 def test_a_missing_file_is_named(tmp_path):
     assert "nowhere.toml" in failure(path=tmp_path / "nowhere.toml")
     assert "cannot read" in failure(path=tmp_path)
@@ -164,7 +178,8 @@ def test_a_missing_file_is_named(tmp_path):
         ("target.dtype=bfloat61", "'bfloat16'"),
         ("target.revision=1234567", 'quotes around it: "1234567"'),
         ("target.source=x", "key target.source is unknown"),
-        ("drafter=ngram", 'name = "ngram" inside the table'),
+        ("drafter=3", "key drafter takes a table, got 3 (an integer)"),
+        ("verifier=3", "key verifier takes a table, got 3 (an integer)"),
         ("drafter.name=3", "key drafter.name takes the name of a plugin, got 3"),
         ("drafter.max_order=3", "drafter.max_order is an option of a drafter, but none is chosen"),
         ("target=1", "key target takes a table, got 1 (an integer)"),
@@ -183,6 +198,38 @@ def test_an_error_in_the_file_names_the_file_and_several_are_told_at_once(tmp_pa
     for key in ("generation.seed", "generation.max_tokens", "target.model"):
         assert f"{path}: key {key} " in text
     assert "-s generation.ignore_eos=1: key generation.ignore_eos takes true or false" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["generation.max_new_tokens=2.9", "generation.max_new_tokens=4"],
+            "key generation.max_new_tokens takes an int",
+        ),
+        (["generation.seed=x", "generation.seed=1", "generation.seed=2"], "key generation.seed takes an integer"),
+        (["target=1", "target.model=demo"], "key target takes a table"),
+        (["generation.tempreature=1", "generation={seed = 1}"], "key generation.tempreature is unknown"),
+    ],
+)
+def test_a_value_that_a_later_layer_overrides_is_checked_too(tmp_path, overrides, expected):
+    """``-s generation.max_new_tokens=2.9 -n 4`` passed in silence."""
+    assert expected in failure(*overrides)
+    key, _, value = overrides[0].partition(".")
+    if value.startswith("seed"):
+        path = write(tmp_path, "[generation]\nseed = 'x'\n")
+        assert f"{path}" in failure(*overrides[1:], path=path)
+
+
+def test_overridden_options_of_a_plugin_are_checked_by_the_plugin(tmp_path):
+    path = write(tmp_path, '[depth]\nname = "fixed"\ndepth = 2.9\n')
+    choice = load_config(path, ["depth.depth=3", "depth.depth=4"]).depth
+    assert choice == Choice("fixed", {"depth": 4})
+    assert [one.options["depth"] for one in choice.earlier] == [2.9, 3]
+    config = load_config(path, ["depth.name=x", "depth.whole=2.9", "depth.whole=4"])
+    with pytest.raises(ConfigError, match=r"key depth\.whole takes an integer, got 2\.9") as raised:
+        structure_choice(config.depth, Options, "depth")
+    assert raised.value.facts["asked for by"] == "-s depth.name=x, -s depth.whole=2.9"
 
 
 def test_a_choice_remembers_where_it_was_made(tmp_path):
@@ -336,6 +383,14 @@ def test_validators_work_without_a_file():
         Options(whole=True)
     with pytest.raises(ConfigError, match=r"GenerationConfig\.max_new_tokens takes 1 to 2147483647, got 0"):
         GenerationConfig(max_new_tokens=0)
+    for low, high in ((10**5000, 10**5001), (-(10**5000), 3), (0, 10**5000)):
+        with pytest.raises(ConfigError):
+            structure_options(
+                {"whole": -(10**6000)},
+                attrs.make_class("Wide", {"whole": attrs.field(validator=between(low, high), type=int)}),
+            )
+    with pytest.raises(ConfigError, match="lower end first"):
+        between(10**5000, 3)
     assert GenerationConfig(stop="END").stop == ("END",)  # not three stop strings
 
 
@@ -346,7 +401,9 @@ def test_the_configuration_can_be_written_down_again(tmp_path):
         "model": "demo",
         "backend": "auto",
         "backend_options": {},
+        "weights": "auto",
         "dtype": "auto",
+        "instruction_set": "auto",
         "capacity": 64,
     }
     overrides = [

@@ -18,6 +18,7 @@ from specdec.contract import DepthPolicy, DepthPolicySpec, Outcome, Stats
 from specdec.decoding.parts import DepthPart
 from specdec.doctor.passes import PassProbe
 from specdec.drafters.mtp import MtpDrafter
+from specdec.errors import PluginError
 from tests import tiny
 from tests.decoding.fake_device import FakeExecutor, OnDevice
 from tests.selection import examples
@@ -187,7 +188,7 @@ def test_a_failure_on_the_device_leaves_a_session_that_builds_its_states_again(d
             return super().collect()
 
     session = with_depths(demo, [2], Failing).session()
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(PluginError, match="the target .* failed in collect: RuntimeError: the device is gone"):
         session.generate(TEXTS[0], max_new_tokens=40)
     session.generate(max_new_tokens=40)
     prompt = demo.encode(TEXTS[0])

@@ -94,6 +94,7 @@ def test_strict_output_depends_on_target_prompt_settings_and_seed_alone(
 ) -> None:
     """Not on drafter, depth, chunks of the prompt, or a save and restore in the middle."""
     base = load("qwen3_5", dtype)
+    sampling |= {"min_new_tokens": min(sampling.get("min_new_tokens", 0), *lengths)}
     prompts = [40 + i % 13 for i in range(30)], PROMPT
     plain = variant(base).session()
     truth = [plain.generate(p, max_new_tokens=n, **sampling) for p, n in zip(prompts, lengths, strict=True)]

@@ -12,7 +12,8 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -24,10 +25,12 @@ from safetensors.torch import save_file
 
 import specdec
 from specdec.config import Choice
-from specdec.contract import Drafter, DrafterSpec, PrepareEnv
+from specdec.contract import Context, Draft, Drafter, DrafterSpec, LogitsProcessor, PrepareEnv, ProcessorSpec
+from specdec.decoding import session_file
 from specdec.decoding.parts import DepthPart, DrafterPart, make_verifier
 from specdec.decoding.prefill import PREFILL_TAIL
 from specdec.errors import PromptError, SessionFileError, StateError
+from specdec.registry import Registry, use_registry
 from tests.decoding.test_lossless import SHAPES
 from tests.selection import cases
 
@@ -237,7 +240,7 @@ def refuses(lm: Any, saved: tuple[Any, pathlib.Path]) -> Iterator[Callable[..., 
     def refused(file: pathlib.Path) -> str:
         with pytest.raises(SessionFileError) as caught:
             session.load(file)
-        assert str(file) in str(caught.value)
+        assert repr(str(file))[1:-1] in str(caught.value)  # control characters are escaped
         assert (session.tokens, session.stats) == (before, counters)
         return str(caught.value)
 
@@ -252,13 +255,27 @@ def header_size(file: pathlib.Path) -> int:
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 
+def on(array: str, change: Callable[[Any], Any]) -> Change:
+    """A change of one array of the state."""
+    return lambda _, tensors: tensors.update({f"state.{array}": change(tensors[f"state.{array}"])})
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 def rewrite(file: pathlib.Path, target: pathlib.Path, change: Change) -> None:
-    """``file`` with its description and tensors changed."""
+    """``file`` with its description and tensors changed, and the checksum of the result."""
     with safetensors.safe_open(file, framework="pt") as opened:
         described = json.loads(opened.metadata()["specdec.session"])
         tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}
     change(described, tensors)
-    save_file(tensors, target, {"specdec.session": json.dumps(described)})
+    text = json.dumps(described)
+    checksum = session_file._checksum(text, tensors)
+    save_file(tensors, target, {"specdec.session": text, "specdec.checksum": checksum})
 
 
 def test_a_file_cut_anywhere_is_refused(saved: tuple[Any, pathlib.Path], refuses: Callable[..., str]) -> None:
@@ -298,25 +315,52 @@ def test_a_damaged_header_is_refused_or_harmless(
     assert not refused or str(file) in refused
 
 
+FORMAT = session_file.FORMAT
 CHANGES: dict[str, tuple[Change, str]] = {
-    "newer": (lambda d, t: d.update(format=2), "format 2, this version reads 1[^$]*newer specdec"),
-    "older": (lambda d, t: d.update(format=0), "saving the session again"),
+    "newer": (
+        lambda d, t: d.update(format=FORMAT + 1),
+        f"format {FORMAT + 1}, this version reads {FORMAT}[^$]*newer specdec",
+    ),
+    "older": (lambda d, t: d.update(format=1), "saving the session again"),
     "no format": (lambda d, t: d.pop("format"), "has no format"),
     "another model": (lambda d, t: d["model"].update(fingerprint="f00"), "another model: 'f00'"),
     "another backend": (lambda d, t: d["model"].update(backend="cuda"), "another backend: 'cuda'"),
-    "no model": (lambda d, t: d.pop("model"), "another model: None"),
-    "model is no table": (lambda d, t: d.update(model=7), "another model: None"),
-    "no counters": (lambda d, t: d.pop("stats"), "broken: KeyError"),
-    "odd counters": (lambda d, t: d.update(stats=[]), "broken: TypeError"),
-    "no tokens": (lambda d, t: t.pop("tokens"), "broken: KeyError"),
-    "a lost array": (lambda d, t: t.pop("state.last_hidden"), "broken: KeyError"),
-    "an unlisted array": (lambda d, t: d["arrays"].remove("layers.0.state"), "does not fit this model: KeyError"),
+    "no model": (lambda d, t: d.pop("model"), "key model is required"),
+    "model is no table": (lambda d, t: d.update(model=7), "key model takes a table"),
+    "no counters": (lambda d, t: d.pop("stats"), "key stats is required"),
+    "odd counters": (lambda d, t: d.update(stats=[]), "key stats takes a table"),
+    "an infinite counter": (lambda d, t: d.update(cycle=float("inf")), "broken: inf is not JSON"),
+    "a huge counter": (lambda d, t: d.update(cycle=10**30), "key cycle takes 0 to"),
+    "a fractional counter": (lambda d, t: d["stats"].update(cycles=2.5), "key stats.cycles takes an integer"),
+    "uneven counters": (lambda d, t: d["stats"]["offered"].append(0), "do not belong together"),
+    "more accepted than offered": (lambda d, t: d["stats"].update(accepted=[99], reached=[1], offered=[1]), "together"),
+    "infinite extra data": (lambda d, t: d.update(extra={"a": [float("inf")]}), "broken: inf is not JSON"),
+    "deep extra data": (lambda d, t: d.update(extra={"a": nested(500)}), "nested more than 64 levels deep"),
+    "no tokens": (lambda d, t: t.pop("tokens"), "not a list of token ids: there are none"),
+    "a lost array": (lambda d, t: t.pop("state.last_hidden"), "does not fit this model: its MTP head knows 29 of 30"),
+    "a lost layer": (
+        lambda d, t: t.pop("state.layers.0.state"),
+        "does not fit this model: the target .* failed in restore: KeyError",
+    ),
+    "a strange array": (lambda d, t: t.update({"state.more": t["tokens"].clone()}), "'more', which the model does not"),
+    "an array of nothing": (lambda d, t: t.update(more=t["tokens"].clone()), "'more', which belongs to nothing"),
     "another shape": (lambda d, t: t.update({"state.layers.1.keys": t["tokens"].clone()}), "does not fit this model"),
-    "fractional tokens": (lambda d, t: t.update(tokens=t["tokens"].float()), "broken: ValueError"),
-    "foreign tokens": (lambda d, t: t.update(tokens=t["tokens"] + 10**6), "tokens do not fit"),
-    "too few tokens": (lambda d, t: t.update(tokens=t["tokens"][:10].clone()), "tokens do not fit"),
-    "no pending token": (lambda d, t: t.update(tokens=t["tokens"][:-1].clone()), "tokens do not fit"),
-    "a negative length": (lambda d, t: d.update(length=-1), "tokens do not fit"),
+    "one row for all": (
+        on("layers.1.keys", lambda a: a[:1].clone()),
+        r"float32 \[1, .* and the model's float32 \[30, ",
+    ),
+    "another dtype": (on("layers.0.state", lambda a: a.double()), "float64 .* and the model's float32"),
+    "not finite": (on("layers.0.state", lambda a: a / 0.0), "'state.layers.0.state' has values that are not finite"),
+    "a shorter head": (lambda d, t: d["meta"].update(mtp_length=7), "does not fit this model"),
+    "fractional tokens": (
+        lambda d, t: t.update(tokens=t["tokens"].float()),
+        "not a list of token ids: got torch.float32",
+    ),
+    "foreign tokens": (lambda d, t: t.update(tokens=t["tokens"] + 10**6), "outside the vocabulary"),
+    "too few tokens": (lambda d, t: t.update(tokens=t["tokens"][:10].clone()), "holds 30 of 10 tokens"),
+    "no pending token": (lambda d, t: t.update(tokens=t["tokens"][:-1].clone()), "holds 30 of 30 tokens"),
+    "a negative length": (lambda d, t: d.update(length=-1), "key length takes 0 to"),
+    "a shorter length": (lambda d, t: d.update(length=29), "does not fit this model"),
 }
 
 
@@ -331,8 +375,12 @@ def test_a_file_that_does_not_fit_is_refused_with_its_reason(
 
 
 def test_files_that_are_none_are_refused(refuses: Callable[..., str], tmp_path: pathlib.Path, lm: Any) -> None:
-    assert "no such session file" in refuses(tmp_path / "missing")
-    assert "no such session file" in refuses(tmp_path)
+    assert "cannot be read: No such file" in refuses(tmp_path / "missing")
+    assert "it is a folder, not a file" in refuses(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is a named pipe, not a file" in refuses(tmp_path / "pipe")
+    assert "cannot be read: File name too long" in refuses(tmp_path / ("x" * 300))
+    assert "cannot be read" in refuses(pathlib.Path(f"{tmp_path}/a\0b"))
     for name, data in (("empty", b""), ("text", b"Dear diary,\n" * 99), ("zeros", bytes(999))):
         (tmp_path / name).write_bytes(data)
         assert "not a complete session file" in refuses(tmp_path / name)
@@ -384,9 +432,27 @@ def test_a_crash_while_saving_leaves_the_old_file(
 
 
 def test_places_that_cannot_be_written(saved: tuple[Any, pathlib.Path], tmp_path: pathlib.Path) -> None:
-    for place in (tmp_path / "no" / "such" / "folder", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    names = ["no/such/folder", "", "x" * 300, "a\0b", "\ud800", "one.session/below", "pipe"]
+    for place in [*(tmp_path / name for name in names), pathlib.Path("/dev/null")]:
         with pytest.raises(SessionFileError, match="could not be written"):
             saved[0].save(place)
+    assert sorted(os.listdir(tmp_path)) == ["one.session", "pipe"]
+    saved[0].save(tmp_path / ("x" * 250))  # the temporary file needs room in its name too
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"a": {1, 2}}, {"a": float("nan")}, {"a": nested(500)}, {"a": nested(5_000)}, {"a": (1,)}, {1: 2}, [], None],
+)
+def test_extra_data_that_is_not_json_is_refused_when_it_is_saved(extra: Any, lm: Any, tmp_path: pathlib.Path) -> None:
+    session = lm.session()
+    session.extra = extra
+    with pytest.raises(SessionFileError, match="extra data is not JSON"):
+        session.save(tmp_path / "s")
+    with pytest.raises(SessionFileError, match="extra data is not JSON"):
+        session.fork()
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_empty_session_and_one_that_only_was_fed_are_saved_too(lm: Any, tmp_path: pathlib.Path) -> None:
@@ -422,23 +488,107 @@ def test_a_refused_generation_leaves_the_session_as_it_was(lm: Any) -> None:
     assert session.generate(max_new_tokens=2, ignore_eos=True).prompt == [50, 51]
 
 
-def test_a_stopped_stream_frees_its_session(lm: Any) -> None:
-    """``break`` out of a loop over a stream, ``stop()``, and go on: nobody should have to run the rest."""
-    session = lm.session()
+@pytest.mark.parametrize("read", [0, 1])
+@pytest.mark.parametrize(
+    "call", ["feed", "rewind", "set_prompt", "fork", "save", "load", "stream", "close", "leave", "stop"]
+)
+def test_a_stream_that_was_not_read_to_its_end_is_ended_by_the_next_call(
+    lm: Any, call: str, read: int, tmp_path: pathlib.Path
+) -> None:
+    """A ``break``, an error in the loop's body, ``stop()``, or the end of a ``with`` block: the session goes on."""
+    session, other = lm.session(), lm.session()
+    other.feed([80])
+    other.save(tmp_path / "other")
     stream = session.stream([50, 60, 70], max_new_tokens=100, ignore_eos=True)
-    for _ in stream:
-        break
-    with pytest.raises(StateError, match="still running"):
-        session.feed([1])
-    stream.stop()
-    session.feed([80])
-    result = stream.result
-    assert result.finish_reason == "interrupted"
-    assert session.tokens == (50, 60, 70, *result.tokens, 80)
-    never = session.stream(max_new_tokens=5)
-    never.stop()
-    assert session.generate(max_new_tokens=3, ignore_eos=True).stats.cycles
-    assert never.result.tokens == []
+    for _ in range(read):
+        next(stream)
+    made = session.tokens
+    calls: dict[str, Callable[[], Any]] = {
+        "feed": lambda: session.feed([80]),
+        "rewind": lambda: session.rewind(2),
+        "set_prompt": lambda: session.set_prompt([50, 60, 80]),
+        "fork": session.fork,
+        "save": lambda: session.save(tmp_path / "s"),
+        "load": lambda: session.load(tmp_path / "other"),
+        "stream": lambda: session.stream(max_new_tokens=1).result,
+        "close": stream.close,
+        "leave": lambda: stream.__exit__(None, None, None),
+        "stop": lambda: (stream.stop(), stream.result),
+    }
+    calls[call]()
+    assert stream.finished
+    assert stream.result.finish_reason == "interrupted"
+    assert [50, 60, 70, *stream.result.tokens] == list(made)
+    assert bool(stream.result.tokens) == bool(read)
+    wanted = variant(lm).generate(session.tokens, max_new_tokens=6, ignore_eos=True).tokens
+    assert session.generate(max_new_tokens=6, ignore_eos=True).tokens == wanted
+
+
+def test_a_stream_is_a_context_manager(lm: Any) -> None:
+    session = lm.session()
+    with session.stream(CODE, max_new_tokens=100, ignore_eos=True) as stream:
+        next(stream)
+    assert stream.finished
+    assert list(session.tokens) == stream.result.prompt + stream.result.tokens
+
+
+def test_a_call_from_within_a_cycle_is_refused_and_the_generation_goes_on(lm: Any) -> None:
+    session, refused = lm.session(), []
+    stream = session.stream([50, 60, 70], max_new_tokens=9, ignore_eos=True)
+
+    def call(record: Any) -> None:
+        for one in (session.fork, lambda: session.feed([1]), lambda: next(stream), stream.close, lambda: stream.result):
+            with pytest.raises(StateError, match="is running") as caught:
+                one()
+            refused.append(caught)
+
+    stream.on_cycle = call
+    assert stream.result.tokens == variant(lm).generate([50, 60, 70], max_new_tokens=9, ignore_eos=True).tokens
+    assert len(refused) == 5 * stream.result.stats.cycles
+
+
+def test_a_second_thread_gets_an_error_and_changes_nothing(lm: Any, tmp_path: pathlib.Path) -> None:
+    """Whatever the first thread is doing: generating, or in the middle of another call."""
+    session = lm.session()
+    session.feed([50, 60, 70])
+    refused: list[str] = []
+
+    def from_another_thread(*_: Any) -> None:
+        calls: list[Callable[[], Any]] = [
+            lambda: session.feed([1]),
+            lambda: session.rewind(0),
+            lambda: session.set_prompt([1]),
+            session.fork,
+            lambda: session.save(tmp_path / "s"),
+            lambda: session.load(tmp_path / "s"),
+            session.stream,
+            stream.close,
+            lambda: next(stream),
+        ]
+
+        def run() -> None:
+            for call in calls:
+                try:
+                    call()
+                except StateError as error:
+                    refused.append(error.message)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert len(refused) == len(calls)
+        refused.clear()
+
+    stream = session.stream(max_new_tokens=9, ignore_eos=True)
+    stream.on_cycle = from_another_thread
+    tokens = stream.result.tokens
+    assert tokens == variant(lm).generate([50, 60, 70], max_new_tokens=9, ignore_eos=True).tokens
+    target, snapshot = session.sequence.target, type(session.sequence.target).snapshot
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(target), "snapshot", lambda *given: (from_another_thread(), snapshot(*given))[1])
+        fork = session.fork()
+    assert fork.tokens == session.tokens == (50, 60, 70, *tokens)
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("stops", [(), ("no such text",)])  # with stop strings, tokens are taken one by one
@@ -486,7 +636,7 @@ def test_a_failed_drafter_stays_off_and_every_later_result_says_why(
     result = session.generate([60], max_new_tokens=6, ignore_eos=True)
     told = result.stats.speculation()
     assert (told["active"], told["drafter"]) == (False, "failing")
-    assert told["reason"] == f"the drafter failed in {moment}: ValueError: out of ideas"
+    assert told["reason"] == f"the drafter 'failing' failed in {moment}: ValueError: out of ideas"
     assert result.tokens == variant(lm).generate(session.tokens[:-6], max_new_tokens=6, ignore_eos=True).tokens
     session.load(tmp_path / "s")  # a new drafter, and a new chance
     assert session.generate(max_new_tokens=4, ignore_eos=True).stats.speculation()["active"] == (
@@ -506,6 +656,43 @@ def test_inactive_speculation_says_why(drafter: str, depth: int, reason: str, lm
     run = variant(lm, drafter, depth).generate([50], max_new_tokens=2, ignore_eos=True)
     assert run.to_dict()["stats"]["speculation"] == {"active": False, "drafter": drafter, "reason": reason}
     assert lm.generate([50], max_new_tokens=5, ignore_eos=True).stats.speculation()["active"]
+
+
+@pytest.mark.parametrize(
+    ("token", "forbidden", "reason"),
+    [
+        (10**6, False, "every draft was cut before it was verified: draft token outside the vocabulary (3)"),
+        (5, True, "every draft was cut before it was verified: forbidden by a logits processor (6)"),
+    ],
+)
+def test_drafts_that_were_all_cut_are_not_called_no_draft(token: int, forbidden: bool, reason: str, lm: Any) -> None:
+    class Always(Drafter):
+        def propose(self, context: Context, depth: int) -> Draft:
+            return Draft((token,) * depth)
+
+    class Nothing(LogitsProcessor):
+        def process(self, logits: Any, history: Sequence[int]) -> Any:
+            return logits
+
+        def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+            return 0
+
+    class Plugin:
+        @specdec.hookimpl
+        def specdec_logits_processors(self) -> list[ProcessorSpec]:
+            return [ProcessorSpec(name="nothing", factory=lambda config, env: Nothing())]
+
+    made = DrafterPart(spec=DrafterSpec(name="always", factory=lambda config, env: Always()))
+    registry = Registry()
+    registry.register(Plugin())
+    former = use_registry(registry)
+    try:
+        run = attrs.evolve(variant(lm, "none", 3), drafter=made)
+        settings = {"processors": (Choice("nothing"),)} if forbidden else {}
+        stats = run.generate([50], max_new_tokens=4, ignore_eos=True, **settings).stats
+    finally:
+        use_registry(former)
+    assert stats.speculation() == {"active": False, "drafter": "always", "reason": reason}
 
 
 @given(depth=st.integers(0, 6), count=st.integers(1, 40), prompt=token_lists, drafter=st.sampled_from(["mtp", "ngram"]))
@@ -554,20 +741,3 @@ def test_a_drafter_that_moves_the_state_ends_the_generation_by_its_name(lm: Any)
     with pytest.raises(ContractError, match="the drafter 'meddling' changed the state of its sequence"):
         session.generate(max_new_tokens=6, ignore_eos=True)
     assert session.tokens == tuple(range(50, 80))
-
-
-@pytest.mark.parametrize("how", ["break", "error"])
-def test_an_abandoned_stream_does_not_lock_its_session(lm: Any, how: str) -> None:
-    session, plain = lm.session(), lm.session()
-    try:
-        for _ in session.stream(list(range(50, 80)), max_new_tokens=30, ignore_eos=True):
-            if how == "error":
-                raise ValueError("in the loop's body")
-            break
-    except ValueError:
-        pass
-    made = len(session.tokens)
-    assert made > 30
-    session.generate(max_new_tokens=5, ignore_eos=True)
-    wanted = plain.generate(list(range(50, 80)), max_new_tokens=len(session.tokens) - 30, ignore_eos=True)
-    assert list(session.tokens[30:]) == list(wanted.tokens)

@@ -501,16 +501,3 @@ def test_an_interrupted_session_goes_on_as_if_nothing_had_been(
     assert state.length == len(session.tokens) - 1
     wanted = tiny.state_arrays(lm.target, fresh_run(lm.target, session.tokens[:-1]))
     tiny.assert_same_bits(tiny.state_arrays(lm.target, state), wanted)
-
-
-def test_a_stream_left_in_the_middle_can_be_stopped(printable: Callable[..., Any]) -> None:
-    lm, truth = printable("truth")
-    session = lm.session()
-    stream = session.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
-    next(stream)
-    with pytest.raises(StateError, match="still running"):
-        session.feed([1])
-    stream.stop()
-    assert stream.result.finish_reason == "interrupted"
-    assert stream.result.tokens == truth[len(PROMPT) : len(session.tokens)]
-    check_continues(session, lm, truth)

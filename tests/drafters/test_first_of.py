@@ -23,9 +23,11 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DrafterSpec,
+    ForwardOutput,
     Needs,
     PrepareEnv,
     Sampling,
+    Verdict,
 )
 from specdec.drafters.first_of import FirstOfConfig, specdec_drafters
 from specdec.errors import SpecdecError
@@ -72,6 +74,23 @@ class Noted(Drafter):
         return {"number": self.config.number}
 
 
+class Bare(Drafter):
+    """Declares no needs, and fails at the first pass that shows it hidden states."""
+
+    def __init__(self, config: object, env: DrafterEnv) -> None:
+        pass
+
+    def prefill(self, context: Context, output: ForwardOutput) -> None:
+        assert output.hidden is None
+        assert not output.boundaries
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft()
+
+    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
+        self.prefill(context, output)
+
+
 @attrs.frozen(kw_only=True)
 class NotedConfig:
     number: int = 0
@@ -85,7 +104,8 @@ class Plugin:
     @hookimpl
     def specdec_drafters(self) -> list[DrafterSpec]:
         return [
-            DrafterSpec(name="noted", factory=Noted, config=NotedConfig),
+            DrafterSpec(name="noted", factory=Noted, config=NotedConfig, needs=Needs(final_hidden=True)),
+            DrafterSpec(name="bare", factory=Bare),
             DrafterSpec(name="prepared", factory=Noted, config=NotedConfig, prepare=lambda config, env: config.number),
         ]
 
@@ -109,6 +129,13 @@ def subject(*choices: Choice) -> DrafterSubject:
         needs=Needs(mtp=True, final_hidden=True),
         prepare=lambda target: prepare(config, PrepareEnv(target=target)),
     )
+
+
+def test_each_drafter_sees_only_what_it_declared() -> None:
+    played = ScriptedSession.start(subject(Choice("noted"), Choice("bare")))
+    played.feed([1, 2, 3], chunk=2)
+    played.cycle(2, 1, 0)
+    assert "failed" not in played.drafter.report()["drafters"]["bare"]
 
 
 # --- who drafts ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,15 @@ from tests.models.mtp_oracle import MUTANTS, MtpOracle
 
 MTP = Needs(mtp=True)
 LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
-SHAPES = ["r1-gqa4-tied", "r3-gqa3-untied", "mixed-layers", "attention-only"]
+SHAPES = [
+    "r1-gqa4-tied",
+    "r3-gqa3-untied",
+    "mixed-layers",
+    "attention-only",
+    "own-embedding-tied",
+    "own-embedding-untied",
+    "own-embedding-main-head",
+]
 VOCAB = 277
 
 token_ids = st.integers(0, VOCAB - 1)

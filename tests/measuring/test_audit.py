@@ -178,7 +178,7 @@ def test_what_cannot_be_audited_is_refused(lm: Any) -> None:
     ):
         with pytest.raises(PromptError, match=reason):
             audit(lm, prompt, tokens)
-    with pytest.raises(PromptError, match="1 row or more"):
+    with pytest.raises(PromptError, match="argument rows of audit.. takes 1 to"):
         audit(lm, [1], [1], rows=0)
     with pytest.raises(PromptError, match="temperature"):
         audit(lm, [1], [1], tempreature=1.0)

@@ -95,6 +95,17 @@ def test_both_arms_run_interleaved_and_are_counted(
     assert len(data["prompts"]) == 16
 
 
+def test_a_pause_comes_before_every_counted_run(scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(bench_module, "sleep", slept.append)
+    monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
+    report = compare(scripted([(4, 2)]), prompts("one", "two"), max_new_tokens=8, pause=1.5)
+    assert slept == [1.5] * 8
+    for group in report.classes:
+        rates = [run.rate for one in report.prompts if one.kind == group.name for run in one.plain]
+        assert min(rates) <= group.plain_quartiles[0] <= group.plain_quartiles[1] <= max(rates)
+
+
 def test_a_verifier_that_is_not_exact_is_found_out(scripted: Callable[..., Any]) -> None:
     lm = attrs.evolve(scripted([(4, 2)]), verifier=AcceptsAll())
     report = compare(lm, prompts("one"), max_new_tokens=12)
@@ -228,6 +239,12 @@ def test_a_generation_never_lengthens_the_next_context(
     found = report.contexts
     assert [one.context for one in found] == [7, 23, 40]
     assert all(one.equal and one.speedup > 0 and one.prefill_plain > 0 for one in found)
+    for one in found:
+        difference = 1e6 / one.prefill_speculative - 1e6 / one.prefill_plain
+        assert one.head_prefill_ms == pytest.approx(difference, abs=1e-6)
+    rows = [row for row in report.rows() if row["class"] == "(context)"]
+    assert [row["context"] for row in rows] == [7, 7, 23, 23, 40, 40]
+    assert {len(row) for row in report.rows()} == {len(rows[0])}
     assert [one.state_bytes for one in found] == sorted(one.state_bytes for one in found)
     text = lm.tokenizer.encode(PROMPT) * 40
     for place, (context, tokens) in enumerate(seen[-12:]):
@@ -265,7 +282,7 @@ def imposed(profile: Sequence[float], depth: int, cycles: int) -> list[Verdict]:
     context = Context([1, 2, 3], Sampling(seed=5))
     verdicts = []
     for number in range(cycles):
-        context.cycle = number
+        context.change("cycle", number)
         verdicts.append(verifier.verify(Draft(tuple(range(depth))), Row(depth + 1), context))
     return verdicts
 

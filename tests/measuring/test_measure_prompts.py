@@ -17,7 +17,7 @@ from specdec.text import Tokenizer
 
 def test_there_are_25_own_prompts_per_class_and_none_twice():
     own = own_prompts()
-    assert tuple(own) == CLASSES == ("factual", "verbose-thinking", "code", "instruction")
+    assert tuple(own) == CLASSES == ("factual", "verbose-thinking", "code", "instruction", "copy")
     texts = [prompt.text for prompts in own.values() for prompt in prompts]
     assert {name: len(prompts) >= 25 for name, prompts in own.items()} == dict.fromkeys(CLASSES, True)
     assert len({" ".join(text.lower().split()) for text in texts}) == len(texts)

@@ -53,7 +53,10 @@ class MtpOracle:
         self.rotary = int(self.c["head_dim"] * rope["partial_rotary_factor"])
         self.theta = float(rope["rope_theta"])
         self.head = self.w["embed_tokens.weight" if self.c["tie_word_embeddings"] else "lm_head.weight"]
-        self.mtp_head = self.w.get("mtp.lm_head.weight", self.head)
+        dedicated = self.c.get("mtp_use_dedicated_embeddings", False)
+        self.mtp_table = self.w["mtp.embed_tokens.weight" if dedicated else "embed_tokens.weight"]
+        shared = self.mtp_table if self.c["tie_word_embeddings"] else self.head
+        self.mtp_head = self.w.get("mtp.lm_head.weight", shared)
 
     # --- the trunk ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +166,7 @@ class MtpOracle:
     def mtp(self, tokens: Sequence[int], hidden: Float64) -> tuple[Float64, Float64]:
         """The head over all pairs ``(hidden[j], tokens[j])``: ``[n, H]`` before and after ``mtp.norm``."""
         plus = 0.0 if self.mutant == "no_offset_pre_fc" else 1.0
-        embedded = self.w["embed_tokens.weight"][list(tokens)]
+        embedded = self.mtp_table[list(tokens)]
         e = self._rms(embedded, self.w["mtp.pre_fc_norm_embedding.weight"], plus=plus)
         h = self._rms(hidden, self.w["mtp.pre_fc_norm_hidden.weight"], plus=plus)
         parts = (h, e) if self.mutant == "hidden_first" else (e, h)

@@ -178,3 +178,9 @@ def test_the_command_ends_with_status_2_for_what_is_no_checkpoint(tmp_path: path
         status, text, errors = info(model)
         assert (status, text) == (2, "")
         assert why in errors
+
+
+def test_settings_of_generation_config_that_are_not_used_are_listed() -> None:
+    report = specdec.inspect_checkpoint("demo")
+    assert report.generation_config_ignored == {"do_sample": False}
+    assert "do_sample no" in CliRunner().invoke(main, ["info", "demo"]).output

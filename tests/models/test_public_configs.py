@@ -289,6 +289,7 @@ class Named(dict[str, tuple[int, ...]]):
     """Weights of which only names are known."""
 
     shape = dict.__getitem__
+    head_converted = None
 
 
 @functools.cache

@@ -25,6 +25,8 @@ from specdec.backends.cpu import arrays, caches
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import EMPTY_DRAFT, NO_NEEDS, Draft, Logits, MtpPairs, Sampling
 from specdec.drafters.ngram import NgramDrafter
+from specdec.models.family import DecoderConfig
+from specdec.registry import registry
 from specdec.sampling import Purpose, Rows
 from specdec.testing import OpsSubject, Subject, TableModel, as_subject, iter_checks, run_check
 from specdec.testing.table_model import Memory
@@ -568,6 +570,25 @@ def rejected_rows_leave_a_trace(patch):
             state.point = attrs.evolve(state.point, accumulator=points[-1].accumulator)
 
     patch.setattr(TableModel, "commit", wrong)
+
+
+# --- model families --------------------------------------------------------------------------------------------------
+
+
+@killed_by(clause("M3", lambda: registry().model("glm4_moe")))
+def state_of_the_head_not_counted(patch):
+    right = DecoderConfig.state_bytes
+    patch.setattr(DecoderConfig, "state_bytes", lambda self, width, *, mtp=True: right(self, width, mtp=False))
+
+
+@killed_by(clause("M6", lambda: registry().model("qwen3")))
+def positions_of_the_pass(patch):
+    right = ReferenceOps.norm_rope
+
+    def wrong(self, x, weight, eps, rope, position):
+        return right(self, x, weight, eps, rope, 0)
+
+    patch.setattr(ReferenceOps, "norm_rope", wrong)
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------

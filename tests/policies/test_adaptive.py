@@ -10,10 +10,11 @@ from specdec.contract import CycleRecord, PrepareEnv, Stats
 from specdec.errors import UnsupportedError
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
 from specdec.testing import DepthPolicySubject, TableModel, parametrize_checks
-from tests.policies.simulation import PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
+from tests.policies.simulation import DEEPEST, PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
 from tests.selection import cases
 
 SEEDS = 8
+MORE_SEEDS = {"noisy costs with outliers": 48}  # where luck is larger
 JUDGED = {"jump up": (1200, 1500)}  # off since cycle 10, the jump at 300: two probes may be a thousand tokens apart
 
 
@@ -27,9 +28,26 @@ def test_regret_against_the_best_fixed_depth_is_under_five_per_cent(name, table)
     process = PROCESSES[name]
     begin, end = JUDGED.get(name, (200, 600))
     judged = [
-        cycle for seed in range(SEEDS) for cycle in play(adaptive(TABLES[table](process)), process, end, seed)[begin:]
+        cycle
+        for seed in range(MORE_SEEDS.get(name, SEEDS))
+        for cycle in play(adaptive(TABLES[table](process)), process, end, seed)[begin:]
     ]
     assert rate(judged) > 0.95 * best_fixed_rate(process, begin, end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [*cases(range(DEEPEST + 1), sample=["2"]), None])
+@pytest.mark.parametrize("name", [n for n in PROCESSES if not n.startswith("jump")])
+def test_a_table_from_a_busy_moment_is_forgotten_within_fifty_cycles(name, row):
+    """One row, or all, thirty times too slow: from cycle 50 on at least 95 % of the rate with the right table."""
+    process = PROCESSES[name]
+
+    def judged(wrong):
+        policies = [adaptive(process.table(wrong)) for _ in range(SEEDS)]
+        return rate([one for seed, policy in enumerate(policies) for one in play(policy, process, 250, seed)[50:]])
+
+    poisoned = judged(lambda depth: 30.0 if row is None or depth == row else 1.0)
+    assert poisoned > 0.95 * judged(lambda depth: 1.0)
 
 
 @pytest.mark.parametrize("table", ["none", "right"])
@@ -40,6 +58,26 @@ def test_a_useless_head_costs_under_two_per_cent_of_200_tokens(table):
         played = play(adaptive(TABLES[table](process)), process, 200, seed)
         assert rate(played[10:]) > 0.98
         assert rate(played) > 0.96
+
+
+BOUNDS = {  # tokens -> the share of their time that drafts of a useless head may take
+    "right": {200: 0.03, 1000: 0.015, 4000: 0.005},
+    "twice too dear": {200: 0.03, 1000: 0.015, 4000: 0.005},
+    "drafting twice too dear": {200: 0.03, 1000: 0.015, 4000: 0.005},
+    "drafting twice too cheap": {200: 0.08, 1000: 0.04, 4000: 0.02},
+    "deep drafts twice too cheap": {200: 0.08, 1000: 0.04, 4000: 0.02},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", cases(BOUNDS, sample=["right"]))
+def test_what_a_useless_head_may_cost(table):
+    """The bound that ``docs/how-to/choose-a-depth.md`` states, for drafts of 2 % of a plain step to two steps."""
+    for step, seed in itertools.product((0.02, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0), range(3)):
+        process = Process(acceptance=lambda n: [0.0], cost=line(step))
+        played = play(adaptive(TABLES[table](process)), process, 4000, seed)
+        for tokens, bound in BOUNDS[table].items():
+            assert 1 - rate(played[:tokens]) <= bound, f"drafts of {step} steps, {tokens} tokens, seed {seed}"
 
 
 @pytest.mark.parametrize("name", ["hopeless", "a dear first step that does not pay"])

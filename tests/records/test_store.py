@@ -35,3 +35,6 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     with pytest.raises(UnsupportedError, match="HOME is not set") as caught:
         cache_folder()
     assert caught.value.facts["try"] == "SPECDEC_CACHE_DIR=FOLDER"
+    monkeypatch.delenv("SPECDEC_COSTS", raising=False)
+    assert COSTS.folder() is None
+    assert "no home" in COSTS.unkept()

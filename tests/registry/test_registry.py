@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import textwrap
 import types
 
 import attrs
 import pytest
-from structlog.testing import capture_logs
 
 from specdec.contract import (
     CycleRecord,
@@ -22,7 +22,7 @@ from specdec.contract import (
 )
 from specdec.errors import ConfigError, PluginError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Kind, Registry, notify_cycle, use_registry
+from specdec.registry import BUILT_INS, Kind, Registry, answers, notify_cycle, use_registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -285,12 +285,12 @@ def test_what_a_factory_does_wrong_names_its_plugin(ship):
     registry = Registry(())
     env = DrafterEnv(target=None, state=None)
     bad, wrong = registry.drafter("bad"), registry.drafter("wrong")
-    with pytest.raises(PluginError, match="could not be built") as raised:
-        registry.build(bad, lambda: bad.factory("key", env), Drafter)
+    with pytest.raises(PluginError, match="the drafter 'bad' failed in factory: KeyError: 'key'") as raised:
+        registry.call(bad, "factory", "key", env, check=answers.an(Drafter))
     assert raised.value.facts["plugin"] == "bad (specdec-bad 3.0)"
     assert isinstance(raised.value.__cause__, KeyError)
-    with pytest.raises(PluginError, match="is not a specdec.Drafter: its factory returned int"):
-        registry.build(wrong, lambda: wrong.factory(None, env), Drafter)
+    with pytest.raises(PluginError, match=r"the drafter 'wrong' returned 7 \(int\) from factory"):
+        registry.call(wrong, "factory", None, env, check=answers.an(Drafter))
 
 
 def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():
@@ -342,13 +342,13 @@ def test_the_first_forward_pass_wins_and_a_failing_one_is_named():
 
     target = types.SimpleNamespace(model="demo")
     assert Registry((Leaves(),), entry_points=()).forward_pass(target) is None
-    with pytest.raises(PluginError, match="failed in specdec_forward_pass on model 'demo'"):
+    with pytest.raises(PluginError, match="'Breaks' failed in specdec_forward_pass: RuntimeError: no engine"):
         Registry((Leaves(), Breaks()), entry_points=()).forward_pass(target)
-    with pytest.raises(PluginError, match="returned str"):
+    with pytest.raises(PluginError, match=r"the plugin 'Wrong' returned 'a model' \(str\) from specdec_forward_pass"):
         Registry((Wrong(),), entry_points=()).forward_pass(target)
 
 
-def test_strict_and_trace_come_from_the_environment(ship, monkeypatch):
+def test_strict_and_trace_come_from_the_environment(ship, monkeypatch, caplog):
     ship("specdec-zz", "1 / 0", name="zz")
     monkeypatch.setenv("SPECDEC_STRICT_PLUGINS", "1")
     registry = Registry(LIGHT)
@@ -357,13 +357,12 @@ def test_strict_and_trace_come_from_the_environment(ship, monkeypatch):
             registry.drafter("none")
     monkeypatch.setenv("SPECDEC_STRICT_PLUGINS", "0")
     monkeypatch.setenv("SPECDEC_TRACE_PLUGINS", "1")
-    with capture_logs() as logs:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="specdec"):
         Registry(("specdec.drafters.none",)).drafter("none")
-    calls = [entry for entry in logs if entry["event"] == "hook_call"]
-    assert {"event": "hook_call", "hook": "specdec_drafters", "log_level": "info", "arguments": []}.items() <= {
-        **calls[0]
-    }.items()
-    assert [entry["plugin"] for entry in logs if entry["event"] == "plugin_failed"] == ["zz"]
+    calls = [record for record in caplog.records if record.event == "hook_call"]
+    assert {"hook": "specdec_drafters", "arguments": []}.items() <= calls[0].facts.items()
+    assert [record.facts["plugin"] for record in caplog.records if record.event == "plugin_failed"] == ["zz"]
 
 
 def test_a_plugin_that_asks_for_the_registry_while_it_loads_is_told_so(ship):
@@ -405,3 +404,18 @@ def test_specs_of_plugins_may_use_dataclasses_and_attrs_alike():
             return [DepthPolicySpec(name="mine", factory=Drafter, config=Config)]
 
     assert Registry((Mine(),), entry_points=()).depth_policy("mine").config is Config
+
+
+def test_a_script_that_is_installed_as_well_is_registered_once(ship, tmp_path, monkeypatch):
+    """``python echo.py`` after ``pip install -e .``: the module is loaded twice, as ``__main__`` and by its name."""
+    source = GOOD.format(name="echo")
+    module = ship("specdec-echo", source, name="echo")
+    registry, script = Registry(LIGHT), types.ModuleType("__main__")
+    exec(source, vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    script.__file__ = str(tmp_path / "other.py")
+    with pytest.raises(PluginError, match="2 plugins provide a drafter called 'echo'"):
+        registry.register(script)
+    script.__file__ = str(tmp_path / f"{module}.py")
+    registry.register(script)
+    assert names(registry, Kind.DRAFTER).count("echo") == 1

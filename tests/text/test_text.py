@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from specdec.errors import CheckpointError, PromptError
-from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer
+from specdec.text import IncrementalDecoder, StopMatcher, Tokenizer, chat_template
+from specdec.text.limits import MOST_GROWTH, check_growth, guarded, limited
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -268,8 +271,15 @@ def test_where_end_and_beginning_are_declared(tmp_path: Path, files: Any, eos: s
 
 
 def test_a_wrong_eos_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="eos_token_id"):
+    with pytest.raises(CheckpointError, match=r"^generation_config\.json: 'eos_token_id' takes"):
         Tokenizer.from_folder(folder_with(tmp_path, generation_config={"eos_token_id": "<|im_end|>"}))
+
+
+@pytest.mark.parametrize("file", ["generation_config", "config"])
+def test_an_eos_outside_the_vocabulary_names_its_file(tmp_path: Path, file: str) -> None:
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, **{file: {"eos_token_id": 10**6}}))
+    with pytest.raises(CheckpointError, match=rf"^{file}\.json: 'eos_token_id' names"):
+        tokenizer.check_fits(10**5)
 
 
 @pytest.mark.parametrize("other", ["tokenizer.model", "vocab.json", "qwen.tiktoken"])
@@ -379,7 +389,7 @@ def test_no_template_no_chat(tmp_path: Path) -> None:
         with_template(tmp_path / "b", [{"name": "rag", "template": ""}]).apply_chat_template(HELLO)
     with pytest.raises(CheckpointError, match="a chat template is text"):
         with_template(tmp_path / "c", [{"name": "rag"}])
-    messages: Any = ["Hi"]
+    messages: Any = [{"content": "Hi"}]
     with pytest.raises(PromptError, match="'role'"):
         with_template(tmp_path / "d", CHATML).apply_chat_template(messages)
 
@@ -437,3 +447,148 @@ def test_no_stop_strings_let_everything_through_and_empty_ones_are_refused() -> 
     assert StopMatcher([]).push("abc") == ("abc", None)
     with pytest.raises(PromptError, match="empty"):
         StopMatcher(["a", ""])
+
+
+# --- a stranger's tokenizer and template ----------------------------------------------------------------------------
+
+
+def with_part(path: Path, **part: Any) -> Path:
+    """A folder whose tokenizer.json has other parts."""
+    folder = folder_with(path)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | part), encoding="utf-8")
+    return folder
+
+
+def replacing(found: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": found}, "content": content}
+
+
+def splitting(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@given(steps=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 60)), min_size=1, max_size=12))
+def test_a_tokenizer_that_multiplies_a_text_is_refused(part: str, steps: list[tuple[int, int]]) -> None:
+    """Exactly if the bound of what its replacements make of one character is above the limit."""
+    replacements = [replacing("x" * found, "x" * content) for found, content in steps]
+    growth = math.prod(max(1.0, content / found) for found, content in steps)
+    core = tokenizers.Tokenizer.from_str(
+        json.dumps(json.loads(plain_core().to_str()) | {part: sequence(part, replacements)})
+    )
+    if growth > MOST_GROWTH:
+        with pytest.raises(ValueError, match=part):
+            check_growth(core)
+    else:
+        check_growth(core)
+        text = "x" * 64
+        if part == "normalizer":
+            assert len(core.normalizer.normalize_str(text)) <= growth * len(text)
+
+
+def plain_core() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer(models.BPE(vocab={"x": 0}, merges=[]))
+
+
+def sequence(part: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "Sequence", f"{part}s": steps}
+
+
+def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
+    """It is no ``Exception``: without the guard it ends the program past every handler."""
+    tokenizer = Tokenizer.from_folder(with_part(tmp_path / "encoding", pre_tokenizer=splitting("^(a+)+$")))
+    assert tokenizer.encode("the end") != []
+    with pytest.raises(PromptError, match="panicked"):
+        tokenizer.encode("a" * 50 + "!")
+
+
+@pytest.mark.parametrize("charsmap", ["", "AAAA", "/////w==", "AQAAAA==", "CAAAAAAAAAA=", "!"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_character_map_that_says_it_is_longer_is_refused(tmp_path: Path, charsmap: str, wrapped: bool) -> None:
+    """The library panics, or reserves as much as it says."""
+    normalizer: dict[str, Any] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    folder = with_part(tmp_path, normalizer={"normalizers": [normalizer]} if wrapped else normalizer)
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+        Tokenizer.from_folder(folder)
+
+
+def test_ctrl_c_is_no_panic() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        guarded(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        limited(interrupted, seconds=60)
+
+
+def test_a_pattern_that_takes_forever_is_left_alone(tmp_path: Path) -> None:
+    """Between two matches nothing interrupts the library; the call ends all the same."""
+    tokenizer = Tokenizer.from_folder(with_part(tmp_path, pre_tokenizer=splitting("(?:a+a+a+a+)[^a]zz")))
+    text = ("a" * 60 + "!zy") * 100
+    with pytest.raises(ValueError, match="takes more than"):
+        limited(lambda: tokenizer.core.encode_batch([text]), seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("template", "fact"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
+        ("{{ 'a' * 10**9 }}{{ 'a' * 10**9 }}", "memory"),
+        ("{{ messages | tojson(indent=10**9) }}", "memory"),
+        ("{{ 'a' * 10**6 }}", "characters"),
+        ("{% set n = namespace(a=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a }}", ""),
+    ],
+)
+def test_a_template_ends(tmp_path: Path, template: str, fact: str) -> None:
+    """The next conversation is rendered as if nothing had happened."""
+    tokenizer, sound = with_template(tmp_path / "a", template), with_template(tmp_path / "b", CHATML)
+    with pytest.raises(PromptError, match="the chat template failed") as caught:
+        tokenizer.apply_chat_template(HELLO)
+    assert fact in str(caught.value)
+    assert sound.apply_chat_template(HELLO, add_generation_prompt=False) == RENDERED
+
+
+def test_an_interrupted_or_killed_rendering_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to an interrupted request must not be taken for the next one's."""
+    tokenizer = with_template(tmp_path, CHATML)
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == RENDERED
+    process = chat_template._PROCESS._process
+    assert process is not None
+
+    def interrupted(size: int) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "stdout", mock.Mock(wraps=process.stdout, read=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.apply_chat_template([{"role": "user", "content": "other"}])
+    assert process.poll() is not None
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == RENDERED
+    second = chat_template._PROCESS._process
+    assert second is not None
+    second.kill()
+    second.wait()
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == RENDERED
+
+
+def test_a_variable_of_a_template_is_data(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{{ value }}")
+    assert tokenizer.apply_chat_template(HELLO, value=(1, [2.5, None], {3: "\ud800"}))
+    with pytest.raises(PromptError, match="object is not text"):
+        tokenizer.apply_chat_template(HELLO, value=object())
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(PromptError, match="variables"):
+        tokenizer.apply_chat_template(HELLO, value=loop)
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    for number, (key, value) in enumerate(
+        [("eos_token_id", 10**12), ("eos_token_id", [1, 400]), ("bos_token_id", 400)]
+    ):
+        tokenizer = Tokenizer.from_folder(folder_with(tmp_path / str(number), config={key: value}))
+        with pytest.raises(CheckpointError, match=key):
+            tokenizer.check_fits(400)

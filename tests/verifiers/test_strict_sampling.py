@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from specdec import sampling as production
-from specdec.contract import Context, Draft, LogitsProcessor, Sampling
+from specdec.contract import GREEDY_BELOW, Context, Draft, LogitsProcessor, Sampling
 from specdec.sampling import Purpose, Rows, gumbel, philox, survivors, uniforms
 from specdec.testing import Memory, StrictForwardPass, TableModel, strategies
 from specdec.testing.engine_run import ScriptedDrafter, run_engine
@@ -210,3 +210,18 @@ def test_draw_never_gives_an_impossible_token(law, u):
 def test_draw_follows_the_quantiles():
     law = np.array([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
     assert [production.draw(law, u) for u in (1e-12, 0.2499, 0.2501, 0.7499, 0.7501, 1 - 1e-12)] == [1, 1, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 5e-324, 1e-7, 9.99e-7, np.float32(1e-38)])
+def test_a_tiny_temperature_is_greedy(temperature: float):
+    """1e-38 gave other tokens than greedy decoding: ``logit / temperature`` overflowed."""
+    assert Sampling(temperature=temperature) == Sampling()
+    assert attrs.evolve(Sampling(temperature=1.0), temperature=temperature).temperature == 0.0
+
+
+def test_the_least_temperature_decides_between_logits_that_differ_by_rounding():
+    """What ``GREEDY_BELOW`` is derived from: noise cannot choose a token farther below the best one."""
+    least, most = (float(-np.log(-np.log1p(-u))) for u in (0.5 * 2.0**-32, 1 - 0.5 * 2.0**-32))
+    span = abs(most - least)
+    assert 26 < span < 26.01
+    assert np.spacing(np.float32(256)) > span * GREEDY_BELOW

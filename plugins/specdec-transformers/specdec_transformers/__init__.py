@@ -1,12 +1,15 @@
-"""specdec-transformers: runs any Hugging Face causal language model as a target of specdec.
+"""specdec-transformers: any Hugging Face causal language model as a target of specdec, and specdec in transformers.
 
-Entry point, group ``specdec``: ``transformers = "specdec_transformers"``. Importing this package imports neither torch
-nor transformers: the hook runs on every load and imports transformers only for a target that it takes.
+``candidates`` gives ``model.generate`` specdec's drafters (assisted generation); ``generate``, as ``custom_generate``,
+replaces its loop by specdec's.
+
+Entry point, group ``specdec``: ``transformers = "specdec_transformers"``. Importing this package imports neither
+torch nor transformers: the hook runs on every load and imports transformers only for a target that it takes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec import hookimpl
 
@@ -14,7 +17,10 @@ if TYPE_CHECKING:
     from specdec.config import TargetConfig
     from specdec.contract import ForwardPass
 
-__all__ = ["specdec_forward_pass"]
+    from specdec_transformers.assisted import candidates
+    from specdec_transformers.own_loop import generate
+
+__all__ = ["candidates", "generate", "specdec_forward_pass"]
 
 
 @hookimpl
@@ -28,3 +34,15 @@ def specdec_forward_pass(target_config: TargetConfig) -> ForwardPass | None:
     from specdec_transformers.loading import load
 
     return load(folder, target_config)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "candidates":
+        from specdec_transformers.assisted import candidates
+
+        return candidates
+    if name == "generate":
+        from specdec_transformers.own_loop import generate
+
+        return generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

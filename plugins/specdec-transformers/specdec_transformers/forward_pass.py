@@ -18,6 +18,7 @@ from specdec.contract import (
     ModelInfo,
     MtpPairs,
     Needs,
+    SharedWeights,
     Snapshot,
     State,
     no_mtp_head,
@@ -218,6 +219,27 @@ class TransformersPass(ForwardPass):
             state.chained = None
         return after
 
+    def shared_weights(self) -> SharedWeights:
+        """Both matrices in host memory; what the model multiplies embeddings by is found by embedding one token.
+
+        Raises: UnsupportedError for a model without either matrix.
+        """
+        network = self.model.network
+        table = getattr(network.get_input_embeddings(), "weight", None)
+        head = getattr(network.get_output_embeddings(), "weight", None)
+        if table is None or head is None:
+            return super().shared_weights()
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        with torch.no_grad():
+            embedded = network.get_input_embeddings()(token)[0].float()
+        row = table[0].detach().float()
+        size = self.info.vocab_size
+        return SharedWeights(
+            embed_tokens=table[:size].detach().cpu(),
+            lm_head=head[:size].detach().cpu(),
+            embed_scale=float(embedded.norm() / row.norm()) if bool(row.any()) else 1.0,
+        )
+
     # --- going back ------------------------------------------------------------------------------------------------
 
     def rewind(self, state: State, length: int) -> int:
@@ -236,7 +258,8 @@ class TransformersPass(ForwardPass):
             reached = 0 if mark is None else mark.length
             cache = None if mark is None else caches.back_at(mark.cache, text.cache, reached)
         else:  # one token less, so that the last kept token runs again and its hidden state is known
-            reached = length if knows is None or knows(length) else length - 1
+            known = (knows is None or knows(length)) and not (state.needs.hidden and length)
+            reached = length if known else length - 1
             cache = None if text.cache is None or reached == 0 else caches.cut_to(text.cache, reached)
         if pairs is not None:
             held = pairs.fed

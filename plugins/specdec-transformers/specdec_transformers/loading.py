@@ -53,36 +53,43 @@ def load(folder: Path, target: TargetConfig) -> TransformersPass:
             template, dearer = prove(model)
             head, no_head = load_head(model, checkpoint.names, folder)
         marks = fingerprint(checkpoint)
-    rows = (
-        "transformers chooses kernels by the number of rows, so the bits of a row depend on it; "
-        f"a draft is taken back this way: {model.rollback.value}"
-    )
     if model.rollback not in (Rollback.CUT, Rollback.REPLAY):
         notices.append(f"slow: {model.rollback.value} ({dearer or 'it takes no cache'})")
     if target.decoded_cache is not None:
         notices.append("target.decoded_cache is not used: transformers reads the weights itself")
+    if target.mtp is not None:
+        notices.append("target.mtp is not used: transformers reads the weights itself")
     if no_head and (names_mtp_layers(checkpoint.config) or "no tensor" not in no_head):
         notices.append(no_head)
+    info = model_info(model, mtp_layers=0 if head is None else 1, dtype_reason=dtype_reason, fingerprint=marks)
+    return TransformersPass(info, model, template, head, notices)
+
+
+def model_info(model: Model, *, mtp_layers: int = 0, dtype_reason: str = "", fingerprint: str = "") -> ModelInfo:
+    """Facts about a model whose rollback is chosen."""
     import transformers
 
-    info = ModelInfo(
+    config = model.network.config
+    return ModelInfo(
         family=str(config.model_type),
         vocab_size=model.vocab_size,
         hidden_size=int(config.get_text_config(decoder=True).hidden_size),
-        max_positions=_max_positions(config),
-        mtp_layers=0 if head is None else 1,
+        max_positions=max_positions(config),
+        mtp_layers=mtp_layers,
         layers=model.layers,
         max_rows=MAX_ROWS,
         parity=Parity.NUMERIC,
-        parity_reason=rows,
+        parity_reason=(
+            "transformers chooses kernels by the number of rows, so the bits of a row depend on it; "
+            f"a draft is taken back this way: {model.rollback.value}"
+        ),
         backend=BACKEND,
-        device=str(device),
-        dtype=dtype,
+        device=str(model.device),
+        dtype=str(model.network.dtype).removeprefix("torch."),
         dtype_reason=dtype_reason,
-        kernels=f"transformers {transformers.__version__}, {network.config._attn_implementation} attention",
-        fingerprint=marks,
+        kernels=f"transformers {transformers.__version__}, {config._attn_implementation} attention",
+        fingerprint=fingerprint,
     )
-    return TransformersPass(info, model, template, head, notices)
 
 
 def names_mtp_layers(config: Mapping[str, Any]) -> bool:
@@ -269,7 +276,8 @@ def _dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> tuple[st
     return "bfloat16", f"auto: most of the checkpoint is stored as {most}"
 
 
-def _max_positions(config: Any) -> int:
+def max_positions(config: Any) -> int:
+    """Most tokens of a text, as the config says."""
     text = config.get_text_config(decoder=True)
     for name in _POSITIONS:
         value = getattr(text, name, None)

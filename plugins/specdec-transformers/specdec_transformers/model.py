@@ -56,6 +56,7 @@ class Model:
         self._cache_name = next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
         self._can_skip = "logits_to_keep" in parameters
         self._own_cache = not network._supports_default_dynamic_cache()
+        self._calling = False  # whether a pass of this object runs: the network may have other users
         self._hidden: Tensor | None = None
         self._boundaries: dict[int, Tensor | None] = {}  # those requested by the current call
         self._lock = threading.Lock()  # the hook below writes to this object
@@ -83,6 +84,8 @@ class Model:
         return self._cache_name is not None
 
     def _keep_hidden(self, module: Any, arguments: Any, output: Any) -> None:
+        if not self._calling:
+            return
         # the decoder's output is the hidden state of every row after the final norm, whichever logits are requested
         self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
 
@@ -120,7 +123,11 @@ class Model:
         with self._lock:
             self._take_hidden()
             self._boundaries = dict.fromkeys(boundaries)
-            output = self.network(input_ids=ids, return_dict=True, **arguments)
+            self._calling = True
+            try:
+                output = self.network(input_ids=ids, return_dict=True, **arguments)
+            finally:
+                self._calling = False
             hidden = self._take_hidden()
             beside, self._boundaries = [self._boundaries[number] for number in boundaries], {}
         if boundaries:

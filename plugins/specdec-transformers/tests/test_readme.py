@@ -12,7 +12,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"
 
 
 def test_the_python_example_runs(checkpoint, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "specdec.load" in block)
     exec(code.replace("FOLDER", str(checkpoint("gpt2"))), {})
     assert "gpt2 numeric transformers chooses kernels" in capsys.readouterr().out
 

@@ -98,7 +98,8 @@ def test_rewind_reaches_a_place_that_is_right(target, name, length):
     reached = model.rewind(state, length)
     assert state.length == reached <= length
     if name in ("llama", "gpt2", "deepseek_v3", "openai-gpt"):
-        assert reached == length  # without MTP pairs no hidden state is missing
+        again = 1 if state.needs.hidden and length else 0  # the last kept token runs again, for its hidden state
+        assert reached == length - again
     else:  # at most back to the end of the previous prefill
         assert reached == max(point for point in (0, 5, 12, 21) if point <= length)
     rest = [*tokens[reached:length], 9]

@@ -11,6 +11,8 @@ from specdec.backends.arrays import ArrayHidden, HostLogits
 if TYPE_CHECKING:
     from specdec.contract import Float32
 
+CPU = torch.device("cpu")  # named wherever memory is allocated: a program may have set another default device
+
 
 class CpuHidden(ArrayHidden):
     """``[T, H]`` in act dtype."""

@@ -4,43 +4,54 @@ from __future__ import annotations
 
 import platform
 
-import structlog
 import torch
 
 from specdec.backends import Backend, eager_reason
-from specdec.backends.cpu.compiler import TARGET, KernelsUnavailable, load_kernels, target_processor
+from specdec.backends.cpu.library import KernelsUnavailable, load_kernels
 from specdec.backends.cpu.reference import ReferenceOps
+from specdec.backends.cpu.threads import Threads
+from specdec.logs import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class CpuBackend(Backend):
-    """Native kernels if a C++ compiler is present, else the torch reference with the reason recorded."""
+    """Native kernels if the wheel has them or a C++ compiler is present, else the torch reference, and why."""
 
     name = "cpu"
     dtypes = ("bfloat16", "float32")
 
-    def __init__(self) -> None:
-        self.device = f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+    def __init__(self, threads: int | None = None, instruction_set: str = "auto") -> None:
+        self.threads = Threads(threads)
+        self.kernels = load_kernels(instruction_set)
+        facts = [platform.machine()]
+        if not isinstance(self.kernels, KernelsUnavailable):
+            facts.append(self.kernels.instruction_set)
+        count = self.threads.count()
+        facts.append(f"{count} thread{'s' * (count > 1)}")
+        self.device = f"cpu ({', '.join(facts)})"
 
     def auto_dtype(self, stored: str) -> tuple[str, str]:
         if stored == "float32":
             return super().auto_dtype(stored)
-        if (processor := target_processor()) != "native":
-            return "float32", f"auto: {TARGET} builds the kernels for {processor}"
+        if not isinstance(self.kernels, KernelsUnavailable):  # on every processor: they widen it in registers
+            return "bfloat16", "auto: passes wait for memory, and bfloat16 is half the size of float32"
         unit = _bfloat16_unit()
         if unit:
             return "bfloat16", f"auto: this processor multiplies bfloat16 in hardware ({unit})"
-        return "float32", "auto: this processor has no bfloat16 arithmetic (AMX, AVX512-BF16 or ARM BF16)"
+        return "float32", "auto: torch is slow in bfloat16 on a processor without AMX, AVX512-BF16 or ARM BF16"
 
     def ops(self, dtype: str) -> ReferenceOps:
-        kernels = load_kernels()
+        kernels = self.kernels
         if isinstance(kernels, KernelsUnavailable):
             log.warning("native_kernels_unavailable", reason=kernels.reason)
+            torch.set_num_threads(self.threads.count())  # of the whole process: torch knows no other number
             return ReferenceOps(getattr(torch, dtype), kernels=f"torch reference ({kernels.reason})")
         from specdec.backends.cpu.native import NativeOps
 
-        return NativeOps(getattr(torch, dtype), kernels, eager_reason=eager_reason())
+        if kernels.notice:
+            self.notices = (*self.notices, kernels.notice)
+        return NativeOps(getattr(torch, dtype), kernels, self.threads, eager_reason=eager_reason())
 
 
 def _bfloat16_unit() -> str | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.backends.caches import Cache, MarkedCache
+from specdec.backends.cpu.arrays import CPU
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
 
@@ -20,8 +21,8 @@ class CpuKVCache(Cache):
 
     def __init__(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.length = 0
-        self.keys = torch.empty(capacity, kv_heads, head_dim, dtype=dtype)
-        self.values = torch.empty(capacity, kv_heads, head_dim, dtype=dtype)
+        self.keys = torch.empty(capacity, kv_heads, head_dim, dtype=dtype, device=CPU)
+        self.values = torch.empty(capacity, kv_heads, head_dim, dtype=dtype, device=CPU)
 
     def reserve(self, rows: int) -> tuple[int, int]:
         """Return the range ``start, end`` of rows that a pass of ``rows`` rows writes."""
@@ -61,7 +62,7 @@ class CpuLatentCache(CpuKVCache):
 
     def __init__(self, capacity: int, dims: int, dtype: torch.dtype) -> None:
         super().__init__(0, 1, dims, dtype)
-        self.keys = self.values = torch.empty(capacity, 1, dims, dtype=dtype)
+        self.keys = self.values = torch.empty(capacity, 1, dims, dtype=dtype, device=CPU)
 
     def save(self) -> dict[str, Tensor]:
         return {"rows": self.keys[: self.length].clone()}
@@ -89,9 +90,9 @@ class CpuDeltaCache(MarkedCache):
         self.shape = shape
         self.length = 0
         size = (shape.value_heads, shape.key_dim, shape.value_dim)
-        self.state = torch.zeros(size, dtype=torch.float32)
-        self.after = torch.empty(size, dtype=torch.float32)
-        self.window = torch.zeros(shape.kernel - 1, shape.channels, dtype=dtype)  # oldest first
+        self.state = torch.zeros(size, dtype=torch.float32, device=CPU)
+        self.after = torch.empty(size, dtype=torch.float32, device=CPU)
+        self.window = torch.zeros(shape.kernel - 1, shape.channels, dtype=dtype, device=CPU)  # oldest first
         self.raw: Tensor | None = None  # window and the rows of the last pass, [kc-1+T, C]
         self.replay: Callable[[int], None] | None = None  # replay(a): ``after`` becomes the matrix after a rows
 

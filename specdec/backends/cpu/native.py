@@ -8,26 +8,30 @@ mismatch is an error and never converted.
 from __future__ import annotations
 
 import ctypes
-import threading
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.backends.arrays import not_finite
-from specdec.backends.cpu.arrays import CpuLogits
+from specdec.backends.cpu.arrays import CPU, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
-from specdec.backends.cpu.compiler import Kernels
-from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels
+from specdec.backends.cpu.library import Kernels
+from specdec.backends.cpu.packed import FORMATS, Packer
+from specdec.backends.cpu.pruned import CHOICE_DRAFTED, HeadRows, NativePrunedLogits, SearchKernels, checked_rows
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cpu.tape import Kernel, RecordedTokens, Runner, current, record
+from specdec.backends.cpu.threads import Threads
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Rope
 from specdec.backends.passes import Body, EagerPasses, Passes
-from specdec.contract import Parity
+from specdec.checkpoints.quantised import StoredMatrix
+from specdec.contract import Choosing, Parity
 from specdec.errors import ContractError, ShapeError, UnsupportedError
-from specdec.sampling import Purpose
+from specdec.locks import ForkSafeLock
 
 if TYPE_CHECKING:
     from specdec.contract import Float32
@@ -38,25 +42,30 @@ FEATURES, WORD = 32, 4  # kernels/panels.h: weight rows of a panel, bytes of a w
 MAX_KNOWN = 8192  # weights whose layout is cached
 SMALL = 256 * 1024  # bytes; smaller matrices also stay unpacked, because torch reads routers too
 
-_empty = torch.empty
+_empty = functools.partial(torch.empty, device=CPU)
 _Pointers = [ctypes.c_void_p * n for n in range(MAX_WEIGHTS + 1)]
 _Sizes = [ctypes.c_int64 * n for n in range(MAX_WEIGHTS + 1)]
 
 
 def _new(*shape: int, dtype: torch.dtype) -> Tensor:
     """Allocate an output, from the recording while a pass is being recorded."""
-    return _empty(*shape, dtype=dtype) if current.tape is None else current.tape.empty(*shape, dtype=dtype)
+    tape = current.get()
+    return _empty(*shape, dtype=dtype) if tape is None else tape.empty(*shape, dtype=dtype)
+
+
+def _stride(packed: Tensor) -> int:
+    """How kernels are passed the layout of a packed matrix: minus K for panels, 0 for a quantised one."""
+    return 0 if packed.dtype is torch.uint8 else -packed.shape[1]
 
 
 class NativeLogits(CpuLogits):
     """Logits that are searched and sampled by native kernels, in one pass over the row."""
 
-    __slots__ = ("_best", "_choose", "_search")
+    __slots__ = ("_best", "_search")
 
-    def __init__(self, array: Tensor, best: Kernel, choose: Kernel, search: SearchKernels) -> None:
+    def __init__(self, array: Tensor, best: Kernel, search: SearchKernels) -> None:
         super().__init__(array)
         self._best = best
-        self._choose = choose
         self._search = search
 
     def argmax(self) -> list[int]:
@@ -69,12 +78,19 @@ class NativeLogits(CpuLogits):
         return best
 
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int:
-        size = self.array.shape[1]
-        at = self.array.data_ptr() + 4 * size * row
-        token: int = self._choose(at, size, scale, seed, position, int(Purpose.TOKEN))
+        at, size = self._addresses()[row]
+        token = self._search.noisy_argmax(at, size, scale, seed, position, 0, size)
         if token < 0:
             raise not_finite(row)
         return token
+
+    def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        rows, size = self.array.shape
+        tokens = self._search.choose(self.array.data_ptr(), rows, size, choosing)
+        return checked_rows(tokens, self.rows()) if None in tokens else tokens
+
+    def exponential_sum(self, row: int, best: float) -> int:
+        return self._search.exponential_sum(*self._addresses()[row], best)
 
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         if k > 2:
@@ -101,18 +117,23 @@ class NativeLogits(CpuLogits):
 class NativeOps(ReferenceOps):
     """Ops in C++. The bits of a row depend only on that row and the cached rows, for any number of rows and threads."""
 
-    def __init__(self, dtype: torch.dtype, kernels: Kernels, *, eager_reason: str = "") -> None:
+    def __init__(
+        self, dtype: torch.dtype, kernels: Kernels, threads: Threads | None = None, *, eager_reason: str = ""
+    ) -> None:
         """``eager_reason`` is the reason not to record passes; "" records them."""
         super().__init__(dtype)
+        self.threads = threads or Threads()
         self.capabilities = Capabilities(
             kernels=kernels.description,
             parity=Parity.BITWISE,
+            packed_formats=FORMATS,
             parity_reason="every output has its own accumulators, filled in an order that only its length sets",
         )
         self.eager_reason = eager_reason
         self.timing = False  # measure the time in each kernel of recorded passes
-        self.lock = threading.Lock()  # held while a pass uses the work memory
-        self._work = torch.empty(0, dtype=torch.uint8)
+        # held while a pass uses the work memory; reentrant, because an interruption may leave it held
+        self.lock = ForkSafeLock()
+        self._work = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._frequencies: dict[int, tuple[Rope, Tensor, int]] = {}
         self._groups: dict[tuple[tuple[int, int, int], ...], tuple[int, Any, Any, tuple[int, ...], Any]] = {}
         self._weights: dict[int, tuple[weakref.ref[Tensor], int, int, int, int, int]] = {}
@@ -121,25 +142,30 @@ class NativeOps(ReferenceOps):
         name = {torch.bfloat16: "bf16", torch.float32: "f32"}[dtype]
 
         def function(op: str, arguments: str) -> Kernel:
-            return Kernel(kernels, f"{op}_{name}", arguments)
+            return Kernel(kernels, f"{op}_{name}", arguments, threads=self.threads)
 
         self._project = function("project", "piiiipppppi")
         self._linear = function("linear", "piiipiipipi")
         self._swiglu = function("swiglu", "piiipipiipi")
         self._head = function("head", "piiipiipi")
         self._rms_norm = function("rms_norm", "piiipfpi")
+        self._layer_norm = function("layer_norm", "piiippfpi")
+        self._gelu = function("gelu", "piiipi")
+        self._add = function("add", "pipiiipi")
         self._norm_rope = function("norm_rope", "piiiiipfpiipi")
         self._gated_rms_norm = function("gated_rms_norm", "piipiiiiipfpi")
         self._attend = function("attend", "piipiipiipppiiiiiiifpi")
         self._conv_window = function("conv_window", "ppiiipippi")
         self._gated_delta = function("gated_delta", "iiiipppppppipi")
-        self._copy_rows = Kernel(kernels, "copy_rows", "pipiii", threaded=False)
-        self._embed = Kernel(kernels, "embed_rows", "piiipip", result=ctypes.c_int64, threaded=False)
-        self._argmax_rows = Kernel(kernels, "argmax_rows", "piipi")
-        self._is_file = Kernel(kernels, "is_file", "pi", result=ctypes.c_int64, threaded=False)
-        self._pack_panels = Kernel(kernels, "pack_panels", "piiipii")
-        self._noisy_argmax = Kernel(kernels, "noisy_argmax", "pifiii", result=ctypes.c_int64, threaded=False)
-        self._search = SearchKernels(kernels)
+        self._copy_rows = Kernel(kernels, "copy_rows", "pipiii")
+        self._embed = Kernel(kernels, "embed_rows", "piiipip", result=ctypes.c_int64)
+        self._embed_range = Kernel(kernels, "embed_range", "piiiiip", result=ctypes.c_int64)
+        self._argmax_rows = Kernel(kernels, "argmax_rows", "piipi", threads=self.threads)
+        self._choose_rows = Kernel(kernels, "choose_rows", "piipippi", threads=self.threads)
+        self._is_file = Kernel(kernels, "is_file", "pi", result=ctypes.c_int64)
+        self._packer = Packer(kernels, self.threads)
+        self._pack_panels = Kernel(kernels, "pack_panels", "piiipii", threads=self.threads)
+        self._search = SearchKernels(kernels, self._choose_rows)
         self._runner = Runner(kernels)
 
     # --- recorded passes (specdec.backends.passes) -----------------------------------------------------------------
@@ -164,26 +190,37 @@ class NativeOps(ReferenceOps):
     def work(self, size: int) -> int:
         """Return the address of the work memory, at least ``size`` bytes. The caller must hold the lock."""
         if self._work.nbytes < size:
-            self._work = torch.empty(size, dtype=torch.uint8)
+            self._work = torch.empty(size, dtype=torch.uint8, device=CPU)
         return self._work.data_ptr()
+
+    def choice(self, choosing: Choosing, drafted: Any) -> tuple[Any, Any]:
+        """Return the ``Choice`` of a chain that writes its tokens to ``drafted``, and what must live as long."""
+        choice, alive = self._search.choice(choosing)
+        choice[CHOICE_DRAFTED] = ctypes.addressof(drafted)
+        return choice, alive
 
     def logits(self, array: Tensor) -> NativeLogits:
         """Wrap ``[T, V]`` float32."""
-        return NativeLogits(array, self._argmax_rows, self._noisy_argmax, self._search)
+        return NativeLogits(array, self._argmax_rows, self._search)
 
     def _pruned_logits(self, values: Float32, rows: HeadRows) -> NativePrunedLogits:
         return NativePrunedLogits(values, rows, self._search)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    def weight(self, tensor: Tensor) -> Tensor:
+    def weight(self, tensor: Tensor | StoredMatrix) -> Tensor:
         """Convert a weight and pack matrices for the kernels (docs/decisions/006-prepacked-weights.md).
+
+        A quantised matrix stays packed; the result is a tensor without data, too.
 
         Only the packed copy of a large matrix stays resident. A matrix in a memory-mapped file is returned as it is,
         with its pages released; they are read again on access. A small matrix is also returned as it is. For any other,
         the result is a tensor without data (device "meta"), so that the memory of ``tensor`` can be freed. Weights must
         not be written to.
         """
+        if isinstance(tensor, StoredMatrix):
+            codes = self._packer.pack(tensor)
+            return self.weight(tensor.decode()) if codes is None else self._handle(tensor.shape, codes)
         weight = super().weight(tensor)
         if weight.ndim == 1:
             return self._own(weight.float())  # biases are added in float32
@@ -193,9 +230,21 @@ class NativeOps(ReferenceOps):
         if in_file or weight.nbytes <= SMALL:
             self.pack(weight, release=in_file)
             return self._own(weight)
-        handle = torch.empty_like(weight, device="meta")
-        self._keep(handle, self._pack_copy(weight, release=False))
+        return self._handle(weight.shape, self._pack_copy(weight, release=False))
+
+    def _handle(self, shape: Sequence[int], copy: Tensor) -> Tensor:
+        """Return a tensor without data that represents a packed matrix of this shape."""
+        handle = torch.empty(shape, dtype=self.dtype, device="meta")
+        self._keep(handle, copy)
         return handle
+
+    def bytes_of(self, w: Tensor) -> int:
+        """Bytes that a product with a weight reads."""
+        packed = self._panels(w)
+        return w.nbytes if packed is None else packed.nbytes
+
+    def to_host(self, array: Tensor) -> Tensor:
+        return self.embed(array, range(len(array))) if array.is_meta else array
 
     def _packable(self, w: Tensor) -> bool:
         return w.ndim == 2 and w.is_contiguous() and w.shape[1] * w.element_size() % WORD == 0 and w.numel() > 0
@@ -215,7 +264,7 @@ class NativeOps(ReferenceOps):
         """Return a weight packed in panels, ``[N rounded up, K]``."""
         rows, length = w.shape
         row_bytes = length * w.element_size()
-        copy = torch.empty(-(-rows // FEATURES) * FEATURES, length, dtype=self.dtype)
+        copy = torch.empty(-(-rows // FEATURES) * FEATURES, length, dtype=self.dtype, device=CPU)
         self._pack_panels(w.data_ptr(), row_bytes, row_bytes // WORD, rows, copy.data_ptr(), release)
         return copy
 
@@ -259,7 +308,7 @@ class NativeOps(ReferenceOps):
             if len(self._weights) >= MAX_KNOWN:  # the caller makes new weights for every pass
                 self._weights.clear()
             packed = self._panels(w)
-            found = (at, w.stride(0)) if packed is None else (packed.data_ptr(), -w.shape[1])
+            found = (at, w.stride(0)) if packed is None else (packed.data_ptr(), _stride(packed))
             known = self._weights[id(w)] = (weakref.ref(w), at, *found, w.shape[0], w.shape[1])
         if known[5] != length:
             raise self._refused(op, "weight", w, f"[N, {length}]")
@@ -299,18 +348,31 @@ class NativeOps(ReferenceOps):
 
     def embed(self, table: Tensor, tokens: Sequence[int]) -> Tensor:
         rows = len(tokens)
-        if table.ndim != 2 or table.dtype is not self.dtype or table.stride(1) != 1:
-            raise self._refused("embed", "table", table, "[V, H]")
-        vocabulary, hidden = table.shape
-        out = _new(rows, hidden, dtype=self.dtype)
-        size = table.element_size()
-        packed = self._panels(table)
-        at, stride = (table.data_ptr(), table.stride(0)) if packed is None else (packed.data_ptr(), -hidden)
+        at, stride, row_bytes, vocabulary = self._table(table, "embed")
+        out = _new(rows, table.shape[1], dtype=self.dtype)
         ids = tokens.pointer if isinstance(tokens, RecordedTokens) else (ctypes.c_int64 * rows)(*tokens)
-        bad = self._embed(at, stride * size, hidden * size, vocabulary, ids, rows, out.data_ptr())
+        bad = self._embed(at, stride, row_bytes, vocabulary, ids, rows, out.data_ptr())
         if bad >= 0:
             raise ContractError(f"token {tokens[bad]} of row {bad} is not in the vocabulary (0..{vocabulary - 1})")
         return out
+
+    def add_positions(self, x: Tensor, table: Tensor, position: int) -> Tensor:
+        at, stride, row_bytes, size = self._table(table, "add_positions")
+        learned = _new(x.shape[0], table.shape[1], dtype=self.dtype)
+        bad = self._embed_range(at, stride, row_bytes, size, position, x.shape[0], learned.data_ptr())
+        if bad >= 0:
+            raise ContractError(f"position {position + bad} has no embedding (0..{size - 1})")
+        return self.add(x, learned)
+
+    def _table(self, table: Tensor, op: str) -> tuple[int, int, int, int]:
+        """Address, row stride in bytes, bytes of a row, and rows of an embedding table."""
+        if table.ndim != 2 or table.dtype is not self.dtype or table.stride(1) != 1:
+            raise self._refused(op, "table", table, "[V, H]")
+        rows, hidden = table.shape
+        size = table.element_size()
+        packed = self._panels(table)
+        at, stride = (table.data_ptr(), table.stride(0)) if packed is None else (packed.data_ptr(), _stride(packed))
+        return at, stride * size, hidden * size, rows
 
     def project(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
         at, stride, rows, length = self._rows(x, "project")
@@ -387,6 +449,14 @@ class NativeOps(ReferenceOps):
         self._head(at, stride, rows, length, w, w_stride, features, out.data_ptr())
         return self.logits(out)
 
+    def head_rows(self, weight: Tensor, tokens: Sequence[int], base: Any = None) -> HeadRows:
+        packed = self._panels(weight)
+        if base is not None or packed is None or packed.dtype is not torch.uint8:
+            return super().head_rows(weight, tokens, base)
+        ids = np.unique(np.array(tokens, dtype=np.int32))
+        rows = self._handle((len(ids), weight.shape[1]), self._packer.rows(packed, torch.from_numpy(ids)))
+        return HeadRows((rows,), ids, weight.shape[0])
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.ndim != 2:
             flat = x.reshape(-1, x.shape[-1])
@@ -395,6 +465,30 @@ class NativeOps(ReferenceOps):
         scale = self._floats(weight, length, "rms_norm", "weight")
         out = _new(rows, length, dtype=self.dtype)
         self._rms_norm(at, stride, rows, length, scale, eps, out.data_ptr())
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        at, stride, rows, length = self._rows(x, "layer_norm")
+        scale, shift = (
+            self._floats(one, length, "layer_norm", name) for name, one in (("weight", weight), ("bias", bias))
+        )
+        out = _new(rows, length, dtype=self.dtype)
+        self._layer_norm(at, stride, rows, length, scale, shift, eps, out.data_ptr())
+        return out
+
+    def gelu(self, x: Tensor) -> Tensor:
+        at, stride, rows, length = self._rows(x, "gelu")
+        out = _new(rows, length, dtype=self.dtype)
+        self._gelu(at, stride, rows, length, out.data_ptr())
+        return out
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        at, stride, rows, length = self._rows(a, "add")
+        if b.shape != a.shape:
+            raise self._refused("add", "b", b, str(list(a.shape)))
+        other, other_stride, _, _ = self._rows(b, "add")
+        out = _new(rows, length, dtype=self.dtype)
+        self._add(at, stride, other, other_stride, rows, length, out.data_ptr())
         return out
 
     def concat(self, a: Tensor, b: Tensor) -> Tensor:
@@ -428,7 +522,7 @@ class NativeOps(ReferenceOps):
         rows, heads, dim = x.shape
         held = self._frequencies.get(id(rope))  # by identity: hashing 32 floats costs more than the kernel
         if held is None or held[0] is not rope:
-            frequencies = self._own(torch.tensor(rope.inv_freq, dtype=torch.float32))
+            frequencies = self._own(torch.tensor(rope.inv_freq, dtype=torch.float32, device=CPU))
             held = self._frequencies[id(rope)] = (rope, frequencies, frequencies.data_ptr())
         half = len(rope.inv_freq)
         if 2 * half > dim:

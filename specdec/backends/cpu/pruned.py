@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.backends.arrays import not_finite
-from specdec.contract import Logits
-from specdec.sampling import Purpose
+from specdec.backends.cpu.arrays import CPU
+from specdec.contract import Choosing, Logits, Sampling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from specdec.backends.cpu.compiler import Kernels
+    from specdec.backends.cpu.library import Kernels
     from specdec.contract import Float32
 
     Int32 = NDArray[np.int32]
@@ -28,17 +30,20 @@ _F32x2 = ctypes.c_float * 2
 
 
 class SearchKernels:
-    """The functions of kernels/sampling.cpp on rows of float32 logits, passed by address.
+    """The functions of kernels/choice.cpp and kernels/search.cpp on rows of float32 logits, passed by address.
 
     ``ids`` is the address of the int32 token ids of a pruned row, 0 for a full row.
     """
 
-    __slots__ = ("_best_two", "_logsumexp", "_noisy_argmax_of")
+    __slots__ = ("_best_two", "_choose_rows", "_exponential_sum", "_logsumexp", "_prepared")
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, choose_rows: Callable[..., None]) -> None:
+        """``choose_rows``: the kernel of this name, without the number of threads."""
         self._best_two = kernels.function("best_two", "ppipp", ctypes.c_int64)
         self._logsumexp = kernels.function("logsumexp", "pi", ctypes.c_double)
-        self._noisy_argmax_of = kernels.function("noisy_argmax_of", "ppifiii", ctypes.c_int64)
+        self._exponential_sum = kernels.function("exponential_sum", "pifp")
+        self._choose_rows = choose_rows
+        self._prepared: ChoiceSettings | None = None
 
     def best(self, at: int, size: int, ids: int = 0) -> tuple[list[int], list[float]] | None:
         """Return up to two best tokens and their logits; None for a row with a NaN."""
@@ -51,10 +56,91 @@ class SearchKernels:
         value: float = self._logsumexp(at, size)
         return value
 
-    def noisy_argmax(self, at: int, ids: int, size: int, scale: float, seed: int, position: int) -> int:
-        """Sample a token from a pruned row; -1 if no logit is finite or one is NaN."""
-        token: int = self._noisy_argmax_of(at, ids, size, scale, seed, position, int(Purpose.TOKEN))
-        return token
+    def noisy_argmax(self, at: int, size: int, scale: float, seed: int, position: int, ids: int, vocab: int) -> int:
+        """Sample a token from a row; negative if no logit is finite or one is NaN."""
+        choice = ChoiceSettings(Sampling(temperature=1.0)).fields(position=position)
+        choice[CHOICE_SEED] = seed
+        ctypes.c_double.from_buffer(choice).value = 1 / scale
+        token = ctypes.c_int64()
+        self._choose_rows(at, 1, size, ids, vocab, choice, ctypes.byref(token))
+        return token.value if token.value >= 0 or token.value <= NOT_FINITE else ~token.value
+
+    def choose(
+        self, at: int, rows: int, size: int, choosing: Choosing, ids: int = 0, vocab: int = 0
+    ) -> Sequence[int | None]:
+        """Return the token of every row; None for a row that the kernel cannot decide."""
+        choice, alive = self.choice(choosing)
+        tokens = (ctypes.c_int64 * rows)()
+        self._choose_rows(at, rows, size, ids, vocab or size, choice, tokens)
+        del alive  # the kernel has read its addresses
+        return [token if token >= 0 else None for token in tokens]
+
+    def choice(self, choosing: Choosing) -> tuple[Any, Any]:
+        """Return the ``Choice`` of kernels/choice.cpp, and what must live as long."""
+        prepared = self._prepared
+        if prepared is None or prepared.sampling is not choosing.sampling:
+            prepared = self._prepared = ChoiceSettings(choosing.sampling)
+        return prepared.of(choosing)
+
+    def exponential_sum(self, at: int, size: int, best: float) -> int:
+        """Return ``specdec.sampling.exponential_sum``."""
+        sums = _I64x2()
+        self._exponential_sum(at, size, best, sums)
+        return (sums[0] << 40) + sums[1]
+
+
+NOT_FINITE = -(2**63) + 1  # kernels/choice.cpp
+_Choice = ctypes.c_int64 * 22
+CHOICE_SEED, _SEEN, _GENERATED, _SEEN_COUNT, CHOICE_DRAFTED, _FIRST, _POSITION, _END_AFTER = (
+    7,
+    15,
+    16,
+    17,
+    18,
+    19,
+    20,
+    21,
+)
+
+
+class ChoiceSettings:
+    """A ``Sampling`` in the form of kernels/choice.cpp."""
+
+    __slots__ = ("_alive", "_bytes", "_counts", "sampling")
+
+    def __init__(self, sampling: Sampling) -> None:
+        s = self.sampling = sampling
+        self._counts = s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+        biased = array("i", s.logit_bias.keys()), array("d", s.logit_bias.values())
+        banned, ends = array("i", s.banned), array("i", s.end_tokens)
+        self._alive = *biased, banned, ends
+        at = [one.buffer_info()[0] for one in self._alive]
+        self._bytes = struct.pack(
+            "6d16q",
+            *(s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty),
+            *(s.top_k, s.seed, at[0], at[1], len(biased[0]), at[2], len(banned), at[3], len(ends)),
+            *[0] * 7,
+        )
+
+    def fields(self, *, position: int) -> Any:
+        """Return a ``Choice`` without history."""
+        choice = _Choice.from_buffer_copy(self._bytes)
+        choice[_POSITION] = position
+        return choice
+
+    def of(self, choosing: Choosing) -> tuple[Any, Any]:
+        """Return the ``Choice`` of a pass, and what must live as long."""
+        context, drafted = choosing.context, choosing.drafted
+        choice = self.fields(position=len(context) + choosing.first)
+        choice[_END_AFTER] = context.generated_from + self.sampling.min_new_tokens
+        if not self._counts:
+            return choice, self
+        seen = context.seen()
+        tokens = (ctypes.c_int64 * len(drafted))(*drafted)
+        choice[_SEEN], choice[_SEEN_COUNT] = seen.ids.buffer_info()
+        choice[_GENERATED] = seen.generated.buffer_info()[0]
+        choice[CHOICE_DRAFTED], choice[_FIRST] = ctypes.addressof(tokens), choosing.first
+        return choice, (self, seen, tokens)
 
 
 class HeadRows:
@@ -128,7 +214,7 @@ class _Block:
     def holding(cls, old: Tensor | None, new: Tensor) -> _Block:
         """Allocate twice the room of the old and new rows, and copy the old ones."""
         kept = 0 if old is None else len(old)
-        made = cls(torch.empty(2 * (kept + len(new)), new.shape[1], dtype=new.dtype))
+        made = cls(torch.empty(2 * (kept + len(new)), new.shape[1], dtype=new.dtype, device=CPU))
         if old is not None:
             made.rows[:kept] = old
         return made
@@ -237,7 +323,20 @@ class NativePrunedLogits(PrunedLogits):
 
     def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int:
         at, size = self._at(row)
-        token = self._kernels.noisy_argmax(at, self._ids.ctypes.data, size, scale, seed, position)
+        token = self._kernels.noisy_argmax(at, size, scale, seed, position, self._ids.ctypes.data, self._vocab_size)
         if token < 0:
             raise not_finite(row)
         return token
+
+    def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        (at, size), ids = self._at(0), self._ids.ctypes.data
+        return checked_rows(self._kernels.choose(at, len(self), size, choosing, ids, self._vocab_size), self._values)
+
+
+def checked_rows(tokens: Sequence[int | None], rows: Float32) -> Sequence[int | None]:
+    """``tokens``. Raises: ContractError where a row has no token because its logits are not finite."""
+    if None in tokens:
+        for number, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+            if token is None and not (len(row) and np.isfinite(row.max())):
+                raise not_finite(number)
+    return tokens

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 
-from specdec.backends.cpu.arrays import CpuHidden, CpuLogits
+from specdec.backends.cpu.arrays import CPU, CpuHidden, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.ops import Capabilities, DeltaShape, Ops, Rope, Routing
@@ -72,7 +72,7 @@ class ReferenceOps(Ops):
     # --- dense -----------------------------------------------------------------------------------------------------
 
     def embed(self, table: Tensor, tokens: Sequence[int]) -> Tensor:
-        return table[torch.tensor(tokens, dtype=torch.long)]
+        return table[torch.tensor(tokens, dtype=torch.long, device=CPU)]
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[0] > MAX_ROWS:
@@ -147,7 +147,7 @@ class ReferenceOps(Ops):
         places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending
         for place, expert in enumerate(ids.flatten().tolist()):
             places.setdefault(expert, []).append(place)
-        out = torch.empty(rows * slots, x.shape[1], dtype=self.dtype)
+        out = torch.empty(rows * slots, x.shape[1], dtype=self.dtype, device=CPU)
         for expert, at in sorted(places.items()):
             part = x if rows == 1 else x[[place // slots for place in at]]
             out[at] = self.linear(self.swiglu(part, gates[expert], ups[expert]), downs[expert])
@@ -169,7 +169,7 @@ class ReferenceOps(Ops):
         if weight is not None:
             x = self.rms_norm(x, weight, eps)
         half = len(rope.inv_freq)
-        positions = torch.arange(position, position + x.shape[0], dtype=torch.float32)
+        positions = torch.arange(position, position + x.shape[0], dtype=torch.float32, device=CPU)
         angles = positions[:, None] * _frequencies(rope)
         cos, sin = _by_row(torch.cos, angles)[:, None], _by_row(torch.sin, angles)[:, None]  # the same for all heads
         wide = x.float()
@@ -181,9 +181,7 @@ class ReferenceOps(Ops):
         self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, *, scale: float, gate: Tensor | None = None
     ) -> Tensor:
         rows, heads, dim = q.shape
-        start, end = cache.reserve(rows)
-        cache.keys[start:end] = k
-        cache.values[start:end] = v
+        start = self._written(k, v, cache)
         step = 1 if rows <= MAX_ROWS else _ATTEND_BLOCK
         out = torch.cat(
             [_attend_block(q[at : at + step].clone(), cache, start + at, scale) for at in range(0, rows, step)]
@@ -191,6 +189,34 @@ class ReferenceOps(Ops):
         if gate is not None:
             out = out * _by_row(torch.sigmoid, gate.float())
         return out.to(self.dtype).reshape(rows, heads * dim)
+
+    def append(self, k: Tensor, v: Tensor, cache: CpuKVCache) -> None:
+        self._written(k, v, cache)
+
+    def _written(self, k: Tensor, v: Tensor, cache: CpuKVCache) -> int:
+        """Write provisional rows; returns where they start."""
+        start, end = cache.reserve(k.shape[0])
+        cache.keys[start:end] = k
+        cache.values[start:end] = v
+        return start
+
+    def attend_from(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: CpuKVCache,
+        *,
+        scale: float,
+        first: Sequence[int],
+        causal: bool = True,
+    ) -> Tensor:
+        rows, heads, dim = q.shape
+        start = self._written(k, v, cache)
+        ends = range(start + 1, start + rows + 1) if causal else [start + rows] * rows
+        spans = enumerate(zip(first, ends, strict=True))
+        out = [_attend_span(q[t : t + 1].clone(), cache, low, end, scale) for t, (low, end) in spans]
+        return torch.cat(out).to(self.dtype).reshape(rows, heads * dim)
 
     def attend_latent(self, q: Tensor, row: Tensor, cache: CpuLatentCache, *, scale: float, value_dims: int) -> Tensor:
         both = row[:, None]  # one key-value head that all query heads read
@@ -207,7 +233,7 @@ class ReferenceOps(Ops):
     def gated_delta(
         self, u: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, cache: CpuDeltaCache, shape: DeltaShape
     ) -> Tensor:
-        out = torch.empty(u.shape[0], shape.value_heads, shape.value_dim, dtype=self.dtype)
+        out = torch.empty(u.shape[0], shape.value_heads, shape.value_dim, dtype=self.dtype, device=CPU)
 
         def run(rows: int) -> None:
             cache.after.copy_(cache.state)
@@ -275,7 +301,7 @@ def _sum_in_order(x: Tensor) -> Tensor:
 
 @functools.cache
 def _frequencies(rope: Rope) -> Tensor:
-    return torch.tensor(rope.inv_freq, dtype=torch.float32)
+    return torch.tensor(rope.inv_freq, dtype=torch.float32, device=CPU)
 
 
 def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> Tensor:
@@ -285,9 +311,17 @@ def _attend_block(q: Tensor, cache: CpuKVCache, position: int, scale: float) -> 
     keys, values = cache.keys[:end].float(), cache.values[:end].float()  # [S, nkv, D]
     groups = q.float().reshape(rows, keys.shape[1], -1, dim)  # [T, nkv, nq/nkv, D]
     scores = torch.einsum("tkgd,skd->tkgs", groups, keys) * scale
-    future = torch.arange(end) > torch.arange(position, end)[:, None]  # [T, S]
+    future = torch.arange(end, device=CPU) > torch.arange(position, end, device=CPU)[:, None]  # [T, S]
     weights = scores.masked_fill(future[:, None, None], float("-inf")).softmax(-1)
     return torch.einsum("tkgs,skd->tkgd", weights, values).reshape(rows, heads, dim)
+
+
+def _attend_span(q: Tensor, cache: CpuKVCache, low: int, end: int, scale: float) -> Tensor:
+    """Attention of a row ``[1, nq, D]`` over the cached rows ``low`` to ``end - 1``: the same shape, float32."""
+    keys, values = cache.keys[low:end].float(), cache.values[low:end].float()
+    groups = q.float().reshape(keys.shape[1], -1, q.shape[2])
+    weights = (torch.einsum("kgd,skd->kgs", groups, keys) * scale).softmax(-1)
+    return torch.einsum("kgs,skd->kgd", weights, values).reshape(q.shape)
 
 
 def _delta_row(

@@ -16,27 +16,34 @@ from __future__ import annotations
 import bisect
 import ctypes
 import struct
-import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
-import structlog
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from specdec.backends.cpu.arrays import CPU
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache, CpuLatentCache
+from specdec.backends.cpu.pruned import HeadRows
 from specdec.backends.passes import Body, EagerPass, EagerPasses, Pass, Passes
 from specdec.backends.placeholders import PlaceholderInteger, PlaceholderTokens
+from specdec.contract import Choosing, Context
 from specdec.errors import ContractError, ShapeError
+from specdec.logs import get_logger
 
 if TYPE_CHECKING:
-    from specdec.backends.cpu.compiler import Kernels
+    from specdec.backends.cpu.library import Kernels
+    from specdec.backends.cpu.threads import Threads
     from specdec.backends.ops import Array, Cache, Capabilities
     from specdec.contract import Logits
+    from specdec.locks import ForkSafeLock
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
+
+R = TypeVar("R")
 
 
 class TapeOps(Protocol):
@@ -44,14 +51,17 @@ class TapeOps(Protocol):
 
     dtype: torch.dtype
     capabilities: Capabilities
-    lock: threading.Lock
+    threads: Threads
+    lock: ForkSafeLock
     timing: bool
     _head: Kernel
     _argmax_rows: Kernel
+    _choose_rows: Kernel
 
     def parameters(self) -> list[Tensor]: ...
     def work(self, size: int) -> int: ...
     def logits(self, array: Tensor) -> Logits: ...
+    def choice(self, choosing: Choosing, drafted: Any) -> tuple[Any, Any]: ...
     def _matrix(self, w: Tensor, length: int, op: str) -> tuple[int, int, int]: ...
 
 
@@ -62,8 +72,12 @@ _ENTRIES = 256  # kernels/tape.cpp: the first entry and the number of entries of
 
 # Slots: fixed ones, then four per cache.
 ZERO, WORK, KEPT, HIDDEN, TOKENS, OUT, THREADS, ROWS = range(8)
-ROW, LOGITS, BEST = range(8, 11)  # of a greedy chain: the last row of a pass, its logits, the best token
-_FIRST_CACHE = 11
+# Of a chain: the last row of a pass, its logits, the best token, how it is chosen, ids of the logits, their number, the
+# size of the vocabulary; the head in one or two parts (address, stride, features), and the logits of the second part.
+ROW, LOGITS, BEST, CHOICE, IDS, FEATURES, VOCABULARY = range(8, 15)
+PARTS = (15, 18)
+SECOND_LOGITS = 21
+_FIRST_CACHE = 24
 _PER_CACHE = 4  # length and up to three addresses
 
 # Torch functions that a recorded pass may call: queries and views of a tensor. A view that turns out to be a copy has
@@ -99,38 +113,35 @@ class RecordedTokens(PlaceholderTokens):
         self.pointer = Slot(TOKENS)
 
 
-class _Current(threading.local):
-    tape: Tape | None = None
-
-
-current = _Current()
-"""The recording in progress on this thread."""
+current: ContextVar[Tape | None] = ContextVar("recording", default=None)
+"""The recording in progress. It is set in a context of its own, which no interruption can leave set."""
 
 
 class Kernel:
     """A C function; ``signature`` has one letter per argument (see ``Kernels.function``).
 
-    A call of a ``threaded`` function appends the number of threads. While this thread records a pass, the call is
+    With ``threads``, the number of threads is appended to the arguments. While this thread records a pass, the call is
     recorded instead of made.
     """
 
-    __slots__ = ("address", "function", "has_result", "name", "signature", "threaded")
+    __slots__ = ("address", "function", "has_result", "name", "signature", "threads")
 
     def __init__(
-        self, kernels: Kernels, name: str, signature: str, *, result: Any = None, threaded: bool = True
+        self, kernels: Kernels, name: str, signature: str, *, result: Any = None, threads: Threads | None = None
     ) -> None:
         self.name = name
         self.signature = signature
         self.has_result = result is not None
-        self.threaded = threaded
+        self.threads = threads
         self.function = kernels.function(name, signature, result)
         self.address = ctypes.cast(self.function, ctypes.c_void_p).value or 0
 
     def __call__(self, *arguments: Any) -> Any:
-        if current.tape is not None:
-            return current.tape.call(self, arguments)
-        if self.threaded:
-            return self.function(*arguments, torch.get_num_threads())
+        tape = current.get()
+        if tape is not None:
+            return tape.call(self, arguments)
+        if self.threads is not None:
+            return self.function(*arguments, self.threads.count())
         return self.function(*arguments)
 
 
@@ -141,7 +152,7 @@ class Runner:
         self._caller = kernels.function("tape_caller", "pi", ctypes.c_void_p)
         self.run = kernels.function("tape_run", "pippp", ctypes.c_int64)
         self.chain = kernels.function("tape_chain", "ppiiiipi", ctypes.c_int64)
-        self.keep_window = Kernel(kernels, "keep_window", "ppiii", threaded=False)
+        self.keep_window = Kernel(kernels, "keep_window", "ppiii")
 
     def caller(self, kernel: Kernel) -> int:
         """Return the C function that calls kernels of this signature."""
@@ -196,7 +207,7 @@ class _Buffer:
 
 
 class Tape(TorchFunctionMode):
-    """A recording in progress: a context that checks torch calls and records kernel calls."""
+    """A recording: checks torch calls and records kernel calls."""
 
     def __init__(self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
         super().__init__()
@@ -222,30 +233,31 @@ class Tape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name not in _HARMLESS:
+        if name not in _HARMLESS and current.get() is self:  # else an interruption has left this mode on torch's stack
             raise NotRecordable(f"torch's {name} cannot be recorded")
         return func(*args, **(kwargs or {}))
 
-    def __enter__(self) -> Tape:
-        current.tape = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def record(self, run: Callable[[Tape], R]) -> R:
+        """Return ``run(self)``, with kernel calls recorded and torch calls checked."""
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        current.tape = None
+        def recording() -> R:
+            current.set(self)
+            with self:
+                return run(self)
+
+        return copy_context().run(recording)
 
     # --- recording -------------------------------------------------------------------------------------------------
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for an output."""
-        tensor = torch.empty(*shape, dtype=dtype)
+        tensor = torch.empty(*shape, dtype=dtype, device=CPU)
         self._buffers.append(_Buffer(tensor))
         return tensor
 
     def call(self, kernel: Kernel, arguments: tuple[Any, ...]) -> int | None:
         """Record a call; return the result of a successful one."""
-        if kernel.threaded:
+        if kernel.threads is not None:
             arguments = (*arguments, Slot(THREADS))
         self._alive.append(arguments)
         self.steps.append(_Step(kernel, arguments))
@@ -281,12 +293,18 @@ class Tape(TorchFunctionMode):
             alive=(self._alive, [owner for _, slot, owner in self._known.values() if slot == ZERO]),
         )
 
-    def best(self, head: Tensor) -> Program:
-        """Compile the greedy choice with a head ``[V, H]``: from slot ROW, by way of LOGITS, to BEST."""
-        length = head.shape[1]
-        address, stride, features = self._ops._matrix(head, length, "head")
-        self._ops._head(Slot(ROW), length, 1, length, address, stride, features, Slot(LOGITS))
-        self._ops._argmax_rows(Slot(LOGITS), 1, features, Slot(BEST))
+    def best(self, length: int, parts: int, *, choice: bool) -> Program:
+        """Compile the choice of a token from slot ROW, ``[length]``, by way of LOGITS, to BEST.
+
+        The head has one or two parts. ``choice``: by slot CHOICE, else the argmax.
+        """
+        for at, out in zip(PARTS[:parts], (LOGITS, SECOND_LOGITS), strict=False):
+            self._ops._head(Slot(ROW), length, 1, length, Slot(at), Slot(at + 1), Slot(at + 2), Slot(out))
+        if choice:
+            ids, vocabulary = Slot(IDS), Slot(VOCABULARY)
+            self._ops._choose_rows(Slot(LOGITS), 1, Slot(FEATURES), ids, vocabulary, Slot(CHOICE), Slot(BEST))
+        else:
+            self._ops._argmax_rows(Slot(LOGITS), 1, Slot(FEATURES), Slot(BEST))
         self._find_weights()
         return self._compiled(self.steps)
 
@@ -398,6 +416,9 @@ class Tape(TorchFunctionMode):
         )
 
 
+_ARGMAX = Choosing((), Context([]))
+
+
 def _memory(cache: Any) -> tuple[Tensor, ...]:
     """The tensors of a cache that kernels read and write, in the order of its slots."""
     if isinstance(cache, CpuDeltaCache):
@@ -456,9 +477,8 @@ class RecordedPasses:
         self.body = body
         self.hidden_size = hidden_size
         self.recordings: dict[int, Recording | None] = {}  # by rows; None: run eagerly
-        self.best: Program | None = None  # the token choice in greedy chains
-        self._head: Tensor | None = None  # the head in ``best``
-        self._chains: dict[int, tuple[Any, int] | None] = {}  # by rows of the first pass
+        self.best: dict[tuple[int, bool], Program] = {}  # the choice of a token in chains: by parts of the head
+        self._chains: dict[tuple[int, int, bool], tuple[Any, int] | None] = {}  # and by rows of the first pass
 
     def bind(self, caches: Sequence[Cache]) -> RecordedPass:
         return RecordedPass(self, caches)
@@ -467,8 +487,7 @@ class RecordedPasses:
         """Record a pass of ``rows`` rows. Raises: NotRecordable with the reason."""
         tape = Tape(self.ops, self.runner, caches, rows, self.hidden_size)
         try:
-            with tape:
-                return tape.finish(self.body(tape.caches, RecordedTokens(rows), tape.hidden))
+            return tape.record(lambda tape: tape.finish(self.body(tape.caches, RecordedTokens(rows), tape.hidden)))
         except NotRecordable:
             raise
         except Exception as error:  # the stand-in of a cache may lack what the body uses; bugs fail again
@@ -483,30 +502,25 @@ class RecordedPasses:
             self.recordings[rows] = None
         return self.recordings[rows]
 
-    def chain(self, rows: int, head: Tensor, caches: Sequence[Cache]) -> tuple[Any, int] | None:
-        """Return the programs of a greedy chain that starts with ``rows`` rows, and the offset of its outputs in work.
+    def chain(self, rows: int, parts: int, caches: Sequence[Cache], *, choice: bool) -> tuple[Any, int] | None:
+        """Return the programs of a chain that starts with ``rows`` rows, and the offset of its outputs in work.
 
-        None if any of its passes is not recorded.
+        ``parts`` and ``choice``: as for ``Tape.best``. None if any of its passes is not recorded.
         """
-        if head is not self._head:
-            tape = Tape(self.ops, self.runner, (), 1, 0)
-            try:
-                with tape:
-                    self.best = tape.best(head)
-            except NotRecordable as refusal:
-                log.warning("draft_chains_run_step_by_step", reason=str(refusal))
-                self.best = None
-            self._head = head
-            self._chains.clear()
-        if rows not in self._chains:
+        key = rows, parts, choice
+        if key not in self._chains:
             first, one = (self.recordings[n] if n in self.recordings else self.add(n, caches) for n in (rows, 1))
-            self._chains[rows] = None
-            if first is not None and one is not None and self.best is not None:
-                if not first.kept_bytes and not one.kept_bytes:  # nothing to do in a commit
-                    numbers = [*first.run.addresses(), *one.run.addresses(), *self.best.addresses()]
-                    programs = (ctypes.c_int64 * len(numbers))(*numbers)
-                    self._chains[rows] = programs, _aligned(max(first.work_bytes, one.work_bytes))
-        return self._chains[rows]
+            chain = None
+            if first is not None and one is not None and not first.kept_bytes and not one.kept_bytes:
+                if (best := self.best.get((parts, choice))) is None:
+                    tape = Tape(self.ops, self.runner, (), 1, 0)
+                    best = tape.record(lambda tape: tape.best(self.hidden_size, parts, choice=choice))
+                    self.best[parts, choice] = best
+                numbers = [*first.run.addresses(), *one.run.addresses(), *best.addresses()]
+                programs = (ctypes.c_int64 * len(numbers))(*numbers)
+                chain = programs, _aligned(max(first.work_bytes, one.work_bytes))
+            self._chains[key] = chain
+        return self._chains[key]
 
 
 class RecordedPass(Pass):
@@ -518,14 +532,17 @@ class RecordedPass(Pass):
         self._caches: Sequence[Any] = caches
         self._eager = EagerPass(passes.body, caches)
         self._slots = (ctypes.c_int64 * (_FIRST_CACHE + _PER_CACHE * len(caches)))()
-        self._moving: list[tuple[int, Any, bool]] = []  # first slot, cache, whether its addresses change
+        self._growing: list[tuple[int, Any]] = []  # first slot, cache
+        self._recurrent: list[tuple[int, Any, Any, int, int]] = []  # also one of its two matrices, addresses of both
         for i, cache in enumerate(self._caches):
             slot = _FIRST_CACHE + _PER_CACHE * i
-            recurrent = isinstance(cache, CpuDeltaCache)
-            self._moving.append((slot, cache, recurrent))
             for at, tensor in enumerate(_memory(cache), start=slot + 1):
                 self._slots[at] = tensor.data_ptr()
-        self._recurrent = any(recurrent for _, _, recurrent in self._moving)
+            if isinstance(cache, CpuDeltaCache):
+                addresses = self._slots[slot + 1], self._slots[slot + 2]
+                self._recurrent.append((slot, cache, cache.state, *addresses))
+            else:
+                self._growing.append((slot, cache))
         self._kept: Tensor | None = None
         self._last: Recording | None = None  # the last run's; None after an eager run
 
@@ -539,25 +556,23 @@ class RecordedPass(Pass):
             self._last = None
             return self._eager.run(tokens, hidden)
         slots = self._slots
-        for slot, cache, recurrent in self._moving:
+        for slot, cache in self._growing:
+            slots[slot], _ = cache.reserve(rows)
+        for slot, cache, matrix, at, other in self._recurrent:
             slots[slot] = cache.length
-            if recurrent:
-                slots[slot + 1] = cache.state.data_ptr()
-                slots[slot + 2] = cache.after.data_ptr()
-            else:
-                cache.reserve(rows)
+            slots[slot + 1], slots[slot + 2] = (at, other) if cache.state is matrix else (other, at)
         if passes.hidden_size:
             hidden = self._checked(hidden, rows)
             slots[HIDDEN] = hidden.data_ptr()
         if recording.kept_bytes:
             if self._kept is None or self._kept.nbytes < recording.kept_bytes:
-                self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8)
+                self._kept = torch.empty(recording.kept_bytes, dtype=torch.uint8, device=CPU)
             slots[KEPT] = self._kept.data_ptr()
         ids = (ctypes.c_int64 * rows)(*tokens)
-        out = torch.empty(recording.out_shape, dtype=ops.dtype)
+        out = torch.empty(recording.out_shape, dtype=ops.dtype, device=CPU)
         slots[TOKENS] = ctypes.addressof(ids)
         slots[OUT] = out.data_ptr()
-        slots[THREADS] = torch.get_num_threads()
+        slots[THREADS] = ops.threads.count()
         with ops.lock:
             slots[WORK] = ops.work(recording.work_bytes)
             failed = self._play(recording.run)
@@ -566,13 +581,15 @@ class RecordedPass(Pass):
         self._last = recording
         return out
 
-    def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Array) -> tuple[int, ...] | None:
+    def chain(
+        self, tokens: Sequence[int], hidden: Array, depth: int, head: Array | HeadRows, choosing: Choosing | None = None
+    ) -> tuple[int, ...] | None:
         rows, passes, ops = len(tokens), self._passes, self._ops
         end = rows + depth - 1
         if self._recurrent or rows > ops.capabilities.max_rows or not passes.hidden_size:
             return None
         slots = self._slots
-        for slot, cache, _ in self._moving:
+        for slot, cache in self._growing:
             if cache.length + end > cache.keys.shape[0]:
                 return None  # the pass that does not fit raises the error
             slots[slot] = cache.length
@@ -580,33 +597,49 @@ class RecordedPass(Pass):
         ids = (ctypes.c_int64 * rows)(*tokens)
         found = (ctypes.c_int64 * depth)()
         row_bytes = passes.hidden_size * hidden.element_size()
+        pruned = head if isinstance(head, HeadRows) else None
+        parts: tuple[Any, ...] = (head,) if pruned is None else pruned.parts
+        if pruned is not None and choosing is None:
+            choosing = _ARGMAX
+        matrices = [ops._matrix(part, passes.hidden_size, "head") for part in parts]
+        features = sum(matrix[2] for matrix in matrices)
+        vocabulary = features if pruned is None else pruned.vocab_size
         self._last = None
         with ops.lock:
-            chain = passes.chain(rows, head, self._caches)
+            chain = passes.chain(rows, len(parts), self._caches, choice=choosing is not None)
             if chain is None:
                 return None
             programs, outputs = chain
             logits = outputs + _aligned(end * row_bytes)
-            work = ops.work(logits + 4 * head.shape[0])
+            work = ops.work(logits + 4 * features)
             slots[WORK] = work
             slots[HIDDEN] = hidden.data_ptr()
             slots[TOKENS] = ctypes.addressof(ids)
             slots[OUT] = work + outputs
             slots[LOGITS] = work + logits
-            slots[THREADS] = torch.get_num_threads()
+            slots[SECOND_LOGITS] = work + logits + 4 * matrices[0][2]
+            for at, matrix in zip(PARTS, matrices, strict=False):
+                slots[at], slots[at + 1], slots[at + 2] = matrix
+            slots[IDS] = 0 if pruned is None else pruned.ids.ctypes.data
+            slots[FEATURES], slots[VOCABULARY] = features, vocabulary
+            choice, alive = (None, None) if choosing is None else ops.choice(choosing, found)
+            slots[CHOICE] = 0 if choice is None else ctypes.addressof(choice)
+            slots[THREADS] = ops.threads.count()
             drafted: int = passes.runner.chain(
                 programs, slots, len(self._caches), rows, depth, row_bytes, found, ops.timing
             )
+            del alive  # the kernels have read its addresses
             whole = drafted == depth
-            not_finite = not whole and found[drafted] < 0
-            if not_finite:
-                wrong = (ctypes.c_float * head.shape[0]).from_address(work + logits)
+            refused = not whole and found[drafted] < 0
+            if refused:
+                wrong = (ctypes.c_float * features).from_address(work + logits)
                 logits_of_step = torch.frombuffer(bytearray(wrong), dtype=torch.float32)
-        ran = drafted + not_finite  # number of passes
+        ran = drafted + refused  # number of passes
         for cache in self._caches:
             cache.advance(rows + ran - 1 if ran else 0)
-        if not_finite:
-            ops.logits(logits_of_step[None]).argmax()  # raises
+        if refused:
+            ops.logits(logits_of_step[None]).argmax()  # raises if they are not finite
+            return tuple(found[:drafted])  # else no token is allowed here
         if not whole:
             raise ContractError(f"pass {ran} of a draft chain failed: a token id outside the vocabulary")
         return tuple(found)
@@ -619,7 +652,7 @@ class RecordedPass(Pass):
         self._last = None
         if rows and recording.windows.names:
             self._slots[ROWS] = rows
-            self._slots[THREADS] = torch.get_num_threads()
+            self._slots[THREADS] = self._ops.threads.count()
             if rows < recording.out_shape[0]:
                 self._play(recording.replay)
             self._play(recording.windows)

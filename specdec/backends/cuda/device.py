@@ -92,7 +92,8 @@ class _EventMarker:
 class CudaDevice:
     """The current CUDA device. Graphs share one memory pool, since only one of them runs at a time."""
 
-    _capturing = threading.Lock()  # torch captures one graph at a time in a process
+    # torch captures one graph at a time in a process; reentrant, because an interruption may leave it held
+    _capturing = threading.RLock()
 
     def __init__(self) -> None:
         index = torch.cuda.current_device()

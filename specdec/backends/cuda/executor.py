@@ -105,6 +105,7 @@ class CycleGraphs:
             if self.owner is not executor:
                 if self.owner is not None:
                     self.owner.kept.fill(self.buffers)
+                    self.owner = None  # before the buffers change, so that an interruption cannot spoil its state
                 self.buffers.fill(executor.kept)
                 self._take_added(executor.added)
                 self.owner = executor

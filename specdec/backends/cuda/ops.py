@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
-import structlog
 import torch
 from torch import Tensor
 
@@ -45,10 +44,12 @@ from specdec.backends.passes import Body, ExecutorSetup, Pass
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
 from specdec.contract import Logits, Parity
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
+from specdec.logs import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _ALIGNED = 16  # bytes
+_STILL = Rope((0.0,))  # turns nothing
 _LOADING = "a smaller or quantised checkpoint; on a machine with several devices CUDA_VISIBLE_DEVICES chooses one"
 
 
@@ -212,6 +213,19 @@ class CudaOps(Ops):
         compute = functools.partial(norm.rms_norm, x, weight, eps)
         return Normed(compute, x, weight, eps) if x.ndim == 2 else compute()
 
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return norm.layer_norm(materialised(x), weight, bias, eps)
+
+    def gelu(self, x: Any) -> Tensor:
+        return row_kernels.gelu(materialised(x))
+
+    def add(self, a: Any, b: Any) -> Tensor:
+        return row_kernels.add(materialised(a), materialised(b))
+
+    def add_positions(self, x: Any, table: Weight, position: Any) -> Tensor:
+        first = position.row if isinstance(position, DeviceLength) else int(position)
+        return row_kernels.add(materialised(x), self._matrix(table), first)
+
     def concat(self, a: Any, b: Any) -> Tensor:
         return row_kernels.concat(materialised(a), materialised(b))
 
@@ -266,6 +280,8 @@ class CudaOps(Ops):
     def attend(self, q: Any, k: Any, v: Any, cache: Any, *, scale: float, gate: Any = None) -> Tensor:
         cache.reserve(q.shape[0])
         v, gate = materialised(v), None if gate is None else materialised(gate)
+        if not isinstance(q, Rotated) and not isinstance(k, Rotated):  # a capture cannot read the length on the host
+            q, k = (self.norm_rope(x, None, 0.0, _STILL, cache.length) for x in (q, k))
         if _in_place(q, cache) and _in_place(k, cache) and q.frequencies is k.frequencies and q.eps == k.eps:
             query = rope.rotate_and_write(q.x, k.x, v, q.weight, k.weight, q.eps, q.frequencies, cache.row)
         else:
@@ -287,6 +303,26 @@ class CudaOps(Ops):
         start = int(cache.length)
         cache.keys[start : start + len(k)] = k
         cache.values[start : start + len(v)] = v
+
+    def append(self, k: Any, v: Any, cache: Any) -> None:
+        cache.reserve(len(v))
+        self._write(cache, materialised(k), materialised(v))
+
+    def attend_from(
+        self, q: Any, k: Any, v: Any, cache: Any, *, scale: float, first: Sequence[int], causal: bool = True
+    ) -> Tensor:
+        q, k, v = materialised(q), materialised(k), materialised(v)
+        (rows, _, dim), start = q.shape, int(cache.length)
+        self.append(k, v, cache)
+        keys, values = cache.keys[: start + rows].float(), cache.values[: start + rows].float()
+        place = torch.arange(start + rows, device=q.device)
+        low = torch.tensor(list(first), device=q.device)[:, None]
+        ends = torch.arange(start + 1, start + rows + 1, device=q.device)[:, None] if causal else start + rows
+        groups = q.float().reshape(rows, cache.kv_heads, -1, dim)
+        scores = torch.einsum("tkgd,skd->tkgs", groups, keys) * scale
+        hidden = (place < low) | (place >= ends)
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+        return torch.einsum("tkgs,skd->tkgd", weights, values).to(self.dtype).reshape(rows, -1)
 
     def attend_latent(self, q: Any, row: Any, cache: Any, *, scale: float, value_dims: int) -> Tensor:
         cache.reserve(q.shape[0])

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.backends.cuda.arrays import checked, materialised
+from specdec.backends.cuda.arrays import CudaHeadRows, checked, materialised
 from specdec.backends.cuda.caches import CapturedCache, DeviceCache, Kind, write_rows
 from specdec.backends.cuda.device import Device, Graph
 from specdec.backends.cuda.kernels import accept, head
@@ -28,6 +28,7 @@ from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
 from specdec.backends.passes import Body, Pass
 from specdec.backends.placeholders import PlaceholderTokens
+from specdec.contract import Choosing
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -167,9 +168,9 @@ class CudaPasses:
 
     def _draft_with(self, weight: Weight) -> None:
         if weight is not self._head:
-            self._head = weight
             self._firsts.clear()
             self._rests.clear()
+            self._head = weight
 
     def _given(self, rows: int) -> Tensor | None:
         return self._hidden[:rows] if self.hidden_size else None
@@ -258,7 +259,11 @@ class CudaPass(Pass):
         for cache in self.caches:
             cache.advance(rows)
 
-    def chain(self, tokens: Sequence[int], hidden: Array, depth: int, head: Any) -> tuple[int, ...] | None:
+    def chain(
+        self, tokens: Sequence[int], hidden: Array, depth: int, head: Any, choosing: Choosing | None = None
+    ) -> tuple[int, ...] | None:
+        if choosing is not None or isinstance(head, CudaHeadRows):
+            return None
         rows, passes = len(tokens), self.passes
         most = rows + depth - 1
         if passes.eager_reason or self._recurrent or rows > MAX_ROWS or depth > MAX_ROWS or not passes.hidden_size:

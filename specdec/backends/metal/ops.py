@@ -18,7 +18,7 @@ import torch
 
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
-from specdec.backends.metal.device import DeviceLength, DeviceTokens, Length, rows_from
+from specdec.backends.metal.device import DeviceLength, DeviceTokens, Length, on_device, rows_from
 from specdec.backends.metal.executor import MetalExecutor, device_executor
 from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernels, StockKernels, updated
 from specdec.backends.metal.kernels import lanes
@@ -178,6 +178,16 @@ class MetalOps(Ops):
     def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
         return mx.fast.rms_norm(x.astype(mx.float32), weight, eps).astype(self.dtype)
 
+    def layer_norm(self, x: mx.array, weight: mx.array, bias: mx.array, eps: float) -> mx.array:
+        return mx.fast.layer_norm(x.astype(mx.float32), weight, bias, eps).astype(self.dtype)
+
+    def gelu(self, x: mx.array) -> mx.array:
+        wide = x.astype(mx.float32)  # sigmoid(2 y) is (1 + tanh(y)) / 2
+        return (wide * mx.sigmoid(wide * (1.5957691216057308 + 0.07135481627260025 * wide * wide))).astype(self.dtype)
+
+    def add_positions(self, x: mx.array, table: Matrix, position: Length) -> mx.array:
+        return self.add(x, self.embed(table, DeviceTokens(on_device(position) + mx.arange(x.shape[0], dtype=mx.int32))))
+
     def concat(self, a: mx.array, b: mx.array) -> mx.array:
         return mx.concatenate([a, b], axis=-1)
 
@@ -248,6 +258,29 @@ class MetalOps(Ops):
         if gate is not None:
             out = (out * mx.sigmoid(gate.astype(mx.float32))).astype(self.dtype)
         return out.reshape(q.shape[0], -1)
+
+    def append(self, k: mx.array, v: mx.array, cache: MetalKVCache) -> None:
+        cache.append(k, v)
+        mx.async_eval(cache.arrays())
+
+    def attend_from(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        cache: MetalKVCache,
+        *,
+        scale: float,
+        first: Sequence[int],
+        causal: bool = True,
+    ) -> mx.array:
+        start, rows = cache.length, q.shape[0]
+        keys, values = cache.append(k, v)
+        place = mx.arange(keys.shape[2])
+        ends = mx.arange(start + 1, start + rows + 1) if causal else mx.full(rows, start + rows, dtype=mx.int32)
+        seen = (place >= mx.array(list(first))[:, None]) & (place < ends[:, None])
+        out = mx.fast.scaled_dot_product_attention(q.transpose(1, 0, 2)[None], keys, values, scale=scale, mask=seen)
+        return out[0].transpose(1, 0, 2).reshape(rows, -1)
 
     def attend_latent(
         self, q: mx.array, row: mx.array, cache: MetalLatentCache, *, scale: float, value_dims: int
@@ -398,7 +431,7 @@ class _Angles:
         empty = np.zeros((0, 1, len(rope.inv_freq)), np.float32)
         self._tables = empty, empty
         self._made: tuple[mx.array, mx.array] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because an interruption may leave it held
 
     def on_host(self, size: int) -> tuple[Any, Any]:
         """Return tables of at least ``size`` positions."""

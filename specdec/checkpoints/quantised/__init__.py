@@ -3,13 +3,18 @@
 from specdec.checkpoints.quantised.cache import DecodedCache
 from specdec.checkpoints.quantised.coding import Coding, Format, check, decode
 from specdec.checkpoints.quantised.formats import FORMATS, Formats, TensorFormat, formats_of
-from specdec.checkpoints.quantised.hints import Hints, quantisation
+from specdec.checkpoints.quantised.hints import Hints, declared_packed, quantisation
 from specdec.checkpoints.quantised.parts import FLOATS
+from specdec.checkpoints.quantised.rounding import BITS as ROUNDED_BITS
+from specdec.checkpoints.quantised.rounding import GROUP as ROUNDED_GROUP
+from specdec.checkpoints.quantised.rounding import rounded, rounds
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
 
 __all__ = [
     "FLOATS",
     "FORMATS",
+    "ROUNDED_BITS",
+    "ROUNDED_GROUP",
     "Coding",
     "DecodedCache",
     "Format",
@@ -19,7 +24,10 @@ __all__ = [
     "TensorFormat",
     "alike",
     "check",
+    "declared_packed",
     "decode",
     "formats_of",
     "quantisation",
+    "rounded",
+    "rounds",
 ]

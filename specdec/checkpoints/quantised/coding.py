@@ -63,6 +63,11 @@ class Coding(ABC):
     def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Convert rows of stored codes ``[R, W]`` to float32 ``[R, K]``."""
 
+    @property
+    @abstractmethod
+    def meanings(self) -> torch.Tensor:
+        """The number that each code stands for: float32 ``[2 ** bits]``."""
+
     def scales(self) -> torch.Tensor:
         """All scales combined: float32 ``[M or 1, A, B]``, as ``grid``. Raises: CheckpointError for bad values."""
         return load_scales(self.parts, self.role).reshape(self.grid.shape)
@@ -93,6 +98,7 @@ class Coding(ABC):
             parts=parts,
             meta=meta,
             dtype=dtype,
+            values=self.meanings,
             numbers=self.numbers,
             divisor=divisor,
         )
@@ -106,6 +112,11 @@ class Coding(ABC):
         tensor = self.parts.checkpoint.load(name)
         count, rows, _ = matrices(self.shape)
         return (tensor if dtype is None else tensor.view(dtype)).view(count, rows, -1)[index]
+
+    @staticmethod
+    def of_matrix(grid: torch.Tensor, index: int) -> torch.Tensor:
+        """The entries ``[A, B]`` of one matrix, from a grid ``[M or 1, A, B]``."""
+        return grid[index if len(grid) > 1 else 0]
 
     def biases(self) -> torch.Tensor | None:
         """Biases, float32 in the shape of the scales, or None. Raises: CheckpointError for bad values."""

@@ -72,7 +72,9 @@ def formats_of(checkpoint: Checkpoint) -> Formats:
 def _formats_of(checkpoint: Checkpoint) -> Formats:
     names = canonical_names(checkpoint.names)
     refused, left = refusals(checkpoint, names)
-    found, hints = parts_of(checkpoint, left), Hints.of(checkpoint.config)
+    found = parts_of(checkpoint, left)
+    configs = {id(config): config for config in map(checkpoint.config_of, checkpoint.names)}
+    hints = {key: Hints.of(config) for key, config in configs.items()}
     formats = {
         name: _stored(checkpoint, (original,), checkpoint.stored_dtype(original).lower())
         for name, original in found.plain.items()
@@ -80,7 +82,7 @@ def _formats_of(checkpoint: Checkpoint) -> Formats:
     for name, (method, tensors) in refused.items():
         formats[name] = _stored(checkpoint, tensors, method, refusal(checkpoint, tensors[0], method))
     for name, parts in found.weights.items():
-        formats[name] = _format(parts, hints, found.errors.get(name))
+        formats[name] = _format(parts, hints[id(checkpoint.config_of(parts.codes))], found.errors.get(name))
     ordered = Formats({name: formats.pop(name) for name in names if name in formats} | formats)
     ordered.activation_scales, ordered.ignored = tuple(found.activation_scales), names.ignored
     return ordered

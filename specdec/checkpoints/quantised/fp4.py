@@ -49,14 +49,18 @@ class Fp4Coding(Coding):
         return scales
 
     @property
+    def meanings(self) -> torch.Tensor:
+        return E2M1
+
+    @property
     def kept_as(self) -> str:
-        return "nvfp4" if self.label == "nvfp4" else ""
+        return self.label
 
     def packed(self, index: int) -> dict[str, torch.Tensor]:
-        parts = {
-            "codes": self.matrix(self.parts.codes, index, torch.uint8),
-            "scale": self.matrix(self.parts.original("scale"), index),
-        }
+        codes = self.matrix(self.parts.codes, index, torch.uint8)
+        if self.label == "mxfp4":
+            return {"codes": codes, "scale": self.of_matrix(self.scales(), index)}
+        parts = {"codes": codes, "scale": self.matrix(self.parts.original("scale"), index)}
         if "scale_2" in self.parts.roles:
             return parts | {"global_scale": _of_matrix(load_scales(self.parts, "scale_2"), index)}
         divisor = _of_matrix(load_scales(self.parts, "global_scale", zero=False), index)

@@ -38,11 +38,16 @@ class Fp8Coding(Coding):
         return numbers
 
     @property
+    def meanings(self) -> torch.Tensor:
+        return _E4M3.view(-1)
+
+    @property
     def kept_as(self) -> str:
-        return "fp8-block" if self.label.startswith("fp8-block") else ""
+        return "fp8-block" if self.label.startswith("fp8-block") else "fp8"
 
     def packed(self, index: int) -> dict[str, torch.Tensor]:
-        return {"codes": self.matrix(self.parts.codes, index, torch.uint8), "scale": self.scales()[index]}
+        codes = self.matrix(self.parts.codes, index, torch.uint8)
+        return {"codes": codes, "scale": self.of_matrix(self.scales(), index)}
 
     def has_nan(self) -> bool:
         # 0x7F is the largest int8, 0xFF the largest uint8: two reductions without a copy

@@ -74,6 +74,18 @@ def quantisation(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def declared_packed(config: Mapping[str, Any]) -> str | None:
+    """``quantisation`` if config.json says that weights are quantised, and not only the KV cache or activations."""
+    given = text_config(config)
+    for key in QUANTISATION_KEYS:
+        section = given.get(key)
+        if isinstance(section, Mapping):
+            named = section.get("quant_algo", section.get("quant_method", section.get("bits")))
+            only_cache = section.get("quant_method") == "compressed-tensors" and not section.get("config_groups")
+            return quantisation(config) if named is not None and not only_cache else None
+    return None
+
+
 def _is_mlx(section: Any) -> bool:
     """Whether a section is MLX's: sizes at its top and no method (GPTQ and AWQ have the same sizes and a method)."""
     return isinstance(section, Mapping) and {"group_size", "bits"} <= set(section) and "quant_method" not in section

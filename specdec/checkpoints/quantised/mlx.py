@@ -43,6 +43,10 @@ class AffineCoding(Coding):
     def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return functools.partial(unpack, bits=self.bits)
 
+    @property
+    def meanings(self) -> torch.Tensor:
+        return torch.arange(2**self.bits, dtype=torch.float32)
+
     def scales(self) -> torch.Tensor:
         return load_scales(self.parts, self.role, signed=True).reshape(self.grid.shape)
 

@@ -50,6 +50,21 @@ class IntCoding(Coding):
             return lambda raw: raw.to(torch.float32)
         return lambda raw: unpack_signed(raw, self.bits)[:, : self.shape[-1]]
 
+    @property
+    def meanings(self) -> torch.Tensor:
+        if not self.packed_codes:
+            return torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)
+        return torch.arange(-(2 ** (self.bits - 1)), 2 ** (self.bits - 1), dtype=torch.float32)
+
+    @property
+    def kept_as(self) -> str:
+        return "int" if self.order() is None else ""
+
+    def packed(self, index: int) -> dict[str, torch.Tensor]:
+        parts = {"codes": self.matrix(self.parts.codes, index), "scale": self.of_matrix(self.scales(), index)}
+        offsets = self.offsets()
+        return parts if offsets is None else parts | {"offset": self.of_matrix(offsets, index)}
+
     def offsets(self) -> torch.Tensor | None:
         if "zero_point" not in self.parts.roles:
             return None

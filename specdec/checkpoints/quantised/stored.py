@@ -12,30 +12,36 @@ _SLAB = 2**20  # values decoded per step
 
 @attrs.frozen(kw_only=True, eq=False)
 class StoredMatrix:
-    """One matrix ``[N, K]``: ``value[n, k] = code[n, k] * scale (* global_scale) (+ bias)``, one scale per block.
+    """One matrix ``[N, K]``: ``value = (code - offset) * scale (* global_scale) (+ bias)``, one scale per block.
 
     ======================  ==============================  =============================  ===========================
-    part                    "fp8-block"                     "nvfp4"                        "mlx-affine"
+    part                    "fp8-block", "fp8"              "nvfp4", "mxfp4"               "mlx-affine", "int"
     ======================  ==============================  =============================  ===========================
-    ``codes``               uint8 ``[N, K]``, e4m3          uint8 ``[N, K/2]``, pairs of   uint32 ``[N, K*bits/32]``,
-                                                            e2m1, the even column low      lowest bits first
-    ``scale``               float32                         e4m3                           F16, BF16 or F32
-    ``global_scale``        none                            float32 ``[1]``                none
-    ``bias``                none                            none                           as ``scale``
+    ``codes``               uint8 ``[N, K]``, e4m3          uint8 ``[N, K/2]``, pairs of   words of ``bits`` bits per
+                                                            e2m1, the even column low      column, lowest bits first
+    ``scale``               float32                         e4m3; float32 for "mxfp4"      F16, BF16 or F32
+    ``global_scale``        none                            float32 ``[1]``; "mxfp4" none  none
+    ``bias``                none                            none                           "mlx-affine": as ``scale``
+    ``offset``              none                            none                           "int": float32, or none
     ======================  ==============================  =============================  ===========================
 
-    Scales and biases are ``[ceil(N / block_rows), ceil(K / block_columns)]``. All scales multiply. If the files store a
-    divisor per tensor (compressed-tensors' NVFP4), ``global_scale`` is its reciprocal rounded to float32; ``decode``
-    divides, as for a weight that is not kept packed.
+    Scales, biases and offsets are ``[ceil(N / block_rows), ceil(K / block_columns)]``. All scales multiply. If the
+    files store a divisor per tensor (compressed-tensors' NVFP4), ``global_scale`` is its reciprocal rounded to float32;
+    ``decode`` divides, as for a weight that is not kept packed.
+
+    "fp8-block" has blocks of several rows; "fp8" one scale per matrix, row, or group of columns. A row of codes is a
+    stream of bits in every format, and ``values`` gives the meaning of each code.
 
     Attributes:
-        format: "fp8-block", "nvfp4" or "mlx-affine".
+        format: one of those in the table.
         shape: shape of the decoded matrix, ``(N, K)``.
-        parts: the parts in the table. Codes, and scales except "fp8-block" ones, are views of the memory map.
+        parts: the parts in the table. Codes, and scales except float32 ones, are views of the memory map.
         meta: "block_rows", "block_columns", "group" (columns per scale) and "bits" (per code).
         dtype: dtype that ``decode`` returns.
+        values: the number that each code stands for, float32 ``[2 ** bits]``.
         numbers: converts rows of ``codes`` to float32 ``[R, K]``.
         divisor: float32 ``[1]``, divides the scales; only if the files have one.
+        on_decode: called by ``decode``, for the record of what is not kept packed.
     """
 
     format: str
@@ -43,8 +49,10 @@ class StoredMatrix:
     parts: Mapping[str, torch.Tensor]
     meta: Mapping[str, int]
     dtype: torch.dtype
+    values: torch.Tensor = attrs.field(repr=False)
     numbers: Callable[[torch.Tensor], torch.Tensor] = attrs.field(repr=False)
     divisor: torch.Tensor | None = attrs.field(default=None, repr=False)
+    on_decode: Callable[[], None] | None = attrs.field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +61,16 @@ class StoredMatrix:
 
     def decode(self) -> torch.Tensor:
         """The matrix in ``dtype``, bit-identical to what ``Weights`` returns."""
+        if self.on_decode is not None:
+            self.on_decode()
         count, columns = self.shape
         out = torch.empty(self.shape, dtype=self.dtype)
         step = max(1, _SLAB // max(columns, 1))
         for start in range(0, count, step):
             stop = min(start + step, count)
             values = self.numbers(self.parts["codes"][start:stop])
+            if "offset" in self.parts:
+                values.sub_(self._spread("offset", start, stop))
             values.mul_(self._spread("scale", start, stop))
             if "bias" in self.parts:
                 values.add_(self._spread("bias", start, stop))
@@ -83,16 +95,17 @@ class StoredMatrix:
         Whole blocks of rows stay packed (a slice is a view); other rows are decoded.
         """
         block = self.meta["block_rows"]
+        shared = len(self.parts["scale"]) == 1  # by all rows
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.shape[0])
-            if start % block or (stop % block and stop != self.shape[0]):
+            if not shared and (start % block or (stop % block and stop != self.shape[0])):
                 return self.decode()[rows].clone()
-            blocks: slice | torch.Tensor = slice(start // block, -(-stop // block))
+            blocks: slice | torch.Tensor = slice(0, 1) if shared else slice(start // block, -(-stop // block))
             count = stop - start
-        elif block > 1:
+        elif block > 1 and not shared:
             return self.decode()[rows]
         else:
-            blocks, count = rows, len(rows)
+            blocks, count = slice(0, 1) if shared else rows, len(rows)
         parts = {
             name: part if name == "global_scale" else _taken(part, rows if name == "codes" else blocks)
             for name, part in self.parts.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from specdec.errors import ConfigError, did_you_mean
 from specdec.testing.checks import CHECKS, Check
@@ -12,7 +12,10 @@ from specdec.testing.clauses import (  # noqa: F401  (importing them registers t
     executor,
     forward_pass,
     hidden_states,
+    logits_processor,
+    model_family,
     mtp_head,
+    observer,
     ops,
     verifier,
 )
@@ -27,9 +30,13 @@ def iter_checks(subject: Subject | None = None) -> Iterator[Check]:
             yield check
 
 
-def expect_ids(ids: Iterable[str]) -> None:
-    """Raises: ConfigError for an unknown id, with the nearest one."""
+def expect_ids(ids: Iterable[str], subjects: Collection[Subject]) -> None:
+    """Raises: ConfigError for an unknown id, and for one whose clause is about another kind of plugin."""
     known = [check.id for check in iter_checks()]
     for id_ in ids:
         if id_ not in known:
             raise ConfigError(f"there is no check {id_!r}.{did_you_mean(id_, known)}", available=", ".join(known))
+        subject = next(subject for subject in Subject if subject.letter == id_[0])
+        if subject not in subjects:
+            here = ", ".join(sorted({one.words for one in subjects}))
+            raise ConfigError(f"{id_} is about another kind of plugin ({subject.words}; here: {here})")

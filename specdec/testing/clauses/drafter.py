@@ -1,28 +1,35 @@
-"""Checks of drafters: clauses D1 to D18."""
+"""Checks of drafters: clauses D1 to D22."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 
-from specdec.contract import Draft, DrafterSnapshot, DraftNoise, Sampling
+from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSnapshot, DraftNoise, Sampling
+from specdec.hosting.engines import HostState, HostTarget, host_info
 from specdec.testing import strategies
 from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable
+from specdec.testing.draws import Draws
 from specdec.testing.engine_run import plain_decoding, run_engine
-from specdec.testing.global_generators import generator_states, seeded_generators
+from specdec.testing.memory import open_things
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.reference_sampling import joint_distribution, reference_distribution
 from specdec.testing.scripted_session import ScriptedSession, drafts_equal, target_for, usable
 from specdec.testing.strategies import Call, calls
 from specdec.testing.strict_pass import StrictForwardPass
 from specdec.testing.subjects import DrafterSubject
+from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
 from specdec.testing.table_model import Memory, TableModel
+from specdec.testing.walks import SETTINGS, WIDE, Route, Walk, expect_same, model_for, text
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 
@@ -48,7 +55,7 @@ def _start(subject: DrafterSubject, setting: str, memory: Memory = Memory.ATTENT
     return ScriptedSession.start(subject, memory=memory, sampling=sampling, noise=noise, **options)
 
 
-@check("D1")
+@check("D1", share=2)
 def short_and_inside(subject: DrafterSubject, run: Run) -> None:
     """A draft has at most ``depth`` tokens, each a plain int inside the vocabulary."""
 
@@ -57,19 +64,63 @@ def short_and_inside(subject: DrafterSubject, run: Run) -> None:
         session.feed(prompt)
         for _ in range(2):
             draft = session.propose(depth)
-            expect(isinstance(draft, Draft), "propose does not return a Draft", got=draft)
-            expect(isinstance(draft.tokens, tuple), "the draft tokens are not a tuple", got=draft.tokens)
-            expect(len(draft.tokens) <= depth, "the draft is too long", got=draft.tokens, expected=f"at most {depth}")
-            for token in draft.tokens:
-                kind = f"{token!r} of type {type(token).__name__}"
-                expect(type(token) is int, "a token is not a plain int", got=kind)
-                expect(0 <= token < VOCAB, "a token is outside the vocabulary", got=token, expected=f"0 to {VOCAB - 1}")
+            _expect_short(session, draft, depth)
             session.finish(usable(draft, depth, VOCAB), 1, 1)
 
     run.explore(body, prompt=_prompts, depth=DEPTHS, setting=_settings)
+    for setting, tokens, walk in _walks(subject, run, {"greedy": 500, "independent": 200, "coupled": 60}):
+        run.halve(walk(look=_expect_short).through, tokens, setting=setting)
+    same = Walk(subject=subject, setting="greedy", route=Route.PROMPT, seed=run.seed, run=run, look=_expect_short)
+    run.halve(same.through, [2, *[1] * 1500], text="one token 1500 times")
+    if not subject.needs.mtp and subject.layers == 1:
+        wide = Walk(subject=subject, setting="greedy", route=Route.MIXED, seed=run.seed, run=run, vocab=WIDE)
+        wide.look = _expect_short
+        run.halve(wide.through, text(run.seed, 60, WIDE), vocabulary=WIDE)
 
 
-@check("D2")
+def _expect_short(session: ScriptedSession, draft: Draft, depth: int) -> None:
+    vocab = session.model.info.vocab_size
+    expect(isinstance(draft, Draft), "propose does not return a Draft", got=draft)
+    expect(isinstance(draft.tokens, tuple), "the draft tokens are not a tuple", got=draft.tokens)
+    expect(len(draft.tokens) <= depth, "the draft is too long", got=draft.tokens, expected=f"at most {depth}")
+    for token in draft.tokens:
+        kind = f"{token!r} of type {type(token).__name__}"
+        expect(type(token) is int, "a token is not a plain int", got=kind)
+        expect(0 <= token < vocab, "a token is outside the vocabulary", got=token, expected=f"0 to {vocab - 1}")
+
+
+def _walks(
+    subject: DrafterSubject, run: Run, lengths: Mapping[str, int]
+) -> Iterator[tuple[str, list[int], Callable[..., Walk]]]:
+    """For each setting a text of that length, and what makes a walk through it; more of them at full effort."""
+    for number in run.repeat(1):
+        seed = (run.seed * 1000 + number) % 2**63
+        for place, (setting, length) in enumerate(lengths.items()):
+            if run.spent and (number or place):
+                return
+            memory = list(Memory)[(number + place) % len(Memory)]
+            made = partial(
+                Walk, subject=subject, setting=setting, route=Route.CYCLES, seed=seed, run=run, memory=memory
+            )
+            yield setting, text(seed + place, max(8, int(length * min(run.effort.factor, 2.0)))), made
+
+
+def _expect_routes(
+    subject: DrafterSubject, run: Run, lengths: Mapping[str, int], what: str, *routes: Route, **options: Any
+) -> None:
+    """Compare walks by ``routes`` with one in cycles."""
+    for setting, tokens, walk in _walks(subject, run, lengths):
+        away = 0 if SETTINGS[setting][1] is DraftNoise.INDEPENDENT else 1  # of the cycle's number
+
+        def body(some: Sequence[int], walk: Callable[..., Walk] = walk, away: int = away) -> None:
+            plain = walk().through(some)
+            for route in routes:
+                expect_same(walk(route=route, cycle=37 * away, **options).through(some), plain, what)
+
+        run.halve(body, tokens, setting=setting)
+
+
+@check("D2", share=0.3)
 def context_unchanged(subject: DrafterSubject, run: Run) -> None:
     """The context is never changed: neither its tokens nor its settings."""
     session = _start(subject, "greedy")
@@ -84,7 +135,7 @@ def context_unchanged(subject: DrafterSubject, run: Run) -> None:
             expect_equal(getattr(context, name), value, f"{name} was changed")
 
 
-@check("D3")
+@check("D3", share=0.3)
 def one_token(subject: DrafterSubject, run: Run) -> None:
     """One token of context is enough, with no prefill before it."""
     for memory in Memory:
@@ -125,6 +176,19 @@ def same_calls_same_drafts(subject: DrafterSubject, run: Run) -> None:
                 _expect_draft(got, expected, "the same calls gave a different draft")
 
     run.explore(body, examples=15, prompt=_prompts, setting=_settings, depths=st.lists(DEPTHS, min_size=1, max_size=3))
+    for setting, tokens, walk in _walks(subject, run, {"greedy": 300, "independent": 150, "coupled": 100}):
+
+        def under_clocks(some: Sequence[int], walk: Callable[..., Walk] = walk) -> None:
+            walked = []
+            for number, seconds in enumerate((1e-9, 10.0, 0.0001)):
+                with seeded_generators(number), strange_clock(seconds):
+                    before = generator_states()
+                    walked.append(walk().through(some))
+                    expect(generator_states() == before, "a global generator was advanced")
+            for other in walked[1:]:
+                expect_same(other, walked[0], "under another clock and generator it drafts something else")
+
+        run.halve(under_clocks, tokens, setting=setting)
 
 
 def _expect_draft(got: Draft, expected: Draft, what: str, **case: object) -> None:
@@ -161,7 +225,7 @@ def _expect_fresh(session: ScriptedSession, depth: int) -> None:
     )
 
 
-@check("D6")
+@check("D6", share=4)
 def state_follows_the_tokens(subject: DrafterSubject, run: Run) -> None:
     """After any cycles and prompts, the next draft is that of a fresh drafter that saw the same tokens."""
 
@@ -172,9 +236,13 @@ def state_follows_the_tokens(subject: DrafterSubject, run: Run) -> None:
 
     steps = calls(cycle=_cycle, idle=_idle, feed=(_token, _token))
     run.explore(body, examples=40, prompt=_prompts, steps=steps, depth=DEPTHS, setting=_settings, memory=_memories)
+    what = "the draft depends on the way by which the tokens came"
+    _expect_routes(
+        subject, run, {"greedy": 1100, "independent": 300, "biased": 60, "coupled": 60}, what, Route.PROMPT, Route.MIXED
+    )
 
 
-@check("D7")
+@check("D7", share=3)
 def rewind_forgets(subject: DrafterSubject, run: Run) -> None:
     """After a rewind to any length, the next draft is that of a fresh drafter."""
 
@@ -185,8 +253,10 @@ def rewind_forgets(subject: DrafterSubject, run: Run) -> None:
 
     steps = calls(cycle=_cycle, idle=_idle, rewind=(st.integers(0, 12),), rewind_and_feed=(st.integers(0, 12), _token))
     back = st.integers(0, 6)
+    what = "after detours that were rewound, the draft is another one"
+    _expect_routes(subject, run, {"greedy": 600, "independent": 300, "coupled": 60}, what, Route.REWOUND)
     run.explore(
-        body, examples=80, prompt=_prompts, steps=steps, back=back, depth=DEPTHS, setting=_settings, memory=_memories
+        body, examples=60, prompt=_prompts, steps=steps, back=back, depth=DEPTHS, setting=_settings, memory=_memories
     )
 
 
@@ -210,7 +280,7 @@ def restored_states(subject: DrafterSubject, run: Run) -> None:
     run.explore(body, examples=30, prompt=_prompts, steps=steps, depth=DEPTHS, setting=_settings, memory=_memories)
 
 
-@check("D17")
+@check("D17", share=3)
 def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
     """``snapshot`` is a copy: a drafter built with or without it proposes the same drafts as the original."""
     given: list[DrafterSnapshot] = []
@@ -246,6 +316,17 @@ def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
         setting=_settings,
         memory=_memories,
     )
+    what = "over a saved state, also from a file, the draft is another one"
+    lengths = {"greedy": 400, "independent": 150, "coupled": 60}
+    _expect_routes(subject, run, lengths, what, Route.RESTORED, ask=True, hostile=True)
+    if not subject.needs.mtp and subject.layers == 1:
+        wide = partial(Walk, subject=subject, setting="greedy", seed=run.seed, run=run, vocab=WIDE)
+
+        def ids(tokens: Sequence[int]) -> None:
+            plain = wide(route=Route.CYCLES).through(tokens)
+            expect_same(wide(route=Route.RESTORED).through(tokens), plain, what)
+
+        run.halve(ids, text(run.seed, 80, WIDE), vocabulary=WIDE)
     if not given:
         not_applicable("snapshot() returns None: the drafter saves nothing of its own")
 
@@ -282,7 +363,7 @@ def sequences_apart(subject: DrafterSubject, run: Run) -> None:
 # --- distributions ---------------------------------------------------------------------------------------------------
 
 
-@check("D9")
+@check("D9", share=3)
 def distributions_are_distributions(subject: DrafterSubject, run: Run) -> None:
     """``probs`` is ``[K, V]`` float32; rows are finite, non-negative, sum to 1, and allow the drafted token."""
 
@@ -291,29 +372,48 @@ def distributions_are_distributions(subject: DrafterSubject, run: Run) -> None:
         sampling = Sampling(temperature=sampling.temperature, top_k=sampling.top_k, seed=seed)
         session = ScriptedSession.start(subject, sampling=sampling, noise=noise)
         session.feed(prompt)
-        draft = session.propose(depth)
-        if draft.probs is None:
-            return
-        probs = np.asarray(draft.probs)
-        expect_equal(probs.shape, (len(draft.tokens), VOCAB), "probs has the wrong shape")
-        expect_equal(probs.dtype, np.dtype(np.float32), "probs is not float32")
-        expect(np.isfinite(probs).all() and (probs >= 0).all(), "a probability is negative or not finite", got=probs)
-        sums = probs.sum(axis=1, dtype=np.float64)
-        expect(np.allclose(sums, 1.0, atol=1e-4), "a row of probs does not sum to 1", got=sums)
-        for row, token in enumerate(usable(draft, depth, VOCAB).tokens):
-            expect(probs[row, token] > 0, f"the drafted token {token} has probability 0 in its row", got=probs[row])
+        _expect_distributions(session, session.propose(depth), depth)
 
+    many = Walk(subject=subject, setting="independent", route=Route.STEPS, seed=run.seed, run=run)
+    many.look = _expect_distributions
+    run.halve(many.through, [2, *[1] * 300], text="one token 300 times")
+    lengths = {"independent": 500, "sharp": 200, "flat": 100, "biased": 100}
+    for setting, tokens, walk in _walks(subject, run, lengths):
+        run.halve(walk(look=_expect_distributions).through, tokens, setting=setting)
     run.explore(body, examples=40, prompt=_prompts, depth=DEPTHS, setting=_settings, seed=st.integers(0, 2**32))
 
 
-@check("D10")
+SUM = 2e-5  # float32 rows of these vocabularies sum to 1 more closely
+
+
+def _expect_distributions(session: ScriptedSession, draft: Draft, depth: int) -> None:
+    if draft.probs is None:
+        return
+    probs, vocab = np.asarray(draft.probs), session.model.info.vocab_size
+    expect_equal(probs.shape, (len(draft.tokens), vocab), "probs has the wrong shape")
+    expect_equal(probs.dtype, np.dtype(np.float32), "probs is not float32")
+    expect(np.isfinite(probs).all() and (probs >= 0).all(), "a probability is negative or not finite", got=probs)
+    sums = probs.sum(axis=1, dtype=np.float64)
+    expect(np.allclose(sums, 1.0, atol=SUM), "a row of probs does not sum to 1", got=sums)
+    for row, token in enumerate(usable(draft, depth, vocab).tokens):
+        expect(probs[row, token] > 0, f"the drafted token {token} has probability 0 in its row", got=probs[row])
+
+
+@check("D10", share=4)
 def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     """Each row of ``probs`` is the distribution that its token was drawn from, given what was known before the draw."""
+    for number in run.repeat(2):
+        pooled = Draws(run.seed + number)
+        for setting in ("independent", "biased", "sharp", "flat"):
+            walk = Walk(subject=subject, setting=setting, route=Route.CYCLES, seed=run.seed + number, run=run)
+            walk.look = pooled.see
+            walk.through(text(run.seed + number, 600))
+            pooled.judge(setting)
     model, shared = target_for(subject), None
     probs: dict[tuple[int, ...], Any] = {}
     counts: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int64]]] = {}
-    for number in range(run.count(400)):
-        sampling = Sampling(temperature=1.0, seed=number * 7919 + run.seed)
+    for draw in run.repeat(200):
+        sampling = Sampling(temperature=1.0, seed=draw * 7919 + run.seed)
         noise = DraftNoise.INDEPENDENT
         session = ScriptedSession.start(subject, model=model, sampling=sampling, noise=noise, shared=shared)
         shared = session.shared
@@ -357,7 +457,7 @@ def needs_declared(subject: DrafterSubject, run: Run) -> None:
     raise Broken.by(error, {}, "it fails only if the target gives nothing beyond needs") from error
 
 
-@check("D12")
+@check("D12", share=0.3)
 def state_left_alone(subject: DrafterSubject, run: Run) -> None:
     """The committed state of a sequence belongs to the engine: a drafter only runs MTP drafts on it."""
     error = _failure_when_sealed(subject)
@@ -388,6 +488,10 @@ def _play_all(subject: DrafterSubject, *, sealed: bool) -> None:
         session.feed([2, 3])
         session.cycle(3, 2, 1)
         session.restored(session.keep()).cycle(2, 1, 1)
+    for setting in ("greedy", "independent"):
+        for route in (Route.CYCLES, Route.REWOUND):
+            walk = Walk(subject=subject, setting=setting, route=route, seed=3, run=Run(), sealed=sealed)
+            walk.through(text(3, 250))
 
 
 @check("D18")
@@ -402,10 +506,16 @@ def reports_change_nothing(subject: DrafterSubject, run: Run) -> None:
         for step in steps:
             reports.append(_report(asked))
             _expect_draft(asked.cycle(*step.numbers), silent.cycle(*step.numbers), "report() changed a draft")
-        for report, text in reports:
-            expect_equal(_as_json(report), text, "an earlier report was changed later")
+        for report, former in reports:
+            expect_equal(_as_json(report), former, "an earlier report was changed later")
+
+    def reported(session: ScriptedSession, draft: Draft, depth: int) -> None:
+        if len(session.tokens) % 5 == 0:
+            _report(session)
 
     run.explore(body, examples=15, prompt=_prompts, steps=calls(max_size=4, cycle=_cycle), setting=_settings)
+    for setting, tokens, walk in _walks(subject, run, {"greedy": 200}):
+        run.halve(walk(look=reported).through, tokens, setting=setting)
 
 
 def _report(session: ScriptedSession) -> tuple[dict[str, Any], str]:
@@ -414,8 +524,6 @@ def _report(session: ScriptedSession) -> tuple[dict[str, Any], str]:
     given: object = session.drafter.report()
     if not isinstance(given, Mapping):
         raise Broken("report does not return a mapping", got=given)
-    for name in given:
-        expect(type(name) is str, "a name in the report is not a str", got=name)
     report = dict(given)
     text = _as_json(report)
     # a report may contain elapsed time, so floats may differ
@@ -427,14 +535,24 @@ def _report(session: ScriptedSession) -> tuple[dict[str, Any], str]:
     return report, text
 
 
+def _expect_names(value: object) -> None:
+    """JSON makes a str of every name, and a report that was saved would be another one."""
+    if isinstance(value, Mapping):
+        for name in value:
+            expect(type(name) is str, "a name in the report is not a str", got=name)
+    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        _expect_names(one)
+
+
 def _as_json(report: dict[str, Any]) -> str:
+    _expect_names(report)
     try:
         return json.dumps(report, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise Broken(f"the report is not plain JSON data: {error}", got=report) from error
 
 
-@check("D16", kind="advice")
+@check("D16", kind="advice", share=0.3)
 def says_nothing(subject: DrafterSubject, run: Run) -> None:
     """A drafter prints nothing: standard output belongs to the calling program."""
     printed = io.StringIO()
@@ -444,6 +562,123 @@ def says_nothing(subject: DrafterSubject, run: Run) -> None:
         for accepted in (0, 1, 4):
             session.cycle(3, accepted, 2)
     expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
+
+
+# --- what is handed over and kept ---------------------------------------------------------------------------------
+
+
+@check("D19", share=2)
+def handed_over(subject: DrafterSubject, run: Run) -> None:
+    """Arrays belong to their receiver: those of a pass stay unchanged, and a draft is never written again."""
+    for setting, tokens, walk in _walks(subject, run, {"independent": 150, "biased": 60, "greedy": 60}):
+
+        def body(some: Sequence[int], walk: Callable[..., Walk] = walk) -> None:
+            calm = walk().through(some)
+            for draft, copy in calm.handed:
+                expect(drafts_equal(draft, copy), "an earlier draft was changed later", got=draft, expected=copy)
+            hostile = walk(hostile=True).through(some)
+            expect_same(hostile, calm, "writing into a draft that was handed over changed later ones")
+
+        run.halve(body, tokens, setting=setting)
+
+
+@check("D20")
+def nothing_kept(subject: DrafterSubject, run: Run) -> None:
+    """A drafter keeps of a pass only what its drafts need, and when a sequence ends nothing of it is kept."""
+    outputs: list[Any] = []
+    walk = Walk(subject=subject, setting="greedy", route=Route.CYCLES, seed=run.seed, run=run, outputs=outputs)
+    alive: list[int] = []
+
+    def count(session: ScriptedSession, draft: Draft, depth: int) -> None:
+        if len(outputs) % 100 == 99:
+            gc.collect()
+            alive.append(sum(output() is not None for output in outputs))
+
+    walk.look = count
+    walk.through(text(run.seed, 900))
+    what = "the outputs of passes are kept, more with every cycle"
+    expect(not alive or alive[-1] < len(outputs) // 3, what, got=f"{alive} of each 100 more", passes=len(outputs))
+    ended = []
+    model, shared, things = target_for(subject), None, open_things()
+    for number in range(4):
+        session = _start(subject, "greedy", model=model, shared=shared)
+        shared = session.shared
+        session.feed([number, *PROMPT])
+        session.cycle(3, 1, 2)
+        ended += [weakref.ref(session.state)]
+        del session
+    gc.collect()
+    kept = sum(state() is not None for state in ended)
+    expect(kept <= 1, "the states of sequences that ended are kept", got=f"{kept} of {len(ended)}")
+    what = "threads or open files of sequences that ended are kept"
+    expect(open_things() - things < len(ended), what, got=f"{open_things() - things} more", sequences=len(ended))
+
+
+@check("D21")
+def device_drafts(subject: DrafterSubject, run: Run) -> None:
+    """``device_draft`` describes what ``propose`` would draft: nothing, or what the declared MTP head drafts."""
+    given: list[Any] = []
+
+    def body(prompt: list[int], depth: int, setting: str, memory: Memory) -> None:
+        session = _start(subject, setting, memory)
+        session.feed(prompt, chunk=3)
+        for _ in range(3):
+            device = session.drafter.device_draft(session.context())
+            twin = session.fresh()
+            draft = session.propose(depth)
+            if device is not None:
+                given.append(device)
+                if not device.mtp:
+                    expect_equal(tuple(draft.tokens), (), "a device is to draft nothing, and propose drafts")
+                else:
+                    what = "a device is to draft with the MTP head, which needs does not declare"
+                    expect(subject.needs.mtp, what)
+                    drafted = twin.model.draft_mtp(twin.state, twin.tokens[-1], depth, head=device.head)
+                    what = "propose drafts something else than the MTP head that a device is to draft with"
+                    expect_equal(tuple(draft.tokens), tuple(drafted), what, tokens=session.tokens)
+            session.finish(usable(draft, depth, VOCAB), 1, 2)
+
+    run.explore(body, examples=15, prompt=_prompts, depth=DEPTHS, setting=_settings, memory=_memories)
+    if not given:
+        not_applicable("device_draft() returns None: every draft comes from propose")
+
+
+@check("D22")
+def drafts_in_hosts(subject: DrafterSubject, run: Run) -> None:
+    """Without needs, a draft is a function of tokens and configuration, so that it is the same in every engine."""
+    if not subject.needs.tokens_only:
+        not_applicable("it needs more of its target than tokens")
+
+    def body(seed: int, depth: int, skipped: int) -> None:
+        tokens = text(seed, 120)
+        model = model_for(subject)
+        session = _start(subject, "greedy", model=model)
+        held: list[int] = []
+
+        def made() -> Drafter:
+            target = HostTarget(host_info("a host", model.info.vocab_size, 2 * len(tokens)))
+            state = HostState(held, 2 * len(tokens))
+            return subject.make(DrafterEnv(target=target, state=state, shared=session.shared))
+
+        hosted = made()
+        session.feed(tokens[:1])
+        for position, token in enumerate(tokens[1:], start=1):
+            wanted = session.propose(depth)
+            session.finish(Draft(), 0, token)
+            if position % (skipped + 1):
+                continue
+            if position % 7 == 0:  # a detour that is taken back
+                held[:] = [*tokens[:position], token, 1, 2]
+                hosted.propose(Context(held), depth)
+                held[:] = tokens[:position]
+                hosted.rewind(position - 1)
+            held[:] = tokens[:position]
+            for drafter, how in ((hosted, "in a host"), (hosted, "asked for again"), (made(), "of another copy")):
+                got = drafter.propose(Context(list(held)), depth)
+                what = f"the draft {how}, where only propose and rewind are called, is not the engine's"
+                _expect_draft(got, wanted, what, tokens=tokens[:position])
+
+    run.explore(body, examples=10, seed=st.integers(0, 2**32), depth=DEPTHS, skipped=st.integers(0, 3))
 
 
 # --- in the engine ---------------------------------------------------------------------------------------------------
@@ -472,7 +707,7 @@ def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
     run.explore(body, examples=40, memory=_memories, **strategies.generations(ENGINE_VOCAB))
 
 
-@check("D14")
+@check("D14", share=2)
 def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
     """In the engine with a ratio test, the output follows the target's joint distribution: no noise is reused."""
     table = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.45, 0.05]])
@@ -487,9 +722,14 @@ def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
         options: dict[str, Any] = {"needs": subject.needs, "shared": subject.prepare(model), "capacity": 16}
         tally = np.zeros((3, 3, 3), np.int64)
         for number in range(draws):
-            sampling = Sampling(temperature=1.0, seed=(run.seed << 32) + number)
+            if run.spent:
+                break
+            sampling = Sampling(temperature=1.0, seed=(run.seed << 32) % 2**63 + number)
             made, _ = run_engine(model, verifier, subject.make, prompt, 3, [2], sampling, **options)
             tally[tuple(made)] += 1
+        draws = int(tally.sum())
+        if not draws:
+            return
         fit = goodness_of_fit(tally, expected)
         what = f"with the verifier 'rejection' the output does not follow the target's distribution: {fit}"
         case = {"block": block, "draws": draws}

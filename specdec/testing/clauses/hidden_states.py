@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     Float32 = NDArray[np.float32]
 
 
-def _offered(target: TargetUnderTest, *boundaries: int) -> Needs:
+def offered(target: TargetUnderTest, *boundaries: int) -> Needs:
     """The final hidden states and these boundaries, as far as this target gives them."""
-    return Needs(final_hidden=target.info.gives_hidden, boundaries=boundaries if target.info.layers else ())
+    known = tuple(k for k in boundaries if target.info.layers and k <= target.info.layers)
+    return Needs(final_hidden=target.info.gives_hidden, boundaries=known)
 
 
 def _all_needs(target: TargetUnderTest) -> Needs:
     """All hidden states of this target: the final one, and the first, a middle and the last boundary."""
     layers = target.info.layers
-    needs = _offered(target, 0, (layers + 1) // 2, layers)
+    needs = offered(target, 0, (layers + 1) // 2, layers)
     if not needs.hidden:
         not_applicable("this target gives no hidden states")
     return needs
@@ -43,7 +44,7 @@ def outputs(subject: ForwardPassSubject, run: Run) -> None:
     """A pass returns exactly what its state was made for: hidden states, and from decode the logits of every row."""
     target = TargetUnderTest(subject)
     rows = min(2, target.info.max_rows)
-    asked = _offered(target, 0, 1)
+    asked = offered(target, 0, 1)
     for needs in (NO_NEEDS, asked, Needs(mtp=True)) if target.info.mtp_layers else (NO_NEEDS, asked):
         state = target.state(needs=needs)
         tokens = target.tokens(range(5 + rows))
@@ -64,7 +65,7 @@ def outputs(subject: ForwardPassSubject, run: Run) -> None:
 def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
     """Hidden states stay valid whatever passes run later: a drafter may hold them for many cycles."""
     target = TargetUnderTest(subject)
-    model, tokens, needs = target.model, target.tokens(range(8)), _all_needs(target)
+    model, tokens, needs = target.model, target.tokens(range(min(8, target.room - 1))), _all_needs(target)
     state = target.state(needs=needs)
     held = [(_given(model.prefill(state, tokens[:3])), 3)]
     for token in tokens[3:]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -51,7 +53,7 @@ def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
         return logits
 
     whole = first_step(pairs, 0)
-    for first, depth in ((1, 0), (4, 0), (3, 1), (2, 3)):
+    for first, depth in ((1, 0), (4, 0), (3, 1), (2, 3), (1, 7), (5, 13)):
         what = "MTP logits depend on chunks or on provisional pairs"
         target.expect_close(first_step(first, depth), whole, what, first_chunk=first, drafted_between=depth)
 
@@ -60,19 +62,25 @@ def mtp_drafts(subject: ForwardPassSubject, run: Run) -> None:
 def drafts_in_one_call(subject: ForwardPassSubject, run: Run) -> None:
     """A greedy draft in one call gives the same tokens and the same state as single steps."""
     target = _with_head(subject)
-    tokens = target.tokens(range(8))
-    for waiting, depth in ((1, 1), (1, 4), (3, 2), (6, 3)):
-        outcomes = []
-        for at_once in (True, False):
-            state, pending = target.prefilled(tokens[:1], needs=MTP), tokens[waiting]
-            target.append(state, tokens[1:waiting])
-            draft = target.model.draft_mtp(state, pending, depth) if at_once else target.draft(state, pending, depth)[0]
-            expect_equal(target.pairs(state).fed, waiting, "a draft does not feed the waiting pairs")
-            target.append(state, tokens[waiting:-1])
-            outcomes.append((draft, target.draft(state, tokens[-1], 1)[1][0]))
-        (draft, after), (wanted, truth) = outcomes
-        expect_equal(draft, wanted, "a draft in one call differs from single steps", pairs=waiting, depth=depth)
-        target.expect_close(after, truth, "a draft in one call leaves a different state", pairs=waiting, depth=depth)
+    for number in run.repeat(6):
+        tokens = target.tokens(range(9 * number, 9 * number + min(8, target.room - 1)))
+        for waiting, depth in ((1, 1), (1, 4), (3, 2), (6, 3), (2, 7), (5, 13)):
+            if waiting >= len(tokens):
+                continue
+            outcomes = []
+            for at_once in (True, False):
+                state, pending = target.prefilled(tokens[:1], needs=MTP), tokens[waiting]
+                target.append(state, tokens[1:waiting])
+                draft = (
+                    target.model.draft_mtp(state, pending, depth) if at_once else target.draft(state, pending, depth)[0]
+                )
+                expect_equal(target.pairs(state).fed, waiting, "a draft does not feed the waiting pairs")
+                target.append(state, tokens[waiting:-1])
+                outcomes.append((draft, target.draft(state, tokens[-1], 1)[1][0]))
+            (draft, after), (wanted, truth) = outcomes
+            case: dict[str, Any] = {"pairs": waiting, "depth": depth}
+            expect_equal(draft, wanted, "a draft in one call differs from single steps", **case)
+            target.expect_close(after, truth, "a draft in one call leaves a different state", **case)
 
 
 @check("F22")
@@ -116,10 +124,31 @@ def ledger(subject: ForwardPassSubject, run: Run) -> None:
         _, [wanted] = target.draft(target.prefilled(tokens, needs=MTP), target.token(5), 1)
         target.expect_close(got, wanted, "the next draft differs from that of a fresh state", tokens=tokens)
 
+    def cycles(depths: Sequence[int]) -> None:
+        """Drafts of all depths one after the other, each after a few more tokens."""
+        tokens, pending = target.tokens(range(4)), target.token(4)
+        state = target.prefilled(tokens, needs=MTP)
+        for number, depth in enumerate(depths):
+            fresh = target.prefilled(tokens, needs=MTP)
+            (drafted, got), (wanted, truth) = (target.draft(one, pending, depth) for one in (state, fresh))
+            case: dict[str, Any] = {"depths": depths[: number + 1]}
+            expect_equal(drafted, wanted, "a draft differs from that of a fresh state", **case)
+            for ours, theirs in zip(got, truth, strict=True):
+                target.expect_close(ours, theirs, "the logits of a draft differ from those of a fresh state", **case)
+            kept = [pending, *drafted][: 1 + number % rows]
+            if len(tokens) + len(kept) + 1 >= target.room:
+                break
+            model.decode(state, [pending, *drafted][:rows])
+            model.commit(state, len(kept))
+            tokens += kept
+            pending = target.token(50 + number)
+
+    for number in run.repeat(4):
+        depths = np.random.default_rng([run.seed, number]).choice([1, 2, 3, 5, 7, 8, 13, 15], 30)
+        run.halve(cycles, depths.tolist())
     numbers = (st.integers(0, 9), st.integers(1, 4), st.integers(0, 4))
-    steps = calls(
-        max_size=6, prefill=numbers, decode=numbers, draft=numbers, rewind=numbers, snapshot_and_restore=numbers
-    )
+    deep = (numbers[0], st.one_of(numbers[1], st.sampled_from([7, 13])), numbers[2])
+    steps = calls(max_size=6, prefill=numbers, decode=numbers, draft=deep, rewind=numbers, snapshot_and_restore=numbers)
     run.explore(body, examples=30, prompt=st.lists(st.integers(0, 9), min_size=1, max_size=6), steps=steps)
 
 

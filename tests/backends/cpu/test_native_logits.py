@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,27 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.backends.cpu.arrays import CpuLogits
-from specdec.backends.cpu.compiler import load_kernels
 from specdec.backends.cpu.native import NativeLogits, NativeOps
 from specdec.errors import ContractError
-from tests import tiny
-
-pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="the native kernels do not compile")
+from tests.instruction_sets import kernels_of
 
 SIZES = [1, 2, 15, 16, 17, 63, 64, 65, 4095, 4096, 4097, 8193, 30_011]  # around a vector, four of them and a span
 
 
 @pytest.fixture(scope="module")
-def ops() -> NativeOps:
-    return NativeOps(torch.float32, load_kernels())
+def ops(instruction_set: str) -> NativeOps:
+    return NativeOps(torch.float32, kernels_of(instruction_set))
 
 
 @pytest.fixture(scope="module", params=[1, 2], autouse=True)
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+def _threads(request: pytest.FixtureRequest, ops: NativeOps) -> None:
+    ops.threads.chosen = request.param
 
 
 @st.composite

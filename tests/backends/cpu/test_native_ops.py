@@ -6,35 +6,34 @@ Tolerances are bounds, not fits. ``U`` is float32's unit roundoff 2^-24. A sum o
 at most (n/m + log2 m + 1) U sum|a b| (Higham 2002, section 4.2); the narrowest vectors have m = 4 lanes. To that comes
 the rounding to the activation dtype, 2^-8 relative for bfloat16, once per op.
 
+The libraries of several instruction sets are loaded side by side, which once made the second one call the first one's
+template instances: equal names, unified by the loader, and rows that changed their bits with the tile they stood in.
+Hence -fvisibility=hidden.
+
 Every output that the kernels are handed is filled with NaN first: an element that nobody writes is seen.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.backends.cpu import compiler, native
-from specdec.backends.cpu.backend import CpuBackend
+from specdec.backends.cpu import native
 from specdec.backends.cpu.caches import CpuDeltaCache
-from specdec.backends.cpu.compiler import Kernels, KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import DeltaShape, Rope
-from specdec.errors import ConfigError, ContractError, ShapeError, StateError, UnsupportedError
-from specdec.records.store import cache_folder
-from tests.processes import HUNG
+from specdec.errors import ContractError, ShapeError, StateError
+from tests.instruction_sets import RUNNABLE, kernels_of
 
 U = 2.0**-24
 ROUNDING = {torch.float32: U, torch.bfloat16: 2.0**-8}
@@ -42,32 +41,6 @@ TINY = 1e-36  # bfloat16 dot products flush subnormal operands
 ROWS = [*range(1, 17), 23, 49, 67, 130]  # 49 and 67: behind a panel of the product; 130: several query blocks
 
 SETTINGS = settings(max_examples=15, deadline=None)
-
-
-def _kernels(machine: str) -> Kernels:
-    if machine == "native":
-        kernels = load_kernels()
-    else:
-        command = compiler.find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
-        if not isinstance(command, KernelsUnavailable):
-            kernels = compiler.build(command, cache_folder(), machine)
-        else:
-            kernels = command
-    if isinstance(kernels, KernelsUnavailable):
-        pytest.skip(kernels.reason)
-    return kernels
-
-
-# The second build has AVX2 and no bfloat16 unit: it runs the portable vector code that other processors get. Both are
-# loaded side by side, which once made the second one call the first one's template instances: equal names, unified by
-# the loader, and rows that changed their bits with the tile they stood in. Hence -fvisibility=hidden.
-MACHINES = ["native"] + (["x86-64-v3"] if platform.machine() == "x86_64" else [])
-
-
-@pytest.fixture(scope="module", params=[(m, d) for m in MACHINES for d in ROUNDING], ids=str)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    machine, dtype = request.param
-    return NativeOps(dtype, _kernels(machine))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,10 +52,9 @@ def _nan_filled_outputs() -> Iterator[None]:
 
 
 @pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def threads(ops: NativeOps) -> Iterator[Callable[[int], None]]:
+    yield partial(setattr, ops.threads, "chosen")
+    ops.threads.chosen = None
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -222,6 +194,37 @@ def test_rms_norm_matches_the_oracle(ops: NativeOps, rows: int, n: int, seed: in
     assert_within(ops.rms_norm(x, weight, eps), expected, (n / 8 + 10) * U * expected.abs())
     for t in range(rows):
         assert_same_bits(ops.rms_norm(x[t : t + 1], weight, eps), ops.rms_norm(x, weight, eps)[t : t + 1])
+
+
+@SETTINGS
+@given(rows=st.integers(1, 20), n=st.integers(1, 400), mean=st.sampled_from([0.0, 50.0]), seed=st.integers(0, 99))
+def test_layer_norm_matches_the_oracle(ops: NativeOps, rows: int, n: int, mean: float, seed: int) -> None:
+    """Catches: a variance that cancels, a mean over padded lanes, a bias before the weight."""
+    x, weight, bias = draw(rows, n, seed=seed, dtype=ops.dtype) + mean, draw(n, seed=seed + 1), draw(n, seed=seed + 2)
+    expected = F.layer_norm(x.double(), (n,), weight.double(), bias.double(), 1e-5)
+    spread = (x.double().var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    error = (n / 4 + 10) * U * (x.double().abs().amax(-1, keepdim=True) / spread * weight.abs() + bias.abs())
+    got = ops.layer_norm(x, weight, bias, 1e-5)
+    assert_within(got, expected, error + (n / 8 + 10) * U * expected.abs())
+    for t in range(rows):
+        assert_same_bits(ops.layer_norm(x[t : t + 1], weight, bias, 1e-5), got[t : t + 1])
+
+
+@SETTINGS
+@given(rows=st.integers(1, 20), n=st.integers(1, 100), seed=st.integers(0, 99))
+def test_elementwise_ops_match_the_oracle(ops: NativeOps, rows: int, n: int, seed: int) -> None:
+    """Strided rows, and a table whether it is packed or not."""
+    wide, b = 5 * draw(rows, 2 * n, seed=seed, dtype=ops.dtype), draw(rows, n, seed=seed + 1, dtype=ops.dtype)
+    a, table = wide[:, n:], draw(rows + 4, n, seed=seed + 2, dtype=ops.dtype)
+    expected = F.gelu(a.double(), approximate="tanh")
+    assert_within(ops.gelu(a), expected, 8 * U * a.double().abs())
+    assert_same_bits(ops.add(a, b), a + b)
+    assert_same_bits(ops.add_positions(a, ops.weight(table), 4), a + table[4:])
+    assert_same_bits(ops.gelu(a[-1:]), ops.gelu(a)[-1:])
+    with pytest.raises(ShapeError, match="add cannot read b"):
+        ops.add(a, b[:, :0])
+    with pytest.raises(ContractError, match=f"position {rows + 4} has no embedding"):
+        ops.add_positions(a, ops.weight(table), 5)
 
 
 @SETTINGS
@@ -575,11 +578,10 @@ def test_ops_agree_with_the_torch_reference(ops: NativeOps) -> None:
 # --- elementary functions ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_exponentials_are_accurate(machine: str) -> None:
+def test_exponentials_are_accurate(instruction_set: str) -> None:
     """Catches: a polynomial coefficient or range reduction that is off. Bounds in ulp of the float64 value:
     1.5 for exp, 3 for sigmoid, 3.5 for silu."""
-    function = _kernels(machine).function("elementwise", "ipip")
+    function = kernels_of(instruction_set).function("elementwise", "ipip")
     x = np.concatenate([np.linspace(-87.3, 88.7, 2_000_001), np.geomspace(1e-30, 80, 200_001), [0.0]])
     x = np.concatenate([x, -x]).astype(np.float32)
     x = x[(x > -87.3) & (x < 88.7)]
@@ -619,141 +621,10 @@ def test_layouts_that_an_address_cannot_describe_are_refused(ops: NativeOps) -> 
         ops.attend(x.view(4, 1, 32), x.view(4, 2, 16), x.view(4, 2, 16), ops.new_kv(8, 2, 16), scale=1.0)
 
 
-# --- building ------------------------------------------------------------------------------------------------------
-
-TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
-
-
-@pytest.fixture
-def trivial_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    (sources / "answer.cpp").write_text(TRIVIAL)
-    monkeypatch.setattr(compiler, "SOURCES", sources)
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("SPECDEC_CPU_KERNELS", raising=False)
-    monkeypatch.delenv("SPECDEC_CPU_TARGET", raising=False)
-    monkeypatch.setattr(compiler, "_load", compiler._load.__wrapped__)  # without its memory
-    return sources
-
-
-def built(kernels: Kernels | KernelsUnavailable) -> Kernels:
-    if isinstance(kernels, KernelsUnavailable) and kernels.reason.startswith("no C++ compiler"):
-        pytest.skip(kernels.reason)
-    assert isinstance(kernels, Kernels), kernels
-    return kernels
-
-
-def test_a_library_is_built_once_and_again_for_new_sources(trivial_sources: Path, tmp_path: Path) -> None:
-    """Catches: a stale library after an update, temporary files left in the cache."""
-    first = built(load_kernels())
-    stamp = first.path.stat().st_mtime_ns
-    assert built(load_kernels()).path.stat().st_mtime_ns == stamp
-    (trivial_sources / "answer.cpp").write_text(TRIVIAL.replace("42", "43"))
-    second = built(load_kernels())
-    assert second.path != first.path
-    assert (first.library.answer(), second.library.answer()) == (42, 43)
-    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted([first.path.name, second.path.name])
-
-
-def test_a_damaged_library_is_built_again(trivial_sources: Path) -> None:
-    """Catches: a library cut short by a full disk that keeps every later start from working."""
-    first = built(load_kernels())
-    first.path.unlink()
-    first.path.write_bytes(b"\x7fELF")
-    assert built(load_kernels()).library.answer() == 42
-
-
-@pytest.mark.slow
-def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) -> None:
-    """Catches: one process that loads what the other has half written."""
-    built(load_kernels()).path.unlink()
-    script = (
-        "import pathlib, sys; from specdec.backends.cpu import compiler\n"
-        "compiler.SOURCES = pathlib.Path(sys.argv[1])\n"
-        "print(compiler.load_kernels().library.answer())\n"
-    )
-    both = [
-        subprocess.Popen([sys.executable, "-c", script, str(trivial_sources)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [process.communicate(timeout=HUNG)[0].split()[-1] for process in both] == ["42", "42"]
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_without_a_compiler_the_reason_is_recorded(
-    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: a silent fallback. SPECDEC_CPU_KERNELS=native turns the reason into an error."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    missing = load_kernels()
-    assert isinstance(missing, KernelsUnavailable)
-    assert "no C++ compiler" in missing.reason
-    monkeypatch.setenv("CXX", "no-such-compiler -O9")
-    missing = load_kernels()
-    assert isinstance(missing, KernelsUnavailable)
-    assert "CXX='no-such-compiler -O9' is not an executable" in missing.reason
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "native")
-    with pytest.raises(UnsupportedError, match="no-such-compiler"):
-        load_kernels()
-
-
-def test_a_failed_build_keeps_what_the_compiler_said(trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: an unexplained fallback after a compiler error."""
-    built(load_kernels())
-    (trivial_sources / "answer.cpp").write_text("#error kernels of tomorrow\n")
-    failed = load_kernels()
-    assert isinstance(failed, KernelsUnavailable)
-    assert "exit status" in failed.reason
-    assert "kernels of tomorrow" in failed.detail
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "native")
-    with pytest.raises(UnsupportedError) as error:
-        load_kernels()
-    assert "kernels of tomorrow" in str(error.value)
-
-
-def test_an_unusable_cache_is_a_reason(trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a traceback on a read-only home directory. (A file in the way refuses even root.)"""
-    built(load_kernels())
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    failed = load_kernels()
-    assert isinstance(failed, KernelsUnavailable)
-    assert str(tmp_path / "file") in failed.reason
-
-
-def test_kernels_are_built_for_the_processor_that_is_named(
-    trivial_sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches: a library for one processor found under the key of another; a dtype chosen for the wrong one."""
-    native_build = built(load_kernels())
-    monkeypatch.setenv("SPECDEC_CPU_TARGET", "x86-64-v3" if platform.machine() == "x86_64" else "generic")
-    narrow = built(load_kernels())
-    assert narrow.path != native_build.path
-    assert os.environ["SPECDEC_CPU_TARGET"] in narrow.description
-    dtype, why = CpuBackend().choose_dtype("auto", "bfloat16")
-    assert dtype == "float32"
-    assert os.environ["SPECDEC_CPU_TARGET"] in why
-    monkeypatch.setenv("SPECDEC_CPU_TARGET", "no-such-processor")
-    failed = load_kernels()
-    assert isinstance(failed, KernelsUnavailable)
-    assert "no-such-processor" in failed.detail
-
-
-def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a misspelt SPECDEC_CPU_KERNELS that is ignored."""
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    assert load_kernels() == KernelsUnavailable("SPECDEC_CPU_KERNELS=torch")
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "nativ")
-    with pytest.raises(ConfigError, match="auto, torch or native"):
-        load_kernels()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_one_openmp_runtime_is_loaded() -> None:
     """Catches: a second thread pool beside torch's, which would fight it for the cores."""
-    _kernels("native")
+    kernels_of(RUNNABLE[0])
     torch.randn(300, 300) @ torch.randn(300, 300)
     with open("/proc/self/maps", encoding="utf-8") as maps:
         runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line}

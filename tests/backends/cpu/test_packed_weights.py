@@ -10,6 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,24 +23,18 @@ from torch import Tensor
 
 from specdec.backends.cpu.native import SMALL, NativeOps
 from specdec.errors import ShapeError
-from tests.backends.cpu.test_native_ops import MACHINES, ROUNDING, U, _kernels, assert_same_bits, assert_within, draw
+from tests.backends.cpu.test_native_ops import U, assert_same_bits, assert_within, draw
 
-ROWS = [*range(1, 17), 23, 49, 67]  # 12 rows make a tile, 48 a chunk
+ROWS = [*range(1, 17), 23, 49, 101]  # 6 or 12 rows make a tile, 96 a chunk
+WORDS = st.integers(1, 150) | st.integers(500, 1100)  # 128 or 512 are summed before the next rows
 SETTINGS = settings(max_examples=25, deadline=None)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which pages are a file's")
 
 
-@pytest.fixture(scope="module", params=[(m, d) for m in MACHINES for d in ROUNDING], ids=str)
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    machine, dtype = request.param
-    return NativeOps(dtype, _kernels(machine))
-
-
 @pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def threads(ops: NativeOps) -> Iterator[Callable[[int], None]]:
+    yield partial(setattr, ops.threads, "chosen")
+    ops.threads.chosen = None
 
 
 def packed(ops: NativeOps, *shape: int, seed: int) -> Tensor:
@@ -48,7 +43,7 @@ def packed(ops: NativeOps, *shape: int, seed: int) -> Tensor:
     return w
 
 
-@given(rows=st.integers(1, 30), features=st.integers(1, 100), words=st.integers(1, 150), seed=st.integers(0, 2**31))
+@given(rows=st.integers(1, 30), features=st.integers(1, 100), words=WORDS, seed=st.integers(0, 2**31))
 @SETTINGS
 def test_products_are_right(ops: NativeOps, rows: int, features: int, words: int, seed: int) -> None:
     k = words * 4 // ops.dtype.itemsize
@@ -60,9 +55,9 @@ def test_products_are_right(ops: NativeOps, rows: int, features: int, words: int
     assert_within(torch.from_numpy(ops.head(x, w).rows()), exact, bound)
 
 
-def test_rows_and_threads_do_not_change_bits(ops: NativeOps, threads: Callable[[int], None]) -> None:
+@pytest.mark.parametrize(("k", "n"), [(320, 203), (2180, 40)])
+def test_rows_and_threads_do_not_change_bits(ops: NativeOps, threads: Callable[[int], None], k: int, n: int) -> None:
     """Catches: an order of additions that depends on the tile; a row that lands in another one's place."""
-    k, n = 320, 203
     x = draw(max(ROWS), k, seed=0, dtype=ops.dtype)
     a, b, c = (packed(ops, size, k, seed=size) for size in (n, 48, 16))
     up = packed(ops, n, k, seed=7)

@@ -6,7 +6,6 @@ Rows are drawn with ties, infinities and few values, so that ids decide often.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -15,33 +14,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.backends.cpu import compiler
 from specdec.backends.cpu.arrays import CpuLogits
-from specdec.backends.cpu.compiler import KernelsUnavailable
+from specdec.backends.cpu.library import load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.pruned import HeadRows, PrunedLogits
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Context, Sampling
 from specdec.errors import ConfigError, ContractError
-from specdec.records.store import cache_folder
 from specdec.sampling import draft_token
+from tests.instruction_sets import each_set, kernels_of
 
 SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 127, 300])
-MACHINES = ("torch", "native", "x86-64-v3")
-"""The last one has the vectors of other processors."""
 
 
-@pytest.fixture(scope="module", params=MACHINES)
+@pytest.fixture(scope="module", params=each_set("torch"))
 def ops(request: pytest.FixtureRequest) -> ReferenceOps:
     if request.param == "torch":
         return ReferenceOps(torch.float32)
-    command = compiler.find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
-    if isinstance(command, KernelsUnavailable):
-        pytest.skip(command.reason)
-    kernels = compiler.build(command, cache_folder(), request.param)
-    if isinstance(kernels, KernelsUnavailable):
-        pytest.skip(kernels.reason)
-    return NativeOps(torch.float32, kernels)
+    return NativeOps(torch.float32, kernels_of(request.param))
 
 
 def full_logits(ops: ReferenceOps, rows: np.ndarray) -> CpuLogits:
@@ -194,7 +184,7 @@ def test_rows_that_are_added_belong_to_their_ids(
 ) -> None:
     """A chain of extensions, and a branch from each of its heads: no head sees another one's rows."""
     rng = torch.Generator().manual_seed(seed)
-    ops = ReferenceOps(dtype) if type(ops) is ReferenceOps else NativeOps(dtype, compiler.load_kernels())  # type: ignore[arg-type]
+    ops = ReferenceOps(dtype) if type(ops) is ReferenceOps else NativeOps(dtype, load_kernels())  # type: ignore[arg-type]
     weight = ops.weight(torch.randn(90, hidden, generator=rng).to(dtype))
     x = torch.randn(2, hidden, generator=rng).to(dtype)
     full = ops.head(x, weight).rows()

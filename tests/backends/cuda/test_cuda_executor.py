@@ -105,7 +105,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[CudaExecutor]:
 def clause(target: Any) -> Any:
     """The kit's check of cycles on a device."""
     check = next(check for check in iter_checks() if check.id == "F20")
-    return run_check(check, as_subject(check.subject, target), effort=0.1)
+    return run_check(check, as_subject(check.subject, target), effort="sample")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ larger ones, in bfloat16.
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cuda import memory
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache
 from specdec.backends.cuda.ops import CudaOps
 from specdec.contract import Drafter, Needs
+from specdec.models import Weights, dry_run
+from specdec.models.loading import build_target
 from tests import tiny, tiny_families  # noqa: F401  (the latter makes its writers known)
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, partly_right
 
@@ -111,6 +115,37 @@ def test_hidden_states_at_boundaries_are_those_of_the_reference(
     for ours, alone, theirs in zip(whole, single, wanted, strict=True):
         assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
         assert (ours == alone).all()
+
+
+def test_a_family_with_learned_positions_and_no_rotation(
+    new_device: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured passes at any length have the bits of eager ones, and the reference's numbers."""
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[3] / "plugins" / "specdec-gpt2"))
+    [spec] = importlib.import_module("specdec_gpt2").specdec_models()
+    config = spec.parse({"vocab_size": 40, "n_embd": 32, "n_head": 2, "n_layer": 1, "n_positions": CAPACITY})
+    draw = torch.Generator().manual_seed(0)
+    shapes = dry_run(spec, config).tensors
+    tensors = {name: torch.randn(one.shape, generator=draw) * 0.3 for name, one in shapes.items()}
+
+    class Stored(dict[str, torch.Tensor]):
+        matrix = dict.__getitem__
+
+    def rows_of(ops: Any) -> list[np.ndarray]:
+        stored: Any = Stored(tensors)
+        target = build_target(spec, config, Weights(ops, stored), dtype="float32")
+        state = target.new_state(CAPACITY)
+        target.prefill(state, list(range(18)))  # longer than a captured pass
+        found = []
+        for tokens, kept in (([5, 9, 2], 2), ([7, 7, 1], 3), ([4], 1)):
+            found.append(target.decode(state, tokens).need_logits().rows().copy())
+            target.commit(state, kept)
+        return found
+
+    captured, eager = (rows_of(CudaOps(new_device(), torch.float32, eager_reason=why)) for why in ("", "asked for"))
+    for ours, plain, wanted in zip(captured, eager, rows_of(ReferenceOps(torch.float32)), strict=True):
+        assert np.abs(ours - wanted).max() <= 1e-4 * np.abs(wanted).max()
+        assert (ours == plain).all()
 
 
 @attrs.define

@@ -34,6 +34,17 @@ def test_rms_norm(rows: int, k: int, dtype: torch.dtype, device: torch.device) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "k"), [(1, 5), (17, 48), (2, 5000)])
+def test_layer_norm(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, bias = rows_of(rows, k, dtype, device), torch.rand(k, device=device) + 0.5, torch.rand(k, device=device)
+    with poisoned(device):
+        y = norm.layer_norm(x, weight, bias, EPS)
+    expected = norm.layer_norm_reference(x, weight, bias, EPS)
+    wide = expected.abs() + bias + x.double().abs().amax(1, keepdim=True) * weight  # what is cancelled
+    close(y, expected, _bound(wide, k, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 16), (5, 3, 24), (20, 2, 128)])
 def test_gated_rms_norm(rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     both = rows_of(rows, 2 * heads * dim, dtype, device).view(rows, 2, heads, dim)

@@ -198,7 +198,7 @@ def test_rows_have_the_same_bits_in_any_company(
 
 def test_the_operations_in_float16() -> None:
     check_subjects(
-        "metal float16", {Subject.OPS: OpsSubject(make=lambda: MetalOps(mx.float16))}, effort=0.5
+        "metal float16", {Subject.OPS: OpsSubject(make=lambda: MetalOps(mx.float16))}, effort="sample"
     ).raise_for_failures()
 
 

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import specdec
 import tests.tiny_families  # noqa: F401  # registers the writers of its families
@@ -68,7 +68,7 @@ def decoded(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
 
 
 def logits(folder: Path, kernels: str) -> torch.Tensor:
-    target = tiny.make_target(folder, kernels=kernels)
+    target = tiny.make_target(folder, kernels=kernels, weights="decoded")
     rows = target.decode(target.new_state(32), PROMPT).need_logits().rows()
     return torch.as_tensor(rows).clone()
 
@@ -285,6 +285,41 @@ def test_a_head_whose_norms_may_be_either_is_not_used(tmp_path: Path, family: st
     assert_same_logits(mlx, twin)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "deepseek_v3", "glm4_moe"])
+def test_the_original_checkpoint_lends_its_head(tmp_path: Path, family: str) -> None:
+    """The original's convolutions show that its norms are raw; a file with the head alone shows nothing."""
+    mlx, twin = made(tmp_path, family)
+    source = tmp_path / "source"
+    config = json.loads((mlx / "config.json").read_text(encoding="utf-8"))
+    layers, plus_one = config["num_hidden_layers"], family in ("qwen3_5", "qwen3_next")
+    prefix = "mtp." if plus_one else f"layers.{layers}."
+    whole = load_file(twin / "model.safetensors")
+    head = {name: t for name, t in load_file(source / "model.safetensors").items() if prefix in name}
+    save_file(whole | head, twin / "model.safetensors")
+    tiny.edit_config(twin, **{key: config[key] for key in config if key.startswith(("mtp_num", "num_nextn"))})
+    file = tmp_path / "head.safetensors"
+    save_file(head, file)
+
+    def drafted(model: Path, mtp: Path | None = None) -> tuple[int, ...]:
+        head = None if mtp is None else str(mtp)
+        asked = TargetConfig(model=str(model), dtype="float32", weights="decoded", mtp=head)
+        target = load_target(RunConfig(target=asked)).target
+        state = target.new_state(64, tiny.needs_of(target))
+        target.prefill(state, list(range(5, 30)))
+        return target.draft_mtp(state, 7, 4)
+
+    assert drafted(mlx, source) == drafted(twin)
+    if not plus_one:
+        assert drafted(mlx, file) == drafted(twin)
+        return
+    with pytest.raises(CheckpointError, match="nothing in the files shows"):
+        drafted(mlx, file)
+    file.rename(mlx / "mtp.safetensors")
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(mlx))))
+    assert any("nothing in the files shows" in notice for notice in loaded.notices)
+    assert loaded.target.info.mtp_layers == 0
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_head_without_such_norms_is_used(tmp_path: Path, family: str) -> None:
     mlx, _ = made(tmp_path, family, keep_head=True)
@@ -330,7 +365,7 @@ def test_convolutions_in_both_layouts_are_refused(tmp_path: Path) -> None:
 
 def test_the_decoded_cache_holds_a_converted_checkpoint(tmp_path: Path) -> None:
     mlx, twin = made(tmp_path, "qwen3_next")
-    asked = TargetConfig(model=str(mlx), dtype="float32", decoded_cache=str(tmp_path / "cache"))
+    asked = TargetConfig(model=str(mlx), dtype="float32", weights="decoded", decoded_cache=str(tmp_path / "cache"))
     for _ in range(2):
         target = load_target(RunConfig(target=asked)).target
         rows = target.decode(target.new_state(32), PROMPT).need_logits().rows()

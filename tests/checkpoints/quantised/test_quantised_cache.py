@@ -37,7 +37,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def load(source: Path, cache: Path, dtype: str = "bfloat16") -> LoadedTarget:
-    return load_target(RunConfig(target=TargetConfig(model=str(source), dtype=dtype, decoded_cache=str(cache))))
+    return load_target(
+        RunConfig(target=TargetConfig(model=str(source), dtype=dtype, weights="decoded", decoded_cache=str(cache)))
+    )
 
 
 def only(cache: Path) -> Path:
@@ -74,7 +76,7 @@ def test_the_model_keeps_its_identity_and_its_notices(source: Path, tmp_path: Pa
     """Each notice once: those of the source that the cache keeps, and those that its own audit finds again."""
     tensors = load_file(source / "model.safetensors") | {"model.extra": torch.ones(2)}
     save_file(tensors, source / "model.safetensors")
-    plain = load_target(RunConfig(target=TargetConfig(model=str(source), dtype="bfloat16")))
+    plain = load_target(RunConfig(target=TargetConfig(model=str(source), dtype="bfloat16", weights="decoded")))
     written = load(source, tmp_path / "cache")
     cached = load(source, tmp_path / "cache")
     assert cached.target.info.fingerprint == plain.target.info.fingerprint
@@ -176,7 +178,8 @@ def test_a_folder_that_cannot_be_made_is_a_sentence_on_the_command_line(
 ) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     setting = f"target.decoded_cache={json.dumps(str(tmp_path / cache))}"
-    outcome = CliRunner().invoke(main, ["generate", "--model", str(source), "--prompt", "a", "-s", setting])
+    settings = ["-s", setting, "-s", "target.weights=decoded"]
+    outcome = CliRunner().invoke(main, ["generate", "--model", str(source), "--prompt", "a", *settings])
     assert outcome.exit_code == 2
     assert why in outcome.stderr
     assert "Traceback" not in outcome.output + outcome.stderr

@@ -71,7 +71,7 @@ def split(
 
 def outputs(folder: Path, dtype: str, kernels: str) -> list[torch.Tensor]:
     """Logits of a pass of several rows, and of the MTP head where there is one."""
-    target = tiny.make_target(folder, kernels=kernels, dtype=dtype)
+    target = tiny.make_target(folder, kernels=kernels, dtype=dtype, weights="decoded")
     state = target.new_state(64, tiny.needs_of(target))
     out = target.decode(state, PROMPT)
     found = [torch.as_tensor(out.need_logits().rows()).clone()]
@@ -155,9 +155,9 @@ def test_fused_experts_with_scales_of_their_own(tmp_path: Path) -> None:
             parts, values = q.fp8_block(tensor.float().numpy(), (16, 24))
             stored[name], stored[f"{name}_scale_inv"] = parts["weight"], parts["weight_scale_inv"]
             plain[name] = torch.from_numpy(values).bfloat16()
+    tiny.write_tokenizer(write_checkpoint(tmp_path / "decoded", config, plain))
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 24]}
-    for made, kept in (("stored", stored), ("decoded", plain)):
-        tiny.write_tokenizer(write_checkpoint(tmp_path / made, config, kept))
+    tiny.write_tokenizer(write_checkpoint(tmp_path / "stored", config, stored))
     formats = formats_of(Checkpoint.open(tmp_path / "stored"))
     assert formats["mtp.layers.0.mlp.experts.gate_up_proj"].format == "fp8-block 16x24"
     assert_same_outputs(tmp_path / "stored", tmp_path / "decoded")
@@ -181,7 +181,7 @@ def _latent(name: str) -> str | None:
 def test_scales_of_activations_are_noted_once(tmp_path: Path) -> None:
     source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
     stored, _ = split(tmp_path, source, lambda n: "fp8 per tensor" if matrix(n) else None)
-    loaded = load_target(RunConfig(target=TargetConfig(model=str(stored))))
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(stored), weights="decoded")))
     notices = [notice for notice in loaded.notices if "scales of activations" in notice]
     assert len(notices) == 1
     assert "not used, on purpose" in notices[0]

@@ -242,13 +242,13 @@ def quantised(folder: Path, family: str, name: str) -> Path:
 def test_families_hand_over_what_is_kept(tmp_path: Path, family: str, name: str) -> None:
     """Every quantised matrix reaches ``weight`` or ``stack`` as it is stored, tables and experts too; the rest decoded.
 
-    What is not handed over as it is: ``kv_b_proj``, which is split and turned, and fused projections whose rows are
-    put into another order, in a format whose rows share scales.
+    What is not handed over as it is: ``kv_b_proj``, which is split and turned, and a fused projection whose rows are
+    put into another order, in a format in which only some rows share scales.
     """
     folder = quantised(tmp_path, family, name)
     kept_as = KEPT[name][0]
     formats = formats_of(Checkpoint.open(folder))
-    reordered = ("in_proj_qkvz.weight", "in_proj_ba.weight") if kept_as == "fp8-block" else ()
+    reordered = ("in_proj_qkvz.weight",) if kept_as == "fp8-block" else ()
     tied = json.loads((folder / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"]
     wanted = {
         key: found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DrafterSnapshot, DraftNoise
+from specdec.contract import EMPTY_DRAFT, Context, DeviceDraft, Draft, Drafter, DrafterSnapshot, DraftNoise
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from specdec.sampling import Purpose, draw, uniforms
 
@@ -58,7 +58,7 @@ class TooLong(Honest):
 
 class WritesToTheContext(Honest):
     def propose(self, context, depth):
-        context.cycle += 1
+        context.change("cycle", context.cycle + 1)
         return super().propose(context, depth)
 
 
@@ -276,10 +276,70 @@ class StartsOverAfterAReport(Honest):
         return EMPTY_DRAFT if self.reported else super().propose(context, depth)
 
 
+class ReusesItsBuffer(Honest):
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.buffer: np.ndarray | None = None
+
+    def propose(self, context, depth):
+        draft = super().propose(context, depth)
+        if draft.probs is None:
+            return draft
+        if self.buffer is None:
+            self.buffer = np.zeros((64, draft.probs.shape[1]), np.float32)
+        self.buffer[: len(draft.probs)] = draft.probs
+        return Draft(draft.tokens, self.buffer[: len(draft.probs)])
+
+
+class KeepsOutputs(Honest):
+    def __init__(self, env=None) -> None:
+        super().__init__(env)
+        self.outputs = []
+
+    def observe(self, verdict, output, context):
+        self.outputs.append(output)
+
+
+class LeavesItToTheDevice(Honest):
+    def device_draft(self, context):
+        return DeviceDraft(mtp=False)
+
+
+class NeverAgain(Honest):
+    """Asked again after the same tokens, it drafts nothing."""
+
+    last = -1
+
+    def propose(self, context, depth):
+        repeated, self.last = len(context) == self.last, len(context)
+        return EMPTY_DRAFT if repeated and depth else super().propose(context, depth)
+
+    def rewind(self, length):
+        self.last = -1
+
+
+class KnowsOnlyWhatItWasShown(Honest):
+    """Learns from what the engine shows it, which no other engine does."""
+
+    seen = 0
+
+    def prefill(self, context, output):
+        self.seen = len(context)
+
+    def observe(self, verdict, output, context):
+        self.seen = len(context) - 1
+
+    def rewind(self, length):
+        self.seen = min(self.seen, length)
+
+    def propose(self, context, depth):
+        return super().propose(context, depth) if self.seen >= len(context) - 1 else EMPTY_DRAFT
+
+
 BROKEN = {
     ListOfTokens: ("D1",),
     TooLong: ("D1", "D13"),
-    WritesToTheContext: ("D2",),
+    WritesToTheContext: ("D2", "D13", "D14"),
     NeedsTwoTokens: ("D3", "D1", "D4", "D5", "D7", "D8", "D9", "D13", "D15"),
     IgnoresDepthZero: ("D4",),
     MovesTheGlobalGenerator: ("D5",),
@@ -304,4 +364,9 @@ BROKEN = {
     CountsSinceTheLastReport: ("D18",),
     ReportsItsLivingCounts: ("D18",),
     StartsOverAfterAReport: ("D18",),
+    ReusesItsBuffer: ("D19",),
+    KeepsOutputs: ("D20",),
+    LeavesItToTheDevice: ("D21",),
+    NeverAgain: ("D22",),
+    KnowsOnlyWhatItWasShown: ("D22", "D8"),
 }

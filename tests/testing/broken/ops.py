@@ -140,6 +140,26 @@ class ResidualInPlace(ReferenceOps):
         return super().linear(x, weight) if residual is None else residual.add_(super().linear(x, weight))
 
 
+class LayerNormWithoutTheMean(ReferenceOps):
+    def layer_norm(self, x, weight, bias, eps):
+        return (self.rms_norm(x, weight, eps).float() + bias).to(self.dtype)
+
+
+class GeluWithTheErrorFunction(ReferenceOps):
+    def gelu(self, x):
+        return torch.cat([F.gelu(row[None].float()) for row in x]).to(self.dtype)
+
+
+class PositionsOfThePass(ReferenceOps):
+    def add_positions(self, x, table, position):
+        return super().add_positions(x, table, 0)
+
+
+class SumsInPlace(ReferenceOps):
+    def add(self, a, b):
+        return a.add_(b)
+
+
 class HeadsInReverse(ReferenceOps):
     def project_heads(self, x, weights):
         return super().project_heads(x, weights[::-1])
@@ -318,4 +338,8 @@ BROKEN = {
     HeadByPlace: ("O20",),
     EqualLogitsByPlace: ("O20",),
     ContinuationsOverwriteEachOther: ("O20",),
+    LayerNormWithoutTheMean: ("O21",),
+    GeluWithTheErrorFunction: ("O22",),
+    PositionsOfThePass: ("O23", "O12"),
+    SumsInPlace: ("O15", "O12", "O23"),
 }

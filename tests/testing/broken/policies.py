@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from specdec.contract import DepthPolicy
 
 
@@ -65,12 +67,47 @@ class SharesCounters(DepthPolicy):
         type(self).cycles += 1
 
 
+class CountsQuestions(DepthPolicy):
+    asked = 0
+
+    def next_depth(self, stats):
+        self.asked += 1
+        return self.asked % 3
+
+
+class Explains(DepthPolicy):
+    reason = "the best depth"
+
+    def next_depth(self, stats):
+        return 2
+
+
+class Random(DepthPolicy):
+    def next_depth(self, stats):
+        return random.randrange(3) + 1
+
+
+class KeepsRecords(DepthPolicy):
+    def __init__(self):
+        self.records = []
+
+    def next_depth(self, stats):
+        return 2
+
+    def record(self, cycle):
+        self.records.append(cycle)
+
+
 BROKEN = {
-    Truth: ("P1",),
-    Negative: ("P1",),
-    DividesByCycles: ("P2", "P1", "P4", "P6"),
-    DividesByOffered: ("P3", "P1", "P5", "P6"),
+    Truth: ("P1", "P4"),
+    Negative: ("P1", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10"),
+    DividesByCycles: ("P2", "P1", "P4", "P6", "P7", "P8", "P9", "P10"),
+    DividesByOffered: ("P3", "P1", "P4", "P5", "P6", "P7", "P8", "P9", "P10"),
     GrowsForEver: ("P4",),
     ForgetsInTheStats: ("P5",),
-    SharesCounters: ("P6",),
+    SharesCounters: ("P6", "P7", "P8", "P9"),
+    CountsQuestions: ("P7", "P8"),
+    Explains: ("P8",),
+    Random: ("P9", "P6", "P7"),
+    KeepsRecords: ("P10",),
 }

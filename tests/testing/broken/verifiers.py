@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
+from specdec.backends.arrays import HostLogits
 from specdec.contract import Context, Guarantee, Verdict, Verifier
 from specdec.sampling import Purpose, Rows, gumbel
 from specdec.verifiers import rejection
@@ -47,28 +48,9 @@ class AcceptsTheImpossible(StrictVerifier):
     def verify(self, draft, logits, context):
         verdict = super().verify(draft, logits, context)
         if verdict.accepted == 0 and draft.tokens and logits.rows()[0][draft.tokens[0]] == -np.inf:
-            rest = super().verify(type(draft)(), _Row(logits, 1), _after(context, draft.tokens[:1]))
+            rest = super().verify(type(draft)(), HostLogits(logits.rows()[1:2]), _after(context, draft.tokens[:1]))
             return Verdict(1, rest.next_token)
         return verdict
-
-
-class _Row:
-    """One row of some logits."""
-
-    def __init__(self, logits, row):
-        self._rows = logits.rows()[row : row + 1]
-
-    def __len__(self):
-        return 1
-
-    def rows(self):
-        return self._rows
-
-    def argmax(self):
-        return self._rows.argmax(axis=1).tolist()
-
-    def noisy_argmax(self, row, scale, seed, position):
-        return None
 
 
 def _after(context, tokens):
@@ -179,19 +161,55 @@ class GreedyInLongTexts(StrictVerifier):
         return super().verify(draft, logits, context)
 
 
+class HalfTheSeed(StrictVerifier):
+    """Right for seeds below 2^32."""
+
+    def verify(self, draft, logits, context):
+        sampling = attrs.evolve(context.sampling, seed=context.sampling.seed % 2**32)
+        where = {"generated_from": context.generated_from, "cycle": context.cycle}
+        return super().verify(draft, logits, Context(list(context), sampling, **where))
+
+
+class ArgmaxUnderABias(StrictVerifier):
+    def is_argmax(self, sampling):
+        return sampling.temperature == 0
+
+
+class KeepsLogits(StrictVerifier):
+    def __init__(self):
+        self.seen = []
+
+    def verify(self, draft, logits, context):
+        self.seen.append(logits)
+        return super().verify(draft, logits, context)
+
+
+class WritesIntoTheRows(StrictVerifier):
+    """Masks where it reads, which read-only rows refuse."""
+
+    def verify(self, draft, logits, context):
+        rows = logits.rows()
+        rows += 0.0
+        return super().verify(draft, logits, context)
+
+
 BROKEN = {
     NumpyTokens: ("V1",),
     TakesAnyRows: ("V2",),
-    AcceptsOneAtMost: ("V3",),
+    AcceptsOneAtMost: ("V3", "V15"),
     AcceptsTheImpossible: ("V4", "V10", "V12"),
     ResamplesFromTheTarget: ("V5",),
     NoiseByCycle: ("V6", "V3", "V13"),
     StatesTooSmallABound: ("V7",),
     StatesNoBound: ("V7",),
-    Remembers: ("V8",),
-    GivesUpOnLargeLogits: ("V9",),
+    Remembers: ("V8", "V17"),
+    GivesUpOnLargeLogits: ("V9", "V12"),
     HidesItsDeviation: ("V10",),
     RaisesValueError: ("V11", "V1", "V6", "V8", "V9", "V10", "V12", "V13"),
     StaleHistory: ("V12", "V10"),
-    GreedyInLongTexts: ("V13",),
+    GreedyInLongTexts: ("V13", "V3", "V6", "V10", "V12", "V15"),
+    HalfTheSeed: ("V14", "V6"),
+    ArgmaxUnderABias: ("V15",),
+    KeepsLogits: ("V16",),
+    WritesIntoTheRows: ("V17", "V13"),
 }

@@ -7,15 +7,19 @@
 // Scores of keys after a query's position are discarded and their values are not used; slots after the pass are never
 // read.
 
+#include <algorithm>
+
 #include "dots.h"
-#include "threads.h"
+#include "team.h"
 
 namespace specdec {
 
 constexpr int64_t TILE = 64;
 constexpr int64_t SPLIT = 1024;
 constexpr int64_t LINE = 64;  // bytes of a cache line
-constexpr int64_t QUERIES = 64;  // query vectors that share the keys and values of one tile while it is in L1
+constexpr int64_t QUERIES = 64;  // query vectors that share the keys and values of one tile while it is in L2
+constexpr int64_t NEAR = W == 16 ? TILE : 16;  // keys, or values, that all queries use while they are in L1
+static_assert(TILE % NEAR == 0);
 
 template <class T> struct Attention {
     const T* q;
@@ -51,27 +55,40 @@ INLINE void scale_row(float* row, int64_t n, float factor) {
     for (int64_t d = 0; d < n; d += W) store(load(row + d) * f, row + d);
 }
 
+// Queries of the next tile of scores when `queries` remain: as many as hold the sums of several keys in registers.
+INLINE int64_t query_tile(int64_t queries) {
+    if (W < 16) return std::min<int64_t>(queries, 4);
+    return queries == 8 ? 4 : tile_rows(queries);  // 8 rows take 3 keys at a time; NEAR is no multiple
+}
+
 // sum[m] += weights[m][j] * values[j] for j ascending; M queries, n keys. `ahead` as in `dots`.
 template <class T, int M>
-void add_values(const float* weights, const T* values, int64_t slot, int64_t n, int64_t dim, float* sum, int64_t wide,
-                int64_t ahead) {
-    constexpr int C = W == 16 && M <= 6 ? 4 : 2;  // vectors of a value row at a time, to hide the latency
+INLINE void add_values(const float* weights, const T* values, int64_t slot, int64_t n, int64_t dim, float* sum,
+                       int64_t wide, int64_t ahead) {
+    constexpr int C = W == 16 || M == 1 ? 4 : 2;  // vectors of a value row at a time, to hide the latency
     int64_t d = 0;
     for (; d + C * W <= dim; d += C * W) {
         vf acc[M][C];
+#pragma GCC unroll 4
         for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c) acc[m][c] = load(sum + m * wide + d + c * W);
         for (int64_t j = 0; j < n; ++j) {
             vf value[C];
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c) value[c] = load(values + j * slot + d + c * W);
             for (int64_t at = 0; at < C * W * (int64_t)sizeof(T); at += LINE)
                 __builtin_prefetch(reinterpret_cast<const char*>(values + j * slot + d) + ahead + at);
+#pragma GCC unroll 4
             for (int m = 0; m < M; ++m) {
                 const vf weight = splat(weights[m * TILE + j]);
+#pragma GCC unroll 4
                 for (int c = 0; c < C; ++c) acc[m][c] = fma(weight, value[c], acc[m][c]);
             }
         }
+#pragma GCC unroll 4
         for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c) store(acc[m][c], sum + m * wide + d + c * W);
     }
     for (; d < dim; d += W) {
@@ -88,8 +105,8 @@ void add_values(const float* weights, const T* values, int64_t slot, int64_t n, 
 }
 
 template <class T>
-INLINE void add_values(const float* weights, const T* values, int64_t slot, int64_t keys, int64_t queries, int64_t dim,
-                       float* sum, int64_t wide, int64_t ahead) {
+void add_values(const float* weights, const T* values, int64_t slot, int64_t keys, int64_t queries, int64_t dim,
+                float* sum, int64_t wide, int64_t ahead) {
     int64_t m = 0;
     for (; m + 4 <= queries; m += 4)
         add_values<T, 4>(weights + m * TILE, values, slot, keys, dim, sum + m * wide, wide, m ? 0 : ahead);
@@ -146,27 +163,35 @@ void attend_split(const Attention<T>& a, const T* q, int64_t first, int64_t rows
         // Rows that see none of this tile, then rows that see part of it, then rows that see all of it.
         const int64_t none = std::clamp<int64_t>(start - a.position - first, 0, rows);
         const int64_t part = std::clamp<int64_t>(start + TILE - 1 - a.position - first, none, rows);
-        // The heads of a cached row are adjacent, so one head's keys are short runs that the hardware prefetcher
-        // misses: reading the keys prefetches the values of the tile, and reading the values prefetches the next tile's
-        // keys.
+        // The keys and values of one head are a short run in each cached row, which the hardware prefetcher misses:
+        // reading the keys prefetches the values of the tile, and reading the values prefetches the next tile's keys.
         int64_t ahead = reinterpret_cast<intptr_t>(tile_values) - reinterpret_cast<intptr_t>(tile_keys);
-        for (int64_t m = none * group; m < queries;) {
-            const int64_t left = queries - m;
-            const int64_t tile = left == 8 ? 4 : tile_rows(left);  // 8 rows take 3 keys at a time; TILE is no multiple
-            dots_tile_of<T>(tile)(tile_keys, a.slot, keys, q + m * a.dim, a.dim, a.dim, scores + m * TILE, TILE,
-                                  {m == none * group ? ahead : 0, false}, WHOLE);
-            m += tile;
+        for (int64_t j = 0; j < keys; j += NEAR) {
+            const T* here = tile_keys + j * a.slot;
+            for (int64_t m = none * group; m < queries;) {
+                const int64_t tile = query_tile(queries - m);
+                dots_tile_of<T>(tile)(here, a.slot, std::min(NEAR, keys - j), q + m * a.dim, a.dim, a.dim,
+                                      scores + m * TILE + j, TILE, {m == none * group ? ahead : 0, false}, WHOLE);
+                m += tile;
+            }
         }
         ahead = TILE * a.slot * (int64_t)sizeof(T) - ahead;
         for (int64_t m = none * group; m < queries; ++m) {
             const int64_t valid = std::min(TILE, a.position + first + m / group + 1 - start);
             soften(scores + m * TILE, valid, a.scale, out.top[m], out.total[m], out.sum + m * wide, wide);
         }
-        for (int64_t t = none; t < part; ++t)
-            add_values(scores + t * group * TILE, tile_values, a.slot, a.position + first + t + 1 - start, group, a.dim,
-                       out.sum + t * group * wide, wide, 0);
-        add_values(scores + part * group * TILE, tile_values, a.slot, keys, (rows - part) * group, a.dim,
-                   out.sum + part * group * wide, wide, ahead);
+        for (int64_t j = 0; j < keys; j += NEAR) {
+            const T* here = tile_values + j * a.slot;
+            const int64_t some = std::min(NEAR, keys - j);
+            for (int64_t t = none; t < part; ++t) {
+                const int64_t seen = std::min(some, a.position + first + t + 1 - start - j);
+                if (seen > 0)
+                    add_values(scores + t * group * TILE + j, here, a.slot, seen, group, a.dim,
+                               out.sum + t * group * wide, wide, 0);
+            }
+            add_values(scores + part * group * TILE + j, here, a.slot, some, (rows - part) * group, a.dim,
+                       out.sum + part * group * wide, wide, ahead);
+        }
     }
 }
 

@@ -5,7 +5,9 @@
 // COLUMNS columns stay in L1 for all tokens: the first token reads the committed S, the last one writes to a second
 // buffer.
 
-#include "threads.h"
+#include <algorithm>
+
+#include "team.h"
 #include "vectors.h"
 
 namespace specdec {

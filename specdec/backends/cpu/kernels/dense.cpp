@@ -3,25 +3,34 @@
 // Bits contract: an output is one inner product of `dots.h` or `panels.h` followed by its own epilogue; row t of any
 // result is the same for every number of rows and threads.
 //
-// Weights are row-major [N, K] (`dots.h`) or packed in panels (`panels.h`). The two sum in different orders, so a
-// weight never changes its layout. A block of BLOCK output features is multiplied with all activation rows, CHUNK rows
+// Weights are row-major [N, K] (`dots.h`), packed in panels (`panels.h`) or quantised (`packed.h`). Each sums in an order
+// of its own, so a weight never changes its layout. A block of BLOCK output features is multiplied with all activation rows, CHUNK rows
 // at a time, before the next block, so that each weight is read from memory once.
 
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+
 #include "dots.h"
+#include "packed.h"
 #include "panels.h"
-#include "threads.h"
+#include "team.h"
 
 namespace specdec {
 
-constexpr int64_t CHUNK = 48;
+constexpr int64_t CHUNK = 96;
 constexpr int64_t BLOCK = 64;
+constexpr int MAX_WEIGHTS = 16;
+constexpr int SUMS = 9;  // a slot of scratch memory
 
 template <class T> struct Matrix {
     const T* data;
-    int64_t stride;  // elements between output features; -K: packed in panels
+    int64_t stride;  // elements between output features; -K: packed in panels; 0: quantised, data is a Packed
     int64_t n;
 
-    bool packed() const { return stride < 0; }
+    bool packed() const { return stride <= 0; }
+    const Packed* codes() const { return stride ? nullptr : reinterpret_cast<const Packed*>(data); }
+    int64_t bytes(int64_t k) const { return codes() ? n / FEATURES * codes()->panel_bytes() : n * k * sizeof(T); }
     // In a packed matrix, `feature` must be the first of a panel of FEATURES times K elements.
     const T* from(int64_t feature) const { return data + feature * (packed() ? -stride : stride); }
 };
@@ -44,15 +53,71 @@ constexpr int64_t PANEL_AHEAD = 4096;
 // Weights up to CACHED_BYTES are probably still in a cache.
 constexpr int64_t CACHED_BYTES = 1 << 20;
 
+// Words of K that several tiles of rows, or sweeps over the features of a panel, read before the next words. Their
+// weights stay in L2; in L1 where a word takes more than one sweep.
+constexpr int64_t PART_WORDS = MAX_VECTORS == 2 ? 512 : 128;
+
+// Activations as the products of panels read them: x itself, or x in float32.
+template <class T> struct PanelRows {
+    typedef typename Panel<T>::Input Input;
+    const Input* data = nullptr;
+    int64_t stride = 0;
+
+    PanelRows() = default;
+    PanelRows(const Rows<T>& x, int threads) {
+        if constexpr (std::is_same_v<T, Input>) {
+            data = x.data;
+            stride = x.stride;
+        } else {
+            stride = (x.k + W - 1) / W * W;
+            float* wide = scratch<6>(x.count * stride);
+            data = wide;
+            if (x.count * x.k * (int64_t)sizeof(float) < SERIAL_WORK) threads = 1;
+            for_blocks(threads, x.count, [&](int64_t row) {
+                const T* from = x.data + row * x.stride;
+                float* to = wide + row * stride;
+                int64_t i = 0;
+                for (; i + W <= x.k; i += W) store(load(from + i), to + i);
+                if (i < x.k) store(load(from + i, (int)(x.k - i)), to + i);
+            });
+        }
+    }
+};
+
+// out[m * BLOCK + f] = w_f . x_m for `n` features, `w` being their first panel.
 template <class T>
-void panel_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w, int64_t n, bool cached, float* out) {
-    for (int64_t f = 0; f < n;) {
-        const int64_t panels = cached && rows <= PAIRED_ROWS && f + FEATURES < n ? 2 : 1;
+void panel_products(const PanelRows<T>& x, int64_t first_row, int64_t rows, int64_t k, const T* w, int64_t n,
+                    bool cached, float* out) {
+    typedef Panel<T> P;
+    const int64_t words = k / P::PER_WORD, panel_bytes = FEATURES * words * WORD;
+    const char* panel = reinterpret_cast<const char*>(w);
+    const auto* from = x.data + first_row * x.stride;
+    const auto tiles = [&](auto run) {  // run(first row, rows) for every tile of rows
         for (int64_t m = 0; m < rows;) {
             const int64_t tile = panel_rows(rows - m);
-            panel_tile_of<T>(tile, panels)(w + f * x.k, x.data + (first_row + m) * x.stride, x.stride, x.k,
-                                           out + m * BLOCK + f, BLOCK, first_row + m == 0 ? PANEL_AHEAD : 0);
+            run(m, tile);
             m += tile;
+        }
+    };
+    // All of K at once if that reads the weights once; else in parts, each of which prefetches the next one.
+    int64_t sweeps = 0;
+    tiles([&](int64_t, int64_t tile) { sweeps += MAX_VECTORS / panel_vectors((int)tile); });
+    const int64_t step = sweeps == 1 ? words : PART_WORDS;
+    const int64_t ahead = sweeps == 1 ? PANEL_AHEAD : PART_WORDS * FEATURES * WORD;
+    const int64_t fetched = (FEATURES * WORD + sweeps - 1) / sweeps;  // bytes for a word in one sweep
+    for (int64_t f = 0; f < n;) {
+        const int64_t panels = cached && rows <= PAIRED_ROWS && f + FEATURES < n ? 2 : 1;
+        for (int64_t begin = 0; begin < words; begin += step) {
+            const int64_t count = std::min(step, words - begin);
+            const char* at = panel + f / FEATURES * panel_bytes + begin * FEATURES * WORD;
+            Later later = {at + ahead, fetched};
+            tiles([&](int64_t m, int64_t tile) {
+                const auto run = first_row == 0 ? panel_tile_of<T, true>(tile, panels)
+                                                : panel_tile_of<T, false>(tile, panels);
+                run(at, panel_bytes, {count, begin == 0}, from + m * x.stride + begin * P::PER_WORD, x.stride,
+                    out + m * BLOCK + f, BLOCK, later);
+                later.from += count * fetched * (MAX_VECTORS / panel_vectors((int)tile));
+            });
         }
         f += panels * FEATURES;
     }
@@ -60,9 +125,9 @@ void panel_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* 
 
 // Computes a tile of `rows` x `n` products of one matrix, features `w..w + n`, into `out [CHUNK, BLOCK]`.
 template <class T>
-void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w, int64_t stride, int64_t n,
-                   bool cached, float* out) {
-    if (stride < 0) return panel_products(x, first_row, rows, w, n, cached, out);
+void tile_products(const Rows<T>& x, const PanelRows<T>& inputs, int64_t first_row, int64_t rows, const T* w,
+                   int64_t stride, int64_t n, bool cached, float* out) {
+    if (stride < 0) return panel_products(inputs, first_row, rows, x.k, w, n, cached, out);
     const T* from = x.data + first_row * x.stride;
     // Prefetch 4 to 8 rows ahead: with fewer the data arrives too late, with more it is evicted from L1 again.
     const auto ahead = [&](int64_t tile) {
@@ -94,19 +159,45 @@ void tile_products(const Rows<T>& x, int64_t first_row, int64_t rows, const T* w
 
 using Tiles = const float (*)[CHUNK * BLOCK];
 
+// The sums of activations over the groups of each matrix, or null; matrices with groups of one size share them. They
+// are valid until the calling thread's next call.
+template <class T> void sums_of(const Rows<T>& x, const Matrix<T>* w, int count, const float** sums) {
+    int same[MAX_WEIGHTS];
+    int64_t total = 0;
+    for (int i = 0; i < count; ++i) {
+        same[i] = -1;
+        if (!w[i].codes() || !w[i].codes()->needs_sums()) continue;
+        for (same[i] = 0; same[i] < i; ++same[i])
+            if (same[same[i]] == same[i] && w[same[i]].codes()->group == w[i].codes()->group) break;
+        if (same[i] == i) total += x.count * w[i].codes()->groups();
+    }
+    float* to = total ? scratch<SUMS>(total) : nullptr;
+    for (int i = 0; i < count; ++i) {
+        sums[i] = same[i] < 0 ? nullptr : same[i] < i ? sums[same[i]] : to;
+        if (same[i] != i) continue;
+        group_sums(x.data, x.stride, x.count, x.k, w[i].codes()->group, to);
+        to += x.count * w[i].codes()->groups();
+    }
+}
+
 // Calls finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 passes the
 // tiles of two matrices of one shape together.
 template <int PAIR, class T, class Finish>
 void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Finish&& finish) {
-    int64_t features = 0;
-    for (int i = 0; i < count; i += PAIR) features += w[i].n;
-    const int64_t weights = features * PAIR * x.k;
-    const int64_t work = std::max<int64_t>(weights * (int64_t)sizeof(T), weights * x.count / 4);
+    int64_t features = 0, bytes = 0;
+    for (int i = 0; i < count; ++i) {
+        if (i % PAIR == 0) features += w[i].n;
+        bytes += w[i].bytes(x.k);
+    }
+    const int64_t work = std::max<int64_t>(bytes, features * PAIR * x.k * x.count / 4);
     if (work < SERIAL_WORK) threads = 1;
-    const bool cached = weights * (int64_t)sizeof(T) <= CACHED_BYTES;
-    int64_t size = BLOCK, least = 8;
-    for (int i = 0; i < count; ++i)
-        if (w[i].packed()) least = FEATURES;
+    const bool cached = bytes <= CACHED_BYTES;
+    const bool packed = std::any_of(w, w + count, [](const Matrix<T>& matrix) { return matrix.packed(); });
+    const PanelRows<T> inputs = packed ? PanelRows<T>(x, threads) : PanelRows<T>();
+    const float* sums[MAX_WEIGHTS];
+    sums_of(x, w, count, sums);
+    int64_t size = BLOCK;
+    const int64_t least = packed ? FEATURES : 8;
     while (size > least && features < 4 * size * threads) size /= 2;
     int64_t blocks = 0;
     for (int i = 0; i < count; i += PAIR) blocks += (w[i].n + size - 1) / size;
@@ -121,9 +212,15 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
         alignas(64) float tile[PAIR][CHUNK * BLOCK];
         for (int64_t row = 0; row < x.count; row += CHUNK) {
             const int64_t rows = std::min(CHUNK, x.count - row);
-            for (int j = 0; j < PAIR; ++j)
-                tile_products(x, row, rows, w[i + j].from(first), w[i + j].stride, n, cached,
-                              tile[j]);
+            for (int j = 0; j < PAIR; ++j) {
+                const Matrix<T>& matrix = w[i + j];
+                if (const Packed* codes = matrix.codes())
+                    packed_products(*codes, inputs.data + row * inputs.stride, inputs.stride, rows,
+                                    sums[i + j] ? sums[i + j] + row * codes->groups() : nullptr, first, n, tile[j],
+                                    BLOCK);
+                else
+                    tile_products(x, inputs, row, rows, matrix.from(first), matrix.stride, n, cached, tile[j]);
+            }
             finish(i, row, rows, first, n, tile);
         }
     });
@@ -144,7 +241,7 @@ template <class T> INLINE vf load_some(const T* p, int n) { return n == W ? load
 template <class T>
 void project(const Rows<T>& x, int count, const void* const* w, const int64_t* strides, const int64_t* n,
              const float* const* bias, void* const* out, int threads) {
-    Matrix<T> matrices[16];
+    Matrix<T> matrices[MAX_WEIGHTS];
     for (int i = 0; i < count; ++i) matrices[i] = {(const T*)w[i], strides[i], n[i]};
     products<1>(x, matrices, count, threads,
                 [&](int i, int64_t row, int64_t rows, int64_t first, int64_t features, Tiles tile) {

@@ -1,11 +1,13 @@
-// Row-wise ops: embed, rms_norm, norm_rope and gated_rms_norm of specdec.backends.ops. Reference: ReferenceOps, same
-// names (the reference rounds to act dtype between norm and rotation; these kernels round once, at the end).
+// Row-wise ops: embed, rms_norm, layer_norm, gelu, add, norm_rope and gated_rms_norm of specdec.backends.ops. Reference:
+// ReferenceOps, same names (the reference rounds to act dtype between norm and rotation; these kernels round once, at
+// the end).
 //
 // Bits contract: a head (or row) is read by one thread, and its squares are summed by four vector accumulators in
 // ascending order, independently of other heads and rows.
 
+#include "packed.h"
 #include "panels.h"
-#include "threads.h"
+#include "team.h"
 
 namespace specdec {
 
@@ -51,6 +53,42 @@ void rms_norm(const T* x, int64_t stride, int64_t rows, int64_t n, const float* 
         const vf factor = splat(norm_factor(from, n, eps));
         fill(out + row * n, n, [&](int64_t i, int some) {
             return load_some(from + i, some) * factor * load_some(weight + i, some);
+        });
+    });
+}
+
+template <class T>
+void layer_norm(const T* x, int64_t stride, int64_t rows, int64_t n, const float* weight, const float* bias, float eps,
+                T* out, int threads) {
+    for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
+        const T* from = x + row * stride;
+        float* centred = scratch<0>(n);
+        vf sum = {};
+        for (int64_t i = 0; i < n; i += W) sum = sum + load_some(from + i, (int)std::min<int64_t>(W, n - i));
+        const vf mean = splat(lane_sum(sum) / (float)n);
+        fill(centred, n, [&](int64_t i, int some) { return load_some(from + i, some) - mean; });
+        const vf factor = splat(norm_factor(centred, n, eps));
+        fill(out + row * n, n, [&](int64_t i, int some) {
+            return fma(load_some(centred + i, some) * factor, load_some(weight + i, some), load_some(bias + i, some));
+        });
+    });
+}
+
+// a * sigmoid(2 y) = 0.5 a (1 + tanh(y)), with y = sqrt(2 / pi) (a + 0.044715 a^3)
+template <class T> void gelu(const T* x, int64_t stride, int64_t rows, int64_t n, T* out, int threads) {
+    for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
+        fill(out + row * n, n, [&](int64_t i, int some) {
+            const vf a = load_some(x + row * stride + i, some);
+            return a * sigmoid(a * fma(a * a, splat(0.0713548162726f), splat(1.5957691216057f)));
+        });
+    });
+}
+
+template <class T>
+void add(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t rows, int64_t n, T* out, int threads) {
+    for_blocks(team(threads, rows * n), rows, [&](int64_t row) {
+        fill(out + row * n, n, [&](int64_t i, int some) {
+            return load_some(a + row * a_stride + i, some) + load_some(b + row * b_stride + i, some);
         });
     });
 }
@@ -113,6 +151,18 @@ using namespace specdec;
                                     float eps, void* out, int64_t threads) {                                           \
         rms_norm((const T*)x, stride, rows, n, (const float*)weight, eps, (T*)out, (int)threads);                      \
     }                                                                                                                  \
+    EXPORT void layer_norm_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, const void* weight,          \
+                                      const void* bias, float eps, void* out, int64_t threads) {                       \
+        layer_norm((const T*)x, stride, rows, n, (const float*)weight, (const float*)bias, eps, (T*)out,               \
+                   (int)threads);                                                                                      \
+    }                                                                                                                  \
+    EXPORT void gelu_##NAME(const void* x, int64_t stride, int64_t rows, int64_t n, void* out, int64_t threads) {      \
+        gelu((const T*)x, stride, rows, n, (T*)out, (int)threads);                                                     \
+    }                                                                                                                  \
+    EXPORT void add_##NAME(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t rows, int64_t n,  \
+                               void* out, int64_t threads) {                                                           \
+        add((const T*)a, a_stride, (const T*)b, b_stride, rows, n, (T*)out, (int)threads);                             \
+    }                                                                                                                  \
     EXPORT void gated_rms_norm_##NAME(const void* x, int64_t x_row, int64_t x_head, const void* z, int64_t z_row,      \
                                           int64_t z_head, int64_t rows, int64_t heads, int64_t n, const void* weight,  \
                                           float eps, void* out, int64_t threads) {                                     \
@@ -129,23 +179,47 @@ using namespace specdec;
 NORMS(bf16, bf16)
 NORMS(f32, float)
 
-// Looks up rows of a table; returns the index of the first id outside it, or -1. A table in panels (`panels.h`) has the
-// stride -row_bytes.
-EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
-                              const int64_t* tokens, int64_t rows, void* out) {
+namespace specdec {
+
+// Looks up rows id(0), id(1), ... of a table; returns the index of the first id outside it, or -1.
+template <class Id>
+INLINE int64_t look_up(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t size, Id&& id, int64_t rows,
+                       void* out) {
     for (int64_t t = 0; t < rows; ++t)
-        if (tokens[t] < 0 || tokens[t] >= vocabulary) return t;
+        if (id(t) < 0 || id(t) >= size) return t;
     for (int64_t t = 0; t < rows; ++t) {
         char* to = (char*)out + t * row_bytes;
-        if (stride_bytes >= 0) {
-            std::memcpy(to, (const char*)table + tokens[t] * stride_bytes, row_bytes);
+        if (!stride_bytes) {
+            const Packed& w = *(const Packed*)table;
+            if (row_bytes == w.k * (int64_t)sizeof(float))
+                packed_row(w, id(t), (float*)to);
+            else
+                packed_row(w, id(t), (bf16*)to);
             continue;
         }
-        const int64_t place = tokens[t] % FEATURES;
-        const char* from = (const char*)table + (tokens[t] - place) * row_bytes + place * WORD;
+        if (stride_bytes > 0) {
+            std::memcpy(to, (const char*)table + id(t) * stride_bytes, row_bytes);
+            continue;
+        }
+        const int64_t place = id(t) % FEATURES;
+        const char* from = (const char*)table + (id(t) - place) * row_bytes + place * WORD;
         for (int64_t at = 0; at < row_bytes; at += WORD) std::memcpy(to + at, from + at * FEATURES, WORD);
     }
     return -1;
+}
+
+}  // namespace specdec
+
+// The rows of a table for token ids, or from row `first` on. A table in panels (`panels.h`) has the stride -row_bytes,
+// a quantised one (`packed.h`) the stride 0.
+EXPORT int64_t embed_rows(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t vocabulary,
+                              const int64_t* tokens, int64_t rows, void* out) {
+    return look_up(table, stride_bytes, row_bytes, vocabulary, [&](int64_t t) { return tokens[t]; }, rows, out);
+}
+
+EXPORT int64_t embed_range(const void* table, int64_t stride_bytes, int64_t row_bytes, int64_t size, int64_t first,
+                               int64_t rows, void* out) {
+    return look_up(table, stride_bytes, row_bytes, size, [&](int64_t t) { return first + t; }, rows, out);
 }
 
 // e^x, sigmoid or silu of n floats (which = 0, 1, 2), for the test that measures their error.

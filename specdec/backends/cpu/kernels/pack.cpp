@@ -2,9 +2,10 @@
 // words.
 
 #include "panels.h"
-#include "threads.h"
+#include "team.h"
 
 #ifdef __linux__
+#include <algorithm>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -14,15 +15,45 @@ namespace specdec {
 
 constexpr int64_t AT_ONCE = 16 << 20;  // bytes packed before their pages are released
 
+// One stage of a transposition: swaps the blocks of D x D lanes beside the diagonal of each block of 2 D x 2 D.
+template <int D, bool UPPER, size_t... I> INLINE vu swapped(vu a, vu b, std::index_sequence<I...>) {
+    // lanes below D of each pair of groups come from a, the others from b
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, (int)(UPPER ? (I & D ? W + I : I + D) : (I & D ? W + I - D : I))...);
+#else
+    const vi index = {(int)(UPPER ? (I & D ? W + I : I + D) : (I & D ? W + I - D : I))...};
+    return __builtin_shuffle(a, b, index);
+#endif
+}
+template <int D = W / 2> INLINE void transpose(vu* v) {
+    if constexpr (D > 0) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) {
+            if (i & D) continue;
+            const vu a = v[i], b = v[i + D];
+            v[i] = swapped<D, false>(a, b, std::make_index_sequence<W>{});
+            v[i + D] = swapped<D, true>(a, b, std::make_index_sequence<W>{});
+        }
+        transpose<D / 2>(v);
+    }
+}
+
 // Packs one panel: `rows` <= FEATURES rows of `words` words, the others zero.
 void pack_panel(const char* from, int64_t stride, int64_t words, int64_t rows, uint32_t* to) {
-    constexpr int64_t STRETCH = 16;  // words of a row at a time: whole cache lines on both sides
-    for (int64_t i = 0; i < words; i += STRETCH) {
-        const int64_t end = std::min(i + STRETCH, words);
+    int64_t i = 0;
+    if (rows == FEATURES)
+        for (; i + W <= words; i += W)
+            for (int64_t f = 0; f < FEATURES; f += W) {
+                vu block[W];
+#pragma GCC unroll 16
+                for (int j = 0; j < W; ++j) block[j] = load_as<vu>(from + (f + j) * stride + i * WORD);
+                transpose(block);
+#pragma GCC unroll 16
+                for (int j = 0; j < W; ++j) std::memcpy(to + (i + j) * FEATURES + f, &block[j], sizeof(vu));
+            }
+    for (; i < words; ++i)
         for (int64_t f = 0; f < FEATURES; ++f)
-            for (int64_t j = i; j < end; ++j)
-                to[j * FEATURES + f] = f < rows ? load_as<uint32_t>(from + f * stride + j * WORD) : 0;
-    }
+            to[i * FEATURES + f] = f < rows ? load_as<uint32_t>(from + f * stride + i * WORD) : 0;
 }
 
 #ifdef __linux__
@@ -102,6 +133,9 @@ EXPORT int64_t is_file(const void* at, int64_t bytes) {
     return 0;
 #endif
 }
+
+// Releases pages that are mapped from a file (see is_file).
+EXPORT void release_pages(const void* at, int64_t bytes) { give_back(at, bytes); }
 
 // Packs rows of `words` words, `stride` bytes apart, into panels at `to`. `release`: `from` is mapped from a file (see
 // is_file), and its pages are released as soon as they are packed.

@@ -15,7 +15,11 @@ namespace specdec {
 
 constexpr int64_t MAX_ARGUMENTS = 24, MAX_TABLES = 4, MAX_ENTRIES = 16;
 constexpr int64_t TABLE = -1;  // as a slot: the argument is the address of an array of arguments
-enum Slot { HIDDEN = 3, TOKENS = 4, OUT = 5, ROW = 8, BEST = 10, FIRST_CACHE = 11, PER_CACHE = 4 };  // as in tape.py
+// as in tape.py
+enum Slot { HIDDEN = 3, TOKENS = 4, OUT = 5, ROW = 8, BEST = 10, CHOICE = 11, FIRST_CACHE = 24, PER_CACHE = 4 };
+
+// As in choice.cpp: fields of a Choice, and the larger of the two values that are no token.
+constexpr int64_t CHOICE_FIRST = 19, CHOICE_POSITION = 20, NOT_FINITE = INT64_MIN + 1;
 
 struct Argument {
     int64_t slot;
@@ -69,6 +73,10 @@ template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, 
     X(swiglu, void, "piiipipiipi")                                                                                     \
     X(head, void, "piiipiipi")                                                                                         \
     X(argmax_rows, void, "piipi")                                                                                      \
+    X(choose_rows, void, "piipippi")                                                                                   \
+    X(layer_norm, void, "piiippfpi")                                                                                   \
+    X(gelu, void, "piiipi")                                                                                            \
+    X(add, void, "pipiiipi")                                                                                           \
     X(rms_norm, void, "piiipfpi")                                                                                      \
     X(norm_rope, void, "piiiiipfpiipi")                                                                                \
     X(gated_rms_norm, void, "piipiiiiipfpi")                                                                           \
@@ -77,7 +85,8 @@ template <class Result, const char* SIGNATURE, size_t... I> struct Call<Result, 
     X(gated_delta, void, "iiiipppppppipi")                                                                             \
     X(copy_rows, void, "pipiii")                                                                                       \
     X(keep_window, void, "ppiii")                                                                                      \
-    X(embed_rows, int64_t, "piiipip")
+    X(embed_rows, int64_t, "piiipip")                                                                                  \
+    X(embed_range, int64_t, "piiiiip")
 
 #define NAMED(NAME, RESULT, TEXT)                                                                                      \
     static constexpr char NAME##_signature[] = TEXT;                                                                   \
@@ -131,8 +140,10 @@ struct Program {
 
 // Runs a pass of `rows` rows and then depth - 1 passes of one row, each followed by `best`, which writes the token for
 // the row in slot ROW to slot BEST. A pass takes the token and the output row of the one before it; outputs are
-// contiguous from slot OUT on. Returns the number of tokens: fewer than `depth` if the next is negative (the logits
-// were not finite) or its pass failed. Slots of lengths are advanced for every pass that was followed by another.
+// contiguous from slot OUT on. With a choice (slot CHOICE, see choice.cpp), guesses are taken as drafts, and its
+// position and number of drafted tokens advance. Returns the number of tokens: fewer than `depth` if the next is
+// negative (no token is allowed, or the logits were not finite) or its pass failed. Slots of lengths are advanced for
+// every pass that was followed by another.
 int64_t chain(const Program& first, const Program& next, const Program& best, int64_t* slots, int64_t caches,
               int64_t rows, int64_t depth, int64_t row_bytes, int64_t* tokens, bool timed) {
     const auto play = [&](const Program& p) {
@@ -143,6 +154,11 @@ int64_t chain(const Program& first, const Program& next, const Program& best, in
         if (play(step ? next : first) >= 0) return step;
         slots[BEST] = (int64_t)(tokens + step);
         play(best);
+        if (auto* choice = (int64_t*)slots[CHOICE]) {
+            if (tokens[step] < 0 && tokens[step] > NOT_FINITE) tokens[step] = ~tokens[step];
+            ++choice[CHOICE_FIRST];
+            ++choice[CHOICE_POSITION];
+        }
         if (tokens[step] < 0) return step;
         if (step == depth - 1) return depth;
         for (int64_t c = 0; c < caches; ++c) slots[FIRST_CACHE + PER_CACHE * c] += step ? 1 : rows;

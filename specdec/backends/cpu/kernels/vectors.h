@@ -89,7 +89,13 @@ INLINE void narrow(float a, bf16* p) {  // round to nearest even; a NaN stays a 
 }
 
 INLINE vf load(const float* p) { return load_as<vf>(p); }
-INLINE vf load(const bf16* p) { return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16); }
+INLINE vf load(const bf16* p) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);  // GCC makes six of two
+#else
+    return (vf)(__builtin_convertvector(load_as<vh>(p), vu) << 16);
+#endif
+}
 
 INLINE void store(vf a, float* p) { std::memcpy(p, &a, sizeof a); }
 
@@ -113,8 +119,14 @@ INLINE void store(vf a, bf16* p) {
     vu u = (vu)a;
     vu r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vu nan = (vu)(a != a);
-    vh h = __builtin_convertvector((nan & 0x7fc0) | (~nan & r), vh);
+    u = (nan & 0x7fc0) | (~nan & r);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(both));
+#else
+    vh h = __builtin_convertvector(u, vh);
     std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 // Loads the first n < W elements and fills the other lanes with zeros. Never reads memory past the n elements.
@@ -150,6 +162,20 @@ template <int G> INLINE vf fold(vf a, vf b) {
 // Sums the lanes of N <= W vectors: lane i of the result is the sum of v[i]. Every vector is folded by the same tree
 // (lane i with i + W/2, then W/4, ...) for any index and any N, so a blocked product has the bits of an unblocked one.
 template <int N, int G = W> INLINE vf lane_sums(const vf* v) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+    if constexpr (N == W && G == W) {  // within halves of 128 bits, which is cheaper
+        __m256 half[4], quarter[2];
+        for (int i = 0; i < 4; ++i) {
+            const __m256 a = (__m256)v[i], b = (__m256)v[i + 4];
+            half[i] = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+        }
+        for (int i = 0; i < 2; ++i) {
+            const __m256 a = half[2 * i], b = half[2 * i + 1];
+            quarter[i] = _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
+        }
+        return (vf)(_mm256_shuffle_ps(quarter[0], quarter[1], 0x88) + _mm256_shuffle_ps(quarter[0], quarter[1], 0xdd));
+    }
+#endif
     vf half[(N + 1) / 2];
 #pragma GCC unroll 16
     for (int i = 0; i < N / 2; ++i) half[i] = fold<G>(v[2 * i], v[2 * i + 1]);

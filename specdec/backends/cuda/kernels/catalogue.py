@@ -435,6 +435,22 @@ def _accept() -> None:
 # --- other ops: moving rows, one matrix per head, the choice of experts -----------------------------------------------
 
 
+@example("layer_norm 3x768")
+def _layer_norm() -> object:
+    from specdec.backends.cuda.kernels import norm
+
+    return norm.layer_norm(_act(3, 768), _float(768), _float(768), 1e-5)
+
+
+@example("gelu 3x3072, add 3x768, positions of 1024x768")
+def _learned_positions() -> object:
+    from specdec.backends.cuda.kernels import rows
+
+    at = torch.zeros(8, dtype=torch.int64)
+    x, table = _act(3, 768), _act(1024, 768)
+    return rows.gelu(_act(3, 3072)), rows.add(x, x), rows.add(x, table, 5), rows.add(x, table, at)
+
+
 @example("embed 4 of 248320x4096")
 def _embed() -> object:
     from specdec.backends.cuda.kernels import rows

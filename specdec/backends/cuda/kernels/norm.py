@@ -1,6 +1,6 @@
-"""RMS norms, as separate kernels and as the prologue of a product, which normalises x while reading it.
+"""Layer norms; RMS norms, as separate kernels and as the prologue of a product, which normalises x while reading it.
 
-Both forms run the same functions on tiles of the same shape, so a row has the same bits in both.
+Both forms of an RMS norm run the same functions on tiles of the same shape, so a row has the same bits in both.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -129,6 +129,63 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
         OUT=dtype_of(x.dtype),
     )
     return out.view(x.shape)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _layer_kernel(x_ptr, stride, T, weight_ptr, bias_ptr, eps, out_ptr, K, BLOCK: tl.constexpr, OUT: tl.constexpr):
+    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    columns = tl.arange(0, BLOCK)
+    from_ptr = x_ptr + rows[:, None].to(tl.int64) * stride
+    total = tl.zeros((16, BLOCK), tl.float32)
+    for start in range(0, K, BLOCK):
+        mask = (rows < T)[:, None] & (start + columns < K)[None, :]
+        total += tl.load(from_ptr + start + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 1) / K
+    total = tl.zeros((16, BLOCK), tl.float32)
+    for start in range(0, K, BLOCK):
+        mask = (rows < T)[:, None] & (start + columns < K)[None, :]
+        part = tl.load(from_ptr + start + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        centred = tl.where(mask, part - mean[:, None], 0.0)
+        total += centred * centred
+    scale = tl.rsqrt(tl.sum(total, 1) / K + eps)
+    for start in range(0, K, BLOCK):
+        inside = start + columns < K
+        mask = (rows < T)[:, None] & inside[None, :]
+        part = tl.load(from_ptr + start + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + start + columns, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + start + columns, mask=inside, other=0.0)
+        y = tl.fma((part - mean[:, None]) * scale[:, None], weight[None, :], bias[None, :])
+        tl.store(out_ptr + rows[:, None].to(tl.int64) * K + start + columns[None, :], rounded(y, OUT), mask=mask)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm over the last axis of ``x [T, K]``, any number of rows: the same shape and dtype, contiguous.
+
+    Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+    """
+    k = x.shape[-1]
+    flat, stride = strided(x)
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    launch(
+        _layer_kernel,
+        (-(-len(flat) // MAX_ROWS),),
+        flat,
+        stride,
+        len(flat),
+        weight,
+        bias,
+        eps,
+        out,
+        k,
+        BLOCK=block_of(k),
+        OUT=dtype_of(x.dtype),
+    )
+    return out
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``layer_norm`` in float64, not rounded."""
+    return torch.nn.functional.layer_norm(x.double(), x.shape[-1:], weight.double(), bias.double(), eps)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

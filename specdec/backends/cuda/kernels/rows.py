@@ -1,4 +1,4 @@
-"""Kernels that move rows: embedding of token ids on the device, and concatenation of two activations."""
+"""Kernels over rows: embedding of token ids on the device, concatenation and sums of activations, and GELU."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.launch import launch
+from specdec.backends.cuda.kernels.launch import LENGTH, dtype_of, launch, rounded
 
 _BLOCK = 1024  # values that one program moves
 
@@ -87,3 +87,65 @@ def concat(a: Tensor, b: Tensor) -> Tensor:
 def concat_reference(a: Tensor, b: Tensor) -> Tensor:
     """``concat`` in torch."""
     return torch.cat([a, b], dim=-1)
+
+
+@triton.jit
+def _gelu(x, stride, out, size, BLOCK: tl.constexpr, OUT: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + t * stride + at, at < size).to(tl.float32)
+    # sigmoid(2 y) = (1 + tanh(y)) / 2, with y = sqrt(2 / pi) (a + 0.044715 a^3)
+    gate = tl.sigmoid(a * tl.fma(a * a, 0.0713548162726, 1.5957691216057))
+    tl.store(out + t * size + at, rounded(a * gate, OUT), at < size)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU with tanh of ``x [T, I]``, the last axis dense: the same shape and dtype, contiguous."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    block = min(_BLOCK, triton.next_power_of_2(size))
+    stride = x.stride(0) if rows > 1 else size  # that of a single row is arbitrary
+    launch(_gelu, (rows, triton.cdiv(size, block)), x, stride, out, size, BLOCK=block, OUT=dtype_of(x.dtype))
+    return out
+
+
+@triton.jit(do_not_specialize=["first"])
+def _add(
+    a, a_row, b, b_row, rows, first, row, out, size, AT_LENGTH: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    if AT_LENGTH:
+        first = tl.load(row + LENGTH)
+    other = tl.minimum(first + t, rows - 1)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    left = tl.load(a + t * a_row + at, at < size).to(tl.float32)
+    right = tl.load(b + other * b_row + at, at < size).to(tl.float32)
+    tl.store(out + t * size + at, rounded(left + right, OUT), at < size)
+
+
+def add(a: Tensor, b: Tensor, first: Tensor | int = 0) -> Tensor:
+    """``a [T, H]`` plus the rows of ``b [P, H]`` from row ``first`` on, rounded once: ``[T, H]``.
+
+    ``first`` is a number, or a cache's row of the address table, to use its LENGTH. The last axis of both is dense.
+    """
+    rows, size = a.shape
+    out = torch.empty(rows, size, dtype=a.dtype, device=a.device)
+    block = min(_BLOCK, triton.next_power_of_2(size))
+    on_device = isinstance(first, Tensor)
+    launch(
+        _add,
+        (rows, triton.cdiv(size, block)),
+        a,
+        a.stride(0),
+        b,
+        b.stride(0),
+        b.shape[0],
+        0 if on_device else first,
+        first if on_device else None,
+        out,
+        size,
+        AT_LENGTH=on_device,
+        BLOCK=block,
+        OUT=dtype_of(a.dtype),
+    )
+    return out

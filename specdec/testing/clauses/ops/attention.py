@@ -18,8 +18,17 @@ if TYPE_CHECKING:
 
     Float64 = NDArray[np.float64]
 
-CAPACITY = 40
-PASSES = ((1, 0, True), (1, 17, False), (4, 3, True), (16, 5, False), (19, 2, True), (5, 31, True))
+CAPACITY = 640
+PASSES = (
+    (1, 0, True),
+    (1, 17, False),
+    (4, 3, True),
+    (16, 5, False),
+    (19, 2, True),
+    (5, 31, True),
+    (2, 255, False),
+    (3, 620, True),
+)
 """Rows of the pass, rows in the cache, with or without a gate."""
 
 
@@ -28,7 +37,7 @@ def norm_rope(subject: OpsSubject, run: Run) -> None:
     """``norm_rope`` norms each head if given a weight, then rotates pairs (j, j + R/2) by the row's own position."""
     bench = Bench(subject, run)
     for rows in ROWS:
-        for rotary, position, normed in ((HEAD_DIM, 0, True), (8, 777, True), (HEAD_DIM, 3, False)):
+        for rotary, position, normed in ((HEAD_DIM, 0, True), (8, 777, True), (HEAD_DIM, 3, False), (8, 254, True)):
             rope = Rope.of(1e4, rotary)
             wide = bench.heads(bench.normal(rows, 3, 2 * HEAD_DIM))
             x = wide[:, :, :HEAD_DIM]  # a strided view, like that of an interleaved projection

@@ -1,4 +1,4 @@
-"""Checks of parameters, products, norms and output heads: clauses O1 to O4, O10, O11 and O20."""
+"""Checks of parameters, products, norms, elementwise ops and output heads: clauses O1 to O4, O10, O11, O20 to O23."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def rms_norm(subject: OpsSubject, run: Run) -> None:
 
 @check("O10")
 def head(subject: OpsSubject, run: Run) -> None:
-    """``head`` gives float32 logits of every row over a vocabulary of any size, and their argmax."""
+    """``head`` gives float32 logits of every row over a vocabulary of any size, and their argmax, the lowest id of
+    equal ones."""
     bench = Bench(subject, run)
     for rows in ROWS:
         x, weight = bench.act(bench.normal(rows, LENGTH)), bench.matrix(bench.normal(VOCAB, LENGTH))
@@ -78,6 +79,10 @@ def head(subject: OpsSubject, run: Run) -> None:
         bench.close(logits.rows(), host @ w.T, bench.dot_tolerance(host, w), "head", rows=rows)
         expect_equal(logits.rows().dtype, np.dtype(np.float32), "logits are not float32")
         expect_equal(logits.argmax(), logits.rows().argmax(axis=1).tolist(), "argmax of head differs from its rows")
+        check_logits(logits, rows, VOCAB, [VOCAB - 1] * rows)
+    equal = np.tile(bench.rng.integers(-3, 4, (1, LENGTH)).astype(np.float64), (VOCAB, 1))  # exact in integers
+    equal[:4] = equal[9:] = 0
+    check_logits(bench.ops.head(bench.act(equal[4:6]), bench.matrix(equal)), 2, VOCAB, [VOCAB - 1, 4])
 
 
 @check("O11")
@@ -132,3 +137,49 @@ def pruned_head(subject: OpsSubject, run: Run) -> None:
     tied = ops.pruned_head(bench.act(whole[:2]), made)
     expect_equal(tied.argmax(), [4, 4], "equal logits do not go to the lowest id")
     check_logits(tied, 2, VOCAB, [250, 4])
+
+
+@check("O21")
+def layer_norm(subject: OpsSubject, run: Run) -> None:
+    """``layer_norm`` takes off the mean, divides by the standard deviation, scales and shifts, in float32."""
+    bench = Bench(subject, run)
+    for rows in ROWS:
+        for scale, mean in ((1.0, 0.0), (1e-4, 0.0), (3.0, 40.0)):
+            x = bench.act(bench.normal(rows, LENGTH) * scale + mean)
+            weight, bias = bench.vector(bench.normal(LENGTH), plus=1.0), bench.vector(bench.normal(LENGTH))
+            host, w, b = bench.host(x), bench.host(weight), bench.host(bias)
+            deviation = np.sqrt(host.var(-1, keepdims=True) + EPS)
+            scaled = (host - host.mean(-1, keepdims=True)) / deviation * w
+            cancelled = np.abs(host).max(-1, keepdims=True) / deviation * np.abs(w)
+            bound = bench.eps * np.abs(scaled + b) + 2.0**-18 * (np.abs(scaled) + np.abs(b) + cancelled)
+            bench.close(
+                bench.ops.layer_norm(x, weight, bias, EPS), scaled + b, bound, "layer_norm", rows=rows, scale=scale
+            )
+
+
+@check("O22")
+def gelu(subject: OpsSubject, run: Run) -> None:
+    """``gelu`` is the approximation with tanh of every element."""
+    bench = Bench(subject, run)
+    for rows in ROWS:
+        for scale in (0.1, 2.0, 30.0):
+            x = bench.act(bench.normal(rows, LENGTH) * scale)
+            host = bench.host(x)
+            wanted = 0.5 * host * (1 + np.tanh(np.sqrt(2 / np.pi) * (host + 0.044715 * host**3)))
+            bound = bench.eps * np.abs(wanted) + 2.0**-20 * np.abs(host)
+            bench.close(bench.ops.gelu(x), wanted, bound, "gelu", rows=rows, scale=scale)
+
+
+@check("O23")
+def sums(subject: OpsSubject, run: Run) -> None:
+    """``add`` is the sum of two activations; ``add_positions`` adds the table's rows from the first position on."""
+    bench = Bench(subject, run)
+    table = bench.matrix(bench.normal(60, LENGTH))
+    for rows in ROWS:
+        a, b = bench.act(bench.normal(rows, LENGTH)), bench.act(bench.normal(rows, LENGTH))
+        wanted = bench.host(a) + bench.host(b)
+        bench.close(bench.ops.add(a, b), wanted, bench.eps * np.abs(wanted), "add", rows=rows)
+        for position in (0, 3, 60 - rows):
+            wanted = bench.host(a) + bench.host(table)[position : position + rows]
+            got = bench.ops.add_positions(a, table, position)
+            bench.close(got, wanted, bench.eps * np.abs(wanted), "add_positions", rows=rows, position=position)

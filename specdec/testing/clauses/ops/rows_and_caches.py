@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,8 @@ def _row_ops(bench: Bench, count: int) -> dict[str, RowOp]:
     ops, n = bench.ops, count
     x, z = bench.act(bench.normal(n, 37)), bench.act(bench.normal(n, 29))
     weight, other, table = (bench.matrix(bench.normal(29, 37)) for _ in range(3))
-    vector = bench.vector(bench.normal(37))
+    y, positions = bench.act(bench.normal(n, 37)), bench.matrix(bench.normal(n + 5, 37))
+    vector, shift = (bench.vector(bench.normal(37)) for _ in range(2))
     heads, gates = (bench.heads(bench.normal(n, 3, HEAD_DIM)) for _ in range(2))
     head_vector, rope = bench.vector(bench.normal(HEAD_DIM)), Rope.of(1e4, HEAD_DIM)
     found: dict[str, RowOp] = {
@@ -38,6 +39,10 @@ def _row_ops(bench: Bench, count: int) -> dict[str, RowOp]:
         "linear": lambda a, b: ops.linear(x[a:b], weight, z[a:b]),
         "swiglu": lambda a, b: ops.swiglu(x[a:b], weight, other),
         "rms_norm": lambda a, b: ops.rms_norm(x[a:b], vector, EPS),
+        "layer_norm": lambda a, b: ops.layer_norm(x[a:b], vector, shift, EPS),
+        "gelu": lambda a, b: ops.gelu(x[a:b]),
+        "add": lambda a, b: ops.add(x[a:b], y[a:b]),
+        "add_positions": lambda a, b: ops.add_positions(x[a:b], positions, 5 + a),
         "norm_rope": lambda a, b: ops.norm_rope(heads[a:b], head_vector, EPS, rope, 50 + a),
         "gated_rms_norm": lambda a, b: ops.gated_rms_norm(heads[a:b], gates[a:b], head_vector, EPS),
         "concat": lambda a, b: ops.concat(x[a:b], z[a:b]),
@@ -96,7 +101,11 @@ def _expect_saved(layer: Layer, cache: Any, wanted: Mapping[str, Float64], what:
 def commit_cuts(subject: OpsSubject, run: Run) -> None:
     """``commit(a)`` after T rows leaves the bits of a pass of a rows; dropped rows leave no trace, even if NaN."""
     bench = Bench(subject, run)
-    rows = min(6, bench.ops.capabilities.max_rows)
+    for rows in {min(6, bench.ops.capabilities.max_rows), bench.ops.capabilities.max_rows}:
+        _check_commits(bench, rows, range(rows + 1) if rows <= 6 else (0, 1, 2, rows // 2, rows - 1))
+
+
+def _check_commits(bench: Bench, rows: int, counts: Sequence[int]) -> None:
     for layer in layers(bench, rows + 3):
         poison = layer.poisoned()
 
@@ -112,7 +121,7 @@ def commit_cuts(subject: OpsSubject, run: Run) -> None:
                     cache.commit(committed)
             return cache
 
-        for kept in range(rows + 1):
+        for kept in counts:
             plain = play(kept, kept, poisoned=False)
             wanted, last = layer.saved(plain), layer.run(plain, 1 + kept, 2 + kept)
             for poisoned in (False, True):

@@ -1,0 +1,249 @@
+"""Load `specdec serve`: what it adds to a token's time, and hours of use in minutes.
+
+    python -m benchmarks.serve_load overhead [--tokens 1024] [--repeats 51]
+    python -m benchmarks.serve_load load [--minutes 10] [--clients 4]
+
+``overhead`` compares a generation in this process with the same one streamed by a server, in turns: wall-clock time
+from the request to the last byte. A request of one token gives what is paid once, the rest is paid per token.
+
+``load`` sends generations, cancellations and malformed bodies from several clients at once, compares every text with
+that of a generation alone, and watches the server's memory and queue. Its exit status is 1 if a text is wrong, a
+malformed body is not refused, memory grows by more than 2 % after the first minute, or the server ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import specdec
+from benchmarks.common import machine, save
+
+CHAT = "/v1/chat/completions"
+QUESTIONS = ("Name three colours.", "Write a Python function that adds two numbers.", "Tell me about railways.")
+MALFORMED = (
+    b"{",
+    b"[]",
+    b'{"messages": []}',
+    b'{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}',
+    b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b"\xff" * 100,
+    b" " * (2**20 + 1),
+)
+
+
+@contextlib.contextmanager
+def server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server at a free port: its host and port, and its process."""
+    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield urlsplit(process.stdout.readline().strip()).netloc, process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def post(host: str, body: bytes) -> tuple[int, bytes]:
+    """Status and body of an answer."""
+    connection = http.client.HTTPConnection(host)
+    with contextlib.closing(connection):
+        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def streamed(answer: bytes) -> str:
+    """The text of a stream of events."""
+    chunks = [json.loads(line[6:]) for line in answer.decode().split("\n\n") if line.startswith("data: {")]
+    if any("error" in chunk for chunk in chunks):
+        raise AssertionError(chunks[-1])
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+
+
+# --- overhead --------------------------------------------------------------------------------------------------------
+
+
+def overhead(tokens: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of a request and of each token after the first, in this process and by a server."""
+    lm = specdec.load(depth=3)
+    settings = {"ignore_eos": True}
+    messages = [{"role": "user", "content": QUESTIONS[1]}]
+    texts: dict[Any, str] = {}
+    times: dict[tuple[str, int], list[float]] = {(name, n): [] for n in (tokens, 1) for name in ("direct", "server")}
+    with server("-s", "depth.depth=3", "--keep", "0") as (host, _):
+
+        def call(name: str, count: int) -> str:
+            if name == "direct":
+                return lm.generate(QUESTIONS[1], chat=True, max_new_tokens=count, **settings).text
+            asked = {"messages": messages, "max_tokens": count, "stream": True, **settings}
+            return streamed(post(host, json.dumps(asked).encode())[1])
+
+        for repeat in range(repeats + 1):  # the first round warms up
+            for key in times if repeat % 2 == 0 else reversed(times):
+                started = time.perf_counter()
+                texts[key] = call(*key)
+                times[key] += [time.perf_counter() - started] * (repeat > 0)
+    if texts["direct", tokens] != texts["server", tokens]:
+        raise SystemExit("the server's text differs")
+    middle = {key: statistics.median(values) for key, values in times.items()}
+    per_token = {name: (middle[name, tokens] - middle[name, 1]) / (tokens - 1) for name in ("direct", "server")}
+    return {
+        "tokens": tokens,
+        "repeats": repeats,
+        "direct_ms_per_token": per_token["direct"] * 1e3,
+        "server_ms_per_token": per_token["server"] * 1e3,
+        "ratio_per_token": per_token["server"] / per_token["direct"],
+        "ms_added_to_a_request_of_one_token": (middle["server", 1] - middle["direct", 1]) * 1e3,
+        "ratio_of_the_whole_request": middle["server", tokens] / middle["direct", tokens],
+    }
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+class Client(threading.Thread):
+    """Sends requests until the end, and counts what went wrong."""
+
+    def __init__(self, host: str, number: int, expected: dict[Any, str], ends: float) -> None:
+        super().__init__()
+        self.host, self.expected, self.ends = host, expected, ends
+        self.random = random.Random(number)
+        self.counts = dict.fromkeys(("compared", "cancelled", "malformed", "queue_full"), 0)
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        while time.monotonic() < self.ends and not self.wrong:
+            try:
+                self.random.choices((self._compare, self._cancel, self._spoil), (6, 3, 2))[0]()
+            except (AssertionError, OSError, http.client.HTTPException, ValueError) as error:
+                self.wrong.append(repr(error)[:500])
+
+    def _body(self, key: tuple[int, float, int, int], **more: Any) -> bytes:
+        question, temperature, seed, tokens = key
+        messages = [{"role": "user", "content": QUESTIONS[question]}]
+        asked = {"messages": messages, "temperature": temperature, "seed": seed, "max_tokens": tokens, **more}
+        return json.dumps(asked).encode()
+
+    def _compare(self) -> None:
+        key = self.random.choice(list(self.expected))
+        stream = self.random.random() < 0.7
+        status, answer = post(self.host, self._body(key, stream=stream))
+        if status == 429:
+            self.counts["queue_full"] += 1
+            return
+        text = streamed(answer) if stream else json.loads(answer)["choices"][0]["message"]["content"]
+        assert text == self.expected[key], (key, text)
+        self.counts["compared"] += 1
+
+    def _cancel(self) -> None:
+        connection = http.client.HTTPConnection(self.host)
+        body = self._body((0, 0.9, 1, 4096), stream=True, ignore_eos=True)
+        with contextlib.closing(connection):
+            connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+            if self.random.random() < 0.7:
+                connection.getresponse().read(self.random.randrange(1, 2000))
+        self.counts["cancelled"] += 1
+
+    def _spoil(self) -> None:
+        with contextlib.suppress(ConnectionError):  # of a body that is refused before it is read
+            status, _ = post(self.host, self.random.choice(MALFORMED))
+            assert status in (400, 413, 429), status
+        self.counts["malformed"] += 1
+
+
+def load(minutes: float, clients: int) -> dict[str, Any]:
+    """Counts of all clients, and the server's memory by time."""
+    lm = specdec.load(depth=3)
+    expected = {
+        (question, temperature, seed, tokens): lm.generate(
+            QUESTIONS[question], chat=True, temperature=temperature, seed=seed, max_new_tokens=tokens
+        ).text
+        for question in range(len(QUESTIONS))
+        for temperature, seed in ((0.0, 0), (0.8, 5), (1.0, 6))
+        for tokens in (16, 200)
+    }
+    del lm
+    with server("-s", "depth.depth=3", "--queue", str(clients)) as (host, process):
+        started = time.monotonic()
+        team = [Client(host, number, expected, started + minutes * 60) for number in range(clients)]
+        for client in team:
+            client.start()
+        memory: list[tuple[float, int]] = []
+        waiting = 0.0
+        while any(client.is_alive() for client in team):
+            time.sleep(1.0)
+            memory.append((time.monotonic() - started, resident(process.pid)))
+            waiting = max(waiting, metric(host, "specdec_requests_waiting"))
+        for client in team:
+            client.join()
+        alive = process.poll() is None
+        time.sleep(1.0)
+        left = metric(host, "specdec_requests_waiting")
+    wrong = [text for client in team for text in client.wrong]
+    settled = [size for seconds, size in memory if seconds >= min(60.0, minutes * 30)]
+    growth = statistics.mean(settled[-5:]) / statistics.mean(settled[:5]) - 1
+    return {
+        "minutes": minutes,
+        "clients": clients,
+        "requests": {name: sum(client.counts[name] for client in team) for name in team[0].counts},
+        "wrong": wrong,
+        "longest_queue": waiting,
+        "waiting_at_the_end": left,
+        "alive": alive,
+        "memory_after_a_minute_mib": settled[0] / 2**20,
+        "memory_at_the_end_mib": settled[-1] / 2**20,
+        "memory_growth": growth,
+        "passed": alive and not wrong and not left and waiting <= clients and growth < 0.02,
+    }
+
+
+def metric(host: str, name: str) -> float:
+    """A line of /metrics."""
+    connection = http.client.HTTPConnection(host)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("overhead", "load"))
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=51)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    options.machine = machine()
+    if options.what == "overhead":
+        save(overhead(options.tokens, options.repeats), options)
+        return
+    result = load(options.minutes, options.clients)
+    save(result, options)
+    sys.exit(0 if result["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()

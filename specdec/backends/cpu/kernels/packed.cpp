@@ -1,0 +1,504 @@
+// Quantised weights: repacking (`packed.h`), products, single rows. Reference: StoredMatrix.decode and ReferenceOps.
+
+#include "packed.h"
+
+#include <algorithm>
+
+#include "team.h"
+
+namespace specdec {
+
+// --- two columns of a vector of features -------------------------------------------------------------------------------
+
+#ifdef SPECDEC_DPBF16
+typedef vu Two;  // a word holds the even column (low half) and the odd one, as bfloat16
+INLINE Two two(vu pair) { return pair; }
+INLINE Two two(vf even, vf odd) { return ((vu)even >> 16) | ((vu)odd & 0xffff0000u); }
+INLINE vu paired(Two a) { return a; }
+INLINE vf even_of(Two a) { return (vf)(a << 16); }
+INLINE vf odd_of(Two a) { return (vf)(a & 0xffff0000u); }
+#else
+struct Two {
+    vf even, odd;
+};
+INLINE Two two(vu pair) { return {(vf)(pair << 16), (vf)(pair & 0xffff0000u)}; }
+INLINE Two two(vf even, vf odd) { return {even, odd}; }
+INLINE vu paired(Two a) { return ((vu)a.even >> 16) | ((vu)a.odd & 0xffff0000u); }
+INLINE vf even_of(Two a) { return a.even; }
+INLINE vf odd_of(Two a) { return a.odd; }
+#endif
+
+// Adds the products of two columns with those of one activation row at x.
+INLINE vf add_two(Two w, const float* x, vf sum) {
+    return fma(odd_of(w), splat(x[1]), fma(even_of(w), splat(x[0]), sum));
+}
+#ifdef SPECDEC_DPBF16
+INLINE vf add_two(Two w, const bf16* x, vf sum) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(load_as<int32_t>(x)));
+}
+#endif
+
+// --- codes -------------------------------------------------------------------------------------------------------------
+//
+// Each class opens one word of W features: PAIRS times two columns. Its numbers are exact; times UNIT and plus `centre`
+// they are the values.
+
+#if defined(__AVX512VBMI__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define SPECDEC_BYTE_TABLES 1
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+struct Nibbles {
+    static constexpr int PAIRS = 4;
+    static constexpr float UNIT = 1;
+    static float centre(const Packed& w) { return w.centre; }
+    __m512i table;
+    explicit Nibbles(const Packed& w) {  // twice: a lookup takes five bits, of which the highest is the next code's
+        std::memcpy(&table, w.values, 32);
+        std::memcpy((char*)&table + 32, w.values, 32);
+    }
+    INLINE Two open(const char* p, int pair) const {
+        const __m512i codes = _mm512_loadu_si512(p);
+        return two((vu)_mm512_permutexvar_epi16(pair ? _mm512_srli_epi16(codes, 4 * pair) : codes, table));
+    }
+};
+#else
+#if defined(__AVX2__)
+typedef __m256i Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return _mm256_shuffle_epi8(table, at); }
+#elif defined(__SSSE3__)
+typedef __m128i Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return _mm_shuffle_epi8(table, at); }
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+typedef uint8x16_t Octets;
+INLINE Octets find_octets(Octets table, Octets at) { return vqtbl1q_u8(table, at); }
+#else
+typedef uint8_t Octets __attribute__((vector_size(16)));
+INLINE Octets find_octets(Octets table, Octets at) {
+    Octets found;
+    for (int i = 0; i < 16; ++i) found[i] = table[at[i]];
+    return found;
+}
+#endif
+struct Nibbles {
+    static constexpr int PAIRS = 4;
+    static constexpr float UNIT = 1;
+    static float centre(const Packed& w) { return w.centre; }
+    static constexpr int PARTS = sizeof(vu) / sizeof(Octets);  // lookups in a vector of features
+    Octets low, high;  // the bytes of the 16 values
+    explicit Nibbles(const Packed& w) {
+        uint8_t octets[2][sizeof(Octets)];
+        for (size_t i = 0; i < sizeof(Octets); ++i) {
+            octets[0][i] = (uint8_t)w.values[i % 16];
+            octets[1][i] = (uint8_t)(w.values[i % 16] >> 8);
+        }
+        low = load_as<Octets>(octets[0]);
+        high = load_as<Octets>(octets[1]);
+    }
+    INLINE Two open(const char* p, int pair) const {
+        const vu at = (load_as<vu>(p) >> (pair & 1 ? 4 : 0)) & 0x0f0f0f0fu;  // columns of this pair and the next but one
+        Octets lower[PARTS], upper[PARTS];
+        std::memcpy(lower, &at, sizeof at);
+        for (int i = 0; i < PARTS; ++i) {
+            upper[i] = find_octets(high, lower[i]);
+            lower[i] = find_octets(low, lower[i]);
+        }
+        const vu l = load_as<vu>(lower), h = load_as<vu>(upper);
+        if (pair < 2) return two((l & 0x00ff00ffu) | ((h & 0x00ff00ffu) << 8));
+        return two(((l >> 8) & 0x00ff00ffu) | (h & 0xff00ff00u));
+    }
+};
+#endif
+
+#ifdef SPECDEC_BYTE_TABLES
+struct Magnitudes {  // a sign bit and one of 128 magnitudes
+    static constexpr int PAIRS = 2;
+    static constexpr float UNIT = 1;
+    static float centre(const Packed& w) { return w.centre; }
+    __m512i low[2], high[2];
+    explicit Magnitudes(const Packed& w) {
+        alignas(64) uint8_t octets[2][128];
+        for (int i = 0; i < 128; ++i) {
+            octets[0][i] = (uint8_t)w.values[i];
+            octets[1][i] = (uint8_t)(w.values[i] >> 8);
+        }
+        for (int i = 0; i < 2; ++i) {
+            low[i] = _mm512_load_si512(octets[0] + 64 * i);
+            high[i] = _mm512_load_si512(octets[1] + 64 * i);
+        }
+    }
+    INLINE Two open(const char* p, int pair) const {
+        const __m512i codes = _mm512_loadu_si512(p);
+        const __m512i l = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+        const __m512i bare = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+        const __m512i h = _mm512_ternarylogic_epi32(bare, codes, _mm512_set1_epi8((char)0x80), 0xf8);  // a | (b & c)
+        if (!pair)
+            return two((vu)_mm512_ternarylogic_epi32(_mm512_slli_epi16(h, 8), l, _mm512_set1_epi16(0xff), 0xf8));
+        return two((vu)_mm512_ternarylogic_epi32(_mm512_srli_epi16(l, 8), h, _mm512_set1_epi16((short)0xff00), 0xf8));
+    }
+};
+typedef Magnitudes Integers;
+typedef Magnitudes Floats;
+#else
+// A byte of every word, of column 2 * pair + odd, in the highest bits of the word; what is below it is arbitrary.
+INLINE vu byte_up(vu word, int pair, int odd) { return word << (odd ? 8 - 8 * pair : 24 - 8 * pair); }
+
+struct Integers {  // in two's complement, so that HALVES are one half too low
+    static constexpr int PAIRS = 2;
+    static constexpr float UNIT = 1.0f / (1 << 24);
+    static float centre(const Packed& w) { return w.centre + (w.kind == HALVES ? 0.5f : 0.0f); }
+    vu one;  // in every byte: what makes the complement of a magnitude its negative
+    explicit Integers(const Packed& w) : one(vu{} + (w.kind == INTEGERS ? 0x01010101u : 0u)) {}
+    INLINE Two open(const char* p, int pair) const {
+        typedef int8_t vb __attribute__((vector_size(4 * W)));
+        const vb codes = load_as<vb>(p);
+        const vb negative = codes < 0;
+        const vu number = (vu)(((codes & 0x7f) ^ negative) + (negative & (vb)one));
+        const auto wide = [&](int odd) {
+            return __builtin_convertvector((vi)(byte_up(number, pair, odd) & 0xff000000u), vf);
+        };
+        return two(wide(0), wide(1));
+    }
+};
+
+struct Floats {
+    static constexpr int PAIRS = 2;
+    static constexpr float UNIT = 1;
+    static float centre(const Packed& w) { return w.centre; }
+    explicit Floats(const Packed&) {}
+    INLINE Two open(const char* p, int pair) const {
+        const vu codes = load_as<vu>(p);
+        const auto wide = [&](int odd) {  // the exponent is 120 too low, also of e4m3's subnormal numbers
+            const vf low = (vf)(((vi)byte_up(codes, pair, odd) >> 4) & (int)0x87f00000);
+            return low * 0x1p120f;
+        };
+        return two(wide(0), wide(1));
+    }
+};
+#endif
+
+struct Opened {  // values that were opened before, as words of two bfloat16
+    static constexpr int PAIRS = 2;
+    INLINE Two open(const char* p, int pair) const { return two(load_as<vu>(p + pair * FEATURES * WORD)); }
+};
+
+template <class C> constexpr int64_t STEP = FEATURES * WORD;  // bytes of a panel per word
+template <> constexpr int64_t STEP<Opened> = Opened::PAIRS * FEATURES * WORD;
+
+// --- products ----------------------------------------------------------------------------------------------------------
+
+constexpr int PACKED_ROWS = W == 16 ? 6 : 3;  // of the largest tile
+
+// Vectors of features summed at once with M rows, so that their accumulators take three quarters of the registers.
+constexpr int packed_vectors(int M) {
+    int vectors = MAX_VECTORS;
+    while (2 * M * vectors > REGISTERS * 3 / 4) vectors /= 2;
+    return vectors;
+}
+constexpr int64_t OPENED_ROWS = 2 * PACKED_ROWS;  // beyond, values are opened once for all rows
+constexpr int64_t OPENED_COLUMNS = 256;           // at a time: they stay in L1
+
+INLINE vf load_side(const Packed& w, const char* p, int64_t feature) {
+    return w.wide ? load(reinterpret_cast<const float*>(p) + feature) : load(reinterpret_cast<const bf16*>(p) + feature);
+}
+
+// Some groups of a panel: the first one's scales and codes, and its columns.
+struct Groups {
+    const char* side;
+    int64_t side_step;
+    const char* codes;
+    int64_t codes_step;
+    int64_t first, count, columns;  // number of the first group, of groups, of all their columns
+};
+
+// Adds the products of some groups to out[m * out_stride + f], f < FEATURES, for M rows. x and sums are those of the
+// first column and group. Prefetches codes `ahead` bytes after those being read.
+template <class C, class T, int M>
+__attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, float unit, float centre, const Groups& groups,
+                                           const T* x, int64_t x_stride, const float* sums, int64_t sums_stride,
+                                           float* out, int64_t out_stride, int64_t ahead) {
+    constexpr int V = packed_vectors(M), PAIRS = C::PAIRS;
+    const C own = codes;
+    const bool offset = w.needs_sums();
+    for (int64_t first = 0; first < FEATURES; first += V * W) {
+        const char* side = groups.side;
+        const char* stream = groups.codes + first * WORD;
+        int64_t at = 0;
+        for (int64_t g = 0; g < groups.count; ++g, side += groups.side_step, stream += groups.codes_step) {
+            vf sum[2 * M * V];
+#pragma GCC unroll 64
+            for (int i = 0; i < 2 * M * V; ++i) sum[i] = vf{};
+            const int64_t end = std::min(at + w.group, groups.columns);
+            for (const char* p = stream; at < end; at += 2 * PAIRS, p += STEP<C>) {
+                if (ahead)
+#pragma GCC unroll 8
+                    for (int64_t line = 0; line < V * W * WORD; line += 64) __builtin_prefetch(p + ahead + line);
+#pragma GCC unroll 4
+                for (int pair = 0; pair < PAIRS; ++pair)
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; ++v) {
+                        const Two weight = own.open(p + v * W * WORD, pair);
+#pragma GCC unroll 8
+                        for (int m = 0; m < M; ++m) {
+                            vf& total = sum[(m * V + v) * 2 + (pair & 1)];
+                            total = add_two(weight, x + m * x_stride + at + 2 * pair, total);
+                        }
+                    }
+            }
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) {
+                const int64_t f = first + v * W;
+                const vf scale = load_side(w, side, f) * splat(w.factor);
+                vf inner = splat(centre), outer = vf{};
+                if (w.offsets) {
+                    const vf given = load_side(w, side + w.side() / 2, f);
+                    (w.offsets == INNER ? inner : outer) += given;
+                }
+#pragma GCC unroll 8
+                for (int m = 0; m < M; ++m) {
+                    float* to = out + m * out_stride + f;
+                    vf group = (sum[(m * V + v) * 2] + sum[(m * V + v) * 2 + 1]) * splat(unit), total = load(to);
+                    if (offset) {
+                        const vf all = splat(sums[m * sums_stride + g]);
+                        group = fma(inner, all, group);
+                        total = fma(outer, all, total);
+                    }
+                    store(fma(scale, group, total), to);
+                }
+            }
+        }
+    }
+}
+
+template <class C, class T>
+using Tile = void (*)(const Packed&, const C&, float, float, const Groups&, const T*, int64_t, const float*, int64_t,
+                      float*, int64_t, int64_t);
+
+template <class C, class T, size_t... I> INLINE Tile<C, T> tile_of(int64_t rows, std::index_sequence<I...>) {
+    static constexpr Tile<C, T> TILES[] = {packed_tile<C, T, (int)I + 1>...};
+    return TILES[rows - 1];
+}
+
+template <class C, class T>
+void tiles(const Packed& w, const C& codes, float unit, float centre, const Groups& groups, const T* x, int64_t x_stride,
+           int64_t rows, const float* sums, int64_t sums_stride, float* out, int64_t out_stride, int64_t ahead) {
+    for (int64_t m = 0; m < rows;) {
+        const int64_t left = rows - m;
+        const int64_t tile = left <= PACKED_ROWS ? left : left >= 2 * PACKED_ROWS ? PACKED_ROWS : (left + 1) / 2;
+        tile_of<C, T>(tile, std::make_index_sequence<PACKED_ROWS>{})(
+            w, codes, unit, centre, groups, x + m * x_stride, x_stride, sums ? sums + m * sums_stride : nullptr, sums_stride,
+            out + m * out_stride, out_stride, m ? 0 : ahead);
+        m += tile;
+    }
+}
+
+// One panel against all rows.
+template <class C, class T>
+void panel_against(const Packed& w, const C& codes, const char* panel, const T* x, int64_t x_stride, int64_t rows,
+                   const float* sums, float* out, int64_t out_stride) {
+    const int64_t side = w.side(), step = side + w.code_bytes(w.group), sums_stride = w.groups();
+    constexpr int64_t AHEAD = 8192;  // bytes: twice that of bfloat16, as several rows take longer over a line
+    for (int64_t m = 0; m < rows; ++m) std::fill_n(out + m * out_stride, FEATURES, 0.0f);
+    if (rows <= OPENED_ROWS) {
+        const Groups all = {panel, step, panel + side, step, 0, w.groups(), w.k};
+        tiles<C, T>(w, codes, C::UNIT, C::centre(w), all, x, x_stride, rows, sums, sums_stride, out, out_stride, AHEAD);
+        return;
+    }
+    alignas(64) uint32_t values[OPENED_COLUMNS / 2 * FEATURES];
+    const int64_t at_once = OPENED_COLUMNS / w.group;
+    for (int64_t g = 0; g < w.groups(); g += at_once) {
+        const int64_t from = g * w.group, columns = std::min(w.k - from, at_once * w.group);
+        char* to = reinterpret_cast<char*>(values);
+        for (int64_t k = 0; k < columns; k += 2 * C::PAIRS, to += C::PAIRS * FEATURES * WORD) {
+            const int64_t own = k / w.group, word = k % w.group / (2 * C::PAIRS);
+            const char* p = panel + (g + own) * step + side + word * FEATURES * WORD;
+            for (int64_t f = 0; f < FEATURES; f += W) {
+                __builtin_prefetch(p + f * WORD + AHEAD);
+#pragma GCC unroll 4
+                for (int pair = 0; pair < C::PAIRS; ++pair) {
+                    const vu opened = paired(codes.open(p + f * WORD, pair));
+                    std::memcpy(to + (pair * FEATURES + f) * WORD, &opened, sizeof opened);
+                }
+            }
+        }
+        const int64_t count = std::min(at_once, w.groups() - g);
+        const Groups some = {panel + g * step, step, reinterpret_cast<const char*>(values), w.group * FEATURES * 2,
+                             g, count, columns};
+        tiles<Opened, T>(w, Opened{}, C::UNIT, C::centre(w), some, x + from, x_stride, rows, sums ? sums + g : nullptr, sums_stride,
+                         out, out_stride, 0);
+    }
+}
+
+template <class C, class T>
+void panels_against(const Packed& w, const T* x, int64_t x_stride, int64_t rows, const float* sums, int64_t first,
+                    int64_t n, float* out, int64_t out_stride) {
+    const C codes(w);
+    for (int64_t f = 0; f < n; f += FEATURES)
+        panel_against(w, codes, w.data() + (first + f) / FEATURES * w.panel_bytes(), x, x_stride, rows, sums, out + f,
+                      out_stride);
+}
+
+template <class T>
+void packed_products(const Packed& w, const T* x, int64_t x_stride, int64_t rows, const float* sums, int64_t first,
+                     int64_t n, float* out, int64_t out_stride) {
+    const auto run = w.kind == NIBBLES ? panels_against<Nibbles, T>
+                     : w.kind == E4M3  ? panels_against<Floats, T>
+                                       : panels_against<Integers, T>;
+    run(w, x, x_stride, rows, sums, first, n, out, out_stride);
+}
+template void packed_products(const Packed&, const float*, int64_t, int64_t, const float*, int64_t, int64_t, float*,
+                              int64_t);
+#ifdef SPECDEC_DPBF16
+template void packed_products(const Packed&, const bf16*, int64_t, int64_t, const float*, int64_t, int64_t, float*,
+                              int64_t);
+#endif
+
+template <class T>
+void group_sums(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t group, float* out) {
+    for (int64_t m = 0; m < rows; ++m, x += x_stride)
+        for (int64_t at = 0; at < k; at += group) {
+            const int64_t end = std::min(at + group, k);
+            vf sum = {};
+            for (int64_t i = at; i < end; i += W)
+                sum += end - i >= W ? load(x + i) : load(x + i, (int)(end - i));
+            *out++ = lane_sum(sum);
+        }
+}
+template void group_sums(const bf16*, int64_t, int64_t, int64_t, int64_t, float*);
+template void group_sums(const float*, int64_t, int64_t, int64_t, int64_t, float*);
+
+// --- single rows ---------------------------------------------------------------------------------------------------------
+
+// Where a column's code is in its word: byte, and shift of a nibble.
+struct Place {
+    int64_t byte;
+    int shift;
+    Place(int64_t kind, int64_t column) {
+        if (kind == NIBBLES) {
+            const int64_t in = column % 8;
+            byte = in / 4 + (in & 1) * 2;
+            shift = in / 2 % 2 * 4;
+        } else {
+            const int64_t in = column % 4;
+            byte = in / 2 + (in & 1) * 2;
+            shift = 0;
+        }
+    }
+};
+
+INLINE float side_value(const Packed& w, const char* p, int64_t feature) {
+    return w.wide ? load_as<float>(p + 4 * feature) : widen(load_as<bf16>(p + 2 * feature));
+}
+
+template <class T> void packed_row(const Packed& w, int64_t row, T* out) {
+    const int64_t f = row % FEATURES, per_word = w.kind == NIBBLES ? 8 : 4;
+    const char* group = w.data() + row / FEATURES * w.panel_bytes();
+    for (int64_t at = 0; at < w.k; at += w.group, group += w.side() + w.code_bytes(w.group)) {
+        const float scale = side_value(w, group, f) * w.factor;
+        const float offset = w.offsets ? side_value(w, group + w.side() / 2, f) : 0;
+        const float inner = w.centre + (w.offsets == INNER ? offset : 0), outer = w.offsets == OUTER ? offset : 0;
+        for (int64_t k = at; k < std::min(at + w.group, w.k); ++k) {
+            const Place place(w.kind, k - at);
+            const char* word = group + w.side() + ((k - at) / per_word * FEATURES + f) * WORD;
+            const uint8_t byte = (uint8_t)word[place.byte];
+            float value = w.kind == NIBBLES ? widen(bf16{w.values[byte >> place.shift & 15]})
+                                            : widen(bf16{w.values[byte & 127]});
+            if (w.kind != NIBBLES && byte & 128) value = -value;
+            if (inner != 0) value += inner;  // -0 stays as it is
+            value *= scale;
+            narrow(w.offsets == OUTER ? value + outer : value, out + k);
+        }
+    }
+}
+template void packed_row(const Packed&, int64_t, bf16*);
+template void packed_row(const Packed&, int64_t, float*);
+
+// --- packing -------------------------------------------------------------------------------------------------------------
+
+// The word of columns k .. k + COLUMNS, from a stream of bits.
+template <int COLUMNS> INLINE uint32_t word_of(const uint8_t* from, int64_t k, int64_t bits, const uint8_t* internal) {
+    constexpr int WIDTH = 32 / COLUMNS;
+    uint32_t word = 0;
+    for (int i = 0; i < COLUMNS; ++i) {
+        const int64_t bit = (k + i) * bits, byte = bit / 8;
+        const int shift = (int)(bit % 8);
+        uint32_t code = from[byte] >> shift;
+        if (shift + bits > 8) code |= (uint32_t)from[byte + 1] << (8 - shift);
+        word |= (uint32_t)internal[code & ((1u << bits) - 1)] << (i / 2 * WIDTH + (i & 1) * 16);
+    }
+    return word;
+}
+
+void put_side(const Packed& w, char* to, int64_t feature, float value) {
+    if (w.wide)
+        std::memcpy(to + 4 * feature, &value, 4);
+    else
+        narrow(value, reinterpret_cast<bf16*>(to) + feature);
+}
+
+}  // namespace specdec
+
+using namespace specdec;
+
+// Bytes of a packed matrix with this header.
+EXPORT int64_t packed_bytes(const void* header) {
+    const Packed& w = *(const Packed*)header;
+    return HEADER + (w.n + FEATURES - 1) / FEATURES * w.panel_bytes();
+}
+
+// Packs rows of codes, each a stream of `bits` bits per column, lowest bits first, `row_bytes` bytes apart.
+// `internal` [256] translates codes. Scales and offsets (or null) are [.., side_columns] float32, one for
+// block_rows x block_columns; a block is a whole number of groups wide. The header is copied to `to`.
+EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes, int64_t bits, const uint8_t* internal,
+                       const float* scales, const float* offsets, int64_t block_rows, int64_t block_columns,
+                       int64_t side_columns, void* to, int64_t threads) {
+    std::memcpy(to, header, HEADER);
+    const Packed& w = *(const Packed*)to;
+    const int64_t per_word = w.kind == NIBBLES ? 8 : 4;
+    for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t panel) {
+        char* group = (char*)to + HEADER + panel * w.panel_bytes();
+        for (int64_t at = 0; at < w.k; at += w.group) {
+            const int64_t end = std::min(at + w.group, w.k);
+            std::memset(group, 0, w.side() + w.code_bytes(end - at));
+            for (int64_t f = 0; f < FEATURES && panel * FEATURES + f < w.n; ++f) {
+                const int64_t row = panel * FEATURES + f;
+                const int64_t block = row / block_rows * side_columns + at / block_columns;
+                put_side(w, group, f, scales[block]);
+                if (offsets) put_side(w, group + w.side() / 2, f, offsets[block]);
+                const uint8_t* from = (const uint8_t*)codes + row * row_bytes;
+                char* words = group + w.side() + f * WORD;
+                for (int64_t k = at; k < end; k += per_word, words += FEATURES * WORD) {
+                    const uint32_t word = w.kind == NIBBLES ? word_of<8>(from, k, bits, internal)
+                                                            : word_of<4>(from, k, bits, internal);
+                    std::memcpy(words, &word, WORD);
+                }
+            }
+            group += w.side() + w.code_bytes(end - at);
+        }
+    });
+}
+
+// A packed matrix of some rows of another; the header at `to` must have been written.
+EXPORT void pack_rows(const void* from, const int32_t* rows, void* to, int64_t threads) {
+    const Packed &source = *(const Packed*)from, &w = *(const Packed*)to;
+    const int64_t side_width = w.wide ? 4 : 2, sides = w.offsets ? 2 : 1;
+    for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t panel) {
+        char* own = (char*)to + HEADER + panel * w.panel_bytes();
+        std::memset(own, 0, w.panel_bytes());
+        for (int64_t f = 0; f < FEATURES && panel * FEATURES + f < w.n; ++f) {
+            const int64_t row = rows[panel * FEATURES + f], other = row % FEATURES;
+            const char* group = source.data() + row / FEATURES * w.panel_bytes();
+            char* mine = own;
+            for (int64_t at = 0; at < w.k; at += w.group) {
+                const int64_t words = w.code_bytes(std::min(w.group, w.k - at)) / (FEATURES * WORD);
+                for (int64_t side = 0; side < sides; ++side)
+                    std::memcpy(mine + (side * FEATURES + f) * side_width,
+                                group + (side * FEATURES + other) * side_width, side_width);
+                mine += w.side(), group += w.side();
+                for (int64_t word = 0; word < words; ++word)
+                    std::memcpy(mine + (word * FEATURES + f) * WORD, group + (word * FEATURES + other) * WORD, WORD);
+                mine += words * FEATURES * WORD, group += words * FEATURES * WORD;
+            }
+        }
+    });
+}

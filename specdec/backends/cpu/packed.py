@@ -1,0 +1,165 @@
+"""Repack quantised weights for the CPU kernels: every file format becomes one layout (``kernels/packed.h``).
+
+A weight is ``(value(code) + centre + inner) * scale * factor + outer``. Codes of up to four bits index 16 values. Wider
+ones become a sign bit and one of 128 magnitudes: integers, integers plus one half, or those of e4m3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor
+
+from specdec.backends.cpu.arrays import CPU
+from specdec.backends.cpu.tape import Kernel
+
+if TYPE_CHECKING:
+    from specdec.backends.cpu.library import Kernels
+    from specdec.backends.cpu.threads import Threads
+    from specdec.checkpoints.quantised import StoredMatrix
+
+FORMATS = frozenset({"fp8-block", "fp8", "nvfp4", "mxfp4", "mlx-affine", "int"})
+HEADER, MAX_GROUP, COLUMNS = 512, 128, 8  # kernels/packed.h; columns of a word, of which groups and rows are multiples
+_INNER, _OUTER = 1, 2
+_NIBBLES, _INTEGERS, _HALVES, _E4M3 = range(4)
+_MAGNITUDES = {
+    _INTEGERS: torch.arange(128, dtype=torch.float32),
+    _HALVES: torch.arange(128, dtype=torch.float32) + 0.5,
+    _E4M3: torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32),
+}
+
+
+class _Header(ctypes.Structure):
+    """``Packed`` of kernels/packed.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("n", "k", "group", "kind", "wide", "offsets")),
+        ("factor", ctypes.c_float),
+        ("centre", ctypes.c_float),
+        ("values", ctypes.c_uint16 * 128),
+    )
+
+
+@attrs.frozen
+class _Codes:
+    """How codes are translated: their kind, its 16 values or 128 magnitudes, and the internal code of each."""
+
+    kind: int
+    values: Tensor
+    internal: Tensor  # uint8 [256]
+    centre: float = 0.0
+
+
+class Packer:
+    """The functions of kernels/packed.cpp. A packed matrix is one uint8 tensor: a header and its panels."""
+
+    def __init__(self, kernels: Kernels, threads: Threads) -> None:
+        self._bytes = kernels.function("packed_bytes", "p", ctypes.c_int64)
+        self._pack_codes = Kernel(kernels, "pack_codes", "ppiipppiiip", threads=threads)
+        self._is_file = kernels.function("is_file", "pi", ctypes.c_int64)
+        self._release = kernels.function("release_pages", "pi")
+        self._pack_rows = Kernel(kernels, "pack_rows", "ppp", threads=threads)
+
+    def pack(self, matrix: StoredMatrix) -> Tensor | None:
+        """Repack a matrix; None if its sizes or values do not fit the layout."""
+        rows, columns = matrix.shape
+        width = matrix.meta["block_columns"]
+        group = _group(min(width, columns) if width >= columns else width)
+        translated = _translated(_used(matrix))
+        if not rows or not columns or columns % COLUMNS or group is None or translated is None:
+            return None
+        scale = matrix.parts["scale"].to(torch.float32).contiguous()
+        offset, mode = matrix.parts.get("bias"), _OUTER
+        if offset is None and "offset" in matrix.parts:
+            offset, mode = -matrix.parts["offset"], _INNER
+        elif "offset" in matrix.parts:
+            return None
+        if offset is not None:
+            offset = offset.to(torch.float32).contiguous()
+        factor = matrix.parts.get("global_scale")
+        header = _Header(
+            n=rows,
+            k=columns,
+            group=group,
+            kind=translated.kind,
+            wide=not all(_narrow(part) for part in (scale, offset) if part is not None),
+            offsets=0 if offset is None else mode,
+            factor=1.0 if factor is None else float(factor),
+            centre=translated.centre,
+        )
+        narrow = translated.values.to(torch.bfloat16).view(torch.uint16).tolist()
+        header.values[: len(narrow)] = narrow
+        packed = self._empty(header)
+        codes = matrix.parts["codes"]
+        self._pack_codes(
+            ctypes.addressof(header),
+            codes.data_ptr(),
+            codes.stride(0) * codes.element_size(),
+            matrix.meta["bits"],
+            translated.internal.data_ptr(),
+            scale.data_ptr(),
+            0 if offset is None else offset.data_ptr(),
+            matrix.meta["block_rows"],
+            width,
+            scale.shape[1],
+            packed.data_ptr(),
+        )
+        if codes.is_contiguous() and self._is_file(codes.data_ptr(), codes.nbytes):
+            self._release(codes.data_ptr(), codes.nbytes)  # so that the weights are resident once
+        return packed
+
+    def rows(self, packed: Tensor, ids: Tensor) -> Tensor:
+        """A packed matrix of some rows of another; ``ids`` int32 ``[n]``."""
+        header = _Header.from_buffer_copy(packed[:HEADER].numpy().tobytes())
+        header.n = len(ids)
+        found = self._empty(header)
+        ctypes.memmove(found.data_ptr(), ctypes.addressof(header), ctypes.sizeof(header))
+        self._pack_rows(packed.data_ptr(), ids.data_ptr(), found.data_ptr())
+        return found
+
+    def _empty(self, header: _Header) -> Tensor:
+        size = self._bytes(ctypes.addressof(header))
+        whole = torch.empty(size + 63, dtype=torch.uint8, device=CPU)
+        return whole[-whole.data_ptr() % 64 :][:size]  # panels are whole cache lines
+
+
+def _group(width: int) -> int | None:
+    """The widest group of whole words that divides a block of columns; None if there is none."""
+    return next((size for size in range(MAX_GROUP, 0, -COLUMNS) if width % size == 0), None)
+
+
+def _narrow(values: Tensor) -> bool:
+    """Whether all values are bfloat16 numbers."""
+    return bool((values.to(torch.bfloat16).to(torch.float32) == values).all())
+
+
+def _used(matrix: StoredMatrix) -> Tensor:
+    """The values of the codes. Without -128, which symmetric quantisers avoid, int8 needs no offset."""
+    values, codes = matrix.values, matrix.parts["codes"]
+    at = int(values.argmin())
+    if values[at] != -128 or bool((codes.contiguous().view(torch.uint8) == at).any()):
+        return values
+    values = values.clone()
+    values[at] = -127
+    return values
+
+
+def _translated(values: Tensor) -> _Codes | None:
+    """How codes with these values ``[2 ** bits]`` are kept; None for values that the kernels cannot express."""
+    internal = torch.zeros(256, dtype=torch.uint8)
+    if len(values) <= 16:
+        internal[: len(values)] = torch.arange(len(values), dtype=torch.uint8)
+        return _Codes(_NIBBLES, values, internal) if _narrow(values) else None
+    finite = values[values.isfinite()]  # a checkpoint with NaN codes is refused before
+    middle = float(finite.max() + finite.min()) / 2
+    for kind, centre in ((_INTEGERS, 0.0), (_E4M3, 0.0), (_HALVES, middle)):
+        magnitudes = _MAGNITUDES[kind].nan_to_num(torch.inf)
+        centred = (values - centre).nan_to_num(0.0)
+        at = torch.searchsorted(magnitudes, centred.abs()).clamp_(max=127)
+        if bool((magnitudes[at] == centred.abs()).all()):
+            internal[: len(values)] = (at | (centred.signbit().to(torch.int64) << 7)).to(torch.uint8)
+            return _Codes(kind, _MAGNITUDES[kind].nan_to_num(0.0), internal, centre)
+    return None

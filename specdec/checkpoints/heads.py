@@ -1,0 +1,124 @@
+"""Take an MTP head from a file or folder beside the checkpoint's weights, or from another checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec.checkpoints.locate import listed
+from specdec.checkpoints.names import canonical_name, text_config
+from specdec.checkpoints.quantised import formats_of
+from specdec.checkpoints.reader import Checkpoint, StoredTensor, read_header, read_json, read_tensors
+from specdec.checkpoints.weight_check import TensorSpec, converted_by_mlx_lm
+from specdec.errors import CheckpointError
+
+HEAD_FILE = "mtp.safetensors"
+
+
+def unlisted_head(checkpoint: Checkpoint) -> Path | None:
+    """``mtp.safetensors`` beside the weights if no index lists it."""
+    file = checkpoint.path / HEAD_FILE
+    return file if os.path.isfile(file) and file not in checkpoint.files else None
+
+
+def join_head(
+    checkpoint: Checkpoint,
+    path: Path,
+    prefix: str,
+    expected: Mapping[str, TensorSpec],
+    *,
+    hidden_size: int,
+    vocab_size: int,
+) -> Checkpoint:
+    """The checkpoint with the MTP head of another file or folder in place of its own.
+
+    Args:
+        checkpoint: the open checkpoint.
+        path: a safetensors file, or a folder with ``mtp.safetensors``, one safetensors file, or a whole checkpoint. Of
+            its tensors, those of the head are taken, in any layout and format that a checkpoint may have.
+        prefix: of the head's canonical names.
+        expected: canonical name -> spec of every tensor that the model needs.
+        hidden_size, vocab_size: of the model.
+
+    Raises: CheckpointError if there is no head, or one of another model, with both figures.
+    """
+    tensors, config = _read(path, prefix)
+    head = {name: tensor for name, tensor in tensors.items() if canonical_name(name).startswith(prefix)}
+    if not head:
+        raise CheckpointError(
+            f"{path} holds no MTP head for this model: none of its {len(tensors)} tensors is named {prefix}*",
+            found=listed(tensors),
+            try_="the file, or the original checkpoint's folder, with these tensors",
+        )
+    _check_sizes(path, head, config, expected, {"hidden_size": hidden_size, "vocab_size": vocab_size})
+    own = [name for name in checkpoint.names if canonical_name(name).startswith(prefix)]
+    return checkpoint.joined(
+        head,
+        without=own,
+        config=config,
+        head_path=path,
+        head_converted=_converted(path, tensors, config, prefix),
+        notices=[
+            f"the MTP head is taken from {path} ({len(head)} of its {len(tensors)} tensors)",
+            *([f"the {len(own)} tensors of the checkpoint's own MTP head are not used"] if own else []),
+        ],
+    )
+
+
+def _read(path: Path, prefix: str) -> tuple[dict[str, StoredTensor], dict[str, Any] | None]:
+    """The tensors of a file or folder, and the folder's config.json if it has one."""
+    if os.path.isfile(path):
+        return read_header(path), None
+    if not os.path.isdir(path):
+        raise CheckpointError(
+            f"target.mtp names no file or folder: {path}",
+            try_="a safetensors file or a folder on this machine; a hub id is not taken here",
+        )
+    config = path / "config.json"
+    single = path / HEAD_FILE
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1 and not (path / "model.safetensors.index.json").is_file():
+        tensors = read_header(files[0])
+    else:
+        tensors = {} if files == [] and single.is_file() else read_tensors(path)[0]
+        if single.is_file() and not any(canonical_name(name).startswith(prefix) for name in tensors):
+            tensors = read_header(single)
+    return tensors, read_json(config) if os.path.lexists(config) else None
+
+
+def _check_sizes(
+    path: Path,
+    head: Mapping[str, StoredTensor],
+    config: Mapping[str, Any] | None,
+    expected: Mapping[str, TensorSpec],
+    sizes: Mapping[str, int],
+) -> None:
+    """Refuse the head of another model. Raises: CheckpointError with both figures."""
+    found: dict[str, Any] = {}
+    for name, tensor in head.items():
+        spec = expected.get(canonical_name(name))
+        if spec is not None and spec.shape == (sizes["hidden_size"],) and len(tensor.shape) == 1:
+            found["hidden_size"] = tensor.shape[0]
+        elif name.endswith(("embed_tokens.weight", "head.weight")) and len(tensor.shape) == 2:
+            found["vocab_size"] = tensor.shape[0]
+    if config is not None:
+        own = text_config(config)
+        found |= {key: own[key] for key in sizes if key in own}
+    for key, size in sizes.items():
+        if found.get(key, size) != size:
+            raise CheckpointError(
+                f"the MTP head in {path} belongs to another model: its {key} is {found[key]!r}, this model's is {size}",
+                try_="the head of this checkpoint, or of one that was fine-tuned from the same model",
+            )
+
+
+def _converted(
+    path: Path, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any] | None, prefix: str
+) -> bool | None:
+    """Whether mlx-lm converted the files; None if they hold nothing but the head, which does not show it."""
+    rest = {name: tensor for name, tensor in tensors.items() if not canonical_name(name).startswith(prefix)}
+    if not rest:
+        return None
+    return converted_by_mlx_lm(formats_of(Checkpoint(path, dict(config or {}), {}, rest)))

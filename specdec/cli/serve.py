@@ -1,0 +1,141 @@
+"""``specdec serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import shlex
+
+import click
+
+from specdec.cli import output
+from specdec.cli.measuring import plain_milliseconds
+from specdec.cli.options import SAMPLE_PROMPT, TEXT, Number, configured
+from specdec.config import RunConfig
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.serving.address import is_loopback
+
+ANSWER_TOKENS = 1024
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+def check_access(host: str, api_key: str | None) -> None:
+    """Raises: ConfigError for an address that others can reach without a key, or a key that no header can carry."""
+    if not is_loopback(host) and not api_key:
+        raise ConfigError(
+            f"--host {host!r} can be reached from other machines, and there is no API key",
+            try_="SPECDEC_API_KEY=... in the environment, or the default host",
+        )
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
+        raise ConfigError("the API key takes printable ASCII characters without spaces", try_="openssl rand -hex 16")
+
+
+def _vllm(config: RunConfig, name: str, host: str, port: int, start: bool) -> None:
+    """Print vLLM's command, or become it; an API key goes by its own variable, which ``ps`` does not show."""
+    from specdec.serving.vllm import vllm_command
+
+    words, notes = vllm_command(config, name=name, host=host, port=port)
+    output.lines(output.console(stderr=True), "note", notes)
+    if not start:
+        click.echo(shlex.join(words))
+        return
+    key = click.get_current_context().params["api_key"]
+    try:
+        os.execvpe(words[0], words, {**os.environ, **({"VLLM_API_KEY": key} if key else {})})
+    except OSError as error:
+        raise UnsupportedError(f"vLLM cannot be started: {error.strerror}", try_="pip install vllm") from error
+
+
+def served_name(model: str) -> str:
+    """The name of a model in requests: of a folder, its last part, because a path is nobody else's business."""
+    return pathlib.Path(model).resolve().name if model != "demo" and pathlib.Path(model).is_dir() else model
+
+
+@click.command()
+@configured("Tokens of an answer whose request names no number", new_tokens=ANSWER_TOKENS)
+@click.option("--host", default="127.0.0.1", metavar="NAME", type=TEXT, help="The address; another needs --api-key.")
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), metavar="N", help="8000 if unset; 0: a free one.")
+@click.option(
+    "--api-key",
+    envvar="SPECDEC_API_KEY",
+    metavar="KEY",
+    type=TEXT,
+    help="What requests must carry. Better as SPECDEC_API_KEY: other users see the command line.",
+)
+@click.option("--name", metavar="NAME", type=TEXT, help="The model's name in requests; its own if unset.")
+@click.option("--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Waiting requests; 16 if unset.")
+@click.option(
+    "--most-tokens", default=4096, type=click.IntRange(min=1), metavar="N", help="Of one answer; 4096 if unset."
+)
+@click.option("--most-prompt", type=click.IntRange(min=1), metavar="N", help="Tokens of a prompt, at most.")
+@click.option(
+    "--keep", "keep_mib", default=1024, type=click.IntRange(min=0), metavar="MIB", help="Memory for kept sessions."
+)
+@click.option("--engine", type=click.Choice(["specdec", "vllm"]), default="specdec", help="vllm prints its command.")
+@click.option("--run", "start", is_flag=True, help="With --engine vllm: start it in place of this process.")
+@click.option(
+    "--grace", default=30.0, type=Number(min=0.0, max=3600.0), metavar="S", help="For what runs at the end; 30 s."
+)
+def serve(
+    config: RunConfig,
+    host: str,
+    port: int,
+    api_key: str | None,
+    name: str | None,
+    queue: int,
+    most_tokens: int,
+    most_prompt: int | None,
+    keep_mib: int,
+    engine: str,
+    start: bool,
+    grace: float,
+) -> None:
+    """Serve a model to OpenAI's clients.
+
+    The address goes to stdout as soon as the server answers: /v1/chat/completions, /v1/completions, /v1/models,
+    /health, /metrics, and a page for a browser at /. Requests are served one at a time, in order. The first Ctrl-C lets
+    the running answer end.
+    """
+    if start and engine != "vllm":
+        raise click.UsageError("--run is for --engine vllm.")
+    check_access(host, api_key)
+    if engine == "vllm":
+        _vllm(config, name or served_name(config.target.model), host, port, start)
+        return
+    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UnsupportedError(
+            f"the server needs packages that are not installed: {', '.join(missing)}",
+            try_="pip install 'specdec-framework[serve]'",
+        )
+    from specdec.serving.app import Service
+    from specdec.serving.engine import Engine
+    from specdec.serving.metrics import Metrics
+    from specdec.serving.requests import Limits
+    from specdec.serving.server import bound_socket
+    from specdec.serving.server import serve as run
+
+    with bound_socket(host, port) as listening:
+        import specdec
+
+        with output.status(f"loading {config.target.model}"):
+            lm = specdec.load(config=config)
+            plain_ms = plain_milliseconds(lm)
+        metrics = Metrics()
+        service = Service(
+            lm=lm,
+            name=name or served_name(config.target.model),
+            engine=Engine(lm, metrics, most_waiting=queue, kept_bytes=keep_mib * 2**20),
+            metrics=metrics,
+            limits=Limits(prompt_tokens=most_prompt, new_tokens=most_tokens),
+            api_key=api_key or "",
+            local=is_loopback(host),
+            plain_ms=plain_ms,
+            prompt=SAMPLE_PROMPT,
+        )
+        output.lines(output.console(stderr=True), "note", lm.notices)
+        address, used = listening.getsockname()[:2]
+        listening.listen()
+        click.echo(f"http://{f'[{address}]' if ':' in address else address}:{used}/v1")
+        run(service, listening, grace=grace)

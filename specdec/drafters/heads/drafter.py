@@ -1,0 +1,458 @@
+"""Draft with a trained head: follow the target's hidden states, and keep the head's own keys and values.
+
+The ledger of pairs (hidden state of token i, token i + 1) is the one of the MTP head (``MtpPairs``); here the drafter
+owns it, because the target knows nothing of the head. True pairs replace whatever a draft has appended.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+import numpy as np
+import torch
+
+from specdec.backends.ops import Array, Cache
+from specdec.backends.passes import Passes
+from specdec.config import between, one_of
+from specdec.contract import (
+    EMPTY_DRAFT,
+    IDLE_ROWS,
+    WAITING_ROWS,
+    Context,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DrafterSnapshot,
+    ForwardOutput,
+    Logits,
+    MtpPairs,
+    PrepareEnv,
+    Verdict,
+)
+from specdec.drafters.draft_vocabulary import DraftVocabulary
+from specdec.drafters.gate import DraftGate
+from specdec.drafters.heads.eagle import EagleNetwork
+from specdec.drafters.heads.layout import Layout
+from specdec.drafters.heads.network import MappedLogits, RowsHead, Surroundings, own_head_rows
+from specdec.drafters.heads.refiner import Block, Marginals, Refiner, Row
+from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary
+from specdec.errors import ConfigError, StateError
+from specdec.sampling import draft_token, is_plain
+from specdec.text import common_prefix
+
+if TYPE_CHECKING:
+    from specdec.contract import Float32
+
+FEED_ROWS = 512  # pairs per pass of the head; bounds the memory of a long prompt
+MARKS = 8  # ends of prompts whose last hidden state is kept, for a rewind to there
+
+
+@attrs.frozen(kw_only=True)
+class HeadConfig:
+    """Which head, what its config leaves open, and when to stop a draft early."""
+
+    model: str = "demo"  # a folder, a hub id, "demo" (the embedded model's), or "random" (untrained, for measurements)
+    revision: str | None = None  # branch, tag or commit of a hub id
+    layer_ids: str = attrs.field(default="auto", validator=one_of("auto", "boundary", "layer"))  # what they number
+    fed_back: str = attrs.field(default="auto", validator=one_of("auto", "state", "normed"))  # into a chained step
+    vocabulary: str | None = None  # a file made by specdec vocab: the ids to draft from
+    max_miss: float = attrs.field(default=0.1, validator=between(0.0, 1.0))  # share of tokens outside; above: full head
+    max_extra: int = attrs.field(default=2048, validator=between(0, 65536))  # ids of a sequence added to the vocabulary
+    min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least probability of the best token
+    min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
+    min_acceptance: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least that a DSpark head predicts
+
+    def __attrs_post_init__(self) -> None:
+        """Raises: ConfigError for draft-vocabulary settings without a draft vocabulary."""
+        fields = attrs.fields_dict(HeadConfig)
+        idle = [name for name in ("max_miss", "max_extra") if getattr(self, name) != fields[name].default]
+        if self.vocabulary is None and idle:
+            raise ConfigError(
+                f"drafter.{idle[0]} belongs to a draft vocabulary, and drafter.vocabulary names none",
+                try_="specdec vocab MODEL makes one; or leave the setting out",
+            )
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class PreparedHead:
+    """A loaded head, shared by all sequences."""
+
+    layout: Layout
+    network: Any
+    around: Surroundings
+    fingerprint: str
+    name: str
+    vocabulary: PreparedVocabulary | None = None
+    passes: Passes | None  # None: op by op, for layers with a window and for blocks
+    masked: Any = None  # the fused state of a masked row
+    refiner: Refiner | None = None  # of a block head
+
+    def logits(self, rows: Array, choice: RowsHead | None = None) -> Logits:
+        """Logits of normed rows ``[T, H_d]``, addressed by the target's ids."""
+        ops = self.around.ops
+        if choice is not None:
+            return ops.pruned_head(rows, choice.rows)
+        return self.mapped(ops.head(rows, self.around.lm_head))
+
+    def mapped(self, logits: Logits) -> Logits:
+        """Logits over the head's vocabulary, addressed by the target's ids."""
+        return logits if self.ids is None else MappedLogits(logits, self.ids, self.around.vocab_size)
+
+    @functools.cached_property
+    def ids(self) -> Any:
+        """The target's ids of the head's vocabulary, ascending, int64; None if they are the same."""
+        return None if self.layout.tokens is None else np.array(self.layout.tokens, np.int64)
+
+
+def prepared_vocabulary(config: HeadConfig, layout: Layout, around: Surroundings, env: PrepareEnv) -> Any:
+    """The rows of the output head for ``drafter.vocabulary``; None without one.
+
+    Raises: ConfigError if the head has a reduced vocabulary of its own.
+    """
+    if config.vocabulary is None:
+        return None
+    if layout.tokens is not None:
+        raise ConfigError(
+            f"drafter.vocabulary is given, and the head has a vocabulary of its own ({layout.draft_vocab} tokens)",
+            try_="the setting left out",
+        )
+    vocabulary = DraftVocabulary.read(config.vocabulary)
+    vocabulary.check(env.target.info, env.tokenizer, config.vocabulary)
+    rows = RowsHead.of(around.ops, around.lm_head, around.vocab_size, vocabulary.tokens)
+    return PreparedVocabulary.of(rows, around.vocab_size)
+
+
+class HeadDrafter(Drafter):
+    """What drafting with any head has in common: the ledger of states, feeding, rewinding and saving."""
+
+    _after: ClassVar[int] = 1  # entry i of the caches is made with the token of position i + this
+
+    def __init__(self, config: HeadConfig, env: DrafterEnv) -> None:
+        if not isinstance(env.shared, PreparedHead):
+            raise StateError("the drafter has a trained head, and its prepare was not run")
+        self._head: PreparedHead = env.shared
+        self._around = self._head.around
+        self._target = env.target
+        self._rows = env.target.info.max_rows
+        self._gate = DraftGate(config.min_confidence, config.min_margin)
+        self._choice: HeadChoice | None = None
+        if self._head.vocabulary is not None:
+            self._choice = HeadChoice(self._head.vocabulary, max_miss=config.max_miss, max_extra=config.max_extra)
+        self._pairs = MtpPairs()
+        self._fed_tokens: list[int] = []  # of the pairs in the caches
+        self._unsure = False  # whether those are to be compared with the context
+        self._ends: list[int] = []  # lengths of which the ledger keeps the last state
+        self._dead_ends = self._replayed = 0
+        self._rebuilt = ""
+        self._caches: list[Cache] = self._head.network.new_caches(env.state.capacity + 2 * self._rows)
+        self._pass = None if self._head.passes is None else self._head.passes.bind(self._caches)
+        if env.saved is not None:
+            self._rebuilt = self._restore(env.saved)
+
+    # --- following the target ----------------------------------------------------------------------------------------
+
+    def prefill(self, context: Context, output: ForwardOutput) -> None:
+        self._compare(context)
+        self._add(context, output, output.rows, len(context) - output.rows)
+        self._feed()
+        if self._pairs.length == len(context):
+            self._ends = [*self._ends[1 - MARKS :], len(context)]
+            self._pairs.mark(self._ends)
+
+    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
+        self._compare(context)
+        rows = verdict.accepted + 1
+        self._add(context, output, rows, len(context) - 1 - rows)
+        if self._pairs.waiting > IDLE_ROWS:
+            self._feed()
+
+    def _add(self, context: Context, output: ForwardOutput, rows: int, before: int) -> None:
+        """Add the states of ``rows`` committed rows that follow ``before`` tokens, unless the ledger has a gap."""
+        skipped = self._pairs.length - before
+        if 0 <= skipped < rows:
+            fused = self._head.network.fused(self._around.states(output, rows))
+            hidden = self._around.ops.hidden(fused)[skipped:]
+            self._pairs.add(context[before + skipped : before + rows], hidden, before + skipped)
+
+    def _compare(self, context: Context) -> None:
+        """After a rewind or a restore: drop pairs whose tokens are others than those that came."""
+        if self._unsure and len(context) > self._pairs.fed:
+            self._unsure = False
+            shared = common_prefix(self._fed_tokens, context[self._after : self._pairs.fed + self._after])
+            if shared < self._pairs.fed:
+                self._cut(shared)
+
+    def _catch_up(self, context: Context) -> bool:
+        """Whether all committed positions are known. What the engine did not report is computed again."""
+        self._compare(context)
+        held = len(context) - 1
+        if self._pairs.length < held:
+            state = self._target.new_state(held, self._around.needs)
+            for at in range(0, held, FEED_ROWS):
+                chunk = context[at : min(at + FEED_ROWS, held)]
+                output = self._target.prefill(state, chunk)
+                self._add(context, output, len(chunk), at)
+            self._replayed += held
+        return self._ready()
+
+    def _ready(self) -> bool:
+        """Whether there is something to draft from: a pair that waits for the pending token."""
+        return bool(self._pairs.waiting)
+
+    def _feed(self) -> None:
+        """Run the waiting pairs through the head, except the last one, whose token is pending."""
+        if self._pairs.waiting > 1:
+            tokens, hidden = self._pairs.take()
+            array = self._around.ops.array(hidden)
+            for at in range(0, len(tokens), FEED_ROWS):
+                self._run_true(tokens[at : at + FEED_ROWS], array[at : at + FEED_ROWS])
+
+    def _run_true(self, tokens: Sequence[int], hidden: Array, masked: int = 0) -> Array:
+        """A pass over true pairs, which stay in the caches, and ``masked`` rows, which do not."""
+        self._truncate()
+        whole = [*tokens, *[self._head.layout.mask_token or 0] * masked]
+        x = self._run(whole, hidden, len(tokens), self._pairs.fed + len(tokens))
+        self._pairs.fed += len(tokens)
+        self._fed_tokens += tokens
+        return x
+
+    def _run(self, tokens: Sequence[int], hidden: Array, kept: int, true: int) -> Array:
+        """A pass of which ``kept`` rows stay in the caches; ``true`` entries are then true."""
+        if self._pass is not None:
+            x = self._pass.run(tokens, hidden)
+            self._pass.commit(kept)
+            return x
+        around = self._around
+        x = self._head.network(self._caches, around.ops.embed(around.embed_tokens, tokens), hidden, true)
+        for cache in self._caches:
+            cache.commit(kept)
+        return x
+
+    def _truncate(self) -> None:
+        """Drop what drafts have appended."""
+        for cache in self._caches:
+            cache.truncate(self._pairs.fed)
+
+    # --- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        if depth < 1 or not self._catch_up(context):
+            return EMPTY_DRAFT
+        choice = None if self._choice is None else self._choice.follow(context)
+        if self._choice is not None:
+            self._choice.count()
+        return self._draft(context, min(depth, self._rows), None if choice is None else own_head_rows(choice))
+
+    @abc.abstractmethod
+    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
+        """Draft at most ``depth`` >= 1 tokens; at least one pair waits."""
+
+    def _next(
+        self, logits: Logits, drafted: Sequence[int], context: Context, pruned: bool
+    ) -> tuple[int, Float32 | None] | None:
+        """The next token and its distribution; None ends the draft before it."""
+        try:
+            if self._gate.stops(logits, context, drafted):
+                return None
+            return draft_token(logits, drafted, context)
+        except ConfigError:  # no token of the head's vocabulary is allowed here
+            if not pruned and self._head.layout.tokens is None:
+                raise
+            self._dead_ends += 1  # the target has more ids to choose from, so the settings are not at fault
+            return None
+
+    def _of_rows(self, logits: Logits, context: Context, *, pruned: bool) -> Draft:
+        """A draft from logits that depend on no drafted token: a row for each token."""
+        if self._is_greedy(context):
+            return Draft(tuple(logits.argmax()))
+        drafted: list[int] = []
+        distributions: list[Float32] = []
+        for row in range(len(logits)):
+            found = self._next(Row(logits, row), drafted, context, pruned)
+            if found is None:
+                break
+            drafted.append(found[0])
+            if found[1] is not None:
+                distributions.append(found[1])
+        return Draft(tuple(drafted), np.stack(distributions) if distributions else None)
+
+    def _is_greedy(self, context: Context) -> bool:
+        return context.sampling.temperature == 0 and is_plain(context.sampling) and not self._gate.enabled
+
+    # --- going back --------------------------------------------------------------------------------------------------
+
+    def rewind(self, length: int) -> None:
+        self._cut(length)
+        self._unsure = True
+        if self._choice is not None:
+            self._choice.forget()
+
+    def _cut(self, length: int) -> None:
+        if length < self._pairs.length:
+            self._pairs.cut(length)
+            self._ends = [end for end in self._ends if end <= length]
+        del self._fed_tokens[self._pairs.fed :]
+        self._truncate()
+
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        self._compare(context)
+        self._feed()
+        self._truncate()
+        if self._unsure or not self._pairs.length:
+            return None
+        ops = self._around.ops
+        caches = enumerate(self._caches)
+        arrays = {f"{i}.{name}": ops.to_host(a) for i, cache in caches for name, a in cache.save().items()}
+        if self._pairs.last is not None:
+            arrays["last"] = ops.to_host(ops.array(self._pairs.last)).clone()
+        return DrafterSnapshot({**arrays, "tokens": np.array(self._fed_tokens, np.int64)}, self._identity())
+
+    def _identity(self) -> dict[str, int | str]:
+        info = self._target.info
+        names = {name: getattr(info, name) for name in ("fingerprint", "backend", "dtype")}
+        return {"kind": self._head.layout.kind, "head": self._head.fingerprint, **names}
+
+    def _restore(self, saved: DrafterSnapshot) -> str:
+        """Take over a saved state; why not if it is another head's or damaged."""
+        for name, ours in self._identity().items():
+            if saved.meta.get(name) != ours:
+                return f"saved with another {name}: {saved.meta.get(name)!r}, this one has {ours!r}"
+        ops = self._around.ops
+        try:
+            tokens = [int(token) for token in saved.arrays["tokens"].tolist()]
+            for i, cache in enumerate(self._caches):
+                own = {name: a for name, a in saved.arrays.items() if name.startswith(f"{i}.")}
+                cache.load(
+                    {name.split(".", 1)[1]: ops.from_host(torch.as_tensor(a)) for name, a in own.items()}, len(tokens)
+                )
+            self._pairs.fed = len(tokens)
+            if "last" in saved.arrays:
+                self._pairs.resume(len(tokens), [], ops.hidden(ops.from_host(torch.as_tensor(saved.arrays["last"]))))
+        except Exception as error:  # noqa: BLE001 - arrays of a damaged file; backends raise different errors
+            self._pairs = MtpPairs()
+            self._truncate()
+            return f"the saved state cannot be restored: {type(error).__name__}: {error}"
+        self._fed_tokens, self._unsure = tokens, True
+        return ""
+
+    def report(self) -> Mapping[str, Any]:
+        return {
+            "kind": self._head.layout.kind,
+            "model": self._head.name,
+            **({} if self._choice is None else self._choice.report()),
+            **({"dead_ends": self._dead_ends} if self._dead_ends else {}),
+            **({"replayed": self._replayed} if self._replayed else {}),
+            **({"rebuilt": self._rebuilt} if self._rebuilt else {}),
+            **self._gate.report(),
+        }
+
+
+class EagleDrafter(HeadDrafter):
+    """EAGLE-3: the first token from the true pairs, each further one from a step over the head's own state."""
+
+    _network: EagleNetwork
+
+    def __init__(self, config: HeadConfig, env: DrafterEnv) -> None:
+        super().__init__(config, env)
+        self._network = self._head.network
+
+    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
+        ops, network = self._around.ops, self._network
+        if self._pairs.waiting > WAITING_ROWS:
+            self._feed()
+        tokens, hidden = self._pairs.take(context[-1])
+        x = self._run_true(tokens, ops.array(hidden))[-1:]
+        drafted: list[int] = []
+        distributions: list[Float32] = []
+        greedy = self._is_greedy(context)
+        while True:
+            logits = self._head.logits(network.logit_norm(x), choice)
+            if greedy:
+                drafted.append(logits.argmax()[0])
+            else:
+                found = self._next(logits, drafted, context, choice is not None)
+                if found is None:
+                    break
+                drafted.append(found[0])
+                if found[1] is not None:
+                    distributions.append(found[1])
+            if len(drafted) == depth:
+                break
+            fed = network.norm(x) if self._head.layout.norm_output else x
+            x = self._run(drafted[-1:], fed, 1, self._pairs.fed)
+        return Draft(tuple(drafted), np.stack(distributions) if distributions else None)
+
+
+class ParallelDrafter(HeadDrafter):
+    """P-EAGLE: all tokens of a draft in one pass, from rows of the mask token after the true pairs."""
+
+    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
+        ops, network = self._around.ops, self._head.network
+        if self._pairs.waiting + depth - 1 > self._rows:
+            self._feed()
+        tokens, hidden = self._pairs.take(context[-1])
+        masked = self._head.masked
+        rows = hidden.join([masked] * (depth - 1)) if depth > 1 else hidden
+        x = self._run_true(tokens, ops.array(rows), depth - 1)
+        logits = self._head.logits(network.logit_norm(x[-depth:]), choice)
+        return self._of_rows(logits, context, pruned=choice is not None)
+
+
+class BlockDrafter(HeadDrafter):
+    """DFlash and what refines it: a block of rows in one pass, over keys made of the target's states."""
+
+    _after = 0
+
+    def _add(self, context: Context, output: ForwardOutput, rows: int, before: int) -> None:
+        skipped = self._pairs.length - before
+        if 0 <= skipped < rows:
+            features = self._head.network.fused(self._around.states(output, rows))[skipped:]
+            self._truncate()
+            self._head.network.extend(self._caches, features)
+            self._pairs.fed += rows - skipped
+            self._fed_tokens += context[before + skipped : before + rows]
+
+    def _ready(self) -> bool:
+        return True
+
+    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
+        head, around, layout = self._head, self._around, self._head.layout
+        assert layout.mask_token is not None
+        self._truncate()
+        tokens = [context[-1], *[layout.mask_token] * (layout.block_size - 1)]
+        rows = head.network(self._caches, around.ops.embed(around.embed_tokens, tokens))
+        self._truncate()
+        first = 0 if layout.from_anchor else 1
+        rows = rows[first : first + depth]
+        if choice is not None:  # a vocabulary that the refiner does not know
+            return self._of_rows(head.logits(rows, choice), context, pruned=True)
+        logits = around.ops.head(rows, around.lm_head)
+        if isinstance(head.refiner, Marginals):
+            return self._of_rows(head.mapped(logits), context, pruned=False)
+        hidden = around.ops.to_host(rows).float().numpy()
+        return self._refined(Block(pending=context[-1], hidden=hidden, logits=logits, ids=head.ids), context)
+
+    def _refined(self, block: Block, context: Context) -> Draft:
+        """Draw the tokens of a block from what the refiner makes of it."""
+        assert self._head.refiner is not None
+        steps = self._head.refiner.refine(block)
+        drafted: list[int] = []
+        distributions: list[Float32] = []
+        given = next(steps, None)
+        while given is not None and len(drafted) < len(block):
+            found = self._next(self._head.mapped(given), drafted, context, pruned=False)
+            if found is None:
+                break
+            drafted.append(found[0])
+            if found[1] is not None:
+                distributions.append(found[1])
+            try:
+                given = steps.send(drafted[-1])
+            except StopIteration:
+                break
+        steps.close()
+        return Draft(tuple(drafted), np.stack(distributions) if distributions else None)

@@ -1,0 +1,157 @@
+"""EAGLE-3 and P-EAGLE: one or more decoder layers over pairs of a target's state and the token after it.
+
+Entry i joins token t_{i+1} with the states of token i:
+
+    s   = [h_i^(k1); ...; h_i^(kn)]        normed as a whole or each by itself, where the head has such norms
+    g_i = fc s
+    e   = RMS(embed(t_{i+1}); input_layernorm),   u = RMS(g_i; hidden_norm)
+    r   = u or g_i                         the residual, by ``norm_before_residual``
+    x   = r + attention([e; u]);   x = x + mlp(RMS(x; post_attention_layernorm))
+    y   = RMS(x; norm);   logits = lm_head y
+
+A chained step takes x, or y with ``norm_output``, in place of g. P-EAGLE drafts in one pass instead: after the true
+entries it has rows of a mask token, whose states are a trained vector.
+
+Sources: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from specdec.backends.ops import Array, Cache, Ops
+from specdec.drafters.heads.layout import P_EAGLE, Layout
+from specdec.drafters.heads.network import HeadAttention, layer_weights, mlp, norm
+from specdec.models.decoder import GatedMlp, RmsNorm
+from specdec.models.weights import Weights
+
+
+@attrs.frozen(kw_only=True)
+class EagleLayer:
+    """A decoder layer of the head; the first one has ``hidden_norm`` and reads two states."""
+
+    ops: Ops
+    input_norm: RmsNorm
+    hidden_norm: RmsNorm | None
+    mixer: HeadAttention
+    post_norm: RmsNorm
+    mlp: GatedMlp
+    norm_before_residual: bool
+    window: int | None = None
+    slides: bool = False  # the window of a drafted row counts from that row, else from the last true entry
+
+    def __call__(self, x: Array, embedded: Array, cache: Any, true: int) -> Array:
+        first = None
+        if self.window is not None:
+            rows, last = range(int(cache.length), int(cache.length) + x.shape[0]), true - 1
+            if self.slides:
+                first = [max(0, min(row - self.window + 1, last)) for row in rows]
+            else:
+                first = [max(0, min(row, last) - self.window + 1) for row in rows]
+        if self.hidden_norm is None:
+            x = self.mixer(self.input_norm(x), x, cache, first)
+        else:
+            u = self.hidden_norm(x)
+            residual = u if self.norm_before_residual else x
+            x = self.mixer(self.ops.concat(self.input_norm(embedded), u), residual, cache, first)
+        return self.mlp(self.post_norm(x), x)
+
+
+@attrs.frozen(kw_only=True)
+class EagleNetwork:
+    """The head's own weights.
+
+    Attributes:
+        state_norms: norms of the states before ``fc``: none, one over all of them, or one for each.
+        fc: ``[H_d, n * H_t]``; None if the head reads the target's final state as it is.
+        norm: of the output that a chained step may start from.
+        logit_norm: the same, with the scale of the logits.
+        masked: the state of a masked row ``[1, n * H_t]``; None for EAGLE-3.
+    """
+
+    ops: Ops
+    state_norms: tuple[RmsNorm, ...]
+    fc: Array | None
+    fc_bias: Array | None
+    layers: tuple[EagleLayer, ...]
+    norm: RmsNorm
+    logit_norm: RmsNorm
+    masked: Array | None
+
+    @classmethod
+    def of(cls, weights: Weights, layout: Layout) -> EagleNetwork:
+        """Build from the head's weights, or record their names in a dry run."""
+        g, ops = layout.geometry, weights.ops
+        count = 0 if layout.states is None else layout.states.count
+        width = count * layout.target_hidden
+        norms: list[RmsNorm] = []
+        if "input_norm.weight" in weights:
+            norms = [norm(weights, "input_norm", width, g.eps)]
+        else:
+            old = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+            names = [f"fc_norm.{i}" for i in range(count)] if "fc_norm.0.weight" in weights else list(old[:count])
+            if names and f"{names[0]}.weight" in weights:
+                norms = [norm(weights, name, layout.target_hidden, g.eps) for name in names]
+        layers = []
+        for number in range(g.layers):
+            own, first = layer_weights(weights, number), number == 0
+            layers.append(
+                EagleLayer(
+                    ops=ops,
+                    input_norm=norm(own, "input_layernorm", g.hidden, g.eps),
+                    hidden_norm=norm(own, "hidden_norm", g.hidden, g.eps) if first else None,
+                    mixer=HeadAttention.of(own, g, 2 * g.hidden if first else g.hidden),
+                    window=g.windows[number],
+                    slides=layout.kind == P_EAGLE,
+                    post_norm=norm(own, "post_attention_layernorm", g.hidden, g.eps),
+                    mlp=mlp(own, g),
+                    norm_before_residual=layout.norm_before_residual,
+                )
+            )
+        masked = None
+        if layout.mask_token is not None:
+            shape = weights.shape_of("mask_hidden") or (1, 1, width)
+            masked = ops.weight(weights.tensor("mask_hidden", shape).reshape(1, width))
+        return cls(
+            ops=ops,
+            state_norms=tuple(norms),
+            fc=weights.matrix("fc.weight", (g.hidden, width)) if count else None,
+            fc_bias=weights.optional("fc.bias", (g.hidden,)),
+            layers=tuple(layers),
+            norm=norm(weights, "norm", g.hidden, g.eps),
+            logit_norm=norm(weights, "norm", g.hidden, g.eps, scale=layout.logit_scale),
+            masked=masked,
+        )
+
+    def new_caches(self, capacity: int) -> list[Cache]:
+        """Empty caches, one per layer."""
+        return [layer.mixer.new_cache(capacity) for layer in self.layers]
+
+    def fused(self, states: Array) -> Array:
+        """g ``[T, H_d]`` of states ``[T, n * H_t]``."""
+        if self.fc is None:
+            return states
+        if len(self.state_norms) == 1 and self.state_norms[0].weight.shape[0] == states.shape[1]:
+            states = self.state_norms[0](states)
+        elif self.state_norms:
+            size = states.shape[1] // len(self.state_norms)
+            parts = [one(states[:, i * size : (i + 1) * size]) for i, one in enumerate(self.state_norms)]
+            states = parts[0]
+            for part in parts[1:]:
+                states = self.ops.concat(states, part)
+        biases = () if self.fc_bias is None else (self.fc_bias,)
+        (g,) = self.ops.project(states, (self.fc,), biases)
+        return g
+
+    def __call__(self, caches: Sequence[Any], embedded: Array, hidden: Array, true: int = 0) -> Array:
+        """x ``[T, H_d]``, before the final norm; ``hidden`` is g, or what an earlier step fed back.
+
+        ``true``: entries of the caches and of this pass that are true; only layers with a window ask.
+        """
+        x = hidden
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, embedded, cache, true)
+        return x

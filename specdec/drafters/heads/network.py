@@ -1,0 +1,279 @@
+"""What the networks of all heads are made of: their weights over the target's ops, attention, and mapped logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+
+from specdec.backends.choice import make_backend
+from specdec.backends.ops import Array, HeadRows, KVCache, Ops
+from specdec.checkpoints import StoredWeights, check_weights, fingerprint
+from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Logits, Needs, SharedWeights
+from specdec.drafters.heads.layout import Geometry, HeadFiles, Layout
+from specdec.errors import ContractError, PromptError
+from specdec.models.decoder import GatedMlp, RmsNorm
+from specdec.models.weights import NoOps, Recorder, Weights
+
+if TYPE_CHECKING:
+    from specdec.contract import Float32
+
+
+class MappedLogits(Logits):
+    """Logits over a draft vocabulary, addressed by the target's ids; every other id has -inf."""
+
+    def __init__(self, inner: Logits, tokens: np.ndarray[Any, np.dtype[np.int64]], vocab_size: int) -> None:
+        self._inner, self._tokens, self._vocab_size = (
+            inner,
+            tokens,
+            vocab_size,
+        )  # tokens ascending: ties keep their order
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def argmax(self) -> list[int]:
+        best: list[int] = self._tokens[self._inner.argmax()].tolist()
+        return best
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        ids, values = self._inner.topk(min(k, len(self._tokens)))
+        return [self._tokens[row].tolist() for row in ids], values
+
+    def gather(self, tokens: Sequence[int]) -> list[float]:
+        rows = self.rows()
+        return [float(rows[row, token]) for row, token in enumerate(tokens)]
+
+    def logsumexp(self) -> list[float]:
+        return self._inner.logsumexp()
+
+    def rows(self) -> Float32:
+        rows = np.full((len(self._inner), self._vocab_size), -np.inf, np.float32)
+        rows[:, self._tokens] = self._inner.rows()
+        return rows
+
+
+class RowsHead(DraftHead):
+    """An output head cut to some of its rows (``specdec vocab``)."""
+
+    def __init__(self, ops: Ops, weight: Array, vocab_size: int, rows: HeadRows) -> None:
+        self._ops, self._weight, self._vocab_size, self.rows = ops, weight, vocab_size, rows
+
+    @classmethod
+    def of(cls, ops: Ops, weight: Array, vocab_size: int, tokens: Sequence[int]) -> RowsHead:
+        return cls(ops, weight, vocab_size, ops.head_rows(weight, tokens))
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.rows.tokens
+
+    def extended(self, tokens: Sequence[int]) -> RowsHead:
+        if not tokens:
+            return self
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            raise PromptError(f"a token id is outside the vocabulary (0 to {self._vocab_size - 1})")
+        rows = self._ops.head_rows(self._weight, tokens, self.rows)
+        return RowsHead(self._ops, self._weight, self._vocab_size, rows)
+
+
+@attrs.frozen(kw_only=True)
+class HeadAttention:
+    """Attention of a head's layer: q, k and v from ``[T, I]``, the result ``[T, H_d]`` added to a residual.
+
+    Biases and q/k norms are as the head was trained.
+    """
+
+    ops: Ops
+    geometry: Geometry
+    projections: tuple[Array, Array, Array]
+    o_proj: Array
+    biases: tuple[Array, ...] = ()  # of q, k and v
+    o_bias: Array | None = None
+    norms: tuple[Array | None, Array | None] = (None, None)  # of q and k
+
+    @classmethod
+    def of(cls, weights: Weights, geometry: Geometry, width: int, *, normed: bool = False) -> HeadAttention:
+        """Build from the weights under ``self_attn.``; ``width`` is I, ``normed`` says that q/k norms must be there."""
+        g, weights = geometry, weights.under("self_attn.")
+        mixed, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
+        sizes = {"q": mixed, "k": kv, "v": kv}
+        biased = "q_proj.bias" in weights
+        return cls(
+            ops=weights.ops,
+            geometry=g,
+            projections=tuple(weights.matrix(f"{n}_proj.weight", (size, width)) for n, size in sizes.items()),
+            o_proj=weights.matrix("o_proj.weight", (g.hidden, mixed)),
+            biases=tuple(weights.matrix(f"{n}_proj.bias", (size,)) for n, size in sizes.items()) if biased else (),
+            o_bias=weights.matrix("o_proj.bias", (g.hidden,)) if "o_proj.bias" in weights else None,
+            norms=tuple(  # type: ignore[arg-type]
+                weights.vector(f"{n}_norm.weight", (g.head_dim,)) if normed or f"{n}_norm.weight" in weights else None
+                for n in "qk"
+            ),
+        )
+
+    def new_cache(self, capacity: int) -> KVCache:
+        return self.ops.new_kv(capacity, self.geometry.kv_heads, self.geometry.head_dim)
+
+    def __call__(
+        self, x: Array, residual: Array, cache: KVCache, first: Sequence[int] | None = None, *, causal: bool = True
+    ) -> Array:
+        """``residual + o_proj(attention)``; ``first`` and ``causal`` as in ``Ops.attend_from``."""
+        ops, g, rows = self.ops, self.geometry, x.shape[0]
+        q, k, v = ops.project(x, self.projections, self.biases)
+        q = ops.norm_rope(q.reshape(rows, g.heads, g.head_dim), self.norms[0], g.eps, g.rope, cache.length)
+        k = ops.norm_rope(k.reshape(rows, g.kv_heads, g.head_dim), self.norms[1], g.eps, g.rope, cache.length)
+        v = v.reshape(rows, g.kv_heads, g.head_dim)
+        if first is None and causal:
+            mixed = ops.attend(q, k, v, cache, scale=g.scale)
+        else:
+            mixed = ops.attend_from(q, k, v, cache, scale=g.scale, first=first or [0] * rows, causal=causal)
+        if self.o_bias is None:
+            return self.ops.linear(mixed, self.o_proj, residual)
+        (out,) = self.ops.project(mixed, (self.o_proj,), (self.o_bias,))
+        return self.ops.add(residual, out)
+
+
+def norm(weights: Weights, name: str, size: int, eps: float, *, scale: float = 1.0) -> RmsNorm:
+    """The norm under ``name``, with its weight times ``scale``."""
+    weight = weights.tensor(f"{name}.weight", (size,)).float() * scale
+    return RmsNorm(ops=weights.ops, weight=weights.ops.vector(weight), eps=eps)
+
+
+def mlp(weights: Weights, geometry: Geometry) -> GatedMlp:
+    """The layer's MLP."""
+    return GatedMlp.of(weights.under("mlp."), geometry.hidden, geometry.intermediate)
+
+
+def layer_weights(weights: Weights, number: int) -> Weights:
+    """The weights of one layer, under either name of the first."""
+    if number == 0 and "midlayer.mlp.gate_proj.weight" in weights:
+        return weights.under("midlayer.")
+    return weights.under(f"layers.{number}.")
+
+
+def state_columns(output: ForwardOutput, needs: Needs) -> list[Hidden]:
+    """The hidden states that a head reads, in the order in which ``fc`` joins them."""
+    return [*(output.boundaries[k] for k in needs.boundaries), *([output.need_hidden()] if needs.final_hidden else [])]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Surroundings:
+    """What a head computes with beside its own weights.
+
+    Attributes:
+        ops: the target's, or those of the CPU backend for a target that computes elsewhere.
+        embed_tokens, lm_head: as these ops take them; the head's own or the target's.
+        needs: of the head, on this target.
+        vocab_size: the target's.
+    """
+
+    ops: Ops
+    embed_tokens: Array
+    lm_head: Array
+    needs: Needs
+    vocab_size: int
+
+    def array(self, hidden: Hidden) -> Array:
+        """Hidden states as the head's ops take them: as they are, or by way of the host."""
+        if isinstance(hidden, self.ops.hidden_type):
+            return self.ops.array(hidden)
+        return self.ops.from_host(torch.from_numpy(np.array(hidden.rows())).to(self.dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.ops.to_host(self.ops.embed(self.embed_tokens, [0])).dtype
+
+    def states(self, output: ForwardOutput, rows: int) -> Array:
+        """The states of the first ``rows`` rows side by side, ``[rows, n * H_t]``."""
+        first, *others = (self.array(hidden[:rows]) for hidden in state_columns(output, self.needs))
+        for other in others:
+            first = self.ops.concat(first, other)
+        return first
+
+
+def ops_for(shared: SharedWeights, target: ForwardPass) -> Ops:
+    """The ops that a head runs on. Raises: SpecdecError if the CPU backend is needed and cannot run."""
+    if shared.ops is not None:
+        ops: Ops = shared.ops
+        return ops
+    backend, _ = make_backend("cpu")
+    return backend.ops(
+        backend.choose_dtype(target.info.dtype if target.info.dtype in backend.dtypes else "float32", "")[0]
+    )
+
+
+Build = Callable[[Weights, Layout], Any]
+
+
+def load(files: HeadFiles, layout: Layout, target: ForwardPass, build: Build) -> tuple[Any, Surroundings, str]:
+    """Check a head's weights and build its network.
+
+    Returns: the network, what it computes with, and a fingerprint of the head.
+    Raises: CheckpointError for a tensor that is missing, unused, of another shape or not finite.
+    """
+    expected = expected_tensors(files, layout, build)
+    check_weights(files.checkpoint, expected).raise_for_errors()
+    shared = target.shared_weights()
+    ops = ops_for(shared, target)
+    weights = Weights(ops, StoredWeights(files.checkpoint, keeps=ops.capabilities.packed_formats))
+    own = layout.own_head and "lm_head.weight" in files
+
+    def host(array: Any) -> Array:
+        return array if shared.ops is not None else ops.weight(torch.as_tensor(array))
+
+    table = (layout.target_vocab or target.info.vocab_size, layout.geometry.hidden)
+    if layout.own_embedding:
+        embed = weights.matrix("embed_tokens.weight", table)
+    elif layout.scaled_embedding and shared.embed_scale != 1:
+        embed = ops.weight(_on_host(shared) * shared.embed_scale)
+    else:
+        embed = host(shared.embed_tokens)
+    if own:
+        lm_head = ops.weight(_ordered(weights.tensor("lm_head.weight", ()), layout))
+    elif layout.own_head:
+        lm_head = embed
+    else:
+        lm_head = host(shared.lm_head)
+    around = Surroundings(
+        ops=ops, embed_tokens=embed, lm_head=lm_head, needs=layout.needs(target.info), vocab_size=target.info.vocab_size
+    )
+    return build(weights, layout), around, fingerprint(files.checkpoint)
+
+
+def _on_host(shared: SharedWeights) -> torch.Tensor:
+    """The embedding table in host memory."""
+    table = shared.embed_tokens
+    return torch.as_tensor(table if shared.ops is None else shared.ops.to_host(table))
+
+
+def _ordered(weight: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The rows of an output matrix in the order of ``layout.tokens``."""
+    return weight[list(layout.order)].contiguous() if layout.order else weight
+
+
+def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
+    """Names and shapes of all tensors that a head computes with, by a dry run.
+
+    Raises: CheckpointError for a tensor that is there and not among them.
+    """
+    ops: Any = NoOps()
+    recorder = Recorder(ops, StoredWeights(files.checkpoint))
+    build(recorder, layout)
+    vocab = layout.target_vocab
+    if layout.own_embedding and vocab is not None:
+        recorder.tensor("embed_tokens.weight", (vocab, layout.geometry.hidden))
+    if "lm_head.weight" in files:
+        recorder.tensor("lm_head.weight", (layout.draft_vocab, layout.geometry.hidden))
+    files.refuse_unused_tensors(name.replace("midlayer.", "layers.0.") for name in recorder.tensors)
+    return recorder.tensors
+
+
+def own_head_rows(head: DraftHead) -> RowsHead:
+    """A pruned head that this module made. Raises: ContractError for another one."""
+    if not isinstance(head, RowsHead):
+        raise ContractError("a draft head that another object made", got=type(head).__name__)
+    return head

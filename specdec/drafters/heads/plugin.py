@@ -1,0 +1,139 @@
+"""The drafters that run trained heads: one name per kind, and "head", which reads the kind from the checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from specdec.backends.ops import Array
+from specdec.backends.passes import Passes
+from specdec.contract import Drafter, DrafterEnv, DrafterSpec, Needs, PrepareEnv
+from specdec.drafters.heads.drafter import (
+    BlockDrafter,
+    EagleDrafter,
+    HeadConfig,
+    ParallelDrafter,
+    PreparedHead,
+    prepared_vocabulary,
+)
+from specdec.drafters.heads.layout import DFLASH, DSPARK, EAGLE, P_EAGLE, HeadFiles, Layout, read_layout
+from specdec.drafters.heads.network import Surroundings, load
+from specdec.drafters.heads.networks import builder
+from specdec.drafters.heads.refiner import MarkovRefiner, Refiner
+from specdec.drafters.heads.untrained import write_untrained
+from specdec.errors import ConfigError, SpecdecError
+from specdec.hookspecs import hookimpl
+
+ANY, RANDOM = "head", "random"
+_HELP = {
+    EAGLE: "an EAGLE-3 head: a chain of steps over hidden states of three layers",
+    P_EAGLE: "a P-EAGLE head: all draft tokens in one pass",
+    DFLASH: "a DFlash head: a block of draft tokens in one pass",
+    DSPARK: "a DSpark head: DFlash with a sequential bias and a confidence",
+    ANY: "a trained draft head of any kind that is read; its checkpoint says which",
+}
+_DRAFTERS: dict[str, Callable[[HeadConfig, DrafterEnv], Drafter]] = {
+    EAGLE: EagleDrafter,
+    P_EAGLE: ParallelDrafter,
+    DFLASH: BlockDrafter,
+    DSPARK: BlockDrafter,
+}
+
+
+def prepare(name: str, refiner: type[Refiner] | None, config: HeadConfig, env: PrepareEnv) -> PreparedHead:
+    """Load the head, once for all sequences.
+
+    Raises: CheckpointError for a head that cannot be read; UnsupportedError for one of another target; ConfigError for
+        one of another kind than the drafter's name says.
+    """
+    kind = EAGLE if name == ANY else name
+    if config.model == RANDOM:
+        with tempfile.TemporaryDirectory() as folder:  # what is mapped stays readable
+            return _prepared(name, refiner, config, env, str(write_untrained(Path(folder), kind, env.target.info)))
+    return _prepared(name, refiner, config, env, config.model)
+
+
+def _prepared(
+    name: str, refiner: type[Refiner] | None, config: HeadConfig, env: PrepareEnv, model: str
+) -> PreparedHead:
+    asked = f"drafter.model = {config.model!r}"
+    try:
+        files = HeadFiles.open(model, config.revision, kind=EAGLE if name == ANY else name)
+        layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
+        if name not in (ANY, layout.kind):
+            raise ConfigError(
+                f"drafter.name is {name!r}, and {config.model} is a head of the kind {layout.kind!r}",
+                try_=f'drafter.name = "{layout.kind}", or "{ANY}" for any kind',
+            )
+        layout.check_target(env.target.info)
+        (network, made), around, fingerprint = load(files, layout, env.target, builder(layout, refiner))
+    except SpecdecError as error:
+        error.facts.setdefault("asked for by", asked)
+        raise
+    if isinstance(made, MarkovRefiner):
+        made = attrs.evolve(made, least=config.min_acceptance)
+    if config.min_acceptance > 0 and not (isinstance(made, MarkovRefiner) and made.proj is not None):
+        raise ConfigError(f"drafter.min_acceptance is for heads with a confidence head, and {config.model} has none")
+    masked = network.masked
+    return PreparedHead(
+        layout=layout,
+        network=network,
+        around=around,
+        fingerprint=fingerprint,
+        name=config.model,
+        vocabulary=prepared_vocabulary(config, layout, around, env),
+        passes=_passes(network, layout, around),
+        masked=None if masked is None else around.ops.hidden(network.fused(masked)),
+        refiner=made,
+    )
+
+
+def _passes(network: Any, layout: Layout, around: Surroundings) -> Passes | None:
+    """The head's passes, recorded where the backend can; None for what runs op by op."""
+
+    def run(caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
+        return network(caches, around.ops.embed(around.embed_tokens, tokens), hidden)
+
+    if layout.block_size or any(layout.geometry.windows):
+        return None
+    return around.ops.record_passes(run, network.new_caches(1), layout.geometry.hidden)
+
+
+def _make(config: HeadConfig, env: DrafterEnv) -> Drafter:
+    return _DRAFTERS[env.shared.layout.kind](config, env)
+
+
+def _needs(config: HeadConfig, shared: PreparedHead) -> Needs:
+    return shared.around.needs
+
+
+@hookimpl
+def specdec_drafters() -> list[DrafterSpec]:
+    return [
+        DrafterSpec(
+            name=name,
+            factory=_make,
+            config=HeadConfig,
+            needs=_needs,
+            prepare=functools.partial(prepare, name, None),
+            help=_HELP[name],
+        )
+        for name in (*_DRAFTERS, ANY)
+    ]
+
+
+def block_drafter(name: str, refiner: type[Refiner], help: str = "") -> DrafterSpec:
+    """A drafter of DFlash heads whose tokens ``refiner`` makes: what a plugin registers in ``specdec_drafters``."""
+    return DrafterSpec(
+        name=name,
+        factory=_make,
+        config=HeadConfig,
+        needs=_needs,
+        prepare=functools.partial(prepare, DFLASH, refiner),
+        help=help,
+    )

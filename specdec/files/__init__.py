@@ -1,0 +1,1 @@
+"""Read untrusted files within limits, and keep files of our own."""

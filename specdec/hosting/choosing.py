@@ -1,0 +1,51 @@
+"""Which drafter runs in a host, from the environment: worker processes of a server inherit nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from specdec.config import Choice, Override, load_config, structure_options
+from specdec.errors import ConfigError
+
+CONFIG = "SPECDEC_CONFIG"
+"""A TOML file whose table ``drafter`` names the drafter and its options."""
+DRAFTER = "SPECDEC_DRAFTER"
+"""A drafter's name, or a TOML table: ``{ name = "suffix", min_match = 2 }``."""
+TRACE = "SPECDEC_TRACE"
+"""The file that a trace is appended to."""
+
+
+def chosen_drafter(
+    given: str | Mapping[str, Any] | Choice | None = None, environment: Mapping[str, str] | None = None
+) -> Choice:
+    """The drafter that ``given`` names, else the one that the environment names.
+
+    Args:
+        given: a name, or a mapping with ``name`` and options.
+        environment: ``os.environ`` if None.
+
+    Raises: ConfigError if no drafter is named, or the value or the file cannot be used.
+    """
+    environment = os.environ if environment is None else environment
+    if isinstance(given, Choice):
+        return given
+    if given is not None:
+        table = {"name": given} if isinstance(given, str) else given
+        return structure_options(table, Choice, "drafter")
+    named, file = environment.get(DRAFTER), environment.get(CONFIG)
+    if named and file:
+        raise ConfigError(f"both {DRAFTER} and {CONFIG} name a drafter", try_="one of them")
+    if named:
+        value = Override.parse(f"drafter={named}").value
+        table = {"name": value} if isinstance(value, str) else value
+        return structure_options(table, Choice, "drafter", DRAFTER)
+    choice = load_config(file).drafter if file else Choice("auto")
+    if choice.name == "auto":
+        raise ConfigError(
+            "no drafter is named for this host",
+            asked_for_by=f"{CONFIG}={file}" if file else None,
+            try_=f"{DRAFTER}=suffix, or {CONFIG}=FILE with the table [drafter]",
+        )
+    return choice

@@ -1,0 +1,125 @@
+"""What a host is to a drafter: facts about its target, a target that runs no passes, and the versions that work."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+
+from specdec.contract import NO_NEEDS, ForwardOutput, ForwardPass, ModelInfo, Needs, Parity, Snapshot, State
+from specdec.errors import UnsupportedError
+
+
+def host_info(
+    host: str,
+    vocab_size: int,
+    max_positions: int,
+    *,
+    hidden_size: int = 1,
+    layers: int = 0,
+    gives_hidden: bool = False,
+    max_rows: int = 129,
+) -> ModelInfo:
+    """Facts about a host's target. The defaults are those of a host that gives tokens only.
+
+    ``Needs.unmet`` of these facts says which drafters can run in the host, and why another one cannot.
+    """
+    return ModelInfo(
+        family=host,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        max_positions=max_positions,
+        mtp_layers=0,
+        mtp_reason="the host gives it to no drafter from outside",
+        layers=layers,
+        gives_hidden=gives_hidden,
+        max_rows=max_rows,
+        parity=Parity.NUMERIC,
+        parity_reason=f"{host} runs the passes",
+        backend=host,
+    )
+
+
+class HostState(State):
+    """The place of a sequence's state, which the host keeps: its length, and no arrays."""
+
+    def __init__(self, tokens: Sequence[int], capacity: int) -> None:
+        self._tokens, self._capacity = tokens, capacity
+
+    @property
+    def length(self) -> int:
+        return max(len(self._tokens) - 1, 0)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def nbytes(self) -> int:
+        return 0
+
+
+class HostTarget(ForwardPass):
+    """The target of a drafter in a host: ``info`` is true, and every pass is refused, because the host runs them."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+
+    def _refused(self) -> UnsupportedError:
+        return UnsupportedError(f"in {self.info.family} a drafter cannot run passes of the target: the host runs them")
+
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
+        raise self._refused()
+
+    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        raise self._refused()
+
+    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        raise self._refused()
+
+    def commit(self, state: State, rows: int) -> None:
+        raise self._refused()
+
+    def rewind(self, state: State, length: int) -> int:
+        raise self._refused()
+
+    def snapshot(self, state: State) -> Snapshot:
+        raise self._refused()
+
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
+        raise self._refused()
+
+
+def supported(distributions: Sequence[str], first: str, end: str, why: str) -> str:
+    """The installed version of a host, if it is from ``first`` up to but not including ``end``.
+
+    Args:
+        distributions: names under which it may be installed; the first is the usual one.
+        why: what is missing outside of these versions.
+
+    Raises: UnsupportedError if it is not installed, or of another version.
+    """
+    for name in distributions:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not _numbers(first) <= _numbers(version) < _numbers(end):
+            raise UnsupportedError(
+                f"{name} {version} is not supported: {why}", try_=f"pip install '{name}>={first},<{end}'"
+            )
+        return version
+    raise UnsupportedError(
+        f"{distributions[0]} is not installed", try_=f"pip install '{distributions[0]}>={first},<{end}'"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version as numbers: ``0.32.0rc1`` is (0, 32, 0)."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        digits = part[: next((at for at, c in enumerate(part) if not c.isdigit()), len(part))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)

@@ -1,0 +1,277 @@
+"""The HTTP application: routes, who may ask, and what is read from and written to a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import attrs
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.decoding.parts import Parts
+from specdec.decoding.result import Result
+from specdec.logs import get_logger
+from specdec.serving.address import is_loopback
+from specdec.serving.engine import Engine, Piece, Turn
+from specdec.serving.metrics import Metrics
+from specdec.serving.page import described, page, policy
+from specdec.serving.refusal import Refusal
+from specdec.serving.replies import Reply
+from specdec.serving.requests import ChatRequest, CompletionRequest, Limits, Request, parsed, prepared
+
+log = get_logger(__name__)
+
+BODY_SECONDS = 30.0  # for a whole body
+
+
+@attrs.frozen(kw_only=True)
+class Service:
+    """A model and how it is served.
+
+    Attributes:
+        name: of the model, in requests and answers.
+        api_key: that requests must carry; empty for none.
+        local: whether only this machine can connect; names of other hosts are then refused.
+        plain_ms: what a token of plain decoding takes with the log-probabilities that the page asks for; 0 if unknown.
+        prompt: that the page begins with.
+    """
+
+    lm: Parts
+    name: str
+    engine: Engine
+    metrics: Metrics
+    limits: Limits = attrs.field(factory=Limits)
+    api_key: str = ""
+    local: bool = True
+    plain_ms: float = 0.0
+    prompt: str = ""
+    created: int = attrs.field(factory=lambda: int(time.time()))
+
+
+def application(service: Service) -> ASGIApp:
+    """The ASGI application of a service."""
+    metrics = service.metrics
+    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "specdec"}
+
+    async def models(_: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [card]})
+
+    async def model(request: HttpRequest) -> Response:
+        if request.path_params["name"] != service.name:
+            raise _no_model(service)
+        return _json(card)
+
+    data = {**described(service.lm, service.name), "plain_ms": service.plain_ms, "needs_key": bool(service.api_key)}
+    shown = page({**data, "prompt": service.prompt})
+    headers = {"content-security-policy": policy(), "cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+    async def index(_: HttpRequest) -> Response:
+        return Response(shown, headers=headers, media_type="text/html")
+
+    async def health(_: HttpRequest) -> Response:
+        return _json({"status": "ok"})
+
+    async def scrape(_: HttpRequest) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    app = Starlette(
+        routes=[
+            Route("/", index),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/chat/completions", Generating(service, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", Generating(service, CompletionRequest), methods=["POST"]),
+            Route("/health", health),
+            Route("/metrics", scrape),
+        ],
+        exception_handlers={Refusal: _refused, HTTPException: _no_route},
+    )
+    app.router.redirect_slashes = False
+    return Guard(service, app)
+
+
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(data), status, headers, media_type="application/json")
+
+
+async def _refused(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return _json(error.body(), error.status, error.headers)
+
+
+async def _no_route(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: "there is no such page here", 405: f"this page does not take {request.method}"}
+    refusal = Refusal(error.status_code, what.get(error.status_code, "the request cannot be served"))
+    return _json(refusal.body(), error.status_code, dict(error.headers or {}))
+
+
+def _no_model(service: Service) -> Refusal:
+    return Refusal(404, f"no such model is served here, only {service.name!r}", param="model", code="model_not_found")
+
+
+class Guard:
+    """Checks who asks before anything is read, and counts the responses."""
+
+    def __init__(self, service: Service, app: ASGIApp) -> None:
+        self._service = service
+        self._app = app
+        self._known = {"/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics", "/"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500  # of a connection that was lost first
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal status, begun
+            if message["type"] == "http.response.start":
+                status, begun = message["status"], True
+            await send(message)
+
+        try:
+            self._check(HttpRequest(scope))
+            await self._app(scope, receive, counted)
+        except Refusal as error:
+            await _json(error.body(), error.status, error.headers)(scope, receive, counted)
+        except Exception:  # a bug: the log has it, the answer does not
+            log.exception("request_failed")
+            if begun:
+                raise
+            await _json(Refusal(500, "the server failed").body(), 500)(scope, receive, counted)
+        finally:
+            route = scope["path"] if scope["path"] in self._known else "other"
+            self._service.metrics.responses.labels(route, str(status)).inc()
+
+    def _check(self, request: HttpRequest) -> None:
+        """Raises: Refusal for another host's name, a page of another origin, or a missing key."""
+        service = self._service
+        host = request.headers.get("host", "")
+        if service.local and not is_loopback(urlsplit(f"//{host}").hostname or "" if _sane(host) else ""):
+            raise Refusal(403, "this server answers to the names of this machine only, such as localhost")
+        origin = request.headers.get("origin")
+        if origin is not None and not (_sane(origin) and urlsplit(origin).netloc == host):
+            raise Refusal(403, "this server does not answer pages of another origin")
+        if service.api_key and request.url.path not in ("/", "/health"):
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            given, expected = key.strip().encode(), service.api_key.encode()
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given, expected):
+                raise Refusal(
+                    401,
+                    "this server needs its API key: Authorization: Bearer ...",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+
+
+def _sane(url: str) -> bool:
+    try:
+        urlsplit(url if "//" in url else f"//{url}").port  # noqa: B018 - raises for what is none
+    except ValueError:
+        return False
+    return True
+
+
+class Generating:
+    """An endpoint that generates."""
+
+    def __init__(self, service: Service, kind: type[Request]) -> None:
+        self._service = service
+        self._kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+        request = parsed(self._kind, await _body(HttpRequest(scope, receive), service.limits.body_bytes))
+        if request.model not in (None, service.name):
+            raise _no_model(service)
+        with service.engine.turn(cycles=request.origins) as turn:
+            watch = asyncio.create_task(_gone(receive))
+            watch.add_done_callback(lambda _: turn.leave())
+            try:
+                ready = await run_in_threadpool(prepared, request, service.lm, service.limits)
+                turn.start(ready)
+                reply = Reply(service.lm, request, service.name)
+                if request.stream:
+                    await _stream(turn, reply, request, send)
+                else:
+                    await _whole(turn, reply, scope, receive, send)
+            except asyncio.CancelledError:
+                if not turn.gone:
+                    raise
+            finally:
+                watch.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _whole(turn: Turn, reply: Reply, scope: Scope, receive: Receive, send: Send) -> None:
+    pieces = []
+    while isinstance(event := await turn.next(), Piece):
+        pieces.append(event)
+    await _json(reply.whole(pieces, event))(scope, receive, send)
+
+
+async def _stream(turn: Turn, reply: Reply, request: Request, send: Send) -> None:
+    """Server-sent events. The status is sent with the first one, so that a failure before it has its own."""
+    event: Piece | Result = await turn.next()
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(*events: Any) -> None:
+        data = "".join(f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in events)
+        await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
+
+    await write(*reply.opening())
+    try:
+        while isinstance(event, Piece):
+            chunk = reply.chunk(event)
+            if chunk is not None:
+                await write(chunk)
+            event = await turn.next()
+        options = request.stream_options
+        await write(*reply.closing(event, usage=options is not None and options.include_usage), "[DONE]")
+    except Refusal as error:  # too late for a status
+        await write(error.body())
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _body(request: HttpRequest, limit: int) -> bytes:
+    """The body. Raises: Refusal for one that is too long, too slow or not JSON by its header."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "the body takes JSON, with the header Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refusal(415, "the body takes no Content-Encoding")
+    too_long = Refusal(413, f"the body has at most {limit:,} bytes here", headers={"connection": "close"})
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and len(length) < 20 and int(length) > limit:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_long
+    except TimeoutError:
+        raise Refusal(
+            408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds", headers={"connection": "close"}
+        ) from None
+    return bytes(body)

@@ -1,0 +1,77 @@
+"""What the server measures, in the format of Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from specdec.decoding.result import Result
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_TOKENS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        self._registry = known = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"specdec_{name}", what, labels, registry=known)
+
+        def gauge(name: str, what: str) -> Gauge:
+            return Gauge(f"specdec_{name}", what, registry=known)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"specdec_{name}", what, buckets=buckets, registry=known)
+
+        self.responses = counter("responses", "HTTP responses", "route", "status")
+        self.refused = counter("queue_full", "Requests refused because the queue was full")
+        self.waiting = gauge("requests_waiting", "Requests in the queue, the running one excluded")
+        self._prompt = counter("prompt_tokens", "Prompt tokens, computed or kept from an earlier request", "source")
+        self._tokens = counter("generated_tokens", "Tokens generated")
+        self._cycles = counter("cycles", "Cycles: one draft, one verification pass, one commit")
+        position = "Draft tokens by lookahead position: "
+        self._offered = counter("draft_offered", f"{position}drafted", "position")
+        self._reached = counter("draft_reached", f"{position}all earlier ones of the draft accepted", "position")
+        self._accepted = counter("draft_accepted", f"{position}accepted", "position")
+        self._per_cycle = histogram("tokens_per_cycle", "Tokens per cycle, of a request", _TOKENS)
+        self._queued = histogram("queue_seconds", "Time in the queue", _SECONDS)
+        self._first = histogram("first_token_seconds", "Time from the request to its first text", _SECONDS)
+        self._took = histogram("request_seconds", "Time from the request to the end of its answer", _SECONDS)
+        self._per_token = histogram("token_seconds", "Time per token after the prompt", _TOKEN_SECONDS)
+        self._sessions = gauge("sessions_kept", "Sessions of earlier requests that are kept")
+        self._bytes = gauge("sessions_bytes", "Bytes of the kept sessions' states")
+        self._reasons = counter("finished", "Finished generations", "reason")
+
+    def generated(self, result: Result, *, queued: float, first: float, took: float) -> None:
+        """Count a generation; times in seconds."""
+        stats = result.stats
+        self._prompt.labels("computed").inc(stats.prefilled)
+        self._prompt.labels("kept").inc(max(result.prompt_tokens - 1 - stats.prefilled, 0))
+        self._tokens.inc(len(result.tokens))
+        self._cycles.inc(stats.cycles)
+        for counter, counts in (
+            (self._offered, stats.offered),
+            (self._reached, stats.reached),
+            (self._accepted, stats.accepted),
+        ):
+            for position, count in enumerate(counts):
+                counter.labels(str(position)).inc(count)
+        self._queued.observe(queued)
+        self._first.observe(first)
+        self._took.observe(took)
+        self._reasons.labels(result.finish_reason).inc()
+        if stats.cycles and result.tokens:
+            self._per_cycle.observe(len(result.tokens) / stats.cycles)
+            self._per_token.observe(stats.decode_seconds / len(result.tokens))
+
+    def kept(self, count: int, size: int) -> None:
+        """What is kept of earlier requests, in sessions and bytes."""
+        self._sessions.set(count)
+        self._bytes.set(size)
+
+    def text(self) -> bytes:
+        """All of them, for a scrape."""
+        return generate_latest(self._registry)

@@ -1,0 +1,103 @@
+"""The page that shows how each token came to be: of a running server, or of one recorded generation in a file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from specdec.contract import CycleRecord
+from specdec.decoding.origins import Origins
+from specdec.decoding.parts import Parts
+from specdec.decoding.result import TokenLogprobs
+from specdec.text import token_bytes
+
+ALTERNATIVES = 4  # tokens listed beside the chosen one
+_EMPTY = '<script type="application/json" id="data">{}</script>'
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page with its data: no further file is needed.
+
+    ``data`` may hold text of a model: inside the page it cannot end its element, and the page never reads it as HTML.
+    """
+    held = json.dumps(data).replace("<", "\\u003c")
+    return _source().replace(_EMPTY, _EMPTY.replace("{}", held, 1), 1)
+
+
+def policy() -> str:
+    """The Content-Security-Policy of the page: its own script and style, and requests to its own server."""
+    script, style = (
+        base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
+        for found in (
+            re.findall(r"<script>(.*?)</script>", _source(), re.DOTALL)[0],
+            re.findall(r"<style>(.*?)</style>", _source(), re.DOTALL)[0],
+        )
+    )
+    return (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _source() -> str:
+    return (resources.files("specdec.serving") / "page.html").read_text(encoding="utf-8")
+
+
+def described(lm: Parts, name: str) -> dict[str, str]:
+    """What the page says about the model, and what is promised."""
+    info, guarantee = lm.info, lm.verifier.guarantee.value
+    promise = f"Guarantee {guarantee}, with {info.parity.value} parity"
+    if (guarantee, info.parity.value) == ("exact", "bitwise"):
+        promise += ": the tokens are those of plain decoding, bit for bit"
+    return {
+        "about": f"{name}: drafter {lm.drafter.spec.name}, verifier {lm.config.verifier.name}, on "
+        f"{info.device or info.backend}",
+        "promise": f"{promise}.",
+    }
+
+
+class PageCycles:
+    """Turns the cycles of one generation into the page's data."""
+
+    def __init__(self, lm: Parts) -> None:
+        self._tokenizer = lm.tokenizer
+        self._origins = Origins(lm.tokenizer)
+
+    def add(self, record: CycleRecord, logprobs: Sequence[TokenLogprobs] = ()) -> dict[str, Any]:
+        """A cycle; ``logprobs`` are those of its tokens, or none."""
+        tokens = []
+        for place, one in enumerate(self._origins.add(record)):
+            shown: dict[str, Any] = {
+                "token": one.token,
+                "text": one.text,
+                "origin": one.origin,
+                "position": one.position,
+                "guess_text": one.guess_text,
+                "piece": self._piece(one.token),
+            }
+            if place < len(logprobs):
+                entry = logprobs[place]
+                shown["logprob"] = _finite(entry.logprob)
+                shown["top"] = [(self._piece(token), _finite(logprob)) for token, logprob in entry.top]
+            tokens.append(shown)
+        return {
+            "offered": record.offered,
+            "accepted": record.accepted,
+            "draft_ms": 1e3 * record.draft_seconds,
+            "verify_ms": 1e3 * record.verify_seconds,
+            "commit_ms": 1e3 * record.commit_seconds,
+            "tokens": tokens,
+        }
+
+    def _piece(self, token: int) -> str:
+        return token_bytes(self._tokenizer, token).decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else -1e9

@@ -1,0 +1,194 @@
+"""Responses as OpenAI's API words them, from what a generation produces."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specdec.decoding.parts import Parts
+from specdec.decoding.result import Result, TokenLogprobs
+from specdec.serving.engine import Piece
+from specdec.serving.page import PageCycles
+from specdec.serving.requests import ChatRequest, Request
+from specdec.text import token_bytes
+
+_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length"}
+
+
+class Reply:
+    """The response to one request: text and log-probabilities are added as they come.
+
+    Args:
+        lm: the model.
+        request: what was asked.
+        model: the name under which the model is served.
+    """
+
+    def __init__(self, lm: Parts, request: Request, model: str) -> None:
+        self._lm = lm
+        self._chat = isinstance(request, ChatRequest)
+        self._top = request.top
+        self._head = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": lm.info.fingerprint[:16],
+        }
+        self._shown = 0  # bytes of text so far
+        self._spelled = 0  # bytes of the tokens in ``_pending`` and before it
+        self._offset = 0  # characters of text before the next entry
+        self._cycles = PageCycles(lm) if request.origins else None
+        self._pending: collections.deque[tuple[int, TokenLogprobs, bytes]] = collections.deque()
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream begins with."""
+        return [self._chunk({"role": "assistant", "content": ""}, None, None)] if self._chat else []
+
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """A piece of a stream; None if there is nothing to show."""
+        logprobs = self._logprobs(piece)
+        if not piece.text and not logprobs and not piece.cycles:
+            return None
+        chunk = self._chunk({"content": piece.text} if self._chat else piece.text, logprobs, None)
+        if self._cycles is not None:
+            entries = iter(piece.logprobs)
+            chunk["specdec"] = {
+                "origins": [
+                    self._cycles.add(cycle, list(itertools.islice(entries, len(cycle.emitted))))
+                    for cycle in piece.cycles
+                ]
+            }
+        return chunk
+
+    def closing(self, result: Result, *, usage: bool) -> list[dict[str, Any]]:
+        """What a stream ends with."""
+        last = self._chunk({} if self._chat else "", None, _REASONS.get(result.finish_reason, "stop"))
+        last["specdec"] = _speculation(result)
+        if not usage:
+            return [last]
+        return [last, {**self._head, "object": last["object"], "choices": [], "usage": _usage(result)}]
+
+    def whole(self, pieces: Iterable[Piece], result: Result) -> dict[str, Any]:
+        """The response in one piece."""
+        found = [self._logprobs(piece) for piece in pieces]
+        logprobs = None
+        if self._top is not None:
+            logprobs = _joined([one for one in found if one], chat=self._chat)
+        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs}
+        choice["finish_reason"] = _REASONS.get(result.finish_reason, "stop")
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": result.text, "refusal": None}
+        else:
+            choice["text"] = result.text
+        return {
+            **self._head,
+            "object": "chat.completion" if self._chat else "text_completion",
+            "choices": [choice],
+            "usage": _usage(result),
+            "specdec": _speculation(result),
+        }
+
+    def _chunk(self, content: Any, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "delta" if self._chat else "text": content, "logprobs": logprobs, "finish_reason": reason}
+        return {
+            **self._head,
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "choices": [choice],
+        }
+
+    # --- log-probabilities -------------------------------------------------------------------------------------------
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """The entries of the tokens whose text is shown by now: not those of a stop string, nor the end token's."""
+        if self._top is None:
+            return None
+        self._shown += len(piece.text.encode())
+        special = self._lm.tokenizer.special_ids
+        for entry in piece.logprobs:
+            spelled = b"" if entry.token in special else token_bytes(self._lm.tokenizer, entry.token)
+            self._pending.append((self._spelled, entry, spelled))
+            self._spelled += len(spelled)
+        ready = []
+        while self._pending and self._pending[0][0] < self._shown:
+            ready.append(self._pending.popleft())
+        if not ready:
+            return None
+        return self._chat_entries(ready) if self._chat else self._completion_entries(ready)
+
+    def _chat_entries(self, ready: list[tuple[int, TokenLogprobs, bytes]]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._token(entry.token, entry.logprob),
+                    "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
+                }
+                for _, entry, _ in ready
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        spelled = token_bytes(self._lm.tokenizer, token)
+        return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
+
+    def _completion_entries(self, ready: list[tuple[int, TokenLogprobs, bytes]]) -> dict[str, Any]:
+        tokens, offsets = [], []
+        for _, _, spelled in ready:
+            offsets.append(self._offset)
+            tokens.append(spelled.decode(errors="replace"))
+            self._offset += len(tokens[-1])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.logprob for _, entry, _ in ready],
+            "top_logprobs": [
+                {self._token(token, 0.0)["token"]: logprob for token, logprob in entry.top} for _, entry, _ in ready
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _joined(found: list[dict[str, Any]], *, chat: bool) -> dict[str, Any]:
+    if chat:
+        return {"content": [entry for one in found for entry in one["content"]], "refusal": None}
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [entry for one in found for entry in one[name]] for name in names}
+
+
+def _usage(result: Result) -> dict[str, Any]:
+    """Tokens of prompt and answer; drafts are OpenAI's predicted tokens."""
+    stats = result.stats
+    drafted, accepted, made = sum(stats.offered), sum(stats.accepted), len(result.tokens)
+    return {
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": made,
+        "total_tokens": result.prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": max(result.prompt_tokens - 1 - stats.prefilled, 0)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def _speculation(result: Result) -> Mapping[str, Any]:
+    """What specdec adds: how the answer was made, and what it promises."""
+    stats = result.stats
+    return {
+        "finish_reason": result.finish_reason,
+        "guarantee": result.guarantee,
+        "parity": result.parity,
+        "cycles": stats.cycles,
+        "drafted_tokens": sum(stats.offered),
+        "accepted_tokens": sum(stats.accepted),
+        "offered": stats.offered,
+        "reached": stats.reached,
+        "accepted": stats.accepted,
+        "tokens_per_second": stats.tokens_per_second,
+        "seconds": stats.seconds,
+        "speculation": stats.speculation(),
+        "notices": result.notices,
+    }

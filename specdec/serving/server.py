@@ -1,0 +1,130 @@
+"""The process that serves: its socket, its connections and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specdec.errors import ConfigError
+from specdec.serving.app import Service, application
+
+HEAD_SECONDS = 30.0  # for the head of a request, from the connection's opening or the last answer
+WRITE_SECONDS = 60.0  # without a byte taken by a client that has much to read
+CONNECTIONS = 256
+STOP_SECONDS = 10.0  # for what runs to end once it is asked to
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A listening address that nobody else has, before a model is loaded. Raises: ConfigError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host {host!r} is no address of this machine", reason=str(error)) from error
+    family, kind, protocol, _, address = found[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"cannot listen at {host} port {port}: {error.strerror or error}", try_="--port 0, which takes a free one"
+        ) from error
+    return made
+
+
+def serve(service: Service, listening: socket.socket, *, grace: float) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        grace: seconds that the running generation may go on after that; a second signal ends it at once.
+    """
+    for name in ("uvicorn.error", "uvicorn.access"):  # its own log; ours says what was served
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+    config = uvicorn.Config(
+        application(service),
+        http=_Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        h11_max_incomplete_event_size=2**15,
+        timeout_graceful_shutdown=int(grace + STOP_SECONDS),
+    )
+    service.engine.start()
+    _Server(config, service, grace).run(sockets=[listening])
+    service.engine.join(STOP_SECONDS)
+
+
+class _Server(uvicorn.Server):
+    """Ends in order: nothing new, refusals for what waits, time for what runs."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+        super().__init__(config)
+        self._engine = service.engine
+        self._grace = grace
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal. Unlike uvicorn's, it is not raised again afterwards: this is the ordinary way to end."""
+        if self.should_exit:
+            self._engine.stop()
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.close()
+        asyncio.get_running_loop().call_later(self._grace, self._engine.stop)
+        await super().shutdown(sockets)
+        self._engine.stop()
+
+
+class _Connection(H11Protocol):
+    """A connection that waits neither for a head for ever, nor for a client that does not read."""
+
+    _head: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head, self._stuck):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head is not None and self.conn.their_state is not h11.IDLE:
+            self._head.cancel()
+            self._head = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:
+            self._await_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+
+    def _await_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)

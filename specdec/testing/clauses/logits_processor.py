@@ -1,0 +1,225 @@
+"""Checks of logits processors: clauses L1 to L5."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from specdec.contract import LogitsProcessor, ProcessorEnv
+from specdec.errors import SpecdecError
+from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable
+from specdec.testing.subjects import LogitsProcessorSubject
+from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
+
+if TYPE_CHECKING:
+    from specdec.contract import Float32
+
+LONG = 700  # tokens of a long history
+ROWS = 120  # rows asked for in one walk
+
+
+@cache
+def _tokenizer(vocab: int) -> Any:
+    """A tokenizer of ``vocab`` tokens: bytes, and an end token."""
+    import tokenizers
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    from specdec.text import Tokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: max(vocab - 1, 1)]
+    core = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    if vocab > 1:
+        core.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return Tokenizer(core)
+
+
+@attrs.frozen
+class _Row:
+    """One question: the logits of a row, its history, and drafted tokens after it."""
+
+    logits: Float32
+    history: list[int]
+    draft: tuple[int, ...]
+
+
+def _rows(seed: int, env: ProcessorEnv, count: int, longest: int) -> list[_Row]:
+    """Rows as a generation asks for them: histories grow, drafts are rejected, and now and then much is taken back."""
+    rng = np.random.default_rng([seed, 3])
+    vocab = env.vocab_size
+    rows: list[_Row] = []
+    history = [int(token) for token in rng.integers(0, vocab, env.generated_from)]
+    while len(rows) < count:
+        if rng.random() < 0.1:
+            back = int(2 ** rng.uniform(0, 9))
+            del history[max(env.generated_from, len(history) - back) :]
+        steps = 1 if rng.random() < 0.8 else int(2 ** rng.uniform(0, 7))
+        for _ in range(min(steps, longest - len(history))):
+            again = history and rng.random() < 0.4
+            history.append(
+                history[-int(rng.integers(1, min(len(history), 9) + 1))] if again else int(rng.integers(vocab))
+            )
+        draft = tuple(int(token) for token in rng.integers(0, vocab, int(rng.integers(0, 9))))
+        if history and rng.random() < 0.5:
+            draft = (*draft[:2], *history[-3:])[: int(rng.integers(0, 6))]
+        logits = rng.normal(0, 3, vocab).astype(np.float32)
+        if rng.random() < 0.2:
+            logits[int(rng.integers(vocab))] = 40.0
+        rows.append(_Row(logits, list(history), draft))
+        if len(history) >= longest:
+            del history[env.generated_from + 1 :]
+    return rows
+
+
+def _environments(subject: LogitsProcessorSubject, run: Run) -> Iterator[tuple[ProcessorEnv, list[_Row]]]:
+    """Environments that the processor takes, with rows of several lengths."""
+    taken, refusal = 0, ""
+    for number in run.repeat(6):
+        vocab, start = (257, 40, 257, 5, 1, 257)[number % 6], (3, 1, 60, 9, 2, 300)[number % 6]
+        ends = (vocab - 1,) if vocab > 1 else ()
+        env = ProcessorEnv(tokenizer=_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
+        try:
+            subject.make(env).process(np.zeros(vocab, np.float32), [0] * start)
+        except SpecdecError as error:
+            refusal = error.message
+            continue
+        taken += 1
+        longest = (LONG, 60, 200, 30, 20, LONG)[number % 6]
+        yield env, _rows(run.seed % 2**32 * 1000 + number, env, ROWS, start + longest)
+    if not taken:
+        not_applicable(f"it takes no environment of the kit: {refusal}")
+
+
+def _ask(processor: LogitsProcessor, row: _Row) -> tuple[Float32, int]:
+    """Both answers, to copies of the arguments."""
+    answer = processor.process(row.logits.copy(), list(row.history))
+    return np.array(answer, copy=True), processor.legal(row.draft, list(row.history))
+
+
+@check("L1")
+def new_logits(subject: LogitsProcessorSubject, run: Run) -> None:
+    """``process`` returns float32 ``[V]`` without NaN or infinity above, also for logits with ``-inf`` in them."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        processor = subject.make(env)
+        for number, row in enumerate(rows):
+            masked = row.logits.copy()
+            masked[number % env.vocab_size] = -np.inf
+            for logits in (row.logits, masked) if env.vocab_size > 1 else (row.logits,):
+                answer: object = processor.process(logits.copy(), list(row.history))
+                case: dict[str, object] = {"history": row.history, "masked": logits is masked}
+                expect(isinstance(answer, np.ndarray), "process returns no array", got=answer, **case)
+                assert isinstance(answer, np.ndarray)
+                expect_equal(answer.shape, (env.vocab_size,), "process returns another shape", **case)
+                expect_equal(answer.dtype, np.dtype(np.float32), "process returns another dtype", **case)
+                expect(bool((answer < np.inf).all()), "a logit is NaN or infinite", got=answer, **case)
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), rows)
+
+
+@contextlib.contextmanager
+def _strange(seed: int) -> Iterator[None]:
+    with seeded_generators(seed), strange_clock(7.0) as slept:
+        before = generator_states()
+        yield
+        expect(generator_states() == before, "a global generator was advanced")
+    expect(not slept, "it sleeps", got=slept)
+
+
+@check("L2", early=True, share=3)
+def arguments_alone(subject: LogitsProcessorSubject, run: Run) -> None:
+    """An answer depends on the arguments alone: on no earlier call, other sequence, clock or random generator."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        walked = subject.make(env)
+        other_env = attrs.evolve(env, generated_from=env.generated_from + 2)
+        other = subject.make(other_env)
+        others = _rows(run.seed % 2**32 + 5, other_env, 20, env.generated_from + LONG)
+        for number, row in enumerate(rows):
+            _ask(other, others[number % len(others)])
+            case: dict[str, object] = {"history": row.history, "row": number}
+            with contextlib.nullcontext() if number % 16 else _strange(number):
+                got, legal = _ask(walked, row)
+            fresh, fresh_legal = _ask(subject.make(env), row)
+            what = "the answer is not that of a new processor that is asked for this row alone"
+            expect_equal(got, fresh, what, **case)
+            expect_equal(legal, fresh_legal, f"{what}: legal", **case)
+            again, again_legal = _ask(walked, row)
+            expect_equal(again, fresh, "asked again, it answers differently", **case)
+            expect_equal(again_legal, fresh_legal, "asked again, legal answers differently", **case)
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), rows)
+
+
+@check("L3")
+def arguments_unchanged(subject: LogitsProcessorSubject, run: Run) -> None:
+    """A processor changes neither the logits nor the history and the draft that it is given, and prints nothing."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        processor = subject.make(env)
+        for row in rows:
+            for legal in (False, True):
+                logits, history, draft = row.logits.copy(), list(row.history), list(row.draft)
+                printed = io.StringIO()
+                with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                    if legal:
+                        processor.legal(tuple(draft), history)
+                    else:
+                        processor.process(logits, history)
+                expect_equal(logits, row.logits, "the logits were changed", history=row.history)
+                expect_equal(history, row.history, "the history was changed", history=row.history, draft=row.draft)
+                expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), rows)
+
+
+@check("L4")
+def something_allowed(subject: LogitsProcessorSubject, run: Run) -> None:
+    """At least one token stays allowed, after every history that its own masks allow."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        processor = subject.make(env)
+        history = rows[0].history[: env.generated_from]
+        for number in range(len(rows)):
+            answer = processor.process(rows[number].logits.copy(), list(history))
+            allowed = np.flatnonzero(np.asarray(answer) > -np.inf)
+            expect(len(allowed), "every token is forbidden", history=history)
+            token = int(allowed[int(rows[number].logits[0] * 1000) % len(allowed)])
+            if token in env.end_tokens:
+                break
+            history.append(token)
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), [*rows, *rows])
+
+
+@check("L5")
+def legal_counts(subject: LogitsProcessorSubject, run: Run) -> None:
+    """``legal`` returns a plain int, at most the draft's length, and cuts only what ``process`` forbids."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        processor = subject.make(env)
+        for row in rows:
+            count: object = processor.legal(row.draft, list(row.history))
+            case = {"history": row.history, "draft": row.draft}
+            kind = f"{count!r} of type {type(count).__name__}"
+            expect(type(count) is int, "legal does not return a plain int", got=kind, **case)
+            assert isinstance(count, int)
+            expect(0 <= count <= len(row.draft), "legal is outside the draft", got=count, **case)
+            if count < len(row.draft):
+                answer = processor.process(row.logits.copy(), [*row.history, *row.draft[:count]])
+                token = row.draft[count]
+                expect(answer[token] == -np.inf, f"legal cuts token {token}, which process allows", got=count, **case)
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), rows)

@@ -1,0 +1,631 @@
+"""The CPU kernels' library: built with any compiler command, kept where nobody else may write, loaded undamaged.
+
+A library that is planted answers 666; the kernels answer 42. What needs two users is played: root gives a file away,
+anybody else sees it with another owner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import specdec
+from specdec.backends.cpu import compiler, instruction_sets
+from specdec.backends.cpu import library as libraries
+from specdec.backends.cpu.backend import CpuBackend
+from specdec.backends.cpu.library import Kernels, KernelsUnavailable, load_kernels
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.files import keeping
+from tests.instruction_sets import RUNNABLE
+from tests.processes import HUNG
+from tests.selection import cases
+
+TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+
+
+BUILD = """
+import pathlib, sys
+from specdec.backends.cpu import compiler, library
+compiler.SOURCES = pathlib.Path(sys.argv[1])
+library.WHEEL = pathlib.Path(sys.argv[1]) / "libraries"
+print("building", flush=True)
+kernels = library.load_kernels()
+print(f"none: {kernels.reason}" if isinstance(kernels, library.KernelsUnavailable) else kernels.library.answer())
+"""
+
+
+@pytest.fixture
+def trivial_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text(TRIVIAL)
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPECDEC_CPU_KERNELS", raising=False)
+    monkeypatch.delenv("SPECDEC_CPU_INSTRUCTION_SET", raising=False)
+    monkeypatch.setattr(libraries, "WHEEL", sources / "libraries")
+    monkeypatch.setattr(libraries, "_load", libraries._load.__wrapped__)  # without its memory
+    return sources
+
+
+def built(kernels: Kernels | KernelsUnavailable) -> Kernels:
+    if isinstance(kernels, KernelsUnavailable) and kernels.reason.startswith("no C++ compiler"):
+        pytest.skip(kernels.reason)
+    assert isinstance(kernels, Kernels), kernels
+    return kernels
+
+
+def test_a_library_is_built_once_and_again_for_new_sources(trivial_sources: Path, tmp_path: Path) -> None:
+    """Catches: a stale library after an update, temporary files left in the cache."""
+    first = built(load_kernels())
+    stamp = first.path.stat().st_mtime_ns
+    assert built(load_kernels()).path.stat().st_mtime_ns == stamp
+    (trivial_sources / "answer.cpp").write_text(TRIVIAL.replace("42", "43"))
+    second = built(load_kernels())
+    assert second.path != first.path
+    assert (first.library.answer(), second.library.answer()) == (42, 43)
+    kept = [f"{kernels.path.name}{suffix}" for kernels in (first, second) for suffix in ("", ".sha256")]
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted(kept)
+    assert first.notice == second.notice == ""
+
+
+# --- the wheel's libraries -------------------------------------------------------------------------------------------
+
+
+def ship(sources: Path, name: str = RUNNABLE[0]) -> Path:
+    """Put a library that answers 7 where a wheel has the one of an instruction set."""
+    source = sources.with_name("shipped.cpp")
+    source.write_text(TRIVIAL.replace("42", "7"))
+    found = compiler.find_compiler(os.environ.get("CXX", ""), os.environ["PATH"])
+    library = sources / "libraries" / f"{name}.so"
+    library.parent.mkdir(exist_ok=True)
+    subprocess.run([*found.command, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    return library
+
+
+def test_the_wheel_s_library_comes_before_the_cache_and_the_compiler(
+    trivial_sources: Path, loaded: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = built(load_kernels())
+    library = ship(trivial_sources)
+    shipped = built(load_kernels())
+    assert (shipped.library.answer(), shipped.path, shipped.origin) == (7, library, "from the wheel")
+    assert cached.origin in cached.description
+    assert cached.origin != shipped.origin
+    library.unlink()
+    assert built(load_kernels()) == cached
+
+
+def test_the_wheel_s_library_needs_no_compiler(
+    trivial_sources: Path, loaded: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a narrower one, if the wheel has no other: then a notice says why."""
+    built(load_kernels())
+    narrowest = ship(trivial_sources, RUNNABLE[-1])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    kernels = built(load_kernels())
+    assert (kernels.library.answer(), kernels.path) == (7, narrowest)
+    assert ("no C++ compiler" in kernels.notice) == (len(RUNNABLE) > 1)
+
+
+def test_a_library_of_the_wheel_that_cannot_be_loaded_is_compiled(trivial_sources: Path, loaded: list[bytes]) -> None:
+    """As on a system whose libc is older than the wheel's."""
+    built(load_kernels())
+    ship(trivial_sources).write_bytes(b"\x7fELF of another system")
+    assert built(load_kernels()).library.answer() == 42
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The contents of every library that is loaded. Each is loaded anew: the system takes one path for one library."""
+    contents: list[bytes] = []
+    load = ctypes.CDLL
+
+    def anew(path: str) -> ctypes.CDLL:
+        contents.append(Path(path).read_bytes())
+        copy = tmp_path / f"loaded-{len(contents)}.so"
+        copy.write_bytes(contents[-1])
+        return load(str(copy))
+
+    monkeypatch.setattr(libraries.ctypes, "CDLL", anew)
+    return contents
+
+
+def flip(data: bytes, at: float) -> bytes:
+    place = int(at * len(data))
+    return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "its magic number": lambda data: data[:4],
+    "a page": lambda data: data[:4096],
+    "half": lambda data: data[: len(data) // 2],
+    "the last byte": lambda data: data[:-1],
+    "zeros behind the first page": lambda data: data[:4096] + bytes(len(data[4096:])),
+    "another library": lambda data: b"\x7fELF" + data,
+    **{f"a bit at {at}": lambda data, at=at: flip(data, at) for at in (0.01, 0.2, 0.5, 0.8, 0.99)},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("part", ["library", "checksum"])
+def test_what_is_damaged_is_not_loaded_and_is_built_again(
+    trivial_sources: Path, loaded: list[bytes], part: str
+) -> None:
+    """Catches: a library cut short by a full disk or changed by a bad one that ends every later start with a signal."""
+    first = built(load_kernels())
+    library, beside = first.path, first.path.with_name(f"{first.path.name}.sha256")
+    content, file = library.read_bytes(), library if part == "library" else beside
+    for name, damage in DAMAGES.items():
+        data = damage(file.read_bytes())
+        os.unlink(file)  # the old one is mapped into this process
+        file.write_bytes(data)
+        assert built(load_kernels()).library.answer() == 42, name
+        assert loaded[-1] == content, name
+        assert hashlib.sha256(library.read_bytes()).hexdigest() == beside.read_text().split()[0]
+    for missing in (library, beside):
+        os.unlink(missing)
+        assert built(load_kernels()).library.answer() == 42
+    assert built(load_kernels()).path.stat().st_mtime_ns == library.stat().st_mtime_ns
+
+
+# --- libraries that somebody else may have written -------------------------------------------------------------------
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """``give_away(path)``: from now on it belongs to another user."""
+    gone: set[str] = set()
+    examine = os.lstat
+
+    def lstat(path: Any, **options: Any) -> os.stat_result:
+        state = examine(path, **options)
+        if str(path) not in gone:
+            return state
+        parts = list(state)
+        parts[4] = NOBODY
+        return os.stat_result(parts)
+
+    def give(path: Path) -> None:
+        if os.geteuid() == 0:
+            os.lchown(path, NOBODY, NOBODY)
+        else:
+            gone.add(str(path))
+            monkeypatch.setattr(keeping.os, "lstat", lstat)
+
+    monkeypatch.setattr(keeping, "_has_own_group", lambda group: False)
+    return give
+
+
+FIVE = (
+    "a folder that all may write",
+    "a folder that a group may write",
+    "a folder of another user",
+    "a link of another user",
+    "a library that all may write",
+)
+
+
+def plant(library: Path, sources: Path) -> None:
+    """Put a foreign library in the place of one, with its right checksum beside it."""
+    source = sources.with_name("planted.cpp")
+    source.write_text(TRIVIAL.replace("42", "666"))
+    found = compiler.find_compiler(os.environ.get("CXX", ""), os.environ["PATH"])
+    planted = source.with_suffix(".so")
+    subprocess.run([*found.command, "-shared", "-fPIC", str(source), "-o", str(planted)], check=True)
+    os.unlink(library)
+    shutil.copy(planted, library)
+    library.with_name(f"{library.name}.sha256").write_bytes(libraries._checksum(planted.read_bytes()))
+
+
+def a_link(cache: Path) -> Path:
+    """Move the cache and let a link lead there."""
+    cache.rename(cache.with_name("elsewhere"))
+    cache.symlink_to(cache.with_name("elsewhere"))
+    return cache
+
+
+UNSAFE: dict[str, Callable[[Path, Path, Callable[[Path], None]], object]] = {
+    "a folder that all may write": lambda cache, file, give: cache.chmod(0o777),
+    "a sticky folder that all may write": lambda cache, file, give: cache.chmod(0o1777),
+    "a folder that a group may write": lambda cache, file, give: cache.chmod(0o775),
+    "a folder of another user": lambda cache, file, give: give(cache),
+    "a folder above it that all may write": lambda cache, file, give: cache.parent.chmod(0o777),
+    "a folder above it of another user": lambda cache, file, give: give(cache.parent),
+    "a link of another user": lambda cache, file, give: give(a_link(cache)),
+    "a link into a folder that all may write": lambda cache, file, give: a_link(cache).resolve().chmod(0o777),
+    "a library that all may write": lambda cache, file, give: file.chmod(0o666),
+    "a library of another user": lambda cache, file, give: give(file),
+    "a checksum of another user": lambda cache, file, give: give(file.with_name(f"{file.name}.sha256")),
+}
+
+
+@pytest.mark.parametrize("name", cases(UNSAFE, sample=FIVE, mark="slow"))
+def test_a_planted_library_is_not_loaded(
+    name: str,
+    trivial_sources: Path,
+    loaded: list[bytes],
+    tmp_path: Path,
+    give_away: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = tmp_path / "home" / "cache"
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache))
+    file = built(load_kernels()).path
+    plant(file, trivial_sources)
+    assert built(load_kernels()).library.answer() == 666  # as long as it is ours
+    UNSAFE[name](cache, file, give_away)
+    for _ in range(2):
+        kernels = built(load_kernels())
+        assert kernels.library.answer() == 42
+    assert bool(kernels.notice) == ("folder" in name or "link" in name)  # a file alone is replaced
+    assert not kernels.notice or kernels.notice.startswith("the CPU kernels are built at every start: ")
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "SPECDEC_CACHE_DIR"])
+def test_a_library_below_a_relative_folder_is_not_loaded(
+    variable: str, trivial_sources: Path, loaded: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: code in somebody's repository that runs because specdec was started there."""
+    cache = tmp_path / "repository" / "caches"
+    if variable == "XDG_CACHE_HOME":
+        cache = cache / "specdec"
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache))
+    plant(built(load_kernels()).path, trivial_sources)
+    monkeypatch.delenv("SPECDEC_CACHE_DIR")
+    monkeypatch.chdir(tmp_path / "repository")
+    monkeypatch.setenv(variable, "caches")
+    kernels = built(load_kernels())
+    assert kernels.library.answer() == 42
+    assert "relative path" in kernels.notice
+
+
+def test_links_and_folders_of_one_s_own_are_followed(
+    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)  # as /tmp
+    cache = tmp_path / "shared" / "mine" / "cache"
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache))
+    first = built(load_kernels())
+    (tmp_path / "link").symlink_to("shared/../shared/mine")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "link" / "cache"))
+    second = built(load_kernels())
+    assert first.notice == second.notice == ""
+    assert second.path.stat().st_mtime_ns == first.path.stat().st_mtime_ns
+    (tmp_path / "loop").symlink_to("loop")
+    assert "links" in str(keeping.exposed(tmp_path / "loop" / "x"))
+
+
+def test_what_is_created_is_writable_by_its_owner_alone(trivial_sources: Path, tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        kernels = built(load_kernels())
+    finally:
+        os.umask(mask)
+    for path in (tmp_path / "cache", kernels.path, kernels.path.with_name(f"{kernels.path.name}.sha256")):
+        assert path.stat().st_mode & 0o022 == 0, path
+
+
+def test_without_a_private_temporary_folder_nothing_is_built(
+    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, give_away: Callable[[Path], None]
+) -> None:
+    built(load_kernels()).path.unlink()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "open"))
+    failed = load_kernels()
+    assert isinstance(failed, KernelsUnavailable)
+    assert "open can be written by other users" in failed.reason
+
+
+# --- caches that cannot be written -----------------------------------------------------------------------------------
+
+
+def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write anywhere, so the system's answer is played."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *mode: int, **options: Any) -> int:
+        if flags & os.O_CREAT and str(path).startswith(str(cache)):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, *mode, **options)
+
+    monkeypatch.setattr(keeping.os, "open", refuse)
+
+
+def full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, data: bytes) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+
+
+def full_at_the_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(keeping.os, "fsync", refuse)
+
+
+def absent(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.with_name("file").write_text("")
+    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache.with_name("file") / "cache"))
+
+
+def unreadable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECDEC_CACHE_DIR")
+    monkeypatch.setenv("HOME", "/" + "x" * 300)  # the system refuses it to root too
+
+
+def homeless(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SPECDEC_CACHE_DIR")
+    monkeypatch.setattr(Path, "home", unknown)
+
+
+UNWRITABLE = {
+    read_only: "Read-only file system",
+    full: "No space left on device",
+    full_at_the_end: "No space left on device",
+    absent: "file",
+    unreadable: "File name too long",
+    homeless: "does not know this user's home",
+}
+
+
+@pytest.mark.parametrize("happens", UNWRITABLE, ids=lambda happens: happens.__name__)
+def test_without_a_cache_the_kernels_are_built_and_the_reason_is_said(
+    happens: Callable[[Path, pytest.MonkeyPatch], None],
+    trivial_sources: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches: a traceback or slow kernels on a read-only home directory or a full disk."""
+    built(load_kernels()).path.unlink()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with monkeypatch.context() as patch:
+        happens(tmp_path / "cache", patch)
+        kernels = built(load_kernels())
+        assert kernels.library.answer() == 42
+    assert UNWRITABLE[happens] in kernels.notice
+    left = [path.name for path in (tmp_path / "cache").iterdir()]
+    assert all(name.endswith(".sha256") for name in left), left  # nothing half written, and no old checksum is believed
+    assert built(load_kernels()).notice == ""
+
+
+def test_a_cache_that_vanishes_is_made_again(trivial_sources: Path, tmp_path: Path) -> None:
+    first = built(load_kernels())
+    shutil.rmtree(tmp_path / "cache")
+    assert first.library.answer() == 42
+    second = built(load_kernels())
+    assert (second.library.answer(), second.notice) == (42, "")
+    assert second.path.exists()
+
+
+def test_a_notice_reaches_the_result_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "the CPU kernels are built at every start: for a test"
+    found = load_kernels()
+    if isinstance(found, KernelsUnavailable):
+        pytest.skip(found.reason)
+    told = attrs.evolve(found, notice=reason)
+    monkeypatch.setattr("specdec.backends.cpu.backend.load_kernels", lambda instruction_set: told)
+    draft = {"name": "draft_model", "model": "demo"}
+    for drafter in ("none", draft):
+        result = specdec.load("demo", drafter=drafter, depth=2).generate("x", max_new_tokens=2)
+        assert [notice for notice in result.notices if reason in notice] == [reason]
+
+
+# --- compilers, and processes that build -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form", ["{folder}/a compiler", "'{folder}/a compiler' -O1", '"{folder}/a compiler"', "env {found}", " {found} "]
+)
+def test_the_compiler_may_be_a_command(
+    form: str, trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built(load_kernels())
+    found = compiler.find_compiler("", os.environ["PATH"]).command[0]
+    (tmp_path / "a compiler").symlink_to(found)
+    monkeypatch.setenv("CXX", form.format(folder=tmp_path, found=found))
+    assert built(load_kernels()).library.answer() == 42
+
+
+@pytest.mark.parametrize("given", ["'", "c++ '", '"" -O2', "''", "/", "\\"])
+def test_a_command_that_is_none_is_a_reason(given: str, trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", given)
+    failed = load_kernels()
+    assert isinstance(failed, KernelsUnavailable)
+    assert f"CXX={given!r} is not " in failed.reason
+
+
+@pytest.mark.parametrize("given", ["", "  "])
+def test_an_empty_command_is_none(given: str, trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", given)
+    assert built(load_kernels()).library.answer() == 42
+
+
+@pytest.mark.slow
+def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) -> None:
+    """Catches: one process that loads what the other has half written."""
+    built(load_kernels()).path.unlink()
+    both = [
+        subprocess.Popen([sys.executable, "-c", BUILD, str(trivial_sources)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=HUNG)[0].split()[-1] for process in both] == ["42", "42"]
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(
+    trivial_sources: Path, tmp_path: Path
+) -> None:
+    file = built(load_kernels()).path
+    for number in range(5):
+        for path in list((tmp_path / "cache").iterdir()):
+            path.unlink()
+        process = subprocess.Popen(
+            [sys.executable, "-c", BUILD, str(trivial_sources)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "building\n"
+        time.sleep(number * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=HUNG)
+        kernels = built(load_kernels())
+        assert (kernels.library.answer(), kernels.notice, kernels.path) == (42, "", file)
+
+
+@pytest.mark.slow
+def test_a_process_that_may_not_write_large_files_runs_without_the_kernels(
+    trivial_sources: Path, tmp_path: Path
+) -> None:
+    """Every folder's disk is full: the compiler's temporary files as well."""
+    built(load_kernels()).path.unlink()
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", limit + BUILD, str(trivial_sources)], stdout=subprocess.PIPE, text=True, timeout=HUNG
+    )
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1].startswith("none: ")
+
+
+def test_without_a_compiler_the_reason_is_recorded(
+    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a silent fallback. SPECDEC_CPU_KERNELS=native turns the reason into an error."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    missing = load_kernels()
+    assert isinstance(missing, KernelsUnavailable)
+    assert "no C++ compiler" in missing.reason
+    monkeypatch.setenv("CXX", "no-such-compiler -O9")
+    missing = load_kernels()
+    assert isinstance(missing, KernelsUnavailable)
+    assert "CXX='no-such-compiler -O9' is not an executable" in missing.reason
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "native")
+    with pytest.raises(UnsupportedError, match="no-such-compiler"):
+        load_kernels()
+
+
+def test_a_failed_build_keeps_what_the_compiler_said(trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: an unexplained fallback after a compiler error."""
+    built(load_kernels())
+    (trivial_sources / "answer.cpp").write_text("#error kernels of tomorrow\n")
+    failed = load_kernels()
+    assert isinstance(failed, KernelsUnavailable)
+    assert "exit status" in failed.reason
+    assert "kernels of tomorrow" in failed.detail
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "native")
+    with pytest.raises(UnsupportedError) as error:
+        load_kernels()
+    assert "kernels of tomorrow" in str(error.value)
+
+
+# --- instruction sets ------------------------------------------------------------------------------------------------
+
+
+def test_the_widest_instruction_set_is_taken_and_a_setting_takes_another(
+    trivial_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a library for one instruction set found under the key of another; a setting that is not obeyed."""
+    paths = {built(load_kernels(name)).path for name in RUNNABLE}
+    assert len(paths) == len(RUNNABLE)
+    assert built(load_kernels()).instruction_set == RUNNABLE[0]
+    for name in RUNNABLE:
+        monkeypatch.setenv("SPECDEC_CPU_INSTRUCTION_SET", name)
+        kernels = built(load_kernels())
+        assert kernels == built(load_kernels(name))
+        assert (kernels.instruction_set, kernels.notice) == (name, "")
+        assert f"({name}, " in kernels.description
+        assert name in CpuBackend().device
+        assert CpuBackend().choose_dtype("auto", "bfloat16")[0] == "bfloat16"  # the faster one on every processor
+        assert built(load_kernels(RUNNABLE[-1])).instruction_set == RUNNABLE[-1]  # before the environment
+
+
+def test_what_the_processor_lacks_is_refused(trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a narrower set in silence, or an illegal instruction."""
+    for name in set(instruction_sets.NAMES) - set(RUNNABLE):
+        with pytest.raises(ConfigError, match=f"does not have the instruction set '{name}'"):
+            specdec.load("demo", instruction_set=name)
+    with pytest.raises(ConfigError, match="no instruction set is called 'axv2'") as refused:
+        specdec.load("demo", instruction_set="axv2")
+    assert f"auto, {', '.join(RUNNABLE)}" in str(refused.value)
+    monkeypatch.setenv("SPECDEC_CPU_INSTRUCTION_SET", "axv2")
+    with pytest.raises(ConfigError, match="SPECDEC_CPU_INSTRUCTION_SET"):
+        load_kernels()
+
+
+@pytest.mark.parametrize("architecture", instruction_sets.OF_ARCHITECTURE)
+def test_an_instruction_set_is_available_where_the_processor_has_all_that_it_needs(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a set that is offered to a processor without a part of it, and the order of preference."""
+    sets = instruction_sets.OF_ARCHITECTURE[architecture]
+    granted = [True]
+    monkeypatch.setattr(platform, "machine", lambda: architecture)
+    monkeypatch.setattr(instruction_sets, "_granted", lambda one: granted[0] or "amx_tile" not in one.needs)
+
+    def available(has: Collection[str]) -> list[str]:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**dict.fromkeys(has, True), "other": False})
+        return [one.name for one in instruction_sets.available.__wrapped__()]
+
+    for at, one in enumerate(sets):
+        assert available(one.needs) == [other.name for other in sets[at:]]
+        for lacking in one.needs:
+            assert one.name not in available(one.needs - {lacking})
+    assert available(()) == [sets[-1].name]  # every processor has one
+    granted[0] = False
+    assert "amx" not in available(sets[0].needs)
+
+
+@pytest.mark.skipif(len(RUNNABLE) < 2, reason="this processor has one instruction set")
+def test_a_compiler_that_does_not_know_the_widest_makes_a_narrower_one(trivial_sources: Path) -> None:
+    """Catches: slow kernels where a narrower set would do; a narrower one that nobody hears of."""
+    built(load_kernels())
+    only = {"avx512-bf16": "__AVX512BF16__", "amx": "__AMX_TILE__", "avx512": "__AVX512F__", "avx2": "__AVX2__"}
+    macro = only.get(RUNNABLE[0], "__ARM_FEATURE_DOTPROD")
+    (trivial_sources / "answer.cpp").write_text(f"#ifdef {macro}\n#error of tomorrow\n#endif\n{TRIVIAL}")
+    kernels = built(load_kernels())
+    assert kernels.library.answer() == 42
+    assert kernels.instruction_set in RUNNABLE[1:]
+    assert kernels.notice.startswith(f"the CPU kernels for {RUNNABLE[0]} are unavailable: ")
+    failed = load_kernels(RUNNABLE[0])  # by name, that one or none
+    assert isinstance(failed, KernelsUnavailable)
+    assert "of tomorrow" in failed.detail
+
+
+def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a misspelt SPECDEC_CPU_KERNELS that is ignored."""
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    assert load_kernels() == KernelsUnavailable("SPECDEC_CPU_KERNELS=torch")
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "nativ")
+    with pytest.raises(ConfigError, match="auto, torch or native"):
+        load_kernels()

@@ -1,0 +1,223 @@
+"""Quantised weights that stay packed: every format against float64, and the same bits for any rows and threads.
+
+A product sums groups of at most 128 columns in two accumulators, scales the sum and adds it to the total, all in
+float32 and with activations as they are. Codes are exact. With n columns and g groups a result is off by at most
+(64 + 64 + g + 8) U sum (|value| + |centre| + |offset|) |scale| |x| + |bias| |x| (Higham 2002, section 4.2), where the
+parts of a value count one by one because sums of codes and of activations are scaled apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specdec.backends.cpu.native import NativeOps
+from specdec.backends.cpu.packed import FORMATS
+from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
+from specdec.checkpoints.quantised import StoredMatrix, rounded
+from tests.backends.cpu.test_native_ops import U, assert_same_bits, assert_within, draw
+from tests.checkpoints.quantised import mlx_layout
+from tests.checkpoints.quantised import quantisers as q
+from tests.selection import examples
+
+X, NAME = "model.layers.0.mlp.up_proj.", "layers.0.mlp.up_proj.weight"
+ROWS = [*range(1, 17), 23, 49, 101]
+SETTINGS = settings(examples(12), deadline=None)
+
+
+def in_checkpoint(parts: q.Tensors, config: dict[str, Any], folder: Path, dtype: torch.dtype) -> StoredMatrix:
+    checkpoint = Checkpoint.open(write_checkpoint(folder, config, {X + name: part for name, part in parts.items()}))
+    matrix = StoredWeights(checkpoint, dtype=dtype, keeps=FORMATS).matrix(NAME)
+    assert isinstance(matrix, StoredMatrix)
+    return matrix
+
+
+def affine(bits: int, group: int) -> Callable[[np.ndarray, Path, torch.dtype], StoredMatrix]:
+    def quantise(weight: np.ndarray, folder: Path, dtype: torch.dtype) -> StoredMatrix:
+        config = {"quantization": {"group_size": group, "bits": bits}}
+        return in_checkpoint(mlx_layout.affine(weight, bits, group, torch.bfloat16)[0], config, folder, dtype)
+
+    return quantise
+
+
+def by_tool(name: str) -> Callable[[np.ndarray, Path, torch.dtype], StoredMatrix]:
+    return lambda weight, folder, dtype: in_checkpoint(q.QUANTISERS[name](weight)[0], {}, folder, dtype)
+
+
+QUANTISERS: dict[str, Callable[[np.ndarray, Path, torch.dtype], StoredMatrix]] = {
+    **{name: by_tool(name) for name in q.QUANTISERS},
+    **{f"mlx-affine {bits} g{group}": affine(bits, group) for bits, group in ((2, 32), (3, 64), (4, 128), (5, 32))},
+    **{f"mlx-affine {bits} g{group}": affine(bits, group) for bits, group in ((4, 64), (6, 64), (8, 64))},
+    "rounded int4": lambda weight, folder, dtype: rounded(torch.from_numpy(weight), 4, dtype),
+    "rounded int8": lambda weight, folder, dtype: rounded(torch.from_numpy(weight), 8, dtype),
+}
+
+
+@pytest.fixture
+def threads(ops: NativeOps) -> Iterator[Callable[[int], None]]:
+    yield partial(setattr, ops.threads, "chosen")
+    ops.threads.chosen = None
+
+
+def drawn(rows: int, columns: int, seed: int) -> np.ndarray:
+    """Values of many sizes, a few of them outliers and zeros."""
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal((rows, columns)) * 10 ** rng.uniform(-3, 1, (rows, 1))
+    weight[rng.random((rows, columns)) < 0.02] *= 8
+    weight[rng.random((rows, columns)) < 0.05] = 0
+    return weight.astype(np.float32)
+
+
+def meaning(matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
+    """The values in float64, and the sum of the magnitudes of their parts, by the docstring of ``StoredMatrix``."""
+    blocks = (matrix.meta["block_rows"], matrix.meta["block_columns"])
+
+    def wide(part: str) -> Tensor:
+        if part not in matrix.parts:
+            return torch.zeros(matrix.shape, dtype=torch.float64)
+        return torch.from_numpy(q.spread(matrix.parts[part].double().numpy(), matrix.shape, *blocks))
+
+    bits = matrix.meta["bits"]
+    stream = np.unpackbits(matrix.parts["codes"].contiguous().view(torch.uint8).numpy(), axis=-1, bitorder="little")
+    codes = stream[:, : matrix.shape[1] * bits].reshape(*matrix.shape, bits) @ (1 << np.arange(bits))
+    values = matrix.values.double()[torch.from_numpy(codes)]
+    factor = 1.0
+    if "global_scale" in matrix.parts:
+        factor = float(matrix.parts["global_scale"] if matrix.divisor is None else 1 / matrix.divisor.double())
+    scale = wide("scale") * factor
+    largest = float(matrix.values.nan_to_num().abs().max())
+    parts = (values.abs() + largest + wide("offset").abs()) * scale.abs() + wide("bias").abs()
+    return (values - wide("offset")) * scale + wide("bias"), parts
+
+
+def check_products(ops: NativeOps, matrix: StoredMatrix, *, rows: int, seed: int, packed: bool = True) -> None:
+    """Every operation that takes the matrix agrees with float64."""
+    held = ops.weight(matrix)
+    assert held.is_meta == packed
+    features, columns = matrix.shape
+    values, parts = meaning(matrix)
+    x = draw(rows, columns, seed=seed, dtype=ops.dtype)
+    exact = x.double() @ values.T
+    terms = 128 + columns // matrix.meta["block_columns"] + columns // 128 + 8
+    bound = terms * U * (x.double().abs() @ parts.T)
+    assert_within(torch.from_numpy(ops.head(x, held).rows()), exact, bound)
+    residual = draw(rows, features, seed=seed + 1, dtype=ops.dtype)
+    assert_within(ops.linear(x, held, residual), exact + residual.double(), bound + U * residual.double().abs())
+
+
+def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @given(
+        name=st.sampled_from(list(QUANTISERS)),
+        rows=st.integers(1, 30),
+        features=st.integers(1, 80),
+        units=st.integers(1, 12),
+        seed=st.integers(0, 2**31),
+    )
+    @settings(examples(200), deadline=None)
+    def check(name: str, rows: int, features: int, units: int, seed: int) -> None:
+        unit = int(name.rpartition(" g")[2]) if name.startswith("mlx") else 8 if name.startswith("rounded") else 32
+        folder = tmp_path_factory.mktemp("weight")
+        matrix = QUANTISERS[name](drawn(features, units * unit, seed), folder, ops.dtype)
+        check_products(ops, matrix, rows=rows, seed=seed % 1000)
+
+    check()
+
+
+def test_rows_of_a_table_are_the_decoded_ones(ops: NativeOps, tmp_path: Path) -> None:
+    """``embed``, ``to_host`` and a pruned head: the bits of ``StoredMatrix.decode`` and of the whole head."""
+    for number, name in enumerate(QUANTISERS):
+        matrix = QUANTISERS[name](drawn(77, 384, number), tmp_path / str(number), ops.dtype)
+        held, decoded = ops.weight(matrix), matrix.decode()
+        if matrix.divisor is None:  # a reciprocal is rounded
+            assert_same_bits(ops.to_host(held), decoded)
+        ids = [0, 31, 32, 64, 76, 5, 5]
+        assert_same_bits(ops.embed(held, ids), ops.to_host(held)[ids])
+        x = draw(5, 384, seed=1, dtype=ops.dtype)
+        whole = torch.from_numpy(ops.head(x, held).rows())
+        pruned = ops.head_rows(held, sorted(set(ids)))
+        found = ops.pruned_head(x, pruned).rows()
+        assert_same_bits(torch.from_numpy(found)[:, ids].contiguous(), whole[:, ids].contiguous())
+        more = ops.pruned_head(x, ops.head_rows(held, [7, 40, 5], base=pruned)).rows()
+        assert np.array_equal(more[:, ids], whole[:, ids])
+        error = np.abs(more[:, [7, 40]] - whole[:, [7, 40]].numpy())
+        assert (error <= 2.0**-7 * (x.float().abs() @ decoded[[7, 40]].float().abs().T).numpy()).all()
+
+
+@pytest.mark.parametrize("name", ["rounded int4", "rounded int8", "int8 per channel zero points", "mlx-affine 4 g64"])
+def test_rows_and_threads_do_not_change_bits(
+    ops: NativeOps, threads: Callable[[int], None], tmp_path: Path, name: str
+) -> None:
+    """Catches: an order of additions that depends on the tile or on opened values; sums of another row."""
+    columns = 448  # the last group is half of one
+    x = draw(max(ROWS), columns, seed=0, dtype=ops.dtype)
+    if name.startswith("mlx"):
+        columns, x = 384, x[:, :384].contiguous()
+    a, up = (ops.weight(QUANTISERS[name](drawn(99, columns, n), tmp_path / str(n), ops.dtype)) for n in (1, 2))
+    plain = draw(50, columns, seed=3, dtype=ops.dtype)
+    panels = draw(48, columns, seed=4, dtype=ops.dtype)
+    ops.pack(panels)
+
+    def run(x: Tensor) -> list[Tensor]:
+        logits = torch.from_numpy(ops.head(x, a).rows())
+        mixed = ops.project(x, [a, plain, panels, up])
+        return [*mixed, ops.linear(x, a), ops.swiglu(x, a, up), ops.swiglu(x[:, :columns], a, up), logits]
+
+    threads(1)
+    alone = [torch.cat(parts) for parts in zip(*(run(x[t : t + 1]) for t in range(len(x))), strict=True)]
+    assert_same_bits(alone[1], ops.linear(x, plain))
+    assert_same_bits(alone[2], ops.linear(x, panels))
+    for count in (1, 2, 5):
+        threads(count)
+        for rows in ROWS:
+            for got, expected in zip(run(x[:rows]), alone, strict=True):
+                assert_same_bits(got, expected[:rows])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@given(rows=st.integers(1, 40), units=st.integers(1, 40), seed=st.integers(0, 2**31))
+@SETTINGS
+def test_rounding_is_to_the_nearest(bits: int, rows: int, units: int, seed: int) -> None:
+    """No value is further from its result than half a step, and the largest of a group sets the step."""
+    weight = torch.from_numpy(drawn(rows, 8 * units, seed)).bfloat16()
+    matrix = rounded(weight, bits, torch.float32)
+    steps = matrix.parts["scale"].float().repeat_interleave(64, 1)[:, : 8 * units]
+    off = (matrix.decode() - weight.float()).abs()
+    assert bool((off <= steps * (0.5 + 2.0**-8 * (7.5 if bits == 4 else 127))).all())
+    for group in range(0, 8 * units, 64):
+        top = weight[:, group : group + 64].float().abs().amax(1)
+        wanted = (top / (7.5 if bits == 4 else 127)).bfloat16()
+        assert torch.equal(matrix.parts["scale"][:, group // 64], wanted)
+
+
+def test_what_does_not_fit_the_layout_is_decoded(ops: NativeOps) -> None:
+    """Rows of half words, blocks that no group divides, values that are no bfloat16."""
+    sound = rounded(torch.from_numpy(drawn(9, 64, 0)), 4, ops.dtype)
+    noted: list[int] = []
+    sound = attrs.evolve(sound, on_decode=lambda: noted.append(1))
+    check_products(ops, sound, rows=3, seed=0)
+    assert not noted
+    narrow = attrs.evolve(sound, meta={**sound.meta, "block_columns": 4, "group": 4})
+    parts = {**sound.parts, "scale": sound.parts["scale"].repeat_interleave(16, 1)}
+    for number, odd in enumerate((attrs.evolve(narrow, parts=parts), attrs.evolve(sound, values=sound.values + 0.001))):
+        held = ops.weight(odd)
+        assert len(noted) == number + 1
+        assert_same_bits(ops.embed(held, range(9)), odd.decode())
+        noted.pop()
+
+
+def test_columns_of_half_a_word_are_decoded(ops: NativeOps, tmp_path: Path) -> None:
+    weight = drawn(6, 36, 0)
+    codes, scale = torch.randint(-127, 128, (6, 36), dtype=torch.int8), torch.ones(6, 1)
+    matrix = in_checkpoint({"weight": codes, "weight_scale": scale}, {}, tmp_path, ops.dtype)
+    assert weight.shape == matrix.shape
+    assert_same_bits(ops.embed(ops.weight(matrix), range(6)), codes.to(ops.dtype))

@@ -1,0 +1,208 @@
+"""Which backend a load runs on where there is an NVIDIA device, none, or one that cannot be used; and what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.backends import Backend
+from specdec.backends import choice as backend_choice
+from specdec.backends.cuda import device as devices
+from specdec.backends.cuda.backend import CudaBackend
+from specdec.errors import ConfigError, UnsupportedError
+from specdec.registry import Registry, registry
+from tests.backends.cuda.fake import FakeDevice
+from tests.processes import run_specdec
+
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: ..."
+)
+
+
+class NotBuilt(Backend):
+    """What stands for a backend that would be built."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def ops(self, dtype: str) -> Any: ...
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``machine(...)``: what this process sees. By default an H100 that works."""
+
+    def has(
+        *,
+        triton: bool = True,
+        cuda: str | None = "13.0",
+        hip: str | None = None,
+        files: bool = True,
+        count: int = 1,
+        available: bool = True,
+        capability: tuple[int, int] = (9, 0),
+        init: str = "",
+        visible: str | None = None,
+        system: str = "Linux",
+        processor: str = "x86_64",
+    ) -> None:
+        find = importlib.util.find_spec
+
+        def find_spec(name: str, *rest: Any) -> Any:
+            return (object() if triton else None) if name == "triton" else find(name, *rest)
+
+        def initialise() -> None:
+            if init:
+                raise RuntimeError(init)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(devices, "_device_files", lambda: files)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+        monkeypatch.setattr(torch.cuda, "init", initialise)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA Test Card")
+        monkeypatch.setattr(platform, "system", lambda: system)
+        monkeypatch.setattr(platform, "machine", lambda: processor)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return has
+
+
+@pytest.fixture
+def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
+    """``choice(name)``: the backend that would be built, and the notices."""
+
+    def choose(name: str = "auto") -> tuple[str, list[str]]:
+        call = Registry.call
+
+        def but_the_factory(self: Registry, spec: Any, method: str, *given: Any, **how: Any) -> Any:
+            return NotBuilt(spec.name) if method == "factory" else call(self, spec, method, *given, **how)
+
+        monkeypatch.setattr(Registry, "call", but_the_factory)
+        backend, notices = backend_choice.make_backend(name)
+        return backend.name, list(notices)
+
+    return choose
+
+
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "no triton": ({"triton": False}, "triton is not installed (pip install 'specdec-framework[cuda]')"),
+    "torch without CUDA": ({"cuda": None, "available": False, "count": 0}, "built without CUDA"),
+    "torch for ROCm": ({"cuda": None, "hip": "7.0", "available": True}, "built for ROCm"),
+    "old driver": ({"available": False, "init": OLD_DRIVER}, "driver is too old for this torch"),
+    "no driver": ({"available": False, "init": "Found no NVIDIA driver.\nMore."}, "Found no NVIDIA driver"),
+    "no reason": ({"available": False, "count": 0}, "no CUDA device was found"),
+    "old card": ({"capability": (7, 5)}, "NVIDIA Test Card has compute capability 7.5; the kernels take 8.0 or newer"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_device_that_cannot_be_used_is_named_with_the_reason(
+    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]], case: str
+) -> None:
+    """``auto`` takes the cpu and says why; asked for by name it is an error."""
+    seen, reason = UNUSABLE[case]
+    machine(**seen)
+    assert reason in str(registry().backend("cuda").available())
+    name, notices = choice()
+    assert name == "cpu"
+    assert len(notices) == 1
+    assert notices[0].startswith('target.backend = "auto" runs on the cpu: the cuda backend cannot run here: ')
+    assert reason in notices[0]
+    with pytest.raises(UnsupportedError) as refused:
+        backend_choice.make_backend("cuda")
+    assert reason in str(refused.value)
+    assert refused.value.facts["try"] == 'target.backend = "cpu"'
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_auto_takes_a_device_that_works(
+    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]], capability: tuple[int, int]
+) -> None:
+    machine(capability=capability)
+    assert choice() == ("cuda", [])
+    assert choice("cuda") == ("cuda", [])
+    assert choice("cpu") == ("cpu", [])
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"files": False, "count": 0, "available": False, "init": "Found no NVIDIA driver"},
+        {"files": False, "count": 0, "available": False, "cuda": None},
+        {"visible": "", "available": False},
+        {"visible": "-1", "available": False},
+        {"triton": False, "visible": ""},
+    ],
+    ids=["no device", "no device, torch without CUDA", "hidden", "hidden by -1", "hidden, no triton"],
+)
+def test_without_a_device_nothing_is_said(
+    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]], seen: dict[str, Any]
+) -> None:
+    machine(**seen)
+    assert choice() == ("cpu", [])
+    with pytest.raises(UnsupportedError, match="the cuda backend cannot run here"):
+        backend_choice.make_backend("cuda")
+
+
+def test_a_device_that_is_hidden_is_named_when_cuda_is_asked_for(machine: Callable[..., None]) -> None:
+    machine(visible="", available=False)
+    assert "CUDA_VISIBLE_DEVICES='' hides every CUDA device" in str(devices.unusable())
+
+
+def test_apple_silicon_is_not_asked_about_cuda(
+    machine: Callable[..., None], choice: Callable[..., tuple[str, list[str]]]
+) -> None:
+    machine(system="Darwin", processor="arm64", triton=False)
+    name, notices = choice()
+    assert name in ("metal", "cpu")
+    assert not any("cuda" in notice for notice in notices)
+
+
+def test_opening_a_device_that_is_not_there(machine: Callable[..., None]) -> None:
+    machine(available=False, count=0)
+    with pytest.raises(UnsupportedError, match="no CUDA device was found"):
+        devices.open_device()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_the_command_line_fails_with_the_reason() -> None:
+    command = ("generate", "--prompt", "hi", "-s", "target.backend=cuda", "--json")
+    done = run_specdec(*command, status=2, without=["TRITON_INTERPRET"])
+    assert "the cuda backend cannot run here" in done.stdout + done.stderr
+    assert not done.stdout or "tokens" not in json.loads(done.stdout)
+
+
+def test_dtypes() -> None:
+    backend = CudaBackend(FakeDevice())
+    assert backend.device == "Triton's interpreter"
+    assert backend.choose_dtype("auto", "bfloat16") == ("bfloat16", "auto: the checkpoint is stored in bfloat16")
+    assert backend.choose_dtype("auto", "float16")[0] == "bfloat16"
+    assert backend.choose_dtype("auto", "float32")[0] == "float32"
+    assert backend.choose_dtype("float32", "bfloat16") == ("float32", "asked for")
+    with pytest.raises(ConfigError, match="float16"):
+        backend.choose_dtype("float16", "bfloat16")
+
+
+@pytest.mark.parametrize(("value", "eager"), [("1", True), ("yes", True), ("0", False), ("", False), ("off", False)])
+def test_eager_passes_are_asked_for_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, value: str, eager: bool
+) -> None:
+    monkeypatch.setenv("SPECDEC_EAGER", value)
+    ops = CudaBackend(FakeDevice()).ops("bfloat16")
+    assert ops.eager_reason == ("SPECDEC_EAGER is set" if eager else "")
+    assert ops.dtype is torch.bfloat16

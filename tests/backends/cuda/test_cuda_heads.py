@@ -1,0 +1,22 @@
+"""Trained draft heads on the CUDA backend draft what speculators' classes draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.backends.cuda.ops import CudaOps
+from tests.drafters.heads.recorded_heads import NAMES, Recorded
+from tests.drafters.heads.test_recorded_heads import BOUND, run
+from tests.selection import cases
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize("name", cases(NAMES, sample=("eagle3-window", "dspark")))
+def test_heads_draft_the_same(name: str, new_device: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = CudaOps(new_device(), torch.float32)
+    assert run(Recorded.load(name, ops=ops), monkeypatch) < BOUND

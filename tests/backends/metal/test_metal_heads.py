@@ -1,0 +1,17 @@
+"""Trained draft heads on the Metal backend draft what speculators' classes draft."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.drafters.heads.recorded_heads import NAMES, Recorded
+from tests.drafters.heads.test_recorded_heads import BOUND, run
+
+mx = pytest.importorskip("mlx.core")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_draft_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdec.backends.metal.ops import MetalOps
+
+    assert run(Recorded.load(name, ops=MetalOps(mx.float32)), monkeypatch) < BOUND

@@ -1,0 +1,292 @@
+"""MTP heads outside the listed weights: found, named and checked; one that is missing refuses only ``mtp``."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import specdec
+import tests.tiny_families  # noqa: F401  # registers the writers of its families
+from specdec.cli import main
+from specdec.config import RunConfig, TargetConfig
+from specdec.errors import CheckpointError, UnsupportedError
+from tests import tiny
+from tests.fuzz.mutations import mutate_safetensors
+from tests.selection import cases
+from tests.tiny_families import SHAPES
+
+PROMPT = list(range(1, 24))
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3"]
+Tensors = dict[str, torch.Tensor]
+
+
+def written(folder: Path, family: str = "qwen3_5", **shape: Any) -> Path:
+    return tiny.WRITERS[family](folder, **shape)
+
+
+def split(folder: Path, family: str = "qwen3_5") -> tuple[Tensors, Tensors]:
+    """The tensors of a checkpoint without its head, and those of the head; only the former stay in the folder."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    prefix = f"layers.{layers}." if family in ("glm4_moe", "deepseek_v3") else "mtp."
+    head = {name: tensor for name, tensor in tensors.items() if prefix in name}
+    assert head
+    rest = {name: tensor for name, tensor in tensors.items() if name not in head}
+    save_file(rest, file, metadata={"format": "pt"})
+    return rest, head
+
+
+def loaded(folder: Path, mtp: Path | str | None = None, **options: Any) -> Any:
+    target = {"model": str(folder), "dtype": "float32"} | ({} if mtp is None else {"mtp": str(mtp)})
+    config = RunConfig(target=TargetConfig(**target))
+    return specdec.load(config=config, depth=2, **options)
+
+
+def drafts(lm: Any) -> tuple[list[int], list[int]]:
+    """Output, and how many drafts were accepted at each position."""
+    result = lm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert result.stats.offered[0] > 0
+    return result.tokens, list(result.stats.accepted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_drafts_alike_wherever_it_lies(family: str, tmp_path: Path) -> None:
+    """Listed, beside the weights, in a file of its own, in a folder of its own, or in the original checkpoint."""
+    shape = next((s for s in SHAPES.get(family, {}).values() if s.get("mtp", True)), {})
+    whole, stripped = written(tmp_path / "whole", family, **shape), written(tmp_path / "stripped", family, **shape)
+    wanted = drafts(loaded(whole, drafter="mtp"))
+    _, head = split(stripped, family)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    save_file(head, elsewhere / "any-name.safetensors")
+    for path in (elsewhere, elsewhere / "any-name.safetensors", whole):
+        lm = loaded(stripped, path, drafter="mtp")
+        assert drafts(lm) == wanted
+        assert any(str(path) in notice for notice in lm.notices)
+        assert str(path) in lm.info.mtp_reason
+        assert str(path) in specdec.inspect_checkpoint(str(stripped), mtp=str(path)).mtp
+    save_file(head, stripped / "mtp.safetensors")
+    lm = loaded(stripped)
+    assert lm.drafter.spec.name == "mtp"
+    assert drafts(lm) == wanted
+    assert any("mtp.safetensors" in notice for notice in lm.notices)
+    report = specdec.inspect_checkpoint(str(stripped))
+    assert re.search(r"^1 layer, .*mtp\.safetensors$", report.mtp)
+    assert report.missing == report.unused == report.problems == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", family)
+    plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=16, ignore_eos=True).tokens
+    split(folder, family)
+    counted = family != "qwen3_next"  # whose config does not count its head, so it promises none
+    for options in ({"drafter": "none"}, {"drafter": "ngram"}, {}):
+        lm = loaded(folder, **options)
+        result = lm.generate(PROMPT, max_new_tokens=16, ignore_eos=True)
+        assert result.tokens == plain
+        assert any("promises an MTP head" in notice for notice in result.notices) == counted
+    assert loaded(folder).drafter.spec.name == "ngram"
+    with pytest.raises(UnsupportedError, match="needs an MTP head") as caught:
+        loaded(folder, drafter="mtp")
+    assert ("promises an MTP head" in str(caught.value)) == counted
+    assert "target.mtp" in str(caught.value)
+    assert "ngram" in str(caught.value)
+    report = specdec.inspect_checkpoint(str(folder))
+    assert report.mtp.startswith("none")
+    assert report.missing == []
+
+
+def test_a_config_that_counts_no_head_does_not_hide_one_that_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    wanted = drafts(loaded(folder, drafter="mtp"))
+    _, head = split(folder)
+    tiny.edit_config(folder, mtp_num_hidden_layers=0)
+    assert loaded(folder).info.mtp_layers == 0
+    save_file(head, folder / "mtp.safetensors")
+    assert drafts(loaded(folder, drafter="mtp")) == wanted
+
+
+def broken(name: str, folder: Path) -> Mapping[str, torch.Tensor]:
+    """An ``mtp.safetensors`` that cannot be used."""
+    _, head = split(folder)
+    norm, fc = "mtp.norm.weight", "mtp.fc.weight"
+    changes: dict[str, Callable[[], Mapping[str, torch.Tensor]]] = {
+        "another model": lambda: load_file(written(folder.parent / "other", hidden=64) / "model.safetensors"),
+        "half": lambda: {key: tensor for key, tensor in head.items() if key != fc},
+        "nan": lambda: head | {norm: torch.full_like(head[norm], torch.nan)},
+        "no head": lambda: {"fc.weight": head[fc]},
+        "codes": lambda: head | {fc: head[fc].to(torch.float8_e4m3fn)},
+        "shape": lambda: head | {fc: head[fc][:, :-1].contiguous()},
+    }
+    return changes[name]()
+
+
+REASONS = {
+    "another model": "its hidden_size is 64, this model's is 48",
+    "half": "mtp.fc.weight [48, 96] is missing",
+    "nan": "mtp.norm.weight holds NaN",
+    "no head": "none of its 1 tensors is named mtp.*",
+    "codes": "mtp.fc.weight (F8_E4M3 [48, 96]) needs",
+    "shape": "has the shape [48, 95], config.json implies [48, 96]",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_an_unusable_head_says_why_and_costs_nothing_else(name: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
+    head = broken(name, folder)
+    save_file(dict(head), folder / "mtp.safetensors")
+    lm = loaded(folder)
+    assert lm.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens == plain
+    assert any(REASONS[name] in notice for notice in lm.notices), lm.notices
+    assert REASONS[name] in specdec.inspect_checkpoint(str(folder)).mtp
+    with pytest.raises(UnsupportedError) as refused:
+        loaded(folder, drafter="mtp")
+    assert REASONS[name] in str(refused.value)
+    (folder / "mtp.safetensors").rename(tmp_path / "head.safetensors")
+    with pytest.raises(CheckpointError) as caught:  # one that was asked for is not passed over
+        loaded(folder, tmp_path / "head.safetensors", drafter="none")
+    assert REASONS[name] in str(caught.value)
+
+
+def test_damage_to_the_listed_head_costs_only_the_head(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, file)
+    lm = loaded(folder)
+    assert any("mtp.fc.weight [48, 96] is missing" in notice for notice in lm.notices)
+    assert lm.drafter.spec.name == "ngram"
+
+
+def test_the_vocabulary_of_another_model_is_refused_with_both_figures(tmp_path: Path) -> None:
+    folder, other = written(tmp_path / "model"), written(tmp_path / "other", vocab=300)
+    with pytest.raises(CheckpointError, match="its vocab_size is 300, this model's is 277"):
+        loaded(folder, other)
+    _, head = split(written(tmp_path / "own", vocab=300, mtp_lm_head=True))
+    save_file(head, tmp_path / "head.safetensors")
+    with pytest.raises(CheckpointError, match="its vocab_size is 300, this model's is 277"):
+        loaded(folder, tmp_path / "head.safetensors")
+
+
+def test_a_named_head_takes_the_place_of_the_own_one(tmp_path: Path) -> None:
+    folder, other = written(tmp_path / "model"), written(tmp_path / "other", seed=1)
+    twin = written(tmp_path / "twin")
+    rest, _ = split(twin)
+    _, head = split(written(tmp_path / "again", seed=1))
+    save_file(rest | head, twin / "model.safetensors")
+    lm = loaded(folder, other, drafter="mtp")
+    assert drafts(lm) == drafts(loaded(twin, drafter="mtp"))
+    assert any("checkpoint's own MTP head are not used" in notice for notice in lm.notices)
+    assert lm.info.fingerprint != loaded(folder).info.fingerprint
+    save_file(head, folder / "mtp.safetensors")
+    lm = loaded(folder)
+    assert any("the weights hold an MTP head already" in notice for notice in lm.notices)
+    assert lm.info.mtp_reason == ""
+
+
+def test_a_path_that_is_nothing_and_a_family_without_heads(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="target.mtp names no file or folder"):
+        loaded(folder, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        loaded(folder, tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="the family 'qwen3' has no MTP head"):
+        loaded(written(tmp_path / "qwen3", "qwen3"), folder)
+
+
+def test_the_command_line_takes_a_head(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    _, head = split(folder)
+    file = tmp_path / "head.safetensors"
+    save_file(head, file)
+    shown = CliRunner().invoke(main, ["info", str(folder), "--mtp", str(file), "--json"])
+    assert json.loads(shown.stdout)["mtp"] == f"1 layer, shares the main head, from {file}"
+    refused = CliRunner().invoke(
+        main, ["generate", "-m", str(folder), "-p", "x", "-s", "drafter.name=mtp"], catch_exceptions=False
+    )
+    assert refused.exit_code == 2
+    assert "target.mtp" in " ".join(refused.stderr.split())
+
+
+def test_own_embeddings_are_described(tmp_path: Path) -> None:
+    wanted = {"own embedding, own head": {"tied": True}, "own embedding, shares the main head": {"tied": False}}
+    for words, shape in wanted.items():
+        folder = written(tmp_path / words[-10:], mtp_embeddings=True, **shape)
+        assert specdec.inspect_checkpoint(str(folder)).mtp == f"1 layer, {words}"
+    _, head = split(folder)
+    del head["mtp.embed_tokens.weight"]
+    save_file(head, folder / "mtp.safetensors")
+    assert any("mtp.embed_tokens.weight [277, 48] is missing" in notice for notice in loaded(folder).notices)
+
+
+@pytest.mark.parametrize("sections", [[11, 11, 10], [1, 0, 0], [2, 1, 1], [-1, 3, 0], "2", [2.0]])
+def test_sections_that_do_not_fit_the_rotated_width_are_refused(sections: Any, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    tiny.edit_config(folder, rope_parameters=rope | {"mrope_section": sections})
+    with pytest.raises(CheckpointError, match="mrope_section") as caught:
+        loaded(folder)
+    if isinstance(sections, list) and all(type(size) is int and size >= 0 for size in sections):
+        assert f"adds up to {sum(sections)}" in str(caught.value)
+        assert "of a head is 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "refused"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, True),
+        ({"quant_method": "awq", "bits": 4}, True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, True),
+        ({"quant_method": "unheard-of"}, True),
+        ({"group_size": 64, "bits": 4}, True),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}, False),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}, False),
+    ],
+)
+def test_a_config_that_says_packed_over_plain_tensors(section: dict[str, Any], refused: bool, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", dtype="bfloat16")
+    tiny.edit_config(folder, quantization_config=section)
+    if not refused:
+        assert loaded(folder).info.mtp_layers == 1
+        return
+    with pytest.raises(CheckpointError, match="config.json says that the weights are quantised") as caught:
+        loaded(folder)
+    for fact in ("quantization_config", "bf16", "plain"):
+        assert fact in str(caught.value)
+    assert any("quantised" in problem for problem in specdec.inspect_checkpoint(str(folder)).problems)
+
+
+@pytest.mark.parametrize(
+    "seeds", cases([range(25), range(25, 300)], sample=1, mark="slow", name=lambda seeds: f"{seeds.start}-{seeds.stop}")
+)
+def test_a_mutated_head_is_used_or_says_why_and_never_changes_the_output(seeds: range, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
+    _, head = split(folder)
+    file = folder / "mtp.safetensors"
+    save_file(head, file)
+    data = file.read_bytes()
+    for seed in seeds:
+        mutant = mutate_safetensors(random.Random(seed), data)
+        file.write_bytes(mutant.data)
+        lm = loaded(folder)
+        result = lm.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+        assert result.tokens == plain, (seed, mutant.what)
+        assert any("MTP" in notice for notice in result.notices), (seed, mutant.what)
+        assert lm.drafter.spec.name == ("mtp" if lm.info.mtp_layers else "ngram")

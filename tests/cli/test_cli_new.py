@@ -1,0 +1,174 @@
+"""``specdec new``: a repository of every kind installs, passes its own tests, the kit, and the linters."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import hypothesis.strategies as st
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+
+from specdec.cli import main
+from specdec.cli.new import KINDS, repository
+from specdec.errors import ConfigError
+from tests.processes import HUNG, ROOT, run_python, run_specdec
+
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+PROGRAMS = pathlib.Path(sys.executable).parent
+
+
+def run_new(*arguments: object, status: int = 0) -> str:
+    """The command's output, of both streams."""
+    done = CliRunner().invoke(main, ["new", *map(str, arguments)])
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def module_of(folder: pathlib.Path) -> pathlib.Path:
+    [module] = folder.glob("specdec_*/__init__.py")
+    return module
+
+
+@pytest.fixture
+def lint():
+    """``lint(folder, "ruff", "check", ...)`` runs a program of the development environment in a folder."""
+
+    def run(folder: pathlib.Path, program: str, *arguments: str) -> None:
+        if not (PROGRAMS / program).exists():
+            pytest.skip(f"needs {program}")
+        command = [PROGRAMS / program, *arguments]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HUNG)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_files_of_a_repository_are_clean(kind, tmp_path, lint):
+    folder = tmp_path / "made"
+    assert "next: cd" in run_new(kind, "far-away", "--into", folder)
+    lint(folder, "ruff", "check", "--isolated", "--select", "E4,E7,E9,F", "--line-length", "120", ".")
+    lint(folder, "check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/ci.yml")
+    lint(folder, "check-jsonschema", "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
+    lint(folder, "zizmor", "--offline", "--no-progress", ".github")
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "specdec-far-away"
+    module, _, plugin = project["entry-points"]["specdec"]["far-away"].partition(":")
+    assert module_of(folder).parent.name == module
+    assert not plugin or f"class {plugin}" in module_of(folder).read_text()
+    assert "__main__" not in module_of(folder).read_text()
+    assert all(text.endswith("\n") and not text.endswith("\n\n") for text in repository(kind, "far-away").values())
+    for name in project["dependencies"][1:]:
+        assert importlib.metadata.version(name)
+
+
+def test_the_workflow_uses_the_actions_that_ours_uses():
+    used = re.findall(r"uses: (\S+ # \S+)", repository("drafter", "far-away")[".github/workflows/ci.yml"])
+    assert len(used) == 2
+    assert set(used) <= set(re.findall(r"uses: (\S+ # \S+)", WORKFLOW.read_text()))
+
+
+WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1, max_size=45)
+CAMEL = ("row", "delta", "array", "host", "forward-pass", "state", "context", "markov", "echo", "text-state", "config")
+
+
+@given(kind=st.sampled_from(list(KINDS)), name=st.one_of(WORDS, st.sampled_from(CAMEL), st.text(max_size=8)))
+def test_every_name_is_refused_or_defines_each_class_once(kind, name):
+    try:
+        files = repository(kind, name)
+    except ConfigError:
+        return
+    [source] = [text for path, text in files.items() if path.endswith("/__init__.py")]
+    body = ast.parse(source).body
+    defined = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    imported = [alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert len({*defined, *imported}) == len(defined) + len(imported)
+    assert tomllib.loads(files["pyproject.toml"])["project"]["entry-points"]["specdec"][name]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("draftr", "far-away", "no kind of plugin 'draftr'. Did you mean 'drafter'?"),
+        ("drafter", "Far", "lower-case letters"),
+        ("drafter", "../far", "lower-case letters"),
+        ("drafter", "a" * 41, "at most 40"),
+        ("drafter", "ngram", "'ngram' is taken"),
+        ("backend", "auto", "'auto' is taken"),
+        ("target", "framework", "'framework' is taken"),
+        ("target", "forward-pass", "needs a class ForwardPass"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_sentence(kind, name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = run_new(kind, name, status=2)
+    assert words in said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_files_is_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    assert "not an empty folder" in run_new("drafter", "far-away", "--into", tmp_path, status=2)
+    assert "not an empty folder" in run_new("drafter", "far-away", "--into", tmp_path / "mine", status=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("fails_at", range(0, 8, 3))
+def test_a_failure_leaves_nothing_half_written(there, error, fails_at, tmp_path, monkeypatch):
+    folder, write, written = tmp_path / "outer" / "made", pathlib.Path.write_text, []
+    if there:
+        folder.mkdir(parents=True)
+
+    def failing(self, *arguments, **options):
+        if len(written) == fails_at:
+            write(self, "half", encoding="utf-8")
+            raise error
+        written.append(self)
+        return write(self, *arguments, **options)
+
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(pathlib.Path, "write_text", failing)
+    said = run_new("drafter", "far-away", "--into", folder, status=2 if isinstance(error, OSError) else 130)
+    assert ("No space left" in said) == isinstance(error, OSError)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- installed, as a stranger would ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repository_passes_its_own_tests_and_the_kit(kind, tmp_path):
+    """Built by pip without a network into a folder, where its entry point is found; then what its README says."""
+    folder, site = tmp_path / "made", tmp_path / "site"
+    run_new(kind, "far-away", "--into", folder)
+    run_python(
+        *("-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-index", "--no-deps"),
+        *("--no-build-isolation", "--target", site, folder),
+    )
+    env = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "SPECDEC_STRICT_PLUGINS": "1"}
+    [use] = re.findall(r"^\$ specdec generate (.*)$", (folder / "README.md").read_text(), re.MULTILINE) or [""]
+    if "FOLDER" not in use:
+        run_specdec("generate", *shlex.split(use), "--max-new-tokens", "4", cwd=tmp_path, env=env)
+    tests = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder, env=env)
+    assert re.search(r"\d+ passed", tests.stdout), tests.stdout
+    checked = run_specdec("check", "far-away", "--effort", "sample", cwd=tmp_path, env=env)
+    assert "far-away passes" in checked.stdout

@@ -1,0 +1,190 @@
+"""Standard streams that are closed, full or gone; control characters; and empty or impossible options."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.cli import main, output
+from specdec.errors import ConfigError, UnsupportedError, one_line
+from specdec.files import streams
+from specdec.measuring.mismatches import MissedDrafts
+from specdec.registry import watchdog
+from tests.processes import HUNG, ROOT
+
+FULL = "UnsupportedError: standard output cannot be written: No space left on device"
+INTERRUPT = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "specdec.cli.accept":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from specdec.__main__ import run
+run()
+"""
+
+
+def shell(command: str) -> tuple[int, str]:
+    """Exit status and output of a shell command, in which ``specdec`` is this tree's."""
+    python = shlex.quote(sys.executable)
+    script = f'set -o pipefail; specdec() {{ {python} -m specdec "$@"; }}; {command}'
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HUNG, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("specdec --version >/dev/full", 2, FULL),
+        ("specdec --version >&-", 2, "standard output cannot be written: Bad file descriptor"),
+        ("specdec --version 2>&-", 0, "specdec, version"),
+        ("specdec --version | true", 0, ""),
+    ],
+)
+def test_streams_of_a_process(command, status, said):
+    code, printed = shell(command)
+    assert code == status
+    assert said in printed
+    assert bool(said) == bool(printed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("specdec info demo >/dev/full", 2, FULL),
+        ("specdec info demo --json >/dev/full", 2, FULL),
+        ("specdec info demo | true", 0, ""),
+        ("specdec generate -p 'def f' -n 4 --json >/dev/full", 2, FULL),
+        ("specdec generate -p 'def f' -n 4 2>/dev/full", 0, "\n"),
+        ("specdec generate -p 'def f' -n 4 2>&-", 0, "\n"),
+        ("specdec generate -p 'def f' -n 4 >&-", 2, "Bad file descriptor"),
+        ("specdec chat <&-", 0, "/help lists the commands"),
+        ("LC_ALL=C PYTHONUTF8=0 specdec generate -p 'h\u00e9llo' -n 1 --json", 0, '"finish_reason"'),
+    ],
+)
+def test_streams_of_commands(command, status, said):
+    test_streams_of_a_process(command, status, said)
+
+
+def test_ctrl_c_during_imports():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPT], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HUNG, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+class Raw(io.RawIOBase):
+    """Takes ``room`` bytes, then fails with ``error``."""
+
+    def __init__(self, room, error):
+        self.taken, self.room, self.error = b"", room, error
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.room <= 0:
+            raise self.error
+        part = bytes(data)[: self.room]
+        self.room -= len(part)
+        self.taken += part
+        return len(part)
+
+
+@given(texts=st.lists(st.text(min_size=1), min_size=1), room=st.integers(0, 40), gone=st.booleans())
+def test_a_stream_fails_once_and_keeps_what_it_took(texts, room, gone):
+    raw = Raw(room, BrokenPipeError(32, "Broken pipe") if gone else OSError(28, "No space left on device"))
+    for failed in (streams._output_failed, lambda error: None):
+        raw.taken, raw.room = b"", room
+        stream = streams._checked(io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8"), failed)
+        failures = []
+        for text in texts:
+            try:
+                stream.write(text)
+                stream.flush()
+            except (UnsupportedError, SystemExit) as error:
+                failures.append(error)
+        wanted = "".join(texts).encode("utf-8", "backslashreplace")
+        assert raw.taken == wanted[:room]
+        assert len(failures) == (len(wanted) > room and failed is streams._output_failed)
+        assert not any(isinstance(error, SystemExit) is not gone for error in failures)
+
+
+@given(st.text())
+def test_text_from_a_checkpoint_stays_on_its_line(text):
+    assert one_line(text).isprintable()
+    stream = io.StringIO()
+    console = output.console()
+    console.file = stream
+    output.lines(console, "note", [text])
+    console.print(output.facts([("name", text)]))
+    console.print(output.table(["name"], [[text]]))
+    console.print(text)
+    assert "".join(stream.getvalue().split("\n")).replace("\t", "").isprintable()
+
+
+@pytest.mark.parametrize("given", ["x", "-1", "nan", "", "inf", "1e300", "1e-300"])
+def test_a_wrong_limit_for_plugins_is_refused(monkeypatch, given):
+    monkeypatch.setenv(watchdog.SECONDS, given)
+    with pytest.raises(ConfigError, match=watchdog.SECONDS):
+        watchdog.limit_s()
+
+
+EMPTY = [
+    (name, option.opts[-1])
+    for name, command in main.commands.items()
+    for option in command.params
+    if option.type.__class__.__name__ == "_File" and option.opts[-1].startswith("-")
+]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *((name, option, "") for name, option in EMPTY),
+        *((name, "") for name in ("accept", "audit", "bench", "chat", "check", "doctor", "generate", "info", "vocab")),
+        *(("audit", "--tolerance", number) for number in ("nan", "inf", "-1")),
+        *(("bench", "--pause", number) for number in ("nan", "inf", "1e9")),
+        *(("bench", "--contexts", number) for number in ("0", "99999999999", "9" * 5000, "")),
+        ("bench", "--repeats", "9" * 30),
+        ("audit", "--rows", "9" * 30),
+        ("check", "ngram", "--seed", "9" * 30),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_option(invoke, no_load, arguments):
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Usage:")
+    *_, option, value = arguments
+    assert "Error: Invalid value for " in done.stderr
+    assert not option.startswith("--") or option in done.stderr
+
+
+def test_a_log_that_fails_on_the_way_does_not_end_the_generation():
+    """Opening /dev/full works; writing does not."""
+
+    class Tokenizer:
+        def decode(self, tokens, *, skip_special):
+            return "x"
+
+    class Cycle:
+        accepted, drafted, emitted = 0, (1,), (2,)
+
+    missed = MissedDrafts("/dev/full", Tokenizer())
+    assert missed.failure is None
+    for _ in range(3):
+        missed.add(Cycle())
+    assert "No space left on device" in missed.failure.message

@@ -1,0 +1,543 @@
+"""An interruption at any step of any call of a session leaves a session that goes on as if nothing had been.
+
+Every trial interrupts a call, looks at what is left, and repeats the call until it succeeds. A copy that was saved
+right after the interruption must go on equally. What an uninterrupted session has in the end (tokens, counters, the
+bits of the state) is the truth.
+
+    SPECDEC_INTERRUPTIONS=1000000 pytest -m slow tests/decoding/test_interruptions.py
+
+tries every step of every call, which takes hours. Otherwise it is a sample, the same every time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import specdec
+from specdec.contract import (
+    Context,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DrafterSnapshot,
+    DrafterSpec,
+    ForwardOutput,
+    Needs,
+    Verdict,
+)
+from specdec.decoding.conversation import Conversation
+from specdec.decoding.cycle import LiveSequence
+from specdec.decoding.parts import DrafterPart
+from specdec.decoding.session import Session
+from specdec.errors import SpecdecError
+from tests import tiny
+from tests.decoding.fake_device import OnDevice
+from tests.decoding.interrupting import interrupted, steps_of
+from tests.drafters.composed import Folders, composed, load_base, scripted, write_folders
+from tests.selection import cases, examples
+
+PROMPT = [40, 41, 42, 43] * 5 + [50]
+MORE = [60, 61, 62, 40, 41, 42]
+FIRST, COUNT, AFTER = 6, 10, 5  # tokens generated before the call, by the call, and after it
+SEED = 20261122
+# of each call, at most; 60 in CI
+STEPS = int(os.environ.get("SPECDEC_INTERRUPTIONS", hypothesis.settings().max_examples))
+
+
+class Seeing(Drafter):
+    """Drafts what the last hidden state says, and keeps all that it was shown; a gap or a repetition shows."""
+
+    def __init__(self, env: DrafterEnv) -> None:
+        self.seen: list[Any] = [] if env.saved is None else list(np.asarray(env.saved.arrays["seen"]))
+        assert len(self.seen) == env.state.length
+
+    def _see(self, output: ForwardOutput, rows: int, end: int) -> None:
+        shown = np.concatenate([output.need_hidden().rows()[:rows], output.boundaries[1].rows()[:rows]], axis=1)
+        self.seen += list(shown)
+        assert len(self.seen) == end
+
+    def prefill(self, context: Context, output: ForwardOutput) -> None:
+        self._see(output, output.rows, len(context))
+
+    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
+        self._see(output, verdict.accepted + 1, len(context) - 1)
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        assert len(self.seen) == len(context) - 1
+        return Draft(tuple(int(abs(x) * 1000) % 94 for x in self.seen[-1][:depth])) if self.seen else Draft(())
+
+    def rewind(self, length: int) -> None:
+        del self.seen[length:]
+
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        return DrafterSnapshot({"seen": np.array(self.seen)}) if self.seen else None
+
+
+def seeing(base: Any) -> Any:
+    spec = DrafterSpec(
+        name="seeing", factory=lambda config, env: Seeing(env), needs=Needs(final_hidden=True, boundaries=(1,))
+    )
+    return attrs.evolve(base, drafter=DrafterPart(spec=spec), depth=scripted([3]))
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """``make("hybrid-mtp")``: a model with recurrent layers and an MTP head or with attention only, and a drafter."""
+    folders: Folders = write_folders(tmp_path_factory.mktemp("models"))
+    bases = {
+        "hybrid": load_base(folders),
+        "llama": specdec.load(folders.llama, drafter="none", depth=0, dtype="float32"),
+    }
+    second = {"name": "draft_model", "model": folders.blurred}
+    tables: dict[str, dict[str, Any]] = {
+        "none": {"name": "none"},
+        "mtp": {"name": "mtp"},
+        "ngram": {"name": "ngram"},
+        "draft_model": second,
+        "first_of": {"name": "first_of", "drafters": [{"name": "ngram", "min_order": 4}, second]},
+    }
+    known: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in known:
+            family, drafter, *device = name.split("-")
+            base = bases[family]
+            made = seeing(base) if drafter == "seeing" else composed(base, tables[drafter], depths=(3,))
+            known[name] = attrs.evolve(made, target=OnDevice(made.target)) if device else made
+        return known[name]
+
+    return get
+
+
+SUBJECTS = [
+    *("hybrid-mtp", "hybrid-draft_model", "hybrid-first_of", "hybrid-seeing"),
+    *("llama-ngram", "llama-draft_model", "llama-first_of", "llama-seeing"),
+    *("hybrid-mtp-device", "hybrid-none-device", "llama-none-device"),
+]
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Trial:
+    """A session in the middle of things, and what may be asked of it. ``settings`` are those of generations."""
+
+    lm: Any
+    session: Any
+    folder: pathlib.Path
+    settings: dict[str, Any]
+
+    def generate(self, total: int, **settings: Any) -> None:
+        """Generate until the session has ``total`` tokens."""
+        left = total - len(self.session.tokens)
+        if left:
+            self.session.generate(max_new_tokens=left, ignore_eos=True, **self.settings, **settings)
+
+    def leave(self) -> None:
+        """Generate, but leave the stream after its first text."""
+        if len(self.session.tokens) == len(PROMPT) + FIRST:
+            with self.session.stream(max_new_tokens=COUNT, ignore_eos=True, **self.settings) as stream:
+                next(stream)
+
+    def feed(self) -> None:
+        if len(self.session.tokens) == len(PROMPT) + FIRST:
+            self.session.feed(MORE)
+
+    def stream(self) -> None:
+        """A prompt and a generation in one call."""
+        begin = len(PROMPT) + FIRST
+        if len(self.session.tokens) == begin:
+            self.session.generate(MORE, max_new_tokens=COUNT, ignore_eos=True, **self.settings)
+        self.generate(begin + len(MORE) + COUNT)
+
+
+CALLS: dict[str, Callable[[Trial], Any]] = {
+    "generate": lambda trial: trial.generate(len(PROMPT) + FIRST + COUNT),
+    "stop strings": lambda trial: trial.generate(len(PROMPT) + FIRST + COUNT, stop=("no such text",)),
+    "stream": Trial.stream,
+    "leave": Trial.leave,
+    "feed": Trial.feed,
+    "rewind": lambda trial: trial.session.rewind(min(len(PROMPT) + 2, len(trial.session.tokens))),
+    "rewind far": lambda trial: trial.session.rewind(min(9, len(trial.session.tokens))),
+    "set_prompt": lambda trial: trial.session.set_prompt([*PROMPT[:17], *MORE]),
+    "fork": lambda trial: trial.session.fork(),
+    "save": lambda trial: trial.session.save(trial.folder / "saved"),
+    "load": lambda trial: trial.session.load(trial.folder / "other"),
+}
+
+
+def begun(lm: Any, folder: pathlib.Path, settings: dict[str, Any]) -> Trial:
+    session = lm.session()
+    session.feed(PROMPT)
+    session.generate(max_new_tokens=FIRST, ignore_eos=True, **settings)
+    session.extra["note"] = "kept"
+    return Trial(lm, session, folder, settings)
+
+
+def ended(trial: Trial, total: int | None = None) -> tuple[Any, ...]:
+    """Let the session go on, and return everything that it is."""
+    session = trial.session
+    trial.generate((len(session.tokens) if total is None else total) + AFTER)
+    target, state = session.sequence.target, session.sequence.state
+    return session.tokens, session.stats, session.extra, state.length, target.snapshot(state).arrays
+
+
+def check_equal(got: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    assert got[:-1] == wanted[:-1]
+    assert got[-1].keys() == wanted[-1].keys()
+    tiny.assert_same_bits(got[-1], wanted[-1])
+
+
+@attrs.frozen
+class Truth:
+    """What an uninterrupted session does."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    end: tuple[Any, ...]
+    steps: list[int]
+
+
+def truth_of(lm: Any, call: str, folder: pathlib.Path, settings: dict[str, Any], *, instructions: bool) -> Truth:
+    other = lm.session()
+    other.generate([70, 71, 72, 70, 71], max_new_tokens=4, ignore_eos=True, **settings)
+    other.save(folder / "other")
+    CALLS[call](begun(lm, folder, settings))  # whatever is done only once
+    trial = begun(lm, folder, settings)
+    before = trial.session.tokens
+    steps = steps_of(lambda: CALLS[call](trial), instructions=instructions)
+    after = trial.session.tokens
+    return Truth(before, after, ended(trial), steps)
+
+
+def check(
+    lm: Any,
+    call: str,
+    folder: pathlib.Path,
+    settings: dict[str, Any],
+    truth: Truth,
+    steps: Sequence[int],
+    *,
+    instructions: bool = False,
+) -> int:
+    """Interrupt the call at these steps, one attempt after the other; returns how many interruptions there were."""
+    trial = begun(lm, folder, settings)
+    count = 0
+    for step in steps:
+        if not interrupted(lambda: CALLS[call](trial), step, instructions=instructions):
+            break
+        count += 1
+        tokens = trial.session.tokens
+        between = call in ("generate", "stop strings", "stream", "leave")
+        whole = tokens in (truth.before, truth.after)
+        assert whole or (between and tokens == truth.after[: len(tokens)] and len(tokens) > len(truth.before))
+    # one that was saved now, by a call that is not interrupted, goes on equally
+    saved = attrs.evolve(trial, session=lm.session())
+    trial.session.save(folder / "interrupted")
+    saved.session.load(folder / "interrupted")
+    for one in (trial, saved):
+        CALLS[call](one)
+        if call != "leave":  # where it stops depends on where it was interrupted
+            assert one.session.tokens == truth.after
+            check_equal(ended(one), truth.end)
+        else:
+            got = ended(one, len(PROMPT) + FIRST + COUNT)
+            wanted = CALLS["generate"], begun(lm, folder, settings)
+            wanted[0](wanted[1])
+            assert got[0] == ended(wanted[1])[0]
+    return count
+
+
+def sampled(steps: Sequence[int], count: int, seed: str) -> list[int]:
+    return random.Random(f"{SEED} {seed}").sample(list(steps), min(count, len(steps)))
+
+
+def check_each(steps: Sequence[int], one: Callable[[int], int]) -> None:
+    """Nearly all steps are reached: the garbage collector and what runs only once move them a little."""
+    reached = 0
+    for step in steps:
+        try:
+            reached += one(step)
+        except BaseException as error:
+            error.add_note(f"interrupted at step {step}")
+            raise
+    assert reached >= len(steps) // 2
+
+
+SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": 7}}
+COMBINED = cases(
+    (
+        (subject, call, name)
+        for subject in SUBJECTS
+        for call in CALLS
+        for name in SETTINGS
+        # a device runs greedy cycles only, and other calls choose no tokens
+        if name == "greedy" or (call in ("generate", "stream") and not subject.endswith("device"))
+    ),
+    sample={
+        *(f"hybrid-first_of-{call}-greedy" for call in CALLS),
+        *(f"hybrid-mtp-device-{call}-greedy" for call in ("generate", "leave", "rewind")),
+        *(f"llama-seeing-{call}-greedy" for call in ("stream", "rewind far", "fork")),
+        "hybrid-mtp-generate-sampled",
+    },
+    name="-".join,
+    mark="slow",
+)
+
+
+@pytest.mark.parametrize("instructions", [False, True], ids=["lines", "instructions"])
+@pytest.mark.parametrize("combined", COMBINED)
+def test_an_interruption_of_a_call(
+    combined: tuple[str, str, str], instructions: bool, make: Callable[[str], Any], tmp_path: pathlib.Path
+) -> None:
+    """Between two lines, or within one: a line that changes two things can be split."""
+    subject, call, name = combined
+    lm, settings = make(subject), SETTINGS[name]
+    truth = truth_of(lm, call, tmp_path, settings, instructions=instructions)
+    steps = sampled(truth.steps, STEPS, " ".join(combined))
+    check_each(steps, lambda step: check(lm, call, tmp_path, settings, truth, [step], instructions=instructions))
+
+
+@given(
+    subject=st.sampled_from(SUBJECTS),
+    call=st.sampled_from(list(CALLS)),
+    instructions=st.booleans(),
+    shares=st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=6),
+)
+@examples(150)
+def test_several_interruptions_of_one_call_and_of_its_repair(
+    make: Callable[[str], Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    subject: str,
+    call: str,
+    instructions: bool,
+    shares: list[float],
+) -> None:
+    """Every attempt begins with the repair of what the attempt before has left, and is interrupted itself."""
+    lm, folder = make(subject), tmp_path_factory.mktemp("sessions")
+    truth = truth_of(lm, call, folder, {}, instructions=instructions)
+    steps = [truth.steps[int(share**2 * len(truth.steps))] for share in shares]  # early ones fall into the repair
+    count = check(lm, call, folder, {}, truth, steps, instructions=instructions)
+    event(f"{count} interruptions")
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+TALKS: dict[str, Callable[[Conversation, pathlib.Path], Any]] = {
+    "ask": lambda talk, folder: talk.ask("the inn", max_new_tokens=8).drain(),
+    "leave": lambda talk, folder: talk.ask("the inn", max_new_tokens=40, ignore_eos=True).close(),
+    "rewind": lambda talk, folder: talk.rewind(1),
+    "save": lambda talk, folder: talk.save(folder / "saved"),
+    "load": lambda talk, folder: talk.load(folder / "other"),
+}
+
+
+def talking(lm: Any) -> Conversation:
+    talk = Conversation(lm, system="be the inn")
+    for text in ("in the", "the other"):
+        talk.ask(text, max_new_tokens=7).drain()
+    return talk
+
+
+def check_talk(lm: Any, call: str, folder: pathlib.Path, step: int) -> int:
+    """The conversation is the one from before or after (with a part of the answer), can be saved, and goes on."""
+    talk, after = talking(lm), talking(lm)
+    before = talk.messages
+    TALKS[call](after, folder)
+    count = interrupted(lambda: TALKS[call](talk, folder), step)
+    talk.save(folder / "interrupted")
+    messages, loaded = talk.messages, Conversation(lm)
+    loaded.load(folder / "interrupted")
+    assert loaded.messages == messages
+    assert loaded.tokens == talk.tokens
+    if messages not in (before, after.messages):
+        assert call in ("ask", "leave")
+        assert messages[:-1] == [*before, {"role": "user", "content": "the inn"}]
+    results = [one.ask("there", max_new_tokens=6, ignore_eos=True).result for one in (talk, loaded)]
+    assert results[0].tokens == results[1].tokens
+    plain = lm.session().generate(results[0].prompt, max_new_tokens=6, ignore_eos=True)
+    assert plain.tokens == results[0].tokens
+    return count
+
+
+@pytest.mark.parametrize("call", TALKS)
+def test_an_interrupted_conversation(call: str, make: Callable[[str], Any], tmp_path: pathlib.Path) -> None:
+    lm = make("hybrid-mtp")
+    other = Conversation(lm)
+    other.ask("another", max_new_tokens=5).drain()
+    other.save(tmp_path / "other")
+    talk, first = talking(lm), talking(lm)
+    TALKS[call](first, tmp_path)  # whatever is done only once
+    steps = steps_of(lambda: TALKS[call](talk, tmp_path))
+    check_each(sampled(steps, STEPS, call), lambda step: check_talk(lm, call, tmp_path, step))
+
+
+# --- the first passes ------------------------------------------------------------------------------------------------
+
+
+def test_an_interruption_of_the_first_passes_leaves_their_recordings_whole(
+    make: Callable[[str], Any], checkpoint: Callable[..., pathlib.Path]
+) -> None:
+    """The native kernels' passes are recorded when they are first run, by calls that must not be made."""
+    if "native" not in tiny.kernels_available():
+        pytest.skip("the native kernels do not compile on this machine")
+    folder = checkpoint("qwen3_5", **tiny.HYBRID)
+    spec = make("hybrid-mtp").drafter.spec
+
+    def fresh() -> Any:
+        lm = tiny.make_lm(folder, tiny.make_target(folder, kernels="native"))
+        return attrs.evolve(lm, drafter=attrs.evolve(make("hybrid-mtp").drafter, spec=spec))
+
+    def run(lm: Any) -> list[int]:
+        tokens: list[int] = lm.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).tokens
+        return tokens
+
+    wanted, cold = run(fresh()), fresh()
+    steps = steps_of(lambda: run(cold))
+
+    def one(step: int) -> int:
+        lm = fresh()
+        count = interrupted(lambda: run(lm), step)
+        assert run(lm) == wanted
+        assert (torch.ones(2) + 1).sum() == 4  # torch is not watched any more
+        return count
+
+    check_each(sampled(steps, STEPS, "first passes"), one)
+
+
+# --- mutants ---------------------------------------------------------------------------------------------------------
+
+
+def marked_too_late(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def changing(self: Any) -> Iterator[None]:
+        yield
+        self.intact = self.intact and True
+
+    patch.setattr(LiveSequence, "changing", changing)
+
+
+def mark_cleared_on_the_way_out(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def changing(self: Any) -> Iterator[None]:
+        before, self.intact = self.intact, False
+        try:
+            yield
+        finally:
+            self.intact = before
+
+    patch.setattr(LiveSequence, "changing", changing)
+
+
+def inner_change_clears_the_mark(patch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def changing(self: Any) -> Iterator[None]:
+        self.intact = False
+        yield
+        self.intact = True
+
+    patch.setattr(LiveSequence, "changing", changing)
+
+
+def counted_after_the_tokens(patch: pytest.MonkeyPatch) -> None:
+    right = LiveSequence.extend
+
+    def extend(self: Any, tokens: Any, *, offered: int, accepted: int) -> None:
+        held = self.tokens
+        self.tokens = []
+        held.extend(tokens)
+        try:
+            right(self, tokens, offered=offered, accepted=accepted)
+        finally:
+            self.tokens = held
+
+    patch.setattr(LiveSequence, "extend", extend)
+
+
+def counted_before_the_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LiveSequence, "counts", property(lambda self: self._next[1] if self._next else self._counts))
+
+
+def state_kept_by_the_repair(patch: pytest.MonkeyPatch) -> None:
+    right = Session._new_sequence
+
+    def kept(self: Any, tokens: Any, counts: Any = None, **given: Any) -> Any:
+        if counts is not None and "failure" in given:
+            given["state"] = self._sequence.state
+        return right(self, tokens, counts, **given)
+
+    patch.setattr(Session, "_new_sequence", kept)
+
+
+def counts_lost_by_the_repair(patch: pytest.MonkeyPatch) -> None:
+    right = Session._new_sequence
+
+    def lost(self: Any, tokens: Any, counts: Any = None, **given: Any) -> Any:
+        return right(self, tokens, None if "failure" in given else counts, **given)
+
+    patch.setattr(Session, "_new_sequence", lost)
+
+
+def tokens_in_two_steps(patch: pytest.MonkeyPatch) -> None:
+    right = Session._replace
+
+    def replace(sequence: Any, kept: int, rest: Any) -> None:
+        right(sequence, kept, [])
+        specdec.text.common_prefix([], [])  # a step of ours, for an interruption
+        sequence.tokens.extend(rest)
+
+    patch.setattr(Session, "_replace", staticmethod(replace))
+
+
+MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
+    (marked_too_late, "hybrid-mtp", "generate"),
+    (marked_too_late, "llama-ngram", "rewind"),
+    (mark_cleared_on_the_way_out, "hybrid-mtp", "generate"),
+    (mark_cleared_on_the_way_out, "hybrid-mtp", "rewind far"),
+    (inner_change_clears_the_mark, "hybrid-none-device", "generate"),
+    (counted_after_the_tokens, "llama-ngram", "generate"),
+    (counted_before_the_tokens, "llama-ngram", "generate"),
+    (state_kept_by_the_repair, "hybrid-seeing", "generate"),
+    (counts_lost_by_the_repair, "llama-ngram", "rewind"),
+    (tokens_in_two_steps, "llama-ngram", "set_prompt"),
+]
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize(
+    ("mutant", "subject", "call"), [pytest.param(*one, id=f"{one[0].__name__}-{one[1]}-{one[2]}") for one in MUTANTS]
+)
+def test_a_wrong_mark_is_noticed(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    subject: str,
+    call: str,
+    make: Callable[[str], Any],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = make(subject)
+    truth = truth_of(lm, call, tmp_path, {}, instructions=False)
+    mutant(monkeypatch)
+    steps = truth_of(lm, call, tmp_path, {}, instructions=False).steps
+    random.Random(SEED).shuffle(steps)
+
+    def check_all() -> None:
+        for step in steps:
+            check(lm, call, tmp_path, {}, truth, [step])
+
+    with pytest.raises((AssertionError, SpecdecError)):
+        check_all()

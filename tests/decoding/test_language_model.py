@@ -1,0 +1,95 @@
+"""The library as a program or a notebook uses it: typed settings, messages, async iteration, readable objects."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import typing
+
+import attrs
+import pytest
+
+import specdec
+from specdec.config import GenerationConfig, GenerationSettings
+from specdec.errors import PromptError
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return specdec.load(depth=3)
+
+
+def test_the_typed_settings_are_the_fields_of_the_configuration():
+    assert set(GenerationSettings.__annotations__) == {field.name for field in attrs.fields(GenerationConfig)}
+    for function in (specdec.LanguageModel.generate, specdec.LanguageModel.chat, specdec.Session.stream):
+        kind = typing.get_type_hints(inspect.unwrap(function))["settings"]
+        assert typing.get_args(kind) == (GenerationSettings,)
+
+
+def test_a_conversation_is_rendered_by_the_template(lm):
+    want = lm.tokenizer.encode(lm.tokenizer.apply_chat_template(MESSAGES), add_special=False)
+    made = lm.chat(MESSAGES, max_new_tokens=8, seed=2, temperature=0.7)
+    assert made.prompt == want
+    assert made.tokens == lm.generate(want, max_new_tokens=8, seed=2, temperature=0.7).tokens
+    thinking = lm.chat(MESSAGES, template={"enable_thinking": True}, max_new_tokens=1)
+    assert len(thinking.prompt) > len(want)
+    with pytest.raises(PromptError, match="there are no messages"):
+        lm.chat([])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["a", "b"], r"takes one prompt, got \['a', 'b'\]"),
+        ([[1, 2], [3]], "takes one prompt"),
+        (MESSAGES, "takes text or token ids"),
+        (5, "takes a string or a list, got 5"),
+        (None, "takes a string or a list, got None"),
+        (b"x", "takes a string or a list, got b'x'"),
+    ],
+)
+def test_what_is_no_prompt_gets_a_sentence(lm, prompt, message):
+    for call in (lm.generate, lm.session().feed):
+        with pytest.raises(PromptError, match=message) as raised:
+            call(prompt)
+        assert "\n" not in raised.value.message
+
+
+def test_a_stream_is_read_by_an_event_loop_which_goes_on_meanwhile(lm):
+    async def read():
+        pieces = [piece async for piece in lm.stream("def f(", max_new_tokens=24)]
+        stream = lm.stream("def f(", max_new_tokens=4000, ignore_eos=True)
+        async for _ in stream:
+            break
+        task = asyncio.create_task(stream.__anext__())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return pieces, stream
+
+    pieces, stream = asyncio.run(read())
+    assert "".join(pieces) == lm.generate("def f(", max_new_tokens=24).text
+    assert stream.stopping
+
+
+def test_a_session_is_a_context_manager(lm):
+    with lm.session() as session:
+        stream = session.stream("def f(", max_new_tokens=1000, ignore_eos=True)
+        next(stream)
+    assert stream.finished
+    assert stream.result.finish_reason == "interrupted"
+    assert "tokens of 8192" in repr(session)
+
+
+def test_objects_are_readable_and_escaped_in_a_notebook(lm):
+    result = lm.generate("<b>x</b>", max_new_tokens=12)
+    for made in (lm, result, result.stats):
+        assert len(repr(made)) < 500
+        assert made._repr_html_().count("<tr>") >= 3
+    assert "mtp" in repr(lm)
+    assert "exact, with bitwise parity" in repr(result)
+    hostile = attrs.evolve(result, text="<script>")
+    assert "<script>" not in hostile._repr_html_()

@@ -1,0 +1,177 @@
+"""Heads and what speculators' own classes compute with them, and a target that gives the recorded states.
+
+``tools/record_heads.py`` wrote both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from specdec.contract import (
+    NO_NEEDS,
+    Context,
+    DrafterEnv,
+    DraftNoise,
+    ForwardOutput,
+    ForwardPass,
+    Hidden,
+    ModelInfo,
+    Needs,
+    Parity,
+    PrepareEnv,
+    Sampling,
+    SharedWeights,
+    Snapshot,
+    State,
+    Verdict,
+)
+from specdec.drafters.heads.plugin import specdec_drafters
+
+RECORDED = Path(__file__).parent / "recorded"
+NAMES = tuple(sorted(folder.name for folder in RECORDED.iterdir()))
+ENDS = (6, 9, 10, 13)
+LAYERS = 8
+
+
+class Rows(Hidden):
+    """Hidden states on the host."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.array[rows])
+
+    def join(self, others: Sequence[Hidden]) -> Rows:
+        return Rows(np.concatenate([self.array, *(other.rows() for other in others)]))
+
+    def rows(self) -> Any:
+        return self.array
+
+
+class _State(State):
+    def __init__(self, capacity: int, needs: Needs) -> None:
+        self.needs, self._capacity, self.held = needs, capacity, 0
+
+    length = property(lambda self: self.held)
+    capacity = property(lambda self: self._capacity)
+
+    def nbytes(self) -> int:
+        return 0
+
+
+class RecordedTarget(ForwardPass):
+    """Gives the recorded states of position i for whatever token comes there; it has no logits."""
+
+    def __init__(
+        self, expected: dict[str, torch.Tensor], boundaries: Sequence[int], *, vocab: int, hidden: int, ops: Any = None
+    ) -> None:
+        self.info = ModelInfo(
+            family="recorded",
+            vocab_size=vocab,
+            hidden_size=hidden,
+            max_positions=64,
+            mtp_layers=0,
+            layers=LAYERS,
+            max_rows=16,
+            parity=Parity.BITWISE,
+            dtype="float32",
+        )
+        parts = expected["states"].numpy().reshape(len(expected["states"]), -1, hidden)
+        self._states = dict(zip(boundaries, parts.transpose(1, 0, 2), strict=True))
+        self._shared, self._ops = expected, ops
+
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> _State:
+        return _State(capacity, needs)
+
+    def prefill(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
+        output = self.rows(state.held, len(tokens))
+        state.held += len(tokens)
+        return output
+
+    def rows(self, at: int, count: int) -> ForwardOutput:
+        """The states of ``count`` positions."""
+        return ForwardOutput(
+            rows=count, boundaries={k: Rows(rows[at : at + count]) for k, rows in self._states.items()}
+        )
+
+    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
+        raise AssertionError("a drafter runs no verification")
+
+    def commit(self, state: State, rows: int) -> None:
+        raise AssertionError("a drafter commits nothing")
+
+    def rewind(self, state: State, length: int) -> int:
+        raise AssertionError("a drafter rewinds nothing")
+
+    def snapshot(self, state: State) -> Snapshot:
+        raise AssertionError("a drafter saves no target")
+
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
+        raise AssertionError("a drafter restores no target")
+
+    def shared_weights(self) -> SharedWeights:
+        embed = self._shared["target.embed_tokens"]
+        head = self._shared.get("target.lm_head", embed)
+        if self._ops is None:
+            return SharedWeights(embed_tokens=embed, lm_head=head)
+        return SharedWeights(ops=self._ops, embed_tokens=self._ops.weight(embed), lm_head=self._ops.weight(head))
+
+
+@attrs.define
+class Recorded:
+    """A recorded head behind the drafter's interface."""
+
+    expected: dict[str, torch.Tensor]
+    target: RecordedTarget
+    head: Any
+    drafter: Any
+    at: int = 0
+
+    @classmethod
+    def load(
+        cls, name: str, *, folder: Path | None = None, states: Sequence[int] = (), ops: Any = None, **options: Any
+    ) -> Recorded:
+        """Load the head of that name; ``states`` are boundaries if they are not those of the config.
+
+        ``ops`` are those of the target's backend; without them the target computes elsewhere.
+        """
+        expected = load_file(RECORDED / name / "expected.safetensors")
+        spec = next(spec for spec in specdec_drafters() if spec.name == "head")
+        config = spec.config(model=str(folder or RECORDED / name), **options)
+        vocab, hidden = expected["target.embed_tokens"].shape
+        boundaries = states or ((2, 5) if name == "eagle3-two-states" else (1, 2, 4))
+        target = RecordedTarget(expected, boundaries, vocab=vocab, hidden=hidden, ops=ops)
+        assert spec.prepare is not None
+        head = spec.prepare(config, PrepareEnv(target=target))
+        state = target.new_state(64, head.around.needs)
+        drafter = spec.factory(config, DrafterEnv(target=target, state=state, shared=head))
+        return cls(expected, target, head, drafter)
+
+    def context(self, held: int, noise: DraftNoise = DraftNoise.COUPLED, **sampling: Any) -> Context:
+        """The first ``held`` tokens and the pending one."""
+        return Context(self.expected["tokens"][: held + 1].tolist(), Sampling(**sampling), draft_noise=noise)
+
+    def prefill(self, upto: int, chunk: int = 64) -> None:
+        """Let the drafter see a prompt."""
+        while self.at < upto:
+            count = min(chunk, upto - self.at)
+            seen = Context(self.expected["tokens"][: self.at + count].tolist())
+            self.drafter.prefill(seen, self.target.rows(self.at, count))
+            self.at += count
+
+    def cycle(self, rows: int, rejected: int = 2) -> None:
+        """Let the drafter see a pass of which ``rows`` rows are committed and ``rejected`` are not."""
+        whole = self.target.rows(self.at, min(rows + rejected, len(self.expected["states"]) - self.at))
+        self.at += rows
+        self.drafter.observe(Verdict(rows - 1, 0), whole, self.context(self.at))

@@ -1,0 +1,21 @@
+"""Drafters of trained heads conform to the contract, as strangers' plugins do: untrained heads over ``TableModel``."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.first_refiner import specdec_drafters as example_drafters
+from specdec.drafters.heads.drafter import HeadConfig
+from specdec.drafters.heads.plugin import specdec_drafters
+from specdec.testing import Subject, as_subject, check_subjects
+
+SPECS = {spec.name: spec for spec in (*specdec_drafters(), *example_drafters()) if spec.name != "head"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sample] * (name in ("eagle3", "dspark"))) for name in SPECS]
+)
+def test_heads_conform(name: str) -> None:
+    subject = as_subject(Subject.DRAFTER, SPECS[name], HeadConfig(model="random"))
+    check_subjects(name, {Subject.DRAFTER: subject}, effort="sample").raise_for_failures()

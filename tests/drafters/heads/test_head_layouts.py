@@ -1,0 +1,349 @@
+"""Layouts of heads: each tool's is recognised and computes the same; what is unclear is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specdec
+from specdec.contract import PrepareEnv
+from specdec.drafters.heads.layout import HeadFiles, kind_of, read_layout
+from specdec.drafters.heads.plugin import specdec_drafters
+from specdec.errors import SpecdecError
+from tests.drafters.heads.recorded_heads import ENDS, RECORDED, Recorded, RecordedTarget
+from tests.drafters.heads.test_recorded_heads import BOUND, run
+
+Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
+Edit = Callable[[Config, Tensors], None]
+
+
+def edited(name: str, folder: Path, edit: Edit) -> Path:
+    """A copy of a recorded head with another config or other tensors."""
+    shutil.copytree(RECORDED / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {key: tensor.clone() for key, tensor in load_file(folder / "model.safetensors").items()}
+    edit(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def flat(config: Config, tensors: Tensors) -> None:
+    """From speculators' layout to NVIDIA's: one level, layer ids nested and numbering layers."""
+    layer = config.pop("transformer_layer_config")
+    ids = config.pop("eagle_aux_hidden_state_layer_ids")
+    for key in list(config):
+        if key not in ("draft_vocab_size", "norm_before_fc", "norm_before_residual", "norm_output", "fc_norm"):
+            del config[key]
+    config |= layer | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config["eagle_config"] = {
+        "eagle_aux_hidden_state_layer_ids": [k - 1 for k in ids],
+        "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "use_mtp_layernorm": False,
+        "next_layer_regular": True,
+        "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": 1,
+    }
+
+
+def original(config: Config, tensors: Tensors) -> None:
+    """To SafeAILab's layout: the architecture says Llama, the layers are the target's, the layer is ``midlayer``."""
+    flat(config, tensors)
+    config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
+    del config["eagle_config"]
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 4]
+    for name in list(tensors):
+        if name.startswith("layers.0."):
+            tensors[f"midlayer.{name.removeprefix('layers.0.')}"] = tensors.pop(name)
+
+
+def prefixed(config: Config, tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[f"model.{name}"] = tensors.pop(name)
+
+
+def old_norms(config: Config, tensors: Tensors) -> None:
+    """To the older names of the norms of each state."""
+    flat(config, tensors)
+    del config["fc_norm"]
+    for number, name in enumerate(("low", "mid", "high")):
+        tensors[f"aux_norm_{name}.weight"] = tensors.pop(f"fc_norm.{number}.weight")
+
+
+def zlab(config: Config, tensors: Tensors) -> None:
+    """From speculators' DFlash to z-lab's: one level, nested ids that number layers."""
+    layer = config.pop("transformer_layer_config")
+    ids, block, mask = (config[key] for key in ("aux_hidden_state_layer_ids", "block_size", "mask_token_id"))
+    config.clear()
+    theta = layer.pop("rope_parameters")["rope_theta"]
+    config |= layer | {"architectures": ["DFlashDraftModel"], "block_size": block, "rope_theta": theta}
+    config["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in ids]}
+    config["num_target_layers"] = 8
+
+
+def encoder(config: Config, tensors: Tensors) -> None:
+    """z-lab's layout with transformers' names."""
+    zlab(config, tensors)
+    tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
+    tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+
+
+def deepspec(config: Config, tensors: Tensors) -> None:
+    """From speculators' DSpark to DeepSpec's: ids at the top."""
+    kept = {key: config[key] for key in ("markov_rank", "markov_head_type", "sample_from_anchor")}
+    zlab(config, tensors)
+    nested = config.pop("dflash_config")
+    config |= nested | kept | {"architectures": ["Qwen3DSparkModel"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("dflash", zlab),
+        ("dflash", encoder),
+        ("dspark", deepspec),
+        ("eagle3", flat),
+        ("eagle3-reduced", flat),
+        ("eagle3-before-fc", flat),
+        ("eagle3", original),
+        ("eagle3-reduced", prefixed),
+        ("eagle3-fc-norm", old_norms),
+    ],
+)
+def test_other_layouts_of_a_head_draft_the_same(
+    name: str, edit: Edit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edited(name, tmp_path / "head", edit)
+    assert run(Recorded.load(name, folder=folder), monkeypatch) < BOUND
+
+
+def change(**keys: Any) -> Edit:
+    def edit(config: Config, tensors: Tensors) -> None:
+        config |= keys
+
+    return edit
+
+
+def layer(**keys: Any) -> Edit:
+    def edit(config: Config, tensors: Tensors) -> None:
+        config["transformer_layer_config"] |= keys
+
+    return edit
+
+
+def tensor(name: str, value: torch.Tensor | None) -> Edit:
+    def edit(config: Config, tensors: Tensors) -> None:
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+
+    return edit
+
+
+def both(*edits: Edit) -> Edit:
+    def edit(config: Config, tensors: Tensors) -> None:
+        for one in edits:
+            one(config, tensors)
+
+    return edit
+
+
+def nvidia(**keys: Any) -> Edit:
+    def edit(config: Config, tensors: Tensors) -> None:
+        flat(config, tensors)
+        config["eagle_config"] |= keys
+
+    return edit
+
+
+OFFSETS = torch.zeros(24, dtype=torch.int64)
+REFUSED: dict[str, tuple[str, Edit, str]] = {
+    "unused tensor": ("eagle3", tensor("layers.0.extra.weight", torch.zeros(2)), "tensor layers.0.extra.weight .* not"),
+    "unused norm": ("eagle3", tensor("layers.0.self_attn.q_norm.weights", torch.ones(8)), "q_norm.weights"),
+    "unknown key": ("eagle3", change(shift_states=True), "shift_states = True is a key that no rule here reads"),
+    "unknown nested key": ("eagle3", nvidia(rotate_states=True), "eagle_config.rotate_states"),
+    "unknown key of the layer": ("eagle3", layer(attn_scale=2.0), "transformer_layer_config.attn_scale"),
+    "missing norm": ("eagle3", tensor("layers.0.hidden_norm.weight", None), "hidden_norm.weight .* missing"),
+    "missing final norm": ("eagle3", tensor("norm.weight", None), "norm.weight is missing"),
+    "norm without its key": ("eagle3-before-fc", change(norm_before_fc=False), "norm_before_fc.*input_norm.weight is"),
+    "key without its norm": ("eagle3", change(norm_before_fc=True), "input_norm.weight is missing"),
+    "bias without its key": ("eagle3-bias", layer(attention_bias=False), "attention_bias"),
+    "map out of range": ("eagle3-reduced", tensor("d2t", OFFSETS + 100), "d2t maps the draft token 0 to 100, outside"),
+    "map of two to one": ("eagle3-reduced", tensor("d2t", OFFSETS - torch.arange(24) + 1), "two draft tokens to one"),
+    "no map": ("eagle3-reduced", tensor("d2t", None), "d2t is missing"),
+    "large vocabulary": ("eagle3-reduced", tensor("lm_head.weight", torch.zeros(64, 16)), "lm_head.weight has 64 rows"),
+    "larger than the target's": (
+        "eagle3-reduced",
+        both(tensor("lm_head.weight", torch.zeros(64, 16)), change(draft_vocab_size=64)),
+        "64 tokens, more than the target's 40",
+    ),
+    "another intermediate size": ("eagle3", layer(intermediate_size=99), "intermediate_size' is 99, the tensors say"),
+    "another number of heads": ("eagle3", layer(num_attention_heads=2), "q_proj.weight has the shape"),
+    "wrong layer type": ("eagle3-window", layer(layer_types=["chunked_attention"]), "layer_types"),
+    "rope of another kind": ("eagle3", layer(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}), "dynamic"),
+    "activation": ("eagle3", layer(hidden_act="gelu"), "hidden_act"),
+    "two layers outside speculators": ("eagle3-two-layers", flat, "2 layers, and outside speculators"),
+    "a switch that is not computed": ("eagle3", nvidia(use_last_layernorm=False), "use_last_layernorm"),
+    "parallel steps": ("eagle3", nvidia(parallel_draft_step=4), "parallel_draft_step"),
+    "two lists of layers": ("eagle3", nvidia(layer_ids=[1, 2, 3]), "name different layers"),
+    "no mask": ("p_eagle", tensor("mask_hidden", None), "mask_hidden is missing"),
+    "no mask token": ("p_eagle", change(mask_token_id=None), "lacks a token for masked rows"),
+    "config of another kind": ("p_eagle", change(speculators_model_type="dflash"), "mask_hidden says .* 'p_eagle'"),
+    "unknown speculators type": ("eagle3", change(speculators_model_type="eagle9"), "eagle9"),
+    "DFlash2": ("eagle3", tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)), "DFlash2.*not computed"),
+    "XPress": ("eagle3", change(speculators_model_type="xpress"), "XPress"),
+    "Domino": ("eagle3", tensor("prefix_gru.weight_ih_l0", torch.zeros(2)), "Domino"),
+    "Laguna": ("eagle3", tensor("aux_hidden_norms.0.weight", torch.zeros(2)), "Laguna"),
+    "LiLiCorr": ("eagle3", change(architectures=["lilicorr"]), "LiLiCorr"),
+    "MLA": ("eagle3", change(architectures=["Eagle3DeepseekV2ForCausalLM"]), "latent attention"),
+    "Medusa": ("eagle3", change(medusa_num_heads=4), "Medusa"),
+    "speculators' MTP": (
+        "eagle3",
+        both(
+            tensor("layers.0.hidden_norm.weight", None),
+            tensor("mtp_layers.0.x", OFFSETS),
+            change(speculators_model_type="mtp"),
+        ),
+        "target.mtp",
+    ),
+    "a block without a base": ("dflash", both(zlab, change(rope_theta=None)), "lacks 'rope_theta'"),
+    "a block without layers": ("dflash", change(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
+    "a block without a size": ("dflash", change(block_size=None), "block_size"),
+    "a block without a mask": ("dflash", change(mask_token_id=None), "mask_token_id"),
+    "a scale of values": ("dflash", both(zlab, change(attention_value_scale=2.0)), "attention_value_scale"),
+    "interleaved rotation": ("dflash", both(zlab, change(is_neox_style=False)), "is_neox_style"),
+    "a sink": ("dflash", tensor("layers.0.self_attn.attention_sink_bias", torch.zeros(4)), "attention_sink_bias"),
+    "a block without its key norm": (
+        "dflash",
+        tensor("layers.1.self_attn.k_norm.weight", None),
+        "k_norm.weight .* missing",
+    ),
+    "another target's layers": ("dflash", both(zlab, change(num_target_layers=9)), "number of layers is 9, .* is 8"),
+    "another number of layers": ("dflash", layer(num_hidden_layers=3), "num_hidden_layers' is 3"),
+    "another rank": ("dspark", change(markov_rank=5), "markov_rank' is 5"),
+    "another kind of Markov head": ("dspark-gated", change(markov_head_type="rnn"), "markov_head_type"),
+    "confidence without its key": ("dspark", change(enable_confidence_head=False), "enable_confidence_head"),
+    "confidence of another width": ("dspark", change(confidence_head_with_markov=False), "confidence_head_with_markov"),
+    "no head": (
+        "eagle3",
+        lambda config, tensors: (tensors.clear(), config.pop("speculators_model_type"), tensors.update(x=OFFSETS)),
+        "no draft head of a known kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_computed_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    name, edit, said = REFUSED[case]
+    folder = edited(name, tmp_path / "head", edit)
+    with pytest.raises(SpecdecError, match=said) as refused:
+        Recorded.load(name, folder=folder)
+    assert "\n" not in refused.value.message
+
+
+def test_a_pickle_is_never_opened_and_the_conversion_is_named(tmp_path: Path) -> None:
+    shutil.copy(RECORDED / "eagle3" / "config.json", tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(SpecdecError, match="pickle pytorch_model.bin, which is never opened") as refused:
+        specdec.inspect_checkpoint(tmp_path)
+    assert "weights_only=True" in refused.value.facts["try"]
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "said"),
+    [
+        ("eagle3", {"vocab": 50}, "vocabulary is 40, this target's is 50"),
+        ("eagle3", {"hidden": 24}, "hidden size is 16, this target's is 24"),
+    ],
+)
+def test_a_head_of_another_target_is_refused_with_both_figures(name: str, states: Any, said: str) -> None:
+    recorded = Recorded.load(name)
+    info = {"vocab": "vocab_size", "hidden": "hidden_size"}
+    for key, value in states.items():
+        recorded.target.info = attrs.evolve(recorded.target.info, **{info[key]: value})
+    spec = next(spec for spec in specdec_drafters() if spec.name == "head")
+    assert spec.prepare is not None
+    with pytest.raises(SpecdecError, match=said):
+        spec.prepare(spec.config(model=str(RECORDED / name)), PrepareEnv(target=recorded.target))
+
+
+def test_boundaries_that_the_target_has_not_are_refused(tmp_path: Path) -> None:
+    folder = edited("eagle3", tmp_path / "head", change(eagle_aux_hidden_state_layer_ids=[1, 2, 30]))
+    with pytest.raises(SpecdecError, match=r"boundaries \[1, 2, 30\], and this target has the boundaries 0 to 8"):
+        Recorded.load("eagle3", folder=folder)
+
+
+def test_the_kind_and_the_name_of_the_drafter_must_agree() -> None:
+    recorded = Recorded.load("eagle3")
+    spec = next(spec for spec in specdec_drafters() if spec.name == "p_eagle")
+    assert spec.prepare is not None
+    with pytest.raises(SpecdecError, match=r"drafter.name is 'p_eagle', and .* of the kind 'eagle3'"):
+        spec.prepare(spec.config(model=str(RECORDED / "eagle3")), PrepareEnv(target=recorded.target))
+
+
+def test_layer_ids_are_read_by_the_layouts_convention_unless_set_otherwise(tmp_path: Path) -> None:
+    """Nested ids number layers, whose output is the boundary after them; speculators' are boundaries."""
+    ours = read_layout(HeadFiles.open(str(RECORDED / "eagle3")))
+    other = read_layout(HeadFiles.open(str(edited("eagle3", tmp_path / "head", flat))))
+    assert ours.states is not None
+    assert other.states is not None
+    assert ours.states.of(8) == other.states.of(8) == ((1, 2, 4), False)
+    shifted = read_layout(HeadFiles.open(str(RECORDED / "eagle3")), layer_ids="layer")
+    assert shifted.states is not None
+    assert shifted.states.of(8) == ((2, 3, 5), False)
+
+
+def test_the_last_layers_id_means_the_state_after_the_final_norm_in_zlabs_layout(tmp_path: Path) -> None:
+    def last(config: Config, tensors: Tensors) -> None:
+        zlab(config, tensors)
+        config["dflash_config"]["target_layer_ids"] = [-1, 3, 7]
+
+    layout = read_layout(HeadFiles.open(str(edited("dflash", tmp_path / "head", last))))
+    assert layout.states is not None
+    assert layout.states.of(8) == ((0, 4), True)
+
+
+def test_the_embedding_scale_is_a_rule_of_the_layout(tmp_path: Path) -> None:
+    """z-lab's heads read the target's scaled embedding, speculators' the raw table."""
+
+    def drafts(edit: Edit, name: str, scale: float) -> list[tuple[int, ...]]:
+        def bare(config: Config, tensors: Tensors) -> None:
+            edit(config, tensors)
+            tensors.pop("embed_tokens.weight", None)
+
+        folder = edited("dflash", tmp_path / f"{name}{scale}", bare)
+        shared = RecordedTarget.shared_weights
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RecordedTarget, "shared_weights", lambda self: attrs.evolve(shared(self), embed_scale=scale))
+            recorded = Recorded.load("dflash", folder=folder)
+        found = []
+        for number, end in enumerate(ENDS):
+            recorded.prefill(end) if not number else recorded.cycle(end - recorded.at)
+            found.append(recorded.drafter.propose(recorded.context(end), 7).tokens)
+        return found
+
+    same = change()
+    assert drafts(same, "ours", 1.0) == drafts(same, "ours", 4.0)
+    assert drafts(zlab, "theirs", 1.0) == drafts(same, "once", 1.0)
+    assert drafts(zlab, "theirs", 4.0) != drafts(zlab, "again", 1.0)
+
+
+def test_the_tensors_decide_the_kind_where_the_architecture_lies(tmp_path: Path) -> None:
+    assert kind_of(HeadFiles.open(str(edited("eagle3", tmp_path / "head", original)))) == "eagle3"
+
+
+def test_info_shows_the_rules_that_were_taken(tmp_path: Path) -> None:
+    rules = specdec.inspect_checkpoint(edited("eagle3", tmp_path / "head", flat)).to_dict()["rules"]
+    assert "layers, whose output they name" in rules["hidden states"]
+    assert rules["norm before fc"] == "none"
+    assert "before hidden_norm" in rules["residual"]

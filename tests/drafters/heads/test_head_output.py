@@ -1,0 +1,177 @@
+"""Heads change speed only: any output is that of plain decoding, and a ratio test keeps the target's distribution."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import specdec
+from specdec.contract import Context, DrafterEnv, DraftNoise, ModelInfo, Needs, PrepareEnv, Sampling
+from specdec.drafters.heads import drafter as heads
+from specdec.drafters.heads.plugin import specdec_drafters
+from specdec.drafters.heads.untrained import write_untrained
+from specdec.models.causal_lm import CausalLM
+from specdec.testing import StrictForwardPass, TableModel
+from specdec.testing.engine_run import plain_decoding, run_engine
+from specdec.verifiers import rejection
+from specdec.verifiers.strict import StrictVerifier
+from tests.selection import examples
+from tests.verifiers.enumeration import distance, emitted, joint_of, random_laws, sampled_drafts
+
+SPECS = {spec.name: spec for spec in specdec_drafters()}
+KINDS = tuple(name for name in SPECS if name != "head")
+
+
+def prepared(kind: str, target: Any, model: str = "random") -> Any:
+    prepare = SPECS[kind].prepare
+    assert prepare is not None
+    return prepare(SPECS[kind].config(model=model), PrepareEnv(target=target))
+
+
+def made(kind: str, env: DrafterEnv) -> Any:
+    return SPECS[kind].factory(SPECS[kind].config(model="random"), env)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+def test_the_output_is_that_of_plain_decoding(
+    kind: str, family: str, kernels: str, make_target: Callable[..., Any]
+) -> None:
+    """Greedy and sampled, at any depths, over a real family's hidden states, strictly watched."""
+    target = make_target(family, kernels=kernels)
+    shared = prepared(kind, target)
+    verifier = StrictVerifier()
+
+    @examples(40)
+    @given(
+        prompt=st.lists(st.integers(0, 200), min_size=1, max_size=30),
+        depths=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+        sampling=st.sampled_from([Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.7, top_k=5)]),
+    )
+    def check(prompt: list[int], depths: list[int], sampling: Sampling) -> None:
+        strict = StrictForwardPass(target)
+        make = functools.partial(made, kind)
+        options: dict[str, Any] = {"needs": shared.around.needs, "shared": shared}
+        got, stats = run_engine(strict, verifier, make, prompt, 12, depths, sampling, **options)
+        assert got == plain_decoding(target, verifier, prompt, 12, sampling)
+        assert not stats.inactive_reason
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions_fork_save_and_rewind_with_a_head(kind: str, tmp_path: Path) -> None:
+    """The text is that of plain decoding by every way, and a restored head drafts on without a replay."""
+    prompt, count = "def mean(values):", 18
+    plain = specdec.load("demo", drafter="none").generate(prompt, max_new_tokens=count).tokens
+    lm = specdec.load("demo", drafter={"name": kind, "model": "random"}, depth=3)
+    session = lm.session()
+    first = session.generate(prompt, max_new_tokens=7).tokens
+    session.save(tmp_path / "session")
+    loaded, forked = lm.session(), session.fork()
+    loaded.load(tmp_path / "session")
+    results = [one.generate(max_new_tokens=count - 7) for one in (session, loaded, forked)]
+    for result in results:
+        assert (*first, *result.tokens) == tuple(plain)
+        assert not result.stats.inactive_reason
+        assert "replayed" not in result.stats.draft
+        assert "rebuilt" not in result.stats.draft
+    session.rewind(len(session.tokens) - 9)
+    assert tuple(session.generate(max_new_tokens=9).tokens) == tuple(plain[-9:])
+
+
+def test_nothing_is_computed_or_kept_for_a_drafter_that_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes and bytes beside each other: without a head no pass takes boundaries, and no state is larger."""
+    passes: list[tuple[int, ...]] = []
+    of = CausalLM._passes_with
+    monkeypatch.setattr(CausalLM, "_passes_with", lambda self, k: passes.append(k) or of(self, k))
+    monkeypatch.setattr(CausalLM, "shared_weights", lambda self: pytest.fail("weights were asked for"))
+    lm = specdec.load("demo", drafter="ngram", depth=2)
+    lm.generate("def mean(values):", max_new_tokens=8)
+    assert set(passes) == {()}
+    plain, heady = (lm.target.new_state(64, needs) for needs in (Needs(), Needs(boundaries=(2, 6, 9))))
+    assert plain.nbytes() == heady.nbytes()  # the target keeps no states: the drafter keeps what it draws from them
+    assert lm.target.prefill(plain, [1, 2, 3]).boundaries == {}
+
+
+# --- ratio tests ---------------------------------------------------------------------------------------------------
+
+VOCAB, DEPTH = 3, 2
+
+
+def reduced(folder: Path) -> None:
+    """Cut the vocabulary of a head to the tokens 0 and 2."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    config["draft_vocab_size"] = 2
+    tensors["lm_head.weight"] = torch.randn(2, config["transformer_layer_config"]["hidden_size"])
+    tensors["d2t"] = torch.tensor([0, 1])
+    if "markov_head.markov_w2.weight" in tensors:
+        tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][:2].contiguous()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def law_of(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[tuple[int, ...]], tuple[Fraction, ...]]:
+    """The distributions that the drafter hands over, by the tokens drafted before."""
+    target = TableModel.random(VOCAB, tilt=0.5)
+    shared, forced = prepared(kind, target, str(folder)), [0]
+    draw = heads.draft_token
+
+    def forcing(logits: Any, drafted: Any, context: Context) -> Any:
+        _, distribution = draw(logits, drafted, context)
+        return (forced[len(drafted)] if len(drafted) < len(forced) else 0), distribution
+
+    monkeypatch.setattr(heads, "draft_token", forcing)
+
+    @functools.cache
+    def law(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
+        forced[:] = prefix
+        state = target.new_state(16, shared.around.needs)
+        one = made(kind, DrafterEnv(target=target, state=state, shared=shared))
+        tokens = [1, 2, 0, 1]
+        one.prefill(Context(tokens[:-1]), target.prefill(state, tokens[:-1]))
+        context = Context(tokens, Sampling(temperature=1.0), draft_noise=DraftNoise.INDEPENDENT)
+        probs = one.propose(context, len(prefix) + 1).probs[len(prefix)]
+        assert probs.dtype == np.float32
+        exact = [Fraction(float(p)) for p in probs]
+        return tuple(p / sum(exact) for p in exact)
+
+    return law
+
+
+@pytest.mark.parametrize("rule", ["accept_chain", "accept_block"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "reduced"])
+def test_a_ratio_test_keeps_the_exact_joint_distribution(
+    kind: str, cut: bool, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every branch of verifying a head's drafts with the distributions it hands over, weighed with fractions."""
+    info = TableModel.random(VOCAB).info
+    assert isinstance(info, ModelInfo)
+    folder = write_untrained(tmp_path / kind, kind, info, seed=3)
+    if cut:
+        reduced(folder)
+    law = law_of(kind, folder, monkeypatch)
+    laws = [law(()), law((0,)), law((2,))]
+    assert all((one[1] == 0) == cut for one in laws)  # no mass outside the vocabulary, and all of it inside
+    if kind in ("p_eagle", "dflash"):
+        assert laws[1] == laws[2]  # marginals: no draft depends on another
+    target = random_laws(VOCAB, 5)
+    got, accepted = emitted(getattr(rejection, rule), target, sampled_drafts(law, DEPTH, VOCAB), VOCAB, 3)
+    assert sum(got.values()) == 1
+    assert accepted > 0
+    assert distance(got, joint_of(target, VOCAB, 3)) == 0

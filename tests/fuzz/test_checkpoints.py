@@ -1,0 +1,82 @@
+"""Mutated checkpoints and configurations: each loads as any other does, or is refused by one message.
+
+No traceback, no hang, no message of more than 2,000 characters, no memory beyond what the checkpoint itself takes. A
+mutant that loads is another checkpoint (a weight or an id differs); its weights were checked like any other's.
+``campaign.py`` says how many seeds are tried.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.fuzz import checkpoint_mutants
+from tests.fuzz.campaign import blocks
+from tests.fuzz.loading_process import Loader
+from tests.selection import cases
+
+MEMORY = 96 * 2**20  # bytes: libraries' buffers, and the limit of what a text file may hold
+SHARE = 20  # times the folder's bytes: packed weights become float32, headers Python objects
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    """``subject("hybrid")``: the folder of a sound checkpoint, written once."""
+    folder, made = tmp_path_factory.mktemp("subjects"), dict[str, pathlib.Path]()
+
+    def write(name: str) -> pathlib.Path:
+        if name not in made:
+            made[name] = checkpoint_mutants.SUBJECTS[name](folder / name.replace(", ", "-").replace(" ", "-"))
+        return made[name]
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def loader(subject: Callable[[str], pathlib.Path]) -> Iterator[Loader]:
+    loader = Loader(subject("hybrid"))
+    yield loader
+    loader.close()
+
+
+def bytes_of(path: pathlib.Path) -> int:
+    """What the files of a folder take on the disk; a sparse file takes little."""
+    return sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file())
+
+
+@pytest.mark.parametrize(
+    "name", cases(checkpoint_mutants.SUBJECTS, sample={"hybrid", "nvfp4", "latent, experts"}, mark="slow")
+)
+def test_every_subject_is_sound(name: str, subject: Callable[[str], pathlib.Path], loader: Loader) -> None:
+    """Otherwise every mutant below could be refused for another reason."""
+    for command_line in (False, True):
+        assert loader.attempt(subject(name), command_line=command_line)["outcome"] == "loaded"
+
+
+@pytest.mark.parametrize("seeds", blocks())
+def test_a_mutated_checkpoint_or_configuration(
+    seeds: range, subject: Callable[[str], pathlib.Path], loader: Loader, tmp_path: pathlib.Path
+) -> None:
+    found = []
+    for seed in seeds:
+        rng = random.Random(f"checkpoint {seed}")
+        source = subject(rng.choice(list(checkpoint_mutants.SUBJECTS)))
+        if rng.random() < 0.15:
+            path = tmp_path / "run.toml"
+            what = checkpoint_mutants.write_configuration(rng, path, source)
+            size = bytes_of(source)
+        else:
+            path = checkpoint_mutants.copy(source, tmp_path / "mutant")
+            what = checkpoint_mutants.mutate_folder(rng, path)
+            size = bytes_of(path)
+        report = loader.attempt(path, command_line=rng.random() < 0.4)
+        if report["outcome"].startswith("bug"):
+            found.append(f"seed {seed}, {source.name}, {what}: {report['outcome']}")
+        if report["grown"] > MEMORY + SHARE * size:
+            found.append(f"seed {seed}, {source.name}, {what}: {report['grown']:,} bytes for {size:,}")
+    shutil.rmtree(tmp_path / "mutant", ignore_errors=True)
+    assert not found, "\n\n".join(found)

@@ -1,0 +1,220 @@
+"""Mutated session files: each is refused by one ``SessionFileError``, or goes on as the file that it was made from.
+
+Half of the mutants get a new checksum, as a forger would write it, so that the checks behind the checksum are tested
+too. A forger can also change what no check can know: token ids, and finite numbers of a state. Such a file is loaded,
+and must then generate or raise an error of specdec's, nothing else.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import safetensors.torch
+import torch
+
+import specdec
+from specdec.decoding.session_file import _checksum
+from specdec.errors import SessionFileError, SpecdecError
+from tests import tiny_families
+from tests.drafters import composed
+from tests.fuzz.campaign import blocks
+from tests.fuzz.mutations import Mutant, SafetensorsFile, mutate_json, mutate_safetensors
+from tests.selection import cases
+
+DESCRIPTION, CHECKSUM = "specdec.session", "specdec.checksum"
+PROMPT = list(range(40, 52))
+MORE = 5  # tokens that a loaded session generates
+LONGEST = 2_000  # characters of a message
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.9, "seed": 3})
+KINDS = (
+    "hybrid, mtp",
+    "hybrid, draft model",
+    "hybrid, chain",
+    "llama, ngram",
+    "llama, draft model",
+    "latent, mtp",
+    "hybrid",
+)
+
+
+@attrs.frozen
+class Subject:
+    """A language model, the file of one of its sessions, and how that session goes on."""
+
+    lm: Any
+    data: bytes
+    other: bytes  # the file of a longer session
+    tokens: tuple[int, ...]
+    truth: tuple[tuple[int, ...], ...]  # for each of SETTINGS
+
+    @classmethod
+    def of(cls, lm: Any, folder: pathlib.Path) -> Subject:
+        """A session in the middle of a text, with counters and extra data."""
+        session, longer, file = lm.session(), lm.session(), folder / "file"
+        session.extra = {"title": "a talk", "turns": [1, {"end": None}], "share": 0.5}
+        session.generate(PROMPT, max_new_tokens=9, ignore_eos=True)
+        longer.generate(PROMPT, max_new_tokens=17, ignore_eos=True)
+        longer.save(file)
+        other = file.read_bytes()
+        session.save(file)
+        data, truth = file.read_bytes(), []
+        for settings in SETTINGS:
+            resumed = lm.session()
+            resumed.load(file)
+            truth.append(resumed.generate(max_new_tokens=MORE, ignore_eos=True, **settings).tokens)
+        return cls(lm, data, other, session.tokens, tuple(truth))
+
+
+@pytest.fixture(scope="session")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """``subjects("llama, ngram")``: made once, and only if a seed asks for it."""
+    folder = tmp_path_factory.mktemp("fuzzed")
+    made: dict[str, Subject] = {}
+    written: dict[str, Any] = {}
+
+    def folders() -> composed.Folders:
+        if not written:
+            written["all"] = composed.write_folders(folder)
+        return written["all"]  # type: ignore[no-any-return]
+
+    def load(kind: str) -> Any:
+        family, _, drafter = kind.partition(", ")
+        model = folders().llama if family == "llama" else folders().target
+        if family == "latent":
+            model = str(tiny_families.write_deepseek_v3(folder / "latent"))
+        table: dict[str, Any] = {"name": drafter.replace(" ", "_") or "none"}
+        if drafter == "draft model":
+            table["model"] = folders().blurred if family == "hybrid" else folders().target
+        if drafter == "chain":
+            second = {"name": "draft_model", "model": folders().llama, "min_margin": 1.0}
+            table = {"name": "first_of", "drafters": [second, {"name": "mtp"}]}
+        return specdec.load(model, dtype="float32", depth=2, drafter=table)
+
+    def subject(kind: str) -> Subject:
+        if kind not in made:
+            made[kind] = Subject.of(load(kind), folder)
+        return made[kind]
+
+    return subject
+
+
+def mutated(rng: random.Random, subject: Subject) -> Mutant:
+    """One mutant of a subject's file; the description is mutated as often as the rest together."""
+    if rng.random() < 0.5:
+        made = mutate_safetensors(rng, subject.data, subject.other)
+    else:
+        file = SafetensorsFile.parse(subject.data)
+        inner = mutate_json(rng, json.loads(file.header["__metadata__"][DESCRIPTION]))
+        file.header["__metadata__"][DESCRIPTION] = inner.data.decode()
+        made = Mutant(f"description {inner.what}", file.pack())
+    return attrs.evolve(made, what=f"{made.what}, sealed", data=sealed(made.data)) if rng.random() < 0.5 else made
+
+
+def sealed(data: bytes) -> bytes:
+    """The file with the checksum of its contents, if it can be read at all."""
+    try:
+        tensors = safetensors.torch.load(data)
+        file = SafetensorsFile.parse(data)
+        metadata = file.header["__metadata__"]
+        metadata[CHECKSUM] = _checksum(metadata[DESCRIPTION], tensors)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError):
+        return data
+    return file.pack()
+
+
+def outcome(rng: random.Random, subject: Subject, mutant: Mutant, file: pathlib.Path) -> str:
+    """What loading a mutant led to: "refused", "equal" or, for what no check can know, "forged"."""
+    file.write_bytes(mutant.data)
+    session = subject.lm.session()
+    session.feed([60, 61, 62])
+    if message := raised(lambda: session.load(file), SessionFileError):
+        assert (session.tokens, session.extra) == ((60, 61, 62), {})
+        assert str(file) in message
+        return "refused"
+    settings, truth = rng.choice(list(zip(SETTINGS, subject.truth, strict=True)))
+    if mutant.what.endswith("sealed") and contents(mutant.data) != contents(subject.data):
+        raised(lambda: session.generate(max_new_tokens=MORE, ignore_eos=True, **settings))
+        raised(lambda: session.fork().save(file))
+        return "forged"
+    assert session.tokens == subject.tokens
+    assert session.generate(max_new_tokens=MORE, ignore_eos=True, **settings).tokens == truth
+    return "equal"
+
+
+def raised(call: Callable[[], object], kind: type[SpecdecError] = SpecdecError) -> str:
+    """The message of an error of this kind, or "". Other errors are not caught."""
+    try:
+        call()
+    except kind as error:
+        message = str(error)
+    else:
+        return ""
+    assert 0 < len(message) <= LONGEST
+    return message
+
+
+def contents(data: bytes) -> Any:
+    """The numbers in the arrays of a file that was loaded."""
+    arrays = safetensors.torch.load(data)
+    return {
+        name: (array.dtype, array.shape, array.reshape(-1).view(torch.uint8).tolist()) for name, array in arrays.items()
+    }
+
+
+@pytest.mark.parametrize("seeds", blocks())
+def test_a_mutated_file_is_refused_or_goes_on_equally(
+    seeds: range, subjects: Callable[[str], Subject], tmp_path: pathlib.Path
+) -> None:
+    found: collections.Counter[str] = collections.Counter()
+    for seed in seeds:
+        rng = random.Random(seed)
+        kind = KINDS[seed % len(KINDS)]
+        subject = subjects(kind)
+        mutant = mutated(rng, subject)
+        try:
+            found[outcome(rng, subject, mutant, tmp_path / "mutant")] += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed} ({kind}): {mutant.what}") from error
+    assert found["refused"] > len(seeds) // 4
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, sample={"llama, ngram", "latent, mtp"}, mark="slow"))
+def test_structural_changes_are_refused_though_the_checksum_is_right(
+    kind: str, subjects: Callable[[str], Subject], tmp_path: pathlib.Path
+) -> None:
+    """Every array: another dtype, a dimension less or more, one row of it, NaN, gone, or one more."""
+    subject = subjects(kind)
+    file = SafetensorsFile.parse(subject.data)
+    whole = file.arrays()
+    changes: dict[str, Callable[[Any], Any]] = {
+        "float64": lambda a: ("F64", a.astype("<f8")),
+        "int64": lambda a: ("I64", a.astype("<i8")),
+        "one more dimension": lambda a: (None, a[None]),
+        "flat": lambda a: (None, a.reshape(-1)),
+        "one row": lambda a: (None, a[:1]),
+        "half": lambda a: (None, a[: len(a) // 2]),
+        "nan": lambda a: (None, a * float("nan") if a.dtype.kind == "f" else a[:0]),
+        "gone": lambda a: None,
+    }
+    for name in file.names:
+        for what, change in changes.items():
+            made = change(whole[name][1])
+            arrays = {other: array for other, array in whole.items() if other != name}
+            if made is not None:
+                arrays[name] = made[0] or whole[name][0], made[1]
+                if made[1].shape == whole[name][1].shape and arrays[name][0] == whole[name][0] and what != "nan":
+                    continue  # nothing changed
+            file.replace(arrays)
+            mutant = Mutant(f"{kind}: {name} {what}, sealed", sealed(file.pack()))
+            result = outcome(random.Random(0), subject, mutant, tmp_path / "mutant")
+            wanted = {"refused"} | (
+                {"forged"} if name.startswith("drafter.") else set()
+            )  # it may build its state again
+            assert result in wanted, mutant.what

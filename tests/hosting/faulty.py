@@ -1,0 +1,117 @@
+"""Drafters with one fault each, registered by name."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSpec, Needs
+from specdec.drafters.ngram import NgramConfig, NgramDrafter
+from specdec.hookspecs import hookimpl
+from specdec.registry import BUILT_INS, Registry
+
+
+class Panic(BaseException):
+    """As compiled libraries raise it."""
+
+
+class Faulty(NgramDrafter):
+    """An n-gram drafter that now and then does something wrong."""
+
+    fault = ""
+    leaked: list[int] = []  # what requests leave behind for each other
+
+    def __init__(self, config: NgramConfig, env: DrafterEnv) -> None:
+        super().__init__(config, env)
+        self._vocab = env.target.info.vocab_size
+        self._rng = random.Random(5)
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        draft = super().propose(context, depth)
+        if self._rng.random() < 0.5:
+            return draft
+        return self.wrong(context, depth, draft)
+
+    def wrong(self, context: Context, depth: int, draft: Draft) -> Any:
+        match self.fault:
+            case "raises":
+                raise RuntimeError("the table is empty")
+            case "panics":
+                raise Panic("unreachable")
+            case "too long":
+                return Draft((1,) * (depth + 3))
+            case "endless":
+                return Draft(iter(lambda: 1, 2))  # type: ignore[arg-type]
+            case "out of range":
+                return Draft((*draft.tokens[:1], self._vocab))
+            case "negative":
+                return Draft((-1,))
+            case "no draft":
+                return [1, 2]
+            case "words":
+                return Draft(("one",))  # type: ignore[arg-type]
+            case "slow":
+                time.sleep(0.0005)
+                return draft
+            case "leak":
+                self.leaked.extend(context)
+                return Draft(tuple(self.leaked[-depth:]))
+            case "writes":
+                context._tokens.append(3)
+                return draft
+            case "target":
+                self._target.decode(None, [1])  # type: ignore[attr-defined]
+        return draft
+
+
+class UsesTarget(Faulty):
+    def __init__(self, config: NgramConfig, env: DrafterEnv) -> None:
+        super().__init__(config, env)
+        self._target = env.target
+
+
+class NoRewind(Faulty):
+    def rewind(self, length: int) -> None:
+        raise RuntimeError("cannot go back")
+
+
+class NeverStarts(Drafter):
+    def __init__(self, config: NgramConfig, env: DrafterEnv) -> None:
+        raise RuntimeError("no such file")
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft()
+
+
+FAULTS = (
+    *("raises", "panics", "too long", "endless", "out of range", "negative", "no draft", "words", "slow", "leak"),
+    *("writes", "target", "no rewind"),
+)
+
+
+def faulty(fault: str) -> DrafterSpec:
+    """The spec of a drafter with this fault; its name is the fault's."""
+    base = {"target": UsesTarget, "no rewind": NoRewind}.get(fault, Faulty)
+    made = type(base.__name__, (base,), {"fault": fault, "leaked": []})
+    return DrafterSpec(name=fault, factory=made, config=NgramConfig)
+
+
+class Plugin:
+    """All of them."""
+
+    @hookimpl
+    def specdec_drafters(self) -> list[DrafterSpec]:
+        return [
+            *map(faulty, FAULTS),
+            DrafterSpec(name="never starts", factory=NeverStarts, config=NgramConfig),
+            DrafterSpec(name="reads layers", factory=Faulty, config=NgramConfig, needs=Needs(boundaries=(1,))),
+            DrafterSpec(name="reads states", factory=Faulty, config=NgramConfig, needs=Needs(final_hidden=True)),
+        ]
+
+
+def with_faults() -> Registry:
+    """A registry of the built-in plugins and these."""
+    made = Registry(BUILT_INS, ())
+    made.register(Plugin())
+    return made

@@ -1,0 +1,112 @@
+"""Traces: what was written is read again, whatever was cut off; a wrong line is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.config import Choice
+from specdec.errors import PromptError, UnsupportedError
+from specdec.hosting import TraceWriter, read_trace, replay
+from tests.selection import examples
+
+TOKENS = st.lists(st.integers(0, 9), max_size=4)
+
+
+@examples(60)
+@given(
+    sections=st.lists(
+        st.lists(st.tuples(TOKENS, st.lists(st.tuples(st.integers(0, 5), TOKENS, TOKENS)), st.booleans()), max_size=3),
+        min_size=1,
+        max_size=3,
+    ),
+    lost=st.integers(0, 30),
+)
+def test_what_was_recorded_is_read_again(tmp_path_factory, sections, lost):
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    expected = []
+    for requests in sections:
+        writer = TraceWriter(path, host="h", drafter=Choice("ngram", {"max_order": 3}), vocab_size=10, model="m")
+        for prompt, rounds, ends in requests:
+            number = writer.begin(prompt, {"temperature": 0.0})
+            position = len(prompt)
+            for depth, drafted, committed in rounds:
+                writer.draft(number, position, depth, drafted)
+                writer.commit(number, committed)
+                position += len(committed)
+            if ends:
+                writer.end(number)
+            expected.append((tuple(prompt), [tuple(map(tuple, one[1:])) for one in rounds]))
+        writer.close()
+    requests = read_trace(path).requests
+    assert [(one.prompt, [(r.drafted, r.committed) for r in one.rounds]) for one in requests] == expected
+    data = path.read_bytes()
+    if lost < len(data.splitlines()[-1]) and len(data.splitlines()) > 1:
+        path.write_bytes(data[: len(data) - lost])  # a process that was ended in the middle of a line
+        read_trace(path)
+
+
+def test_a_rewind_begins_another_request(tmp_path):
+    writer = TraceWriter(tmp_path / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
+    number = writer.begin([1, 2, 3])
+    writer.draft(number, 3, 2, [])
+    writer.commit(number, [4, 5])
+    writer.rewind(number, 4)
+    writer.commit(number, [6])
+    writer.draft(number, 5, 2, [])
+    first, second = read_trace(tmp_path / "t").requests
+    assert (first.prompt, first.tokens) == ((1, 2, 3), (4, 5))
+    assert (second.prompt, second.tokens) == ((1, 2, 3, 4), (6,))
+
+
+HEADER = {"specdec": "trace", "version": 1, "vocab_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([], "is empty"),
+        (["x"], "line 1 of the trace is not JSON"),
+        ([[1]], "line 1 of the trace is no JSON object"),
+        ([{"a": 1}], "line 1 of the trace is no header"),
+        ([{**HEADER, "version": 9}], "version 9, and this specdec reads 1 to 1"),
+        ([{**HEADER, "vocab_size": 0}], "no vocab_size"),
+        ([HEADER, {"request": 0, "commit": [1]}], "line 2 .* has not begun"),
+        ([HEADER, {"request": 0, "prompt": [10]}], "line 2 .* from 0 to 9"),
+        ([HEADER, {"request": 0, "prompt": []}, {"request": 0, "prompt": []}], "line 3 .* begins twice"),
+        ([HEADER, {"request": 0, "prompt": [1]}, {"request": 0, "position": 3, "depth": 1, "draft": []}], "position 3"),
+        ([HEADER, {"request": 0, "prompt": [1]}, {"request": 0, "rewind": 3}], "rewind to 3 of 1"),
+        ([HEADER, {"prompt": [1]}], "line 2 of the trace breaks the format"),
+    ],
+)
+def test_a_wrong_trace_is_refused_with_its_line(tmp_path, lines, said):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+    with pytest.raises(PromptError, match=said):
+        read_trace(path)
+
+
+def test_a_trace_that_cannot_be_opened_is_refused_and_one_that_breaks_later_ends_the_recording(tmp_path):
+    with pytest.raises(UnsupportedError, match="the trace cannot be written: No such file"):
+        TraceWriter(tmp_path / "none" / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
+    with pytest.raises(PromptError, match="the trace cannot be read"):
+        read_trace(tmp_path / "none")
+    writer = TraceWriter(tmp_path / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
+    writer._file.close()
+    assert writer.begin([1]) == 0
+    assert "cannot be written" in str(writer.failure)
+    writer.commit(0, [1])
+
+
+def test_a_replay_finds_a_draft_that_is_not_the_engines(tmp_path):
+    writer = TraceWriter(tmp_path / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
+    number = writer.begin([1, 2, 3, 1, 2])
+    for position, draft, committed in ((5, [3, 1], [3, 1, 2]), (8, [3, 9], [3, 4])):
+        writer.draft(number, position, 2, draft)
+        writer.commit(number, committed)
+    (request,) = read_trace(tmp_path / "t").requests
+    (difference,) = replay(request)
+    assert (difference.position, difference.recorded, difference.drafted) == (8, (3, 9), (3, 1))

@@ -1,0 +1,27 @@
+"""The instruction sets that this machine can run, for tests that run on each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.backends.cpu.instruction_sets import available
+from specdec.backends.cpu.library import Kernels, KernelsUnavailable, load_kernels
+from tests.selection import cases
+
+RUNNABLE = tuple(one.name for one in available())
+SAMPLE = (RUNNABLE[0], "avx2")  # the widest, and one without a bfloat16 unit: other processors' vector code
+
+
+def each_set(*before: str) -> list[Any]:
+    """Parameters: ``before``, then the names of all that this machine can run. Those outside the sample are slow."""
+    return cases((*before, *RUNNABLE), sample=(*before, *SAMPLE), mark="slow")
+
+
+def kernels_of(instruction_set: str) -> Kernels:
+    """Its kernels; skips the test where they cannot be compiled."""
+    kernels = load_kernels(instruction_set)
+    if isinstance(kernels, KernelsUnavailable):
+        pytest.skip(kernels.reason)
+    return kernels

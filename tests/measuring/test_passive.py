@@ -1,0 +1,166 @@
+"""Passive measurements, acceptance by kind of token, and the log of missed drafts."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.config import Choice
+from specdec.contract import CycleRecord
+from specdec.decoding.parts import make_verifier
+from specdec.errors import UnsupportedError
+from specdec.measuring import Prompt, measure_acceptance
+from specdec.measuring.kinds import by_kind
+from specdec.measuring.mismatches import MissedDrafts
+from specdec.measuring.passive import passive
+from specdec.measuring.runs import Run, at_depth, generate, plain
+from specdec.records.cost_table import CostTable
+from tests.decoding.test_sessions import CODE, load, variant
+from tests.measuring.test_acceptance import drafted, made_run
+from tests.processes import run_specdec
+
+__all__ = ["load"]  # a fixture
+COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
+
+
+class OneRow:
+    """A target that lets no pass of several rows through to decoding."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def decode(self, state: Any, tokens: Sequence[int]) -> Any:
+        assert len(tokens) == 1
+        self.passes += 1
+        return self._target.decode(state, tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_the_drafts_are_those_of_an_active_run_and_nothing_is_verified(
+    drafter: str, depth: int, temperature: float, load: Callable[..., Any]
+) -> None:
+    """Wherever the active run drafted, the passive one drafted the same and accepts as much of it."""
+    lm = at_depth(variant(load("demo", "bfloat16"), drafter), depth)
+    settings = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, "seed": 3}
+    ids = lm.tokenizer.encode(CODE)
+    active = generate(lm, ids, **settings)
+    watched, with_drafts = passive(lm)
+    spied = OneRow(lm.target)
+    run = with_drafts(generate(attrs.evolve(watched, target=spied), ids, **settings))
+    assert run.tokens == active.tokens == generate(plain(lm), ids, **settings).tokens
+    assert spied.passes == len(run.cycles) == 60
+    found = {cycle.position: cycle for cycle in run.cycles}
+    compared = 0
+    for cycle in active.cycles:
+        other = found[cycle.position]
+        assert (other.drafted, other.accepted) == (cycle.drafted, cycle.accepted)
+        compared += bool(cycle.drafted)
+    assert compared > 0
+
+
+def test_a_verifier_that_accepts_other_tokens_is_refused(load: Callable[..., Any]) -> None:
+    lm = attrs.evolve(
+        variant(load("demo", "bfloat16"), "mtp"), verifier=make_verifier(Choice("margin", {"margin": 1.0}))
+    )
+    with pytest.raises(UnsupportedError, match="accepts others too"):
+        measure_acceptance(lm, {"one": [Prompt(kind="one", text=CODE)]}, passive=True)
+
+
+def test_the_report_of_a_passive_measurement(load: Callable[..., Any]) -> None:
+    lm = variant(load("demo", "bfloat16"), "mtp")
+    prompts = {"one": [Prompt(kind="one", text=CODE)]}
+    options: dict[str, Any] = {"depth": 3, "costs": COSTS, "max_new_tokens": 40, "ignore_eos": True}
+    report = measure_acceptance(lm, prompts, passive=True, **options)
+    (group,) = report.classes
+    assert [place.offered for place in group.positions] == [39, 38, 37]  # the last step has room for no draft
+    assert (group.cycles, group.tokens, group.tokens_per_cycle, group.cycle_seconds) == (40, 40, None, None)
+    assert report.to_dict()["passive"] is True
+    tokens = 1.0
+    for place, prediction in zip(group.positions, group.predictions, strict=True):
+        tokens += place.accepted / place.offered
+        assert prediction.tokens == pytest.approx(tokens)
+    reached = sum(place.reached for place in group.positions)
+    assert sum(kind.accepted + kind.rejected for kind in report.kinds) == reached
+    assert sum(kind.accepted for kind in report.kinds) == sum(place.accepted for place in group.positions)
+    active = measure_acceptance(lm, prompts, **options)
+    assert not active.passive
+    assert active.overall.tokens_per_cycle == 40 / active.overall.cycles
+    assert all(kind["rate"] is None or 0 <= kind["rate"] <= 1 for kind in active.to_dict()["kinds"])
+
+
+def test_kinds_of_tokens_are_counted_by_hand() -> None:
+    """Ten tokens: 7 four times (common: with 8 it covers half), 8 twice, 1 to 3 once, and 99, which is special."""
+    run = Run(
+        prompt=None,
+        prompt_tokens=(7, 7, 8),
+        tokens=(7, 8, 1, 99, 2, 7, 3),
+        cycles=(
+            drafted(3, 3, (7, 8, 5), 2),  # 7 and 8 right, 5 in place of 1
+            drafted(6, 2, (98,), 0),  # in place of 99
+            drafted(7, 3, (2, 7, 3), 3),
+            drafted(9, 1, (3, 4), 1),  # the output ends before the second
+        ),
+    )
+    common, rare, special = by_kind([run], {99})
+    # of 9 others: 7 (4 times) and 8 (twice) cover half
+    assert (common.kind, common.accepted, common.rejected) == ("common", 3, 0)
+    assert (rare.kind, rare.accepted, rare.rejected) == ("rare", 3, 1)
+    assert (special.kind, special.accepted, special.rejected, special.rate) == ("special", 0, 1, 0.0)
+    assert [kind.rate for kind in by_kind([], ())] == [None, None, None]
+
+
+@given(st.data())
+def test_kinds_add_up_to_the_positions_that_were_reached(data: st.DataObject) -> None:
+    cycles = data.draw(
+        st.lists(st.integers(0, 4).flatmap(lambda n: st.tuples(st.just(4), st.just(n), st.integers(0, n))), max_size=8)
+    )
+    run = made_run("one", cycles, sum(accepted + 1 for _, _, accepted in cycles))
+    counts = run.counts(4)
+    kinds = by_kind([run], data.draw(st.sets(st.integers(0, 9))))
+    assert sum(kind.accepted for kind in kinds) <= counts[3].sum()
+    assert sum(kind.accepted + kind.rejected for kind in kinds) <= counts[2].sum()
+
+
+def test_missed_drafts_are_logged_one_by_one(load: Callable[..., Any], tmp_path: pathlib.Path) -> None:
+    lm = at_depth(variant(load("demo", "bfloat16"), "mtp"), 3)
+    file = tmp_path / "missed.jsonl"
+    file.write_text("of an earlier run\n")
+    cycles: list[CycleRecord] = []
+    log = MissedDrafts(file, lm.tokenizer)
+    stream = lm.stream(CODE, max_new_tokens=60, ignore_eos=True)
+    stream.on_cycle = lambda cycle: (cycles.append(cycle), log.add(cycle))
+    result = stream.result
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    wanted = [cycle for cycle in cycles if cycle.accepted < min(cycle.offered, len(cycle.emitted))]
+    assert len(rows) == len(wanted) > 0
+    start = len(result.prompt)
+    for row, cycle in zip(rows, wanted, strict=True):
+        assert row["position"] == cycle.position - start + cycle.accepted
+        assert row["lookahead"] == cycle.accepted
+        assert row["chosen"] == result.tokens[row["position"]] != row["drafted"] == cycle.drafted[cycle.accepted]
+        assert row["chosen_text"] == lm.tokenizer.decode([row["chosen"]], skip_special=False)
+    with pytest.raises(UnsupportedError, match="cannot be written"):
+        MissedDrafts(tmp_path, lm.tokenizer)
+
+
+def test_the_command_writes_missed_drafts(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "missed.jsonl"
+    done = run_specdec("generate", "-p", "def f(", "-n", "40", "-s", "depth.name=fixed", "--missed", file, "--json")
+    told = json.loads(done.stdout)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows
+    assert all(row["chosen"] == told["tokens"][row["position"]] != row["drafted"] for row in rows)
+    run_specdec("generate", "-p", "x", "-n", "2", "--missed", tmp_path, status=2)

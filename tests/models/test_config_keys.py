@@ -1,0 +1,137 @@
+"""Keys of ``config.json`` that change what a model computes are read or refused, whatever the family."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.checkpoints import text_config
+from specdec.errors import CheckpointError
+from specdec.models.loading import family_of
+from specdec.models.read_keys import ReadKeys
+from tests.models.test_public_configs import PUBLISHED
+
+FOLDER = pathlib.Path("model")
+CONFIGS = {name: text_config(config) for name, (config, *_) in PUBLISHED.items()}
+NAMES = st.sampled_from(
+    ["Qwen3.5-0.8B", "Qwen3-Next-80B-A3B", "DeepSeek-V3", "GLM-4.5-Air", "Llama-3.1-8B", "Qwen2.5-7B"]
+)
+CHANGING: dict[str, tuple[Any, ...]] = {
+    "final_logit_softcapping": (30.0, 0, "30"),
+    "attn_logit_softcapping": (50.0,),
+    "logit_scale": (0.0625, "x"),
+    "embedding_multiplier": (12.0,),
+    "residual_multiplier": (0.22,),
+    "attention_multiplier": (0.0078125, 1.0),
+    "use_sliding_window": (True, 1, "yes"),
+    "no_rope_layers": ([1, 1, 0], "x"),
+    "mlp_bias": (True,),
+    "norm_type": ("layernorm", 3),
+    "is_causal": (False,),
+    "query_pre_attn_scalar": (256,),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+}
+NEUTRAL: dict[str, Any] = {
+    "logit_scale": 1.0,
+    "embedding_multiplier": 1,
+    "mlp_bias": False,
+    "is_causal": True,
+    "norm_type": "RMSNorm",
+    "no_rope_layers": [1, 1],
+}
+
+
+def parsed(name: str, changes: Mapping[str, Any]) -> Any:
+    return family_of(CONFIGS[name] | dict(changes), FOLDER)[1]
+
+
+@given(NAMES, st.sampled_from([(key, value) for key, values in CHANGING.items() for value in values]))
+def test_a_key_that_changes_the_computation_is_refused_by_name(name: str, change: tuple[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=change[0]):
+        parsed(name, [change])
+
+
+@given(NAMES, st.sets(st.sampled_from(sorted(CHANGING))), st.sets(st.sampled_from(sorted(NEUTRAL))))
+def test_a_value_that_changes_nothing_is_taken(name: str, empty: set[str], neutral: set[str]) -> None:
+    changes = {key: NEUTRAL[key] for key in neutral} | {
+        key: None for key in empty - neutral if key not in ("use_sliding_window", "mlp_bias")
+    }
+    assert parsed(name, changes) == parsed(name, {})
+
+
+def test_the_message_has_the_key_its_value_and_the_family() -> None:
+    with pytest.raises(CheckpointError, match="'logit_scale' = 0.5 .* family 'llama'"):
+        parsed("Llama-3.1-8B", {"logit_scale": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Llama-3.1-8B", {"sliding_window": 4096}),
+        ("GLM-4.5-Air", {"sliding_window": 4096, "use_sliding_window": True}),
+        ("Llama-3.1-8B", {"use_qk_norm": True}),
+        ("Qwen3.5-9B", {"use_qk_norm": False}),
+        ("Llama-3.1-8B", {"layer_types": ["sliding_attention"] * 32}),
+        ("Llama-3.1-8B", {"partial_rotary_factor": 0.5}),
+        (
+            "DeepSeek-V3",
+            {"partial_rotary_factor": 0.5, "rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        ),
+    ],
+)
+def test_a_variant_that_the_family_has_not_is_refused(name: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=next(iter(changes))):
+        parsed(name, changes)
+
+
+def test_a_sliding_window_that_is_switched_off_is_taken() -> None:
+    changes = {"use_sliding_window": False, "sliding_window": 4096}
+    assert parsed("Llama-3.1-8B", changes) == parsed("Llama-3.1-8B", {})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_parameters": "x"}, "'rope_parameters' takes an object, got 'x'"),
+        ({"rope_scaling": [1]}, "'rope_scaling' takes an object"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "in 'rope_parameters'"),
+        ({"rope_parameters": YARN, "rope_scaling": YARN | {"factor": 2.0}}, "'factor' is 4.0"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "'rope_theta' is 1000000.0 at the top and 10000.0"),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}}, "0.5 at the top and 1.0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rotary keys of its own for 'full_attention'"),
+        ({"rope_scaling": {"factor": 4.0}}, "lacks 'rope_type'"),
+        ({"rope_scaling": YARN | {"type": "linear"}}, "'type' 'linear'"),
+    ],
+)
+def test_rotary_keys_that_contradict_each_other_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        parsed("Qwen2.5-7B", changes)
+
+
+def test_rotary_keys_that_agree_are_taken_from_either_place() -> None:
+    old = {key: value for key, value in YARN.items() if key != "rope_type"} | {"type": "yarn"}
+    ways: list[dict[str, Any]] = [
+        {"rope_scaling": old},
+        {"rope_parameters": YARN, "rope_scaling": old},
+        {"rope_parameters": YARN | {"rope_theta": 1e6, "partial_rotary_factor": None}, "rope_scaling": YARN},
+        {"rope_parameters": YARN | {"rope_theta": 1e6}, "rope_theta": None, "rope_scaling": {}},
+    ]
+    assert len({str(parsed("Qwen2.5-7B", way)) for way in ways}) == 1
+
+
+@given(st.sampled_from([lambda c: {**c}, dict, lambda c: c | {}, lambda c: {} | c, lambda c: dict(c.items())]))
+def test_a_family_that_reads_a_key_is_responsible_for_it(copied: Callable[[Any], dict[str, Any]]) -> None:
+    config = {"logit_scale": 0.5, "sliding_window": 7, "mlp_bias": True}
+    read = ReadKeys(config)
+    with pytest.raises(CheckpointError):
+        read.refuse_the_rest("some", FOLDER / "config.json")
+    assert copied(read) == config
+    read.refuse_the_rest("some", FOLDER / "config.json")

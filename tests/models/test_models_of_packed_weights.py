@@ -1,0 +1,194 @@
+"""Whole models over packed weights: exact speculation, saved sessions, and the same weights however they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import specdec
+from specdec.config import RunConfig, TargetConfig
+from specdec.contract import Parity
+from specdec.errors import SessionFileError
+from specdec.models.loading import load_target
+from tests import tiny
+from tests.checkpoints.quantised import mlx_layout
+from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
+from tests.decoding.test_lossless import Case, ScriptedDepth, adversarial, mtp, partly_right
+
+pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="needs the native kernels")
+
+VOCAB = 277
+
+
+def folder_of(tmp_path: Path, family: str) -> Path:
+    return tiny.WRITERS[family](tmp_path / "source", **FAMILIES[family])
+
+
+def logits(target: Any, tokens: Sequence[int] = PROMPT) -> torch.Tensor:
+    return torch.as_tensor(target.decode(target.new_state(32), list(tokens)).need_logits().rows()).clone()
+
+
+def check_speculation(folder: Path, target: Any) -> None:
+    """Drafts of any quality leave the tokens and the state of plain decoding."""
+    assert target.info.parity is Parity.BITWISE
+    prompt, count = [3, 1, 4, 1, 5], 12
+    truth = [*prompt, *tiny.plain_run(target, prompt, 20)]
+    drafters = [partly_right, adversarial, *([mtp] if target.info.mtp_layers else [])]
+    for number, drafter in enumerate(drafters):
+        lm = tiny.make_lm(
+            folder,
+            target,
+            lambda env, drafter=drafter: drafter(Case(truth, env, [5, 2, 9])),
+            lambda number=number: ScriptedDepth([3 + number, 1, 6]),
+        )
+        session = lm.session()
+        result = session.generate(prompt, max_new_tokens=count, ignore_eos=True)
+        assert result.tokens == truth[len(prompt) :][:count]
+        assert (result.guarantee, result.deviation.count) == ("exact", 0)
+        wanted = tiny.held(target, prompt, truth[len(prompt) :][:count])
+        tiny.assert_same_bits(tiny.state_arrays(target, session._sequence.state), tiny.state_arrays(target, wanted))
+    for accepted in (0, 2, 5):
+        at = len(prompt)
+        state = tiny.held(target, prompt)
+        drafted = truth[at : at + accepted] + [(token + 1) % VOCAB for token in truth[at + accepted : at + 5]]
+        target.decode(state, [truth[at - 1], *drafted])
+        target.commit(state, accepted + 1)
+        wanted = tiny.held(target, prompt, truth[at : at + accepted + 1])
+        tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculation_over_rounded_weights_is_exact(tmp_path: Path, family: str) -> None:
+    folder = folder_of(tmp_path, family)
+    for weights in ("int8", "int4"):
+        target = tiny.make_target(folder, kernels="native", dtype="bfloat16", weights=weights)
+        check_speculation(folder, target)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculation_over_a_quantised_checkpoint_is_exact(tmp_path: Path, family: str) -> None:
+    source = folder_of(tmp_path, family)
+    folder = mlx_layout.convert(tmp_path, source, family)[0]
+    check_speculation(folder, tiny.make_target(folder, kernels="native", dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_and_decoded_models_agree(tmp_path: Path, family: str) -> None:
+    """In float32 they differ by the rounding of sums alone: by as much as the torch reference and our kernels differ
+    over decoded weights. A model may enlarge these differences, so both are measured on it."""
+    source = folder_of(tmp_path, family)
+    converted = mlx_layout.convert(tmp_path, source, family)[0]
+    for folder, weights in ((source, "int8"), (source, "int4"), (converted, "auto")):
+        unpacking = tiny.make_ops("native", "float32")
+        unpacking.capabilities = attrs.evolve(unpacking.capabilities, packed_formats=frozenset())
+        packed = logits(tiny.make_target(folder, kernels="native", weights=weights))
+        decoded = logits(tiny.make_target(folder, ops=unpacking, weights=weights))
+        reference = logits(tiny.make_target(folder, kernels="torch", weights=weights))
+        assert reference.std() > 0.3
+        noise = float((decoded - reference).abs().max())
+        assert float((packed - decoded).abs().max()) <= 32 * noise + 1e-5
+        assert not torch.equal(packed, decoded)  # it did run other kernels
+    exact = logits(tiny.make_target(source))
+    assert float((exact - logits(tiny.make_target(source, weights="int8"))).abs().max()) > 1e-4  # rounding is felt
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cache_holds_the_rounded_weights(tmp_path: Path, family: str) -> None:
+    """Stacks of experts and rows of a group and a half too: the bits of a load without a cache."""
+    folder = folder_of(tmp_path, family)
+    for weights in ("int8", "int4"):
+        targets, notices = [], []
+        for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+            asked = TargetConfig(
+                model=str(folder), weights=weights, decoded_cache=None if cache is None else str(cache)
+            )
+            loaded = load_target(RunConfig(target=asked))
+            targets.append(loaded.target)
+            notices.append(" ".join(loaded.notices))
+        assert f"{weights} g64" in targets[0].info.weights
+        assert len({target.info.fingerprint for target in targets}) == 1
+        assert "rounded into the cache" in notices[1]
+        assert "taken from the cache" in notices[2]
+        first, *others = [logits(target) for target in targets]
+        for other in others:
+            assert torch.equal(first, other)
+        written = next(path for path in (tmp_path / "cache").iterdir() if path.name.endswith(weights))
+        plain = (folder / "model.safetensors").stat().st_size
+        assert (written / "model.safetensors").stat().st_size < plain * (0.75 if weights == "int8" else 0.6)
+
+
+def test_routers_and_gates_are_not_rounded(tmp_path: Path) -> None:
+    for family in ("qwen3_5_moe", "deepseek_v3"):
+        folder = folder_of(tmp_path / family, family)
+        target = tiny.make_target(folder, kernels="native", weights="int4")
+        moe = target.model.layers[-1].mlp
+        plain = tiny.make_target(folder, kernels="native").model.layers[-1].mlp
+        assert torch.equal(target.ops.to_host(moe.router), target.ops.to_host(plain.router))
+        assert moe.experts[0][0].is_meta
+
+
+def test_a_saved_session_fits_only_its_weights(tmp_path: Path) -> None:
+    prompt = "def area(width, height):"
+    for weights in ("int4", "int8"):
+        lm = specdec.load("demo", weights=weights)
+        session = lm.session()
+        session.generate(prompt, max_new_tokens=8, ignore_eos=True)
+        file = tmp_path / f"{weights}.session"
+        session.save(file)
+        wanted = session.generate(max_new_tokens=16, ignore_eos=True).tokens
+        again = specdec.load("demo", weights=weights).session()
+        again.load(file)
+        assert again.generate(max_new_tokens=16, ignore_eos=True).tokens == wanted
+    with pytest.raises(SessionFileError, match="another model"):
+        specdec.load("demo", weights="int4").session().load(tmp_path / "int8.session")
+
+
+def test_the_result_names_the_weights() -> None:
+    lm = specdec.load("demo", weights="int4")
+    plain = specdec.load("demo", weights="int4", drafter="none")
+    results = [one.generate("import ", max_new_tokens=40) for one in (lm, plain)]
+    assert results[0].tokens == results[1].tokens
+    for result in results:
+        assert "int4 g64" in result.to_dict()["weights"]
+        assert "rounded" in result.weights
+    assert specdec.load("demo").info.weights.startswith("bfloat16 (")
+
+
+def test_the_pruned_draft_head_stays_packed(tmp_path: Path) -> None:
+    target = load_target(RunConfig(target=TargetConfig(weights="int4"))).target
+    ops, head = target.ops, target.model.lm_head
+    ids = list(range(3, 250, 7))
+    rows = ops.head_rows(head, ids)
+    assert rows.parts[0].is_meta
+    x = torch.randn(4, head.shape[1], dtype=ops.dtype)
+    pruned, whole = ops.pruned_head(x, rows).rows(), ops.head(x, head).rows()
+    assert np.array_equal(pruned[:, ids], whole[:, ids])
+
+
+def test_kernels_without_the_format_decode_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folder_of(tmp_path, "qwen3")
+    converted = mlx_layout.convert(tmp_path, source, "qwen3")[0]
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    for folder, weights, format in ((source, "int4", "int4 g64"), (converted, "auto", "mlx-affine 4 bits g32")):
+        loaded = load_target(RunConfig(target=TargetConfig(model=str(folder), weights=weights)))
+        told = [notice for notice in loaded.notices if "are decoded to" in notice]
+        assert len(told) == 1
+        assert format in told[0]
+        assert f"{format} decoded to" in loaded.target.info.weights
+    loaded = load_target(RunConfig(target=TargetConfig(model=str(converted), weights="decoded")))
+    assert not any("are decoded to" in notice for notice in loaded.notices)
+
+
+def test_a_cache_without_a_use_is_a_notice(tmp_path: Path) -> None:
+    source = folder_of(tmp_path, "qwen3")
+    converted = mlx_layout.convert(tmp_path, source, "qwen3")[0]
+    for weights, reason in (("auto", "the weights stay packed"), ("int4", "leaves quantised weights")):
+        asked = TargetConfig(model=str(converted), weights=weights, decoded_cache=str(tmp_path / "cache"))
+        assert any(f"not used: {reason}" in n or reason in n for n in load_target(RunConfig(target=asked)).notices)
+    assert not (tmp_path / "cache").exists()

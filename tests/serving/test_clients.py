@@ -1,0 +1,218 @@
+"""Programs that people use, against a server started as a user starts it: the same text as ``specdec generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+from serving import ASK, events, streamed_text
+
+from tests.processes import HUNG
+
+openai = pytest.importorskip("openai")
+QUESTION = ASK["messages"]
+SETTINGS = [
+    {},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1.0, "seed": 3, "top_p": 0.9, "presence_penalty": 0.5, "stop": ["\n\n\n", "):"]},
+    {"temperature": 0.7, "seed": 11, "logit_bias": {"198": -100, "5": 2.5}, "frequency_penalty": 0.2},
+]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="none") as made:
+        yield made
+
+
+def expected(lm, settings, **more):
+    return lm.generate(QUESTION[0]["content"], chat=True, max_new_tokens=24, **settings, **more)
+
+
+def test_the_model_is_listed(client):
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "specdec"
+    with pytest.raises(openai.NotFoundError, match="only 'demo'"):
+        client.models.retrieve("gpt-5")
+    with pytest.raises(openai.NotFoundError, match="only 'demo'"):
+        client.chat.completions.create(model="gpt-5", messages=QUESTION)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_an_answer_is_that_of_generate_in_one_piece_and_streamed(client, lm, settings):
+    want = expected(lm, settings)
+    made = client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=24, **settings)
+    assert made.choices[0].message.content == want.text
+    assert made.choices[0].finish_reason == ("length" if want.finish_reason == "length" else "stop")
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (want.prompt_tokens, len(want.tokens))
+    drafts = made.usage.completion_tokens_details
+    assert drafts.accepted_prediction_tokens == made.specdec["accepted_tokens"] <= made.specdec["drafted_tokens"]
+    assert drafts.rejected_prediction_tokens == made.specdec["drafted_tokens"] - made.specdec["accepted_tokens"]
+    assert made.specdec["guarantee"] == "exact"
+    chunks = list(
+        client.chat.completions.create(
+            model="demo",
+            messages=QUESTION,
+            max_completion_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+            **settings,
+        )
+    )
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == want.text
+    assert chunks[-1].usage.completion_tokens == len(want.tokens)
+    assert chunks[-1].choices == []
+    assert chunks[0].choices[0].delta.role == "assistant"
+
+
+def test_many_at_once_by_the_asynchronous_client_have_their_own_text(server, lm):
+    """In a queue or alone, streamed or not: a request's text depends on the request."""
+    seeds = range(6)
+    want = [expected(lm, {"temperature": 0.9, "seed": seed}).text for seed in seeds]
+
+    async def one(client, seed):
+        settings = {"model": "demo", "messages": QUESTION, "max_tokens": 24, "temperature": 0.9, "seed": seed}
+        if seed % 2:
+            return (await client.chat.completions.create(**settings)).choices[0].message.content
+        stream = await client.chat.completions.create(stream=True, **settings)
+        return "".join([choice.delta.content or "" async for chunk in stream for choice in chunk.choices])
+
+    async def everyone():
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none") as client:
+            return await asyncio.gather(*(one(client, seed) for seed in seeds))
+
+    assert asyncio.run(everyone()) == want
+
+
+def test_a_conversation_reuses_its_state_and_keeps_its_text(client, lm):
+    messages = [{"role": "system", "content": "Answer in one short sentence."}, *QUESTION]
+    cached = []
+    for question in ("And three numbers?", "And a list of them?"):
+        made = client.chat.completions.create(model="demo", messages=messages, max_tokens=32)
+        answer = made.choices[0].message.content
+        prompt = lm.tokenizer.encode(lm.tokenizer.apply_chat_template(messages), add_special=False)
+        assert answer == lm.generate(prompt, max_new_tokens=32).text
+        cached.append(made.usage.prompt_tokens_details.cached_tokens)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+    assert cached[1] > cached[0]
+
+
+def test_structured_output_is_parsed_by_the_client(client):
+    pydantic = pytest.importorskip("pydantic")
+    pytest.importorskip("llguidance")
+
+    class Area(pydantic.BaseModel):
+        width: int = pydantic.Field(ge=1, le=99)
+        unit: str = pydantic.Field(pattern="^(cm|inch)$")
+
+    made = client.chat.completions.parse(
+        model="demo", messages=QUESTION, max_tokens=64, temperature=0.8, seed=2, response_format=Area
+    )
+    parsed = made.choices[0].message.parsed
+    assert parsed.unit in ("cm", "inch")
+    assert 1 <= parsed.width <= 99
+    made = client.chat.completions.create(
+        model="demo", messages=QUESTION, max_tokens=1, response_format={"type": "json_object"}
+    )
+    assert made.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "weather", "parameters": {}}}]),
+        ("n", 2),
+        ("user", "me"),
+        ("store", True),
+        ("reasoning_effort", "high"),
+        ("web_search_options", {}),
+        ("parallel_tool_calls", True),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(client, field, value):
+    with pytest.raises(openai.BadRequestError, match=f"does not support '{field}'") as refused:
+        client.chat.completions.create(model="demo", messages=QUESTION, **{field: value})
+    assert refused.value.param == field
+
+
+def test_values_that_ask_for_nothing_are_taken(client):
+    made = client.chat.completions.create(
+        model="demo", messages=QUESTION, max_tokens=1, n=1, tools=[], store=False, response_format={"type": "text"}
+    )
+    assert made.usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("settings", SETTINGS[1:])
+def test_log_probabilities_are_those_of_generate(client, server, lm, settings):
+    want = expected(lm, settings, logprobs=3)
+    asked = {"messages": QUESTION, "max_tokens": 24, "logprobs": True, "top_logprobs": 3, **settings}
+    found = client.chat.completions.create(model="demo", **asked).choices[0].logprobs.content
+    shown = want.logprobs[: len(found)]
+    assert [entry.logprob for entry in found] == [entry.logprob for entry in shown]
+    assert [[top.logprob for top in entry.top_logprobs] for entry in found] == [
+        [logprob for _, logprob in entry.top] for entry in shown
+    ]
+    spelled = b"".join(bytes(entry.bytes) for entry in found if not entry.token.startswith("<"))
+    special = lm.tokenizer.special_ids
+    held = [entry for entry in shown if entry.token in special]
+    assert spelled.decode(errors="replace").startswith(want.text) or held
+    if want.finish_reason == "length":
+        assert len(found) == len(want.tokens)
+    else:  # neither the end token nor what follows a stop string
+        assert len(found) < len(want.tokens)
+    chunks = events(server.request("POST", "/v1/chat/completions", *_json({**asked, "stream": True}))[2])
+    streamed = [
+        entry
+        for chunk in chunks
+        for choice in chunk["choices"]
+        if choice["logprobs"]
+        for entry in choice["logprobs"]["content"]
+    ]
+    assert [entry["logprob"] for entry in streamed] == [entry.logprob for entry in found]
+    assert streamed_text(chunks) == want.text
+
+
+def _json(data):
+    return json.dumps(data), {"Content-Type": "application/json"}
+
+
+def test_completions_take_text_and_token_ids(client, lm):
+    ids = lm.tokenizer.encode("def add(")
+    want = lm.generate("def add(", max_new_tokens=16, temperature=0.6, seed=4, logprobs=2)
+    for prompt in ("def add(", ids, ["def add("], [ids]):
+        made = client.completions.create(
+            model="demo", prompt=prompt, max_tokens=16, temperature=0.6, seed=4, logprobs=2
+        )
+        choice = made.choices[0]
+        assert choice.text == want.text
+        assert choice.logprobs.token_logprobs == [entry.logprob for entry in want.logprobs]
+        assert "".join(choice.logprobs.tokens) == want.text
+        assert choice.logprobs.text_offset == [
+            len("".join(choice.logprobs.tokens[:n])) for n in range(len(want.tokens))
+        ]
+    with pytest.raises(openai.BadRequestError, match="one prompt for each request, got 2"):
+        client.completions.create(model="demo", prompt=["a", "b"])
+
+
+def test_the_command_line_tool_llm_talks_to_it(server, lm, tmp_path):
+    """``llm`` is an ordinary program for any OpenAI-compatible server; its file of models names ours."""
+    pytest.importorskip("llm")
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: here\n  model_name: demo\n  api_base: {server.url}\n  can_stream: true\n"
+    )
+    import os
+
+    for streaming in ([], ["--no-stream"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "llm", "-m", "here", *streaming, "-o", "max_tokens", "24", QUESTION[0]["content"]],
+            env={**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"},
+            capture_output=True,
+            text=True,
+            timeout=HUNG,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.rstrip("\n") == expected(lm, {}).text.rstrip("\n")

@@ -1,0 +1,326 @@
+"""The server as a hostile or careless client meets it: each request gets an answer of one sentence."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import signal
+import socket
+import struct
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import ASK, events, serving, streamed_text
+
+from tests.processes import HUNG, run_specdec
+from tests.selection import examples
+
+JSON = {"Content-Type": "application/json"}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG = {"prompt": "def f(", "max_tokens": 4096, "ignore_eos": True, "stream": True}
+
+
+def check_error(status, body, statuses):
+    """One sentence in OpenAI's form, without a path, a trace or a type of Python."""
+    assert status in statuses, (status, body)
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) <= 500
+    assert "\n" not in error["message"]
+    for leak in ("Traceback", "/specdec/", "/site-packages/", "object at 0x", ".py"):
+        assert leak not in error["message"]
+    return error
+
+
+# --- malformed requests ----------------------------------------------------------------------------------------------
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
+fields = st.sampled_from(
+    ["model", "messages", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"]
+    + ["logprobs", "top_logprobs", "logit_bias", "response_format", "tools", "n", "origins", "top_k", "min_tokens", "x"]
+)
+
+
+@st.composite
+def bodies(draw):
+    """A good body with one or two fields replaced, or bytes that are no such thing at all."""
+    kind = draw(st.sampled_from(["fields", "fields", "fields", "cut", "bytes", "value"]))
+    if kind == "bytes":
+        return draw(st.binary(max_size=200))
+    if kind == "value":
+        return json.dumps(draw(values)).encode()
+    data = {**ASK, "max_tokens": 1, **draw(st.dictionaries(fields, values, min_size=1, max_size=2))}
+    text = json.dumps(data, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    return text[: draw(st.integers(0, len(text) - 1))] if kind == "cut" else text
+
+
+@given(bodies(), st.sampled_from([CHAT, TEXT]))
+@examples(200)
+def test_a_body_is_answered_or_refused_in_one_sentence(server, body, path):
+    status, headers, answer = server.request("POST", path, body, JSON)
+    if status == 200:
+        assert answer
+    else:
+        assert headers["content-type"] == "application/json"
+        check_error(status, answer, {400, 404})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"messages": []}, "messages takes one message or more"),
+        ({"messages": "hello"}, "messages takes a list, got 'hello'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role takes 'system'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is required and missing"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name is unknown"),
+        ({**ASK, "temprature": 1}, "the field 'temprature' is unknown. Did you mean 'temperature'?"),
+        ({**ASK, "temperature": "1"}, "temperature takes a number, got '1'"),
+        ({**ASK, "temperature": 2.5}, "temperature takes 0.0 to 2.0, got 2.5"),
+        ({**ASK, "max_tokens": 0}, "max_tokens takes 1 to"),
+        ({**ASK, "max_tokens": 5000}, "max_tokens is at most 4096 here, got 5000"),
+        ({**ASK, "max_tokens": 5, "max_completion_tokens": 5}, "mean the same"),
+        ({**ASK, "stop": ["x"] * 17}, "stop takes at most 16 strings"),
+        ({**ASK, "stop": [""]}, "stop takes at most 16 strings of one character or more"),
+        ({**ASK, "logit_bias": {"5000": 1}}, "token ids of 0 to 4095, got '5000'"),
+        ({**ASK, "top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({**ASK, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is unknown"),
+        ({**ASK, "response_format": {"type": "xml"}}, "response_format.type takes"),
+        ({**ASK, "response_format": {"type": "json_schema"}}, "an object with 'name' and 'schema'"),
+        (
+            {**ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "elephant"}}}},
+            "the json_schema cannot be used as a grammar",
+        ),
+        ({**ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot set 'messages'"),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, "tokens, and at most 8191 fit"),
+        ("[1, 2]", "the body takes a JSON object, got [1, 2]"),
+        ('{"messages": NaN', "the body is not JSON that can be read"),
+        ('{"model": "a", "model": "b"}', "it has the key 'model' twice"),
+        ("[" * 10_000, "the body is not JSON that can be read"),
+        ('{"seed": ' + "9" * 5000 + "}", "digits"),
+        (r'{"prompt": "\ud800"}', "the body is not JSON that can be read"),
+        (b"\xff\xfe{}", "the body is not"),
+    ],
+)
+def test_a_mistake_is_named(server, data, message):
+    status, _, answer = server.post(CHAT, data)
+    assert message in check_error(status, json.dumps(answer), {400})["message"]
+
+
+def exchange(server, data: bytes) -> bytes:
+    """Bytes sent as they are, and everything that comes back."""
+    host, port = server.host.split(":")
+    with socket.create_connection((host, int(port)), timeout=HUNG) as connection:
+        connection.sendall(data)
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                found += piece
+    return found
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\r\n\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"NONSENSE / HTTP/9.9\r\nConnection: close\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: nonsense\r\n\r\n",
+        b"GET http://[::1/ HTTP/1.1\r\nHost: [::1\r\nConnection: close\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: close, Upgrade\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_gets_an_error_or_nothing(server, data):
+    answer = exchange(server, data)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 200")), answer[:200]
+    assert server.request("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("GET", "/../../etc/passwd", {}, 404),
+        ("GET", "/v1/models/../../../etc/passwd", {}, 404),
+        ("GET", "/%2e%2e/%2e%2e/etc/passwd", {}, 404),
+        ("GET", "/v1/models/%00", {}, 404),
+        ("GET", "/v1//models", {}, 404),
+        ("GET", CHAT, {}, 405),
+        ("DELETE", "/v1/models", {}, 405),
+        ("POST", CHAT, {}, 415),
+        ("POST", CHAT, {"Content-Type": "text/plain"}, 415),
+        ("POST", CHAT, {**JSON, "Content-Encoding": "gzip"}, 415),
+        ("GET", "/v1/models", {"Host": "evil.example"}, 403),
+        ("GET", "/v1/models", {"Host": "[::"}, 403),
+        ("GET", "/v1/models", {"Origin": "http://evil.example"}, 403),
+        ("GET", "/v1/models", {"Origin": "null"}, 403),
+    ],
+)
+def test_other_pages_methods_and_origins_are_refused(server, method, path, headers, status):
+    found, _, body = server.request(method, path, b"{}" if method == "POST" else None, headers)
+    check_error(found, body, {status})
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
+    big = b"x" * (2**20 + 1)
+    status, _, body = server.request("POST", TEXT, big, JSON)
+    check_error(status, body, {413})
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = exchange(server, f"{head}Content-Length: {10**15}\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 413")
+    chunk = b"%x\r\n%s\r\n" % (2**16, b" " * 2**16)
+    answer = exchange(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 17)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
+
+
+def test_a_slow_client_is_cut_off():
+    """A head or a body that comes byte by byte, and an answer that nobody reads."""
+    quick = "import specdec.serving.server as s, specdec.serving.app as a; s.HEAD_SECONDS = a.BODY_SECONDS = 0.3"
+    with serving(before=quick) as server:
+        assert exchange(server, b"GET /hea") == b""
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+        assert exchange(server, head.encode() + b"{").startswith(b"HTTP/1.1 408")
+        assert server.request("GET", "/health")[0] == 200
+
+
+# --- clients that go, queues, the end --------------------------------------------------------------------------------
+
+
+def wait_until(happened) -> None:
+    """Look again until it has happened; the test hangs, and is ended from outside, if it never does."""
+    ends = time.monotonic() + HUNG
+    while not happened():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def interrupted(server) -> float:
+    return server.metric('specdec_finished_total{reason="interrupted"}')
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_a_client_that_goes_away_frees_its_turn(server, how):
+    before, made = interrupted(server), server.metric("specdec_generated_tokens_total")
+    host, port = server.host.split(":")
+    body = json.dumps(LONG).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=HUNG) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        if how == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert server.post(CHAT, ASK)[0] == 200  # the next in line
+    wait_until(lambda: interrupted(server) == before + 1)
+    assert server.metric("specdec_generated_tokens_total") - made < LONG["max_tokens"]
+    assert server.metric("specdec_requests_waiting") == 0
+
+
+def test_a_full_queue_is_said_and_a_waiting_client_may_go(server):
+    with serving("--queue", 1, key="a-secret") as small, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            connection = stack.enter_context(small.connection())
+            connection.request("POST", TEXT, json.dumps(LONG), {**JSON, "Authorization": "Bearer a-secret"})
+            if not _:
+                connection.getresponse().read(1)  # it runs
+            else:
+                wait_until(lambda: small.metric("specdec_requests_waiting") == 1)
+        status, headers, answer = small.post(CHAT, ASK)
+        assert check_error(status, json.dumps(answer), {429})["code"] == "queue_full"
+        assert int(headers["retry-after"]) >= 1
+        stack.close()  # both go
+        wait_until(lambda: small.post(CHAT, ASK)[0] == 200)
+        assert small.metric("specdec_queue_full_total") >= 1
+
+
+def test_a_text_is_the_same_alone_and_in_a_queue_with_cancelled_ones(server):
+    asked = [{**ASK, "temperature": 0.9, "seed": seed, "stream": bool(seed % 2)} for seed in range(8)]
+
+    def text(data):
+        status, _, body = server.request("POST", CHAT, json.dumps(data), JSON)
+        assert status == 200
+        if data["stream"]:
+            return streamed_text(events(body))
+        return json.loads(body)["choices"][0]["message"]["content"]
+
+    def cancelled(_):
+        with server.connection() as connection:
+            connection.request("POST", TEXT, json.dumps(LONG), JSON)
+            connection.getresponse().read(1)
+
+    alone = [text(data) for data in asked]
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        jobs = [pool.submit(text, data) for data in asked]
+        gone = [pool.submit(cancelled, number) for number in range(3)]
+        assert [job.result() for job in jobs] == alone
+        for job in gone:
+            job.result()
+
+
+def test_metrics_count_acceptance_by_position(server):
+    data = {"prompt": "class Stack:\n    def __init__(self):\n", "max_tokens": 64}
+    server.post(CHAT, ASK)  # whatever was still running is counted
+    before = [server.metric(f'specdec_draft_{what}_total{{position="0"}}') for what in ("offered", "accepted")]
+    made = server.post(TEXT, data)[2]["specdec"]
+    after = [server.metric(f'specdec_draft_{what}_total{{position="0"}}') for what in ("offered", "accepted")]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [made["offered"][0], made["accepted"][0]]
+    text = server.request("GET", "/metrics")[2].decode()
+    for name in ("tokens_per_cycle_bucket", "queue_seconds_bucket", "first_token_seconds_bucket", "token_seconds_sum"):
+        assert f"specdec_{name}" in text
+
+
+def test_an_api_key_is_asked_for_everywhere_but_for_the_health():
+    with serving("--host", "0.0.0.0", key="a-secret-key") as server:
+        assert server.request("GET", "/v1/models")[0] == 200
+        assert server.request("GET", "/v1/models", headers={"Host": "my.box:80"})[0] == 200  # it has names of its own
+        for value in ("", "Bearer", "Bearer wrong", "Basic a-secret-key", "Bearer a-secret-ke", "Bearer \xe9"):
+            for path in ("/v1/models", "/metrics", TEXT):
+                status, _, body = server.request("GET", path, headers={"Authorization": value})
+                assert "a-secret-key" not in check_error(status, body, {401})["message"]
+        assert server.request("GET", "/health", headers={"Authorization": ""})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "can be reached from other machines, and there is no API key"),
+        (["--host", "::"], "can be reached from other machines"),
+        (["--host", "some.where.invalid", "--api-key", "x"], "is no address of this machine"),
+        (["--api-key", "two words"], "printable ASCII characters without spaces"),
+        (["--port", "70000"], "70000 is not in the range"),
+        (["-m", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(options, message):
+    done = run_specdec("serve", "--port", 0, *options, status=2, without=("SPECDEC_API_KEY",))
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(server):
+    done = run_specdec("serve", "--port", server.host.split(":")[1], "-m", "/no/such/folder", status=2)
+    assert "cannot listen at 127.0.0.1" in done.stderr
+
+
+@pytest.mark.parametrize(("grace", "ends"), [(60, "[DONE]"), (0, "the server shut down after")])
+def test_a_shutdown_finishes_or_reports_what_runs(grace, ends):
+    with serving("--grace", grace) as server, server.connection() as runs, server.connection() as waits:
+        runs.request("POST", TEXT, json.dumps({**LONG, "max_tokens": 1500}), JSON)
+        answer = runs.getresponse()
+        answer.read(1)
+        waits.request("POST", CHAT, json.dumps(ASK), JSON)
+        wait_until(lambda: server.metric("specdec_requests_waiting") == 1)
+        server.process.send_signal(signal.SIGINT)
+        refused = waits.getresponse()
+        check_error(refused.status, refused.read(), {503})
+        assert ends in answer.read().decode().strip().split("\n\n")[-1]

@@ -1,0 +1,408 @@
+"""Public calls with odd values: an error of specdec's, or the result of the equivalent plain value.
+
+Which parameters there are is read from the signatures, so a new one is tried as well.
+"""
+
+from __future__ import annotations
+
+import collections
+import decimal
+import enum
+import fractions
+import inspect
+import math
+import os
+import pathlib
+import random
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import specdec
+from specdec.config import Choice, GenerationConfig, Override, RunConfig, TargetConfig, load_config
+from specdec.contract import Sampling
+from specdec.decoding.conversation import Conversation
+from specdec.errors import SpecdecError
+from specdec.measuring import choose_prompts, load_prompts, own_prompts
+from specdec.measuring.acceptance import AcceptanceMeasurement
+from specdec.measuring.audit import audit, read_run
+from specdec.measuring.bench import BenchMeasurement
+from specdec.registry import registry
+from specdec.testing import check_plugin, check_subjects
+from specdec.testing.checks import Run
+from tests import tiny
+
+# --- odd values ------------------------------------------------------------------------------------------------------
+
+
+class Text(str):
+    pass
+
+
+class Whole(int):
+    pass
+
+
+class Hostile:
+    """Everything that a check may do with a value raises."""
+
+    def _raise(self, *_: object) -> Any:
+        raise RuntimeError("of the caller's object")
+
+    __repr__ = __str__ = __eq__ = __bool__ = __len__ = __iter__ = __float__ = __int__ = __index__ = _raise  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+class HostileText(str):
+    __repr__ = __eq__ = __len__ = __iter__ = Hostile._raise  # type: ignore[assignment]
+    __hash__ = str.__hash__
+
+
+class HostileList(collections.UserList[Any]):
+    __iter__ = __len__ = __repr__ = Hostile._raise  # type: ignore[assignment]
+
+
+class HostileMapping(Mapping[str, Any]):
+    __getitem__ = __iter__ = __len__ = __repr__ = Hostile._raise  # type: ignore[assignment]
+
+
+class Word(enum.StrEnum):
+    ONE = "one"
+
+
+def ignoring(*_: object) -> None:
+    pass
+
+
+def one_and_two() -> Iterator[int]:
+    yield from (1, 2)
+
+
+NOTHING = object()
+"""The value stands for no plain one: it must be refused everywhere."""
+
+ODD: dict[str, tuple[Callable[[], Any], Any]] = {
+    "None": (lambda: None, None),
+    "True": (lambda: True, True),
+    "False": (lambda: False, False),
+    "0": (lambda: 0, 0),
+    "3": (lambda: 3, 3),
+    "-1": (lambda: -1, -1),
+    "2**31": (lambda: 2**31, 2**31),
+    "2**63": (lambda: 2**63, 2**63),
+    "2**64": (lambda: 2**64, 2**64),
+    "10**5000": (lambda: 10**5000, 10**5000),
+    "0.5": (lambda: 0.5, 0.5),
+    "1.5": (lambda: 1.5, 1.5),
+    "-0.0": (lambda: -0.0, -0.0),
+    "nan": (lambda: math.nan, math.nan),
+    "inf": (lambda: math.inf, math.inf),
+    "-inf": (lambda: -math.inf, -math.inf),
+    "1e-38": (lambda: 1e-38, 1e-38),
+    "5e-324": (lambda: 5e-324, 5e-324),
+    "1e38": (lambda: 1e38, 1e38),
+    "empty text": (lambda: "", ""),
+    "text": (lambda: "the", "the"),
+    "123": (lambda: "123", "123"),
+    "NUL": (lambda: "a\0b", "a\0b"),
+    "surrogate": (lambda: "\ud800", "\ud800"),
+    "long text": (lambda: "x" * 5000, "x" * 5000),
+    "bytes": (lambda: b"the", NOTHING),
+    "bytearray": (lambda: bytearray(b"the"), NOTHING),
+    "memoryview": (lambda: memoryview(b"the"), NOTHING),
+    "path": (lambda: pathlib.Path("no/such"), pathlib.Path("no/such")),
+    "empty list": (lambda: [], []),
+    "list": (lambda: [1, 2], [1, 2]),
+    "tuple": (lambda: (1, 2), [1, 2]),
+    "range": (lambda: range(3), [0, 1, 2]),
+    "texts": (lambda: ["a", "b"], ["a", "b"]),
+    "empty texts": (lambda: [""], [""]),
+    "many texts": (lambda: [f"s{number}" for number in range(5000)], [f"s{number}" for number in range(5000)]),
+    "floats": (lambda: [5.5], [5.5]),
+    "booleans": (lambda: [True], [True]),
+    "nested": (lambda: [[1], [2]], [[1], [2]]),
+    "deep": (lambda: nested(5000), NOTHING),
+    "set": (lambda: {1, 2}, {1, 2}),
+    "dict": (lambda: {"a": 1}, {"a": 1}),
+    "ids": (lambda: {1: 1.0}, {1: 1.0}),
+    "nan by id": (lambda: {1: math.nan}, {1: math.nan}),
+    "name": (lambda: {"name": 3}, {"name": 3}),
+    "keys of all kinds": (lambda: {"name": "ngram", 3: 1, None: 2}, NOTHING),
+    "generator": (one_and_two, [1, 2]),
+    "object": (object, NOTHING),
+    "function": (lambda: ignoring, ignoring),
+    "decimal": (lambda: decimal.Decimal("0.5"), NOTHING),
+    "fraction": (lambda: fractions.Fraction(1, 2), 0.5),
+    "complex": (lambda: 1j, NOTHING),
+    "np.int64": (lambda: np.int64(3), 3),
+    "np.float32": (lambda: np.float32(0.5), 0.5),
+    "np.bool": (lambda: np.bool_(True), NOTHING),
+    "np.str": (lambda: np.str_("the"), "the"),
+    "np ids": (lambda: np.array([1, 2]), [1, 2]),
+    "np uint8": (lambda: np.array([1, 2], np.uint8), [1, 2]),
+    "np floats": (lambda: np.array([1.0, 2.0]), [1.0, 2.0]),
+    "np booleans": (lambda: np.array([True]), [True]),
+    "np 2-d": (lambda: np.ones((2, 2), int), NOTHING),
+    "np 0-d": (lambda: np.array(3), NOTHING),
+    "torch ids": (lambda: torch.tensor([1, 2]), [1, 2]),
+    "torch floats": (lambda: torch.tensor([1.0]), [1.0]),
+    "torch 0-d": (lambda: torch.tensor(3), NOTHING),
+    "torch 2-d": (lambda: torch.ones(2, 2, dtype=torch.int64), NOTHING),
+    "subclass of str": (lambda: Text("the"), "the"),
+    "subclass of int": (lambda: Whole(3), 3),
+    "enum of str": (lambda: Word.ONE, "one"),
+    "hostile": (Hostile, NOTHING),
+    "hostile text": (lambda: HostileText("the"), "the"),
+    "hostile list": (lambda: HostileList([1]), NOTHING),
+    "hostile mapping": (HostileMapping, NOTHING),
+}
+
+
+def nested(levels: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a plain value has the declared type. Says nothing about ranges."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any or kind is object:
+        return True
+    if origin is typing.Annotated:
+        return fits(value, inner[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable, frozenset):
+        items = isinstance(value, list) or (isinstance(value, set) and origin is collections.abc.Iterable)
+        return items and all(fits(item, inner[0]) for item in value)
+    if origin in (dict, collections.abc.Mapping):
+        return isinstance(value, dict) and all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
+    if origin is os.PathLike or kind is pathlib.Path:
+        return isinstance(value, pathlib.PurePath)
+    if kind is float:
+        return type(value) in (int, float) and value == value
+    if kind in (int, bool, str, type(None)):
+        return type(value) is (kind or type(None))
+    return isinstance(value, kind)
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Call:
+    """A public callable: what to call, with which usual arguments, and what to compare afterwards."""
+
+    name: str
+    make: Callable[[Any, pathlib.Path], Callable[..., Any]]
+    usual: Callable[[Any, pathlib.Path], dict[str, Any]] = lambda lm, folder: {}
+    outcome: Callable[[Any], Any] = lambda result: result
+    settings: bool = False  # **settings are those of a generation
+
+
+WIDER = {"stop", "processors", "model", "drafter"}
+
+
+def result_of(result: Any) -> Any:
+    return result.tokens, result.text, result.finish_reason
+
+
+def methods(owner: Any, names: Sequence[str], make: Callable[[Any, pathlib.Path], Any], **how: Any) -> Iterable[Call]:
+    for name in names:
+        yield Call(f"{owner.__name__}.{name}", lambda lm, at, n=name: getattr(make(lm, at), n), **how)
+
+
+def fed(lm: Any, folder: pathlib.Path) -> Any:
+    session = lm.session()
+    session.feed([1, 2, 3])
+    return session
+
+
+CALLS = [
+    Call(
+        "load",
+        lambda lm, at: specdec.load,
+        lambda lm, at: {"model": lm.config.target.model, "drafter": "none"},
+        outcome=lambda lm: lm.config,
+    ),
+    Call("load_config", lambda lm, at: load_config),
+    Call(
+        "inspect_checkpoint",
+        lambda lm, at: specdec.inspect_checkpoint,
+        lambda lm, at: {"model": lm.config.target.model},
+        outcome=lambda report: report.to_dict(),
+    ),
+    Call(
+        "LanguageModel.generate",
+        lambda lm, at: lm.generate,
+        lambda lm, at: {"prompt": "the", "max_new_tokens": 2},
+        outcome=result_of,
+        settings=True,
+    ),
+    Call(
+        "LanguageModel.stream",
+        lambda lm, at: lm.stream,
+        lambda lm, at: {"prompt": "the", "max_new_tokens": 2},
+        outcome=lambda stream: result_of(stream.result),
+        settings=True,
+    ),
+    Call("LanguageModel.encode", lambda lm, at: lm.encode),
+    Call(
+        "Session.generate",
+        lambda lm, at: fed(lm, at).generate,
+        lambda lm, at: {"max_new_tokens": 2},
+        outcome=result_of,
+        settings=True,
+    ),
+    *methods(specdec.Session, ["feed", "set_prompt", "rewind"], fed),
+    Call("Session.save", lambda lm, at: fed(lm, at).save),
+    Call("Session.load", lambda lm, at: fed(lm, at).load),
+    Call("Conversation", lambda lm, at: Conversation, lambda lm, at: {"lm": lm}, outcome=lambda talk: talk.messages),
+    Call(
+        "Conversation.ask",
+        lambda lm, at: Conversation(lm).ask,
+        lambda lm, at: {"text": "x", "max_new_tokens": 2},
+        outcome=lambda answer: result_of(answer.result),
+        settings=True,
+    ),
+    Call("Conversation.rewind", lambda lm, at: Conversation(lm).rewind),
+    *methods(specdec.text.Tokenizer, ["encode"], lambda lm, at: lm.tokenizer, usual=lambda lm, at: {"text": "the"}),
+    *methods(specdec.text.Tokenizer, ["decode"], lambda lm, at: lm.tokenizer, usual=lambda lm, at: {"ids": [1]}),
+    *methods(
+        specdec.text.Tokenizer,
+        ["apply_chat_template"],
+        lambda lm, at: lm.tokenizer,
+        usual=lambda lm, at: {"messages": [{"role": "user", "content": "x"}]},
+    ),
+    Call("RunConfig", lambda lm, at: RunConfig),
+    Call("GenerationConfig", lambda lm, at: GenerationConfig),
+    Call("TargetConfig", lambda lm, at: TargetConfig),
+    Call("Choice", lambda lm, at: Choice, lambda lm, at: {"name": "x"}),
+    Call("Override", lambda lm, at: Override, lambda lm, at: {"path": ("a",), "value": 1, "source": ""}),
+    Call("Override.parse", lambda lm, at: Override.parse),
+    Call("Sampling", lambda lm, at: Sampling),
+    *methods(
+        type(registry()),
+        ["drafter", "verifier", "depth_policy", "processor", "backend", "model"],
+        lambda lm, at: registry(),
+        usual=lambda lm, at: {"name": "no such name", "model_type": "no such type"},
+    ),
+    *methods(type(registry()), ["entries", "has_distribution"], lambda lm, at: registry()),
+    Call(
+        "audit",
+        lambda lm, at: audit,
+        lambda lm, at: {"lm": lm, "prompt_tokens": [1, 2], "tokens": [3]},
+        outcome=lambda report: report.to_dict(),
+        settings=True,
+    ),
+    Call("read_run", lambda lm, at: read_run),
+    Call("load_prompts", lambda lm, at: load_prompts),
+    Call("choose_prompts", lambda lm, at: choose_prompts, lambda lm, at: {"prompts": own_prompts()}),
+    Call(
+        "AcceptanceMeasurement",
+        lambda lm, at: AcceptanceMeasurement,
+        lambda lm, at: {"lm": lm, "prompts": {}},
+        outcome=lambda made: None,
+        settings=True,
+    ),
+    Call(
+        "BenchMeasurement",
+        lambda lm, at: BenchMeasurement,
+        lambda lm, at: {"lm": lm, "prompts": {}},
+        outcome=lambda made: None,
+        settings=True,
+    ),
+    Call(
+        "check_plugin",
+        lambda lm, at: check_plugin,
+        lambda lm, at: {"plugin": "fixed", "only": []},
+        outcome=lambda report: report.name,
+    ),
+    Call(
+        "check_subjects",
+        lambda lm, at: check_subjects,
+        lambda lm, at: {"name": "x", "subjects": {}},
+        outcome=lambda report: report.name,
+    ),
+    Call("Run", lambda lm, at: Run, outcome=lambda run: (run.seed, run.effort)),
+]
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Callable[..., pathlib.Path]) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECDEC_CPU_KERNELS", "torch")
+        yield specdec.load(checkpoint("qwen3_5", **tiny.HYBRID), dtype="float32", drafter="ngram", depth=2)
+
+
+def parameters(call: Call, target: Callable[..., Any]) -> dict[str, Any]:
+    """The annotation of every parameter."""
+    function: Any = inspect.unwrap(target)
+    if inspect.isclass(function):
+        owner: Any = function.__init__ if not attrs.has(function) else function
+    else:
+        owner = getattr(function, "__func__", function)
+    hints = typing.get_type_hints(inspect.unwrap(owner), include_extras=True)
+    named = inspect.signature(target).parameters
+    found = {
+        name: hints[name]
+        for name, one in named.items()
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL) and name in hints
+    }
+    if call.settings:
+        found |= {
+            field.name: typing.get_type_hints(GenerationConfig)[field.name] for field in attrs.fields(GenerationConfig)
+        }
+    return found
+
+
+@pytest.mark.parametrize("share", [pytest.param(8, id="sample"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_an_odd_value_is_refused_or_means_the_plain_one(
+    call: Call, share: int, lm: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    pairs = [(parameter, odd) for parameter in parameters(call, call.make(lm, tmp_path)) for odd in ODD]
+    kinds = parameters(call, call.make(lm, tmp_path))
+    for parameter, odd in random.Random(call.name).sample(pairs, len(pairs) // share):
+        complaint = tried(call, parameter, kinds[parameter], odd, lm, tmp_path)
+        if complaint:
+            wrong.append(f"{call.name}({parameter}={odd}): {complaint}")
+    assert not wrong, "\n".join([f"{len(wrong)} calls", *wrong])
+
+
+def tried(call: Call, parameter: str, kind: Any, odd: str, lm: Any, folder: pathlib.Path) -> str | None:
+    make, plain = ODD[odd]
+
+    def outcome(value: Any) -> Any:
+        target = call.make(lm, folder)
+        given = {**call.usual(lm, folder), parameter: value}
+        known = inspect.signature(target).parameters
+        return call.outcome(target(**{name: one for name, one in given.items() if name in known or call.settings}))
+
+    try:
+        got = outcome(make())
+    except SpecdecError as error:
+        return None if len(str(error)) <= 2000 else f"a message of {len(str(error))} characters"
+    except Exception as error:  # noqa: BLE001 - this is what is looked for
+        return f"{type(error).__name__}: {error}"[:300]
+    if kind is Any or kind is object or parameter in WIDER:
+        return None
+    if plain is None and call.settings:
+        return None  # the configuration's value
+    if plain is NOTHING or not fits(plain, kind):
+        return f"was taken, and {kind} does not say so"
+    return None if got == outcome(plain) or plain != plain else "gives something else than the plain value"

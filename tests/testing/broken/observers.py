@@ -1,0 +1,38 @@
+"""Wrong observers."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+
+class Divides:
+    def specdec_cycle(self, record):
+        return record.accepted / record.offered
+
+
+class Samples:
+    def specdec_cycle(self, record):
+        random.random()
+
+
+class Prints:
+    def specdec_cycle(self, record):
+        sys.stdout.write(f"{record.accepted}\n")
+
+
+class Keeps:
+    def __init__(self):
+        self.records = []
+
+    def specdec_cycle(self, record):
+        self.records.append(record)
+
+
+class Sleeps:
+    def specdec_cycle(self, record):
+        time.sleep(1e-4)
+
+
+BROKEN = {Divides: ("S1", "S2", "S3", "S4", "S5"), Samples: ("S2",), Prints: ("S3",), Keeps: ("S4",), Sleeps: ("S5",)}

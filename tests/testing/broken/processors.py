@@ -1,0 +1,45 @@
+"""Wrong logits processors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specdec.contract import LogitsProcessor
+
+
+class Halves(LogitsProcessor):
+    def __init__(self, env):
+        self.env = env
+
+    def process(self, logits, history):
+        return logits.astype(np.float16)
+
+
+class Counts(Halves):
+    calls = 0
+
+    def process(self, logits, history):
+        self.calls += 1
+        return logits + np.float32(self.calls)
+
+
+class InPlace(Halves):
+    def process(self, logits, history):
+        logits += 1
+        return logits
+
+
+class ForbidsAll(Halves):
+    def process(self, logits, history):
+        return np.full_like(logits, -np.inf)
+
+
+class CutsAll(Halves):
+    def process(self, logits, history):
+        return logits.copy()
+
+    def legal(self, draft, history):
+        return 0
+
+
+BROKEN = {Halves: ("L1",), Counts: ("L2",), InPlace: ("L3",), ForbidsAll: ("L4",), CutsAll: ("L5",)}

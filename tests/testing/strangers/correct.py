@@ -1,0 +1,605 @@
+"""Right plugins that are unusual: each keeps the contract in a way that a hasty check may take for a fault."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import torch
+
+from specdec import (
+    Context,
+    CycleRecord,
+    DepthPolicy,
+    Draft,
+    Drafter,
+    DrafterEnv,
+    DrafterSnapshot,
+    ForwardOutput,
+    ForwardPass,
+    Guarantee,
+    Logits,
+    LogitsProcessor,
+    ModelInfo,
+    Needs,
+    Parity,
+    Sampling,
+    Stats,
+    Verdict,
+)
+from specdec.contract import NO_NEEDS, DraftNoise, Snapshot, State
+from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
+from specdec.sampling import Purpose, draw, uniforms
+
+from . import backends, drafters, observers, policies, processors, verifiers
+from .toy import Toy
+
+CORRECT: dict[type[Any], str] = {}
+
+
+def correct(joint: str) -> Callable[[type[Any]], type[Any]]:
+    """Enter the class into the table under its joint."""
+
+    def enter(kind: type[Any]) -> type[Any]:
+        CORRECT[kind] = joint
+        return kind
+
+    return enter
+
+
+def spec(kind: type[Any]) -> Any:
+    """The public spec of the plugin; of a target the target itself, of an observer the plugin object."""
+    modules: dict[str, Any] = {
+        "drafter": drafters,
+        "verifier": verifiers,
+        "policy": policies,
+        "processor": processors,
+        "observer": observers,
+        "backend": backends,
+    }
+    joint = CORRECT[kind]
+    return kind() if joint == "target" else modules[joint].spec(kind)
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+class Plain(Drafter):
+    """What the drafters below share."""
+
+    needs: ClassVar[Needs] = NO_NEEDS
+    prepare: ClassVar[Callable[..., Any] | None] = None
+
+    def __init__(self, config: Any, env: DrafterEnv) -> None:
+        self.env = env
+        self.vocab = env.target.info.vocab_size
+
+
+@correct("drafter")
+class NeverDrafts(Plain):
+    """Has no opinion, ever."""
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft()
+
+
+@correct("drafter")
+class Sometimes(Plain):
+    """Drafts where the number of tokens is a multiple of three."""
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft() if len(context) % 3 else Draft((context[-1],) * depth)
+
+
+@correct("drafter")
+class AlwaysWrong(Plain):
+    """Drafts ids that no sensible text has in a row."""
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft(tuple((context[-1] + 1 + at) % self.vocab for at in range(depth)))
+
+
+@correct("drafter")
+class HalfAsDeep(Plain):
+    """Gives half of what it is asked for, rounded up."""
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        return Draft(tuple(context[-1 - at % len(context)] for at in range((depth + 1) // 2)))
+
+
+@correct("drafter")
+class ThreeTokens(Plain):
+    """Draws from three tokens with fixed probabilities, whatever the temperature is, and says so."""
+
+    weights = (0.5, 0.3, 0.2)
+
+    def law(self, last: int) -> Any:
+        law = np.zeros(self.vocab, np.float32)
+        for step, weight in enumerate(self.weights):
+            law[(last * 3 + step) % self.vocab] += np.float32(weight)
+        return law
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        sampling, tokens, rows = context.sampling, [], []
+        drawn = sampling.temperature > 0 and context.draft_noise is DraftNoise.INDEPENDENT
+        for at in range(depth):
+            law = self.law([*context[-1:], *tokens][-1])
+            u = float(
+                uniforms(sampling.seed, len(context) + at, Purpose.DRAFT, np.zeros(1, np.int64), context.cycle)[0]
+            )
+            tokens.append(int(draw(law.astype(np.float64), u)) if drawn else int(law.argmax()))
+            rows.append(law)
+        return Draft(tuple(tokens), np.stack(rows) if drawn and rows else None)
+
+
+@correct("drafter")
+class OneHotProbs(Plain):
+    """Drafts one fixed token and gives point masses as probabilities, when drafts are to be independent."""
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        tokens = (context[0],) * depth
+        if context.draft_noise is DraftNoise.COUPLED or not depth:
+            return Draft(tokens)
+        return Draft(tokens, np.tile(np.eye(1, self.vocab, context[0], dtype=np.float32), (depth, 1)))
+
+
+@correct("drafter")
+class DeepNeeds(Plain):
+    """Asks for everything that a target can give and looks at all of it."""
+
+    needs: ClassVar[Needs] = Needs(mtp=True, final_hidden=True, boundaries=(0, 1), prompt_rows="last")
+    largest = 0.0
+
+    def look(self, output: ForwardOutput) -> None:
+        for hidden in (output.need_hidden(), *output.boundaries.values()):
+            self.largest = max(self.largest, float(abs(hidden.rows()).max()))
+
+    def prefill(self, context: Context, output: ForwardOutput) -> None:
+        self.look(output)
+
+    def observe(self, verdict: Verdict, output: ForwardOutput, context: Context) -> None:
+        self.look(output)
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        if not depth or self.env.state.pairs is None:
+            return Draft()
+        return Draft(self.env.target.draft_mtp(self.env.state, context[-1], depth))
+
+
+@correct("drafter")
+class EndsEarly(drafters.Counting):
+    """Ends a draft where its distribution is flat, which it knows before it draws."""
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        self.follow(context)
+        tokens: list[int] = []
+        rows: list[Any] = []
+        while len(tokens) < depth and self.logits([*context[-1:], *tokens][-1]).rows().max() > 0:
+            token, probs = self.step(tokens, context)
+            tokens.append(token)
+            rows.append(probs)
+        return self.finish(tokens, rows)
+
+
+@correct("drafter")
+class EmptySnapshot(drafters.Lookup):
+    """Saves nothing and starts from the text again."""
+
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        return DrafterSnapshot(arrays={})
+
+    def resume(self, saved: DrafterSnapshot) -> None:
+        return None
+
+
+@correct("drafter")
+class LongReport(drafters.Lookup):
+    """Reports nested data with names of any alphabet."""
+
+    def report(self) -> dict[str, Any]:
+        return {"größen": {"tokens": len(self.seen), "none": None}, "list": [1, 2.5, "drei", True, []]}
+
+
+@correct("drafter")
+class LongestMatch(Plain):
+    """Keeps nothing and searches the whole context each time."""
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        text = context[:]
+        for length in range(min(len(text) - 1, 4), 0, -1):
+            for start in range(len(text) - length - 1, -1, -1):
+                if text[start : start + length] == text[-length:]:
+                    return Draft(tuple(text[start + length : start + length + depth]))
+        return Draft()
+
+
+# --- verifiers --------------------------------------------------------------------------------------------------------
+
+
+@correct("verifier")
+class AcceptsNothing(verifiers.Exact):
+    """Chooses the next token itself, always: plain decoding with a drafter beside it."""
+
+    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+        self.check(draft, logits)
+        verdict = super().verify(Draft(draft.tokens[:1]) if draft.tokens else draft, _first(logits, draft), context)
+        return Verdict(0, draft.tokens[0]) if verdict.accepted else verdict
+
+    def is_argmax(self, sampling: Sampling) -> bool:
+        return False
+
+
+def _first(logits: Logits, draft: Draft) -> Logits:
+    from specdec.backends.arrays import HostLogits
+
+    return HostLogits(logits.rows()[: min(len(draft.tokens), 1) + 1])
+
+
+@correct("verifier")
+class WideMargin(verifiers.Margin):
+    """Bounded, by fifty nats."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.bound = 50.0
+
+
+@correct("verifier")
+class NoMargin(verifiers.Margin):
+    """Bounded, by nothing: only ties of the best are kept."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.bound = 0.0
+
+
+@correct("verifier")
+class GreedyOnly(verifiers.Exact):
+    """Exact where it decides, and refuses to sample."""
+
+    def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
+        if context.sampling.temperature > 0:
+            raise UnsupportedError("this verifier decodes greedily", hint="set generation.temperature to 0")
+        return super().verify(draft, logits, context)
+
+
+@correct("verifier")
+class ModestlyExact(verifiers.Exact):
+    """Exact, and promises no more than the distribution."""
+
+    guarantee: ClassVar[Guarantee] = Guarantee.DISTRIBUTION
+
+
+@correct("verifier")
+class ModestlyHeuristic(verifiers.Exact):
+    """Exact, and promises nothing."""
+
+    guarantee: ClassVar[Guarantee] = Guarantee.HEURISTIC
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+@correct("target")
+class EightPositions(Toy):
+    """Holds eight tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(max_positions=8)
+
+
+@correct("target")
+class OneToken(Toy):
+    """Has one token in its vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab=1)
+
+
+@correct("target")
+class TwoRows(Toy):
+    """Passes of two rows at most."""
+
+    def __init__(self) -> None:
+        super().__init__(max_rows=2)
+
+
+@correct("target")
+class ManyRows(Toy):
+    """Passes of up to 200 rows."""
+
+    def __init__(self) -> None:
+        super().__init__(max_rows=200)
+
+
+@correct("target")
+class SlowRows(Toy):
+    """Takes three milliseconds for a row."""
+
+    def row(self, state: Any, position: int, token: int) -> list[Any]:
+        time.sleep(0.003)
+        return super().row(state, position, token)
+
+
+@correct("target")
+class WithHead(Toy):
+    """Has an MTP head, whose drafts are poor."""
+
+    def __init__(self) -> None:
+        super().__init__(mtp=True)
+
+
+@correct("target")
+class Numeric(Toy):
+    """Declares numeric parity, and passes of several rows have other last bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        reason = "passes of several rows add in another order"
+        self.info = attrs.evolve(self.info, parity=Parity.NUMERIC, parity_reason=reason)
+
+    def logits(self, hidden: Any) -> Any:
+        if len(hidden) == 1:
+            return super().logits(hidden)
+        return np.stack([(self.output[:, ::-1] * row[::-1]).sum(-1) * self.scale for row in hidden])
+
+
+@correct("target")
+class AllEqual(Toy):
+    """Likes every token equally well, everywhere."""
+
+    def logits(self, hidden: Any) -> Any:
+        return np.zeros((len(hidden), self.info.vocab_size), np.float32)
+
+
+@correct("target")
+class WideLogits(Toy):
+    """Has logits of several hundred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = np.float32(40)
+
+
+@correct("target")
+class PaddedVocabulary(Toy):
+    """Its last 30 ids are padding: their logits are -inf."""
+
+    def logits(self, hidden: Any) -> Any:
+        rows = super().logits(hidden)
+        rows[:, -30:] = -np.inf
+        return rows
+
+
+@correct("target")
+class ReachesEighths(Toy):
+    """Goes back to multiples of eight tokens only."""
+
+    def rewind(self, state: Any, length: int) -> int:
+        return super().rewind(state, length if not 0 <= length <= state.held else length // 8 * 8)
+
+
+class TorchLogits(Logits):
+    """Logits ``[T, V]`` of torch."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def argmax(self) -> list[int]:
+        return [int((row == row.max()).nonzero()[0]) for row in self.array]
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        values, ids = self.array.sort(dim=-1, descending=True, stable=True)
+        return ids[:, :k].tolist(), values[:, :k].tolist()
+
+    def gather(self, tokens: Sequence[int]) -> list[float]:
+        return [float(row[token]) for row, token in zip(self.array, tokens, strict=False)]
+
+    def logsumexp(self) -> list[float]:
+        values: list[float] = self.array.double().logsumexp(-1).tolist()
+        return values
+
+    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
+        return None
+
+    def rows(self) -> Any:
+        return self.array.numpy().copy()
+
+
+class TokenList(State):
+    """A list of tokens is all that it holds."""
+
+    def __init__(self, capacity: int, needs: Needs, tokens: Sequence[int] = ()) -> None:
+        self.needs, self.most, self.tokens = needs, capacity, list(tokens)
+        self.drafted: list[int] | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def capacity(self) -> int:
+        return self.most
+
+    def nbytes(self) -> int:
+        return 8 * self.most
+
+
+@correct("target")
+class TorchOnly(ForwardPass):
+    """A table in torch over the last two tokens; its state is a list, its snapshot a torch tensor, and no numpy."""
+
+    def __init__(self) -> None:
+        vocab = 50
+        self.table = torch.randn((2, vocab, vocab), generator=torch.Generator().manual_seed(3)) * 2
+        self.info = ModelInfo(
+            family="table",
+            vocab_size=vocab,
+            hidden_size=1,
+            max_positions=512,
+            mtp_layers=0,
+            gives_hidden=False,
+            max_rows=8,
+            parity=Parity.BITWISE,
+            parity_reason="rows are looked up",
+        )
+
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> TokenList:
+        if not 1 <= capacity <= self.info.max_positions:
+            raise PromptError(f"a state holds 1 to {self.info.max_positions} tokens, not {capacity}")
+        if missing := needs.unmet(self.info):
+            raise UnsupportedError(f"the drafter needs {missing}")
+        return TokenList(capacity, needs)
+
+    def taken(self, state: Any, tokens: Sequence[int]) -> list[int]:
+        if not all(0 <= token < self.info.vocab_size for token in tokens):
+            raise PromptError("a token is outside the vocabulary")
+        if state.length + len(tokens) > state.capacity:
+            raise StateError("the state is full")
+        return list(tokens)
+
+    def prefill(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
+        if not tokens:
+            raise ShapeError("a prompt chunk has at least one token")
+        state.tokens += self.taken(state, tokens)
+        state.drafted = None
+        return ForwardOutput(rows=len(tokens))
+
+    def decode(self, state: Any, tokens: Sequence[int]) -> ForwardOutput:
+        if not 1 <= len(tokens) <= self.info.max_rows:
+            raise ShapeError(f"a pass has 1 to {self.info.max_rows} rows")
+        state.drafted = self.taken(state, tokens)
+        text = [0, *state.tokens, *state.drafted]
+        rows = [self.table[0, text[at]] + self.table[1, text[at - 1]] for at in range(-len(tokens), 0)]
+        return ForwardOutput(rows=len(tokens), logits=TorchLogits(torch.stack(rows)))
+
+    def commit(self, state: Any, rows: int) -> None:
+        if state.drafted is None or not 0 <= rows <= len(state.drafted):
+            raise StateError(f"there are not {rows} rows to commit")
+        state.tokens += state.drafted[:rows]
+        state.drafted = None
+
+    def rewind(self, state: Any, length: int) -> int:
+        if not 0 <= length <= state.length:
+            raise StateError(f"cannot go back to {length}")
+        del state.tokens[length:]
+        state.drafted = None
+        return length
+
+    def snapshot(self, state: Any) -> Snapshot:
+        return Snapshot(state.length, state.capacity, {"tokens": torch.tensor(state.tokens, dtype=torch.int64)}, {})
+
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> TokenList:
+        state = self.new_state(snapshot.capacity, needs)
+        state.tokens = snapshot.arrays["tokens"].tolist()
+        return state
+
+
+# --- depth policies ---------------------------------------------------------------------------------------------------
+
+
+class Fixed(DepthPolicy):
+    """What the policies below share."""
+
+    prepare: ClassVar[Callable[..., Any] | None] = None
+    depth = 1
+
+    def __init__(self, config: Any, shared: Any = None) -> None:
+        self.records = 0
+
+    def next_depth(self, stats: Stats) -> int:
+        return self.depth
+
+    def record(self, cycle: CycleRecord) -> None:
+        self.records += 1
+
+
+@correct("policy")
+class OneDepth(Fixed):
+    """One token, always."""
+
+
+@correct("policy")
+class ThousandDeep(Fixed):
+    """A thousand tokens, always."""
+
+    depth = 1000
+
+
+@correct("policy")
+class NeverSpeculates(Fixed):
+    """No draft at all, for a reason."""
+
+    depth = 0
+
+    @property
+    def reason(self) -> str:
+        return "this policy never drafts"
+
+
+@correct("policy")
+class Alternates(Fixed):
+    """Five tokens after every second record, and none in between."""
+
+    @property
+    def reason(self) -> str:
+        return "every second cycle decodes plainly" if self.records % 2 else ""
+
+    def next_depth(self, stats: Stats) -> int:
+        return 0 if self.records % 2 else 5
+
+
+# --- logits processors ------------------------------------------------------------------------------------------------
+
+
+@correct("processor")
+class AllButOne(LogitsProcessor):
+    """Allows one token, which the history decides."""
+
+    def __init__(self, config: Any, env: Any) -> None:
+        self.vocab = env.vocab_size
+
+    def allowed(self, history: Sequence[int]) -> int:
+        return (sum(history[-3:]) * 7 + len(history)) % self.vocab
+
+    def process(self, logits: Any, history: Sequence[int]) -> Any:
+        only = np.full_like(logits, -np.inf)
+        only[self.allowed(history)] = 0
+        return only
+
+    def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        for at, token in enumerate(draft):
+            if token != self.allowed([*history, *draft[:at]]):
+                return at
+        return len(draft)
+
+
+@correct("processor")
+class DoesNothing(LogitsProcessor):
+    """Returns a copy."""
+
+    def __init__(self, config: Any, env: Any) -> None:
+        pass
+
+    def process(self, logits: Any, history: Sequence[int]) -> Any:
+        return logits.copy()
+
+    def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        return len(draft)
+
+
+# --- observers and backends -------------------------------------------------------------------------------------------
+
+
+@correct("observer")
+class KeepsNothing(observers.Counter):
+    """Looks and forgets."""
+
+
+@correct("backend")
+class RightNumpy(backends.RightOps):
+    """The numpy backend of the examples."""

@@ -1,0 +1,1 @@
+"""Trains draft heads for the embedded model; see README.md."""
