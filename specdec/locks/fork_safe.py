@@ -8,25 +8,20 @@ import weakref
 
 
 class ForkSafeLock:
-    """A reentrant lock, as a context manager.
+    """A reentrant lock: ``with lock.held: ...``.
 
-    Reentrant, because an interruption may leave it held. A fork copies a lock as it is, also while another thread of
-    the parent holds it, and that thread is not in the child: there the lock is renewed.
+    A fork copies a lock as it is, also while another thread of the parent holds it, and that thread is not in the
+    child: there the lock is renewed. ``held`` is the interpreter's own lock, because Python code that acquires or
+    releases one can be interrupted before it says so; the lock would stay held, and other threads would wait for ever.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.held = threading.RLock()
         _all.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def renew(self) -> None:
         """Make it free, whoever holds it."""
-        self._lock = threading.RLock()
+        self.held = threading.RLock()
 
 
 _all: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()

@@ -69,7 +69,7 @@ class Loader:
 
     def advance(self, *, sources_left: int) -> None:
         """Admit candidates until only ``sources_left`` sources are left; can resume after an interruption."""
-        with self.lock:
+        with self.lock.held:
             if _importing.get() is self:
                 raise PluginError("a plugin asked for the registry while it was being imported")
             copy_context().run(self._advance, sources_left)

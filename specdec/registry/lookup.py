@@ -98,7 +98,7 @@ class Registry:
         module = module_of(plugin)
         if module == "__main__" and self._loader.holds_script(plugin):
             return
-        with self._loader.lock:
+        with self._loader.lock.held:
             outcome = self._loader.admit(Candidate(name or module, Origin(module=module), lambda: plugin))
             if isinstance(outcome, Failure):
                 raise outcome.as_error() from outcome.error
@@ -404,7 +404,7 @@ _current_lock = ForkSafeLock()
 def registry() -> Registry:
     """The registry of this process, built on the first call."""
     global _current
-    with _current_lock:
+    with _current_lock.held:
         if _current is None:
             _current = Registry()
         return _current
@@ -413,7 +413,7 @@ def registry() -> Registry:
 def use_registry(new: Registry | None) -> Registry | None:
     """Replace the registry of this process (None: build a new one on the next call); returns the old one. For tests."""
     global _current
-    with _current_lock:
+    with _current_lock.held:
         former, _current = _current, new
         return former
 

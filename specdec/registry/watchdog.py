@@ -37,7 +37,7 @@ guards: set[weakref.ref[Watched]] = set()
 """All guards. Adding, discarding and copying are one step each."""
 
 _NAME = "specdec-plugins"
-_lock = threading.RLock()  # reentrant, because an interruption may leave it held
+_lock = threading.RLock()
 _thread: threading.Thread | None = None
 
 

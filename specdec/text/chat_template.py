@@ -102,7 +102,7 @@ class _Process:
 
     def reply(self, request: bytes) -> Mapping[str, Any]:
         """What the process answers. Raises: PromptError if it cannot be started."""
-        with self._lock:
+        with self._lock.held:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None

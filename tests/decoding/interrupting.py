@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import pathlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
 import specdec
+from specdec.locks import fork_safe
 
 OURS = str(pathlib.Path(specdec.__file__).parent)
 Place = tuple[CodeType, int]  # code, and its line or (negative) its instruction
+
+
+@functools.cache
+def closing(code: CodeType) -> frozenset[int]:
+    """The instructions between the end of a ``with`` block and the call of its ``__exit__``.
+
+    Python looks for signals after calls, in loops and where functions start, hence not there. A tracer could raise
+    there, and the block would stay open.
+    """
+    steps, found = list(dis.get_instructions(code)), set[int]()
+    for n, step in enumerate(steps):
+        if step.opname == "WITH_EXCEPT_START":
+            found |= {steps[n - 1].offset, step.offset}
+        nones = [s.opname == "LOAD_CONST" and s.argval is None for s in steps[n : n + 3]]
+        call = steps[n + 3] if n + 3 < len(steps) else step
+        if all(nones) and call.opname in {"PRECALL", "CALL"} and call.arg == 2:  # __exit__(None, None, None)
+            found |= {s.offset for s in steps[n : n + 5]}
+            if steps[n - 1].opname in {"SWAP", "NOP"}:  # a value to return lies below
+                found.add(steps[n - 1].offset)
+    return frozenset(found)
+
+
+def nothing_is_locked() -> bool:
+    """Whether another thread finds every lock of specdec free."""
+    held = []
+
+    def look() -> None:
+        for lock in fork_safe._all:
+            if lock.held.acquire(blocking=False):
+                lock.held.release()
+            else:
+                held.append(lock)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return not held
 
 
 class Tracer:
@@ -30,7 +71,7 @@ class Tracer:
         return self._step
 
     def _step(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == ("opcode" if self.instructions else "line"):
+        if event == ("opcode" if self.instructions else "line") and frame.f_lasti not in closing(frame.f_code):
             if self.at is None:
                 self.places.append((frame.f_code, -frame.f_lasti if self.instructions else frame.f_lineno))
             elif self.steps == self.at:
@@ -61,6 +102,7 @@ def interrupted(call: Callable[[], Any], at: int, *, instructions: bool = False)
         with tracer():
             call()
     except KeyboardInterrupt:
+        assert nothing_is_locked()
         return True
     finally:
         sys.unraisablehook = former

@@ -131,8 +131,7 @@ class NativeOps(ReferenceOps):
         )
         self.eager_reason = eager_reason
         self.timing = False  # measure the time in each kernel of recorded passes
-        # held while a pass uses the work memory; reentrant, because an interruption may leave it held
-        self.lock = ForkSafeLock()
+        self.lock = ForkSafeLock()  # held while a pass uses the work memory
         self._work = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._frequencies: dict[int, tuple[Rope, Tensor, int]] = {}
         self._groups: dict[tuple[tuple[int, int, int], ...], tuple[int, Any, Any, tuple[int, ...], Any]] = {}

@@ -550,7 +550,7 @@ class RecordedPass(Pass):
         rows, passes, ops = len(tokens), self._passes, self._ops
         recording = passes.recordings.get(rows)
         if recording is None and rows <= ops.capabilities.max_rows and rows not in passes.recordings:
-            with ops.lock:
+            with ops.lock.held:
                 recording = passes.add(rows, self._caches)
         if recording is None:
             self._last = None
@@ -573,7 +573,7 @@ class RecordedPass(Pass):
         slots[TOKENS] = ctypes.addressof(ids)
         slots[OUT] = out.data_ptr()
         slots[THREADS] = ops.threads.count()
-        with ops.lock:
+        with ops.lock.held:
             slots[WORK] = ops.work(recording.work_bytes)
             failed = self._play(recording.run)
         if failed >= 0:
@@ -605,7 +605,7 @@ class RecordedPass(Pass):
         features = sum(matrix[2] for matrix in matrices)
         vocabulary = features if pruned is None else pruned.vocab_size
         self._last = None
-        with ops.lock:
+        with ops.lock.held:
             chain = passes.chain(rows, len(parts), self._caches, choice=choosing is not None)
             if chain is None:
                 return None

@@ -92,8 +92,7 @@ class _EventMarker:
 class CudaDevice:
     """The current CUDA device. Graphs share one memory pool, since only one of them runs at a time."""
 
-    # torch captures one graph at a time in a process; reentrant, because an interruption may leave it held
-    _capturing = threading.RLock()
+    _capturing = threading.RLock()  # torch captures one graph at a time in a process
 
     def __init__(self) -> None:
         index = torch.cuda.current_device()

@@ -431,7 +431,7 @@ class _Angles:
         empty = np.zeros((0, 1, len(rope.inv_freq)), np.float32)
         self._tables = empty, empty
         self._made: tuple[mx.array, mx.array] | None = None
-        self._lock = threading.RLock()  # reentrant, because an interruption may leave it held
+        self._lock = threading.RLock()
 
     def on_host(self, size: int) -> tuple[Any, Any]:
         """Return tables of at least ``size`` positions."""
