@@ -101,13 +101,17 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
     if texts["direct", tokens] != texts["server", tokens]:
         raise SystemExit("the server's text differs")
     middle = {key: statistics.median(values) for key, values in times.items()}
+    once = {name: middle[name, 1] for name in ("direct", "server")}
+    pairs = zip(times["direct", tokens], times["server", tokens], strict=True)  # of one round: the machine is the same
+    ratios = [(served - once["server"]) / (direct - once["direct"]) for direct, served in pairs]
     per_token = {name: (middle[name, tokens] - middle[name, 1]) / (tokens - 1) for name in ("direct", "server")}
     return {
         "tokens": tokens,
         "repeats": repeats,
         "direct_ms_per_token": per_token["direct"] * 1e3,
         "server_ms_per_token": per_token["server"] * 1e3,
-        "ratio_per_token": per_token["server"] / per_token["direct"],
+        "ratio_per_token": statistics.median(ratios),
+        "ratio_per_token_quartiles": statistics.quantiles(ratios, n=4)[::2],
         "ms_added_to_a_request_of_one_token": (middle["server", 1] - middle["direct", 1]) * 1e3,
         "ratio_of_the_whole_request": middle["server", tokens] / middle["direct", tokens],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -18,6 +18,22 @@ class FieldError(ConfigError):
     def __init__(self, owner: object, field: str, takes: str, got: object, **facts: object) -> None:
         self.field, self.takes, self.got = field, takes, got
         super().__init__(f"{type(owner).__name__}.{field} takes {takes}, got {shown(got)}", **facts)
+
+
+@attrs.frozen(eq=False)
+class Described:
+    """A validator that also says what it takes.
+
+    Attributes:
+        check: raises FieldError.
+        schema: JSON Schema of what it takes, beside the type.
+    """
+
+    check: Validator
+    schema: Mapping[str, Any]
+
+    def __call__(self, owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        self.check(owner, field, value)
 
 
 def between(low: float, high: float) -> Validator:
@@ -37,7 +53,7 @@ def between(low: float, high: float) -> Validator:
         if not number or not low <= value <= high:  # type: ignore[operator]  # NaN fails the comparison
             raise FieldError(owner, field.name, f"{shown(low)} to {shown(high)}", value)
 
-    return check
+    return Described(check, {"minimum": low, "maximum": high})
 
 
 def one_of(*choices: str) -> Validator:
@@ -55,7 +71,7 @@ def one_of(*choices: str) -> Validator:
             hint = nearest(value, choices) if isinstance(value, str) else None
             raise FieldError(owner, field.name, takes, value, try_=repr(hint) if hint else None)
 
-    return check
+    return Described(check, {"enum": list(choices)})
 
 
 def each(validator: Validator) -> Validator:
@@ -65,4 +81,4 @@ def each(validator: Validator) -> Validator:
         for item in value.values() if isinstance(value, dict) else value:
             validator(owner, field, item)
 
-    return check
+    return Described(check, {"items": dict(getattr(validator, "schema", {}))})

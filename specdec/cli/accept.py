@@ -113,7 +113,17 @@ def accept(
 
 # --- recorded traffic ------------------------------------------------------------------------------------------------
 
-_OF_A_MODEL = ("prompts_file", "classes", "per_class", "csv_file", "plot_file", "passive", "ablate", "log_file")
+_OF_A_MODEL = (
+    "prompts_file",
+    "classes",
+    "per_class",
+    "csv_file",
+    "plot_file",
+    "html_file",
+    "passive",
+    "ablate",
+    "log_file",
+)
 
 
 def _judge_traffic(
@@ -177,9 +187,8 @@ def _rates(offered: int, reached: int, accepted: int) -> tuple[float | None, flo
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def show(report: AcceptanceReport) -> None:
-    """Tables on stdout."""
-    console = output.console()
+def show(report: AcceptanceReport, console: output.Printer) -> None:
+    """Tables and notes."""
     section = functools.partial(output.section, console)
     groups = [*report.classes, report.overall] if len(report.classes) > 1 else list(report.classes)
     console.print(output.facts(_summary(report)))

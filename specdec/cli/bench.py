@@ -77,9 +77,9 @@ def bench(
     measuring.finish(
         ctx,
         report,
-        files if report.overall is not None else {**files, "plot": None},  # nothing to draw
+        files,
         show=show,
-        plot=plot_bench,
+        plot=plot_bench if report.overall is not None else None,
         as_json=as_json,
         changed="outputs differ",
         done=output.count(len(report.prompts), "prompt"),
@@ -101,9 +101,8 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def show(report: BenchReport) -> None:
-    """Tables on stdout."""
-    console = output.console()
+def show(report: BenchReport, console: output.Printer) -> None:
+    """Tables and notes."""
     section = functools.partial(output.section, console)
     console.print(output.facts(_summary(report)))
     if report.overall is not None:

@@ -12,6 +12,7 @@ import click
 
 from specdec.cli import output
 from specdec.cli.options import FILE, PATH, Command, add_options, interruptible
+from specdec.cli.report_page import ReportPage
 from specdec.config import RunConfig
 from specdec.errors import UnsupportedError
 
@@ -37,6 +38,7 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
             per_class: int | None,
             csv_file: pathlib.Path | None,
             plot_file: pathlib.Path | None,
+            html_file: pathlib.Path | None,
             **options: Any,
         ) -> Any:
             from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
@@ -45,7 +47,8 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
             wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
             prompts = choose_prompts(known, classes=wanted, per_class=per_class)
             check_writable(csv_file, plot=plot_file)
-            return command(prompts=prompts, files={"csv": csv_file, "plot": plot_file}, **options)
+            check_writable(plot=html_file)
+            return command(prompts=prompts, files={"csv": csv_file, "plot": plot_file, "html": html_file}, **options)
 
         return add_options(
             resolved,
@@ -67,6 +70,9 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
             ),
             click.option("--csv", "csv_file", metavar="FILE", type=PATH, help=csv_help),
             click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib)."),
+            click.option(
+                "--html", "html_file", metavar="FILE", type=PATH, help="Write a page with tables and plot (matplotlib)."
+            ),
         )
 
     return decorate
@@ -92,8 +98,8 @@ def finish(
     report: Any,
     files: Files,
     *,
-    show: Callable[[Any], None],
-    plot: Callable[[Any, pathlib.Path], None],
+    show: Callable[[Any, Any], None],
+    plot: Callable[[Any, Any], None] | None,
     as_json: bool,
     changed: str,
     done: str,
@@ -102,18 +108,27 @@ def finish(
     """Print a report, write its files, and exit with its status.
 
     Args:
+        show: prints the report on a console.
+        plot: draws it; None if there is nothing to draw, and then no picture is written.
         changed: what a broken promise means here.
         done: how far an interrupted measurement got.
         lost: why a file that was written on the way is incomplete.
     """
+    if plot is None:
+        files = {**files, "plot": None}
+    data = report.to_dict()
     if as_json:
-        output.print_json({**report.to_dict(), **{name: str(file) if file else None for name, file in files.items()}})
+        output.print_json({**data, **{name: str(file) if file else None for name, file in files.items()}})
     else:
-        show(report)
+        show(report, output.console())
     if files["csv"] is not None:
         write_csv(report.rows(), files["csv"])
-    if files["plot"] is not None:
+    if files["plot"] is not None and plot is not None:
         plot(report, files["plot"])
+    if files["html"] is not None:
+        page = ReportPage()
+        show(report, page)
+        page.write(files["html"], f"specdec {ctx.info_name}", data, plot and functools.partial(plot, report))
     for name, file in files.items():
         if file is not None and not as_json:
             click.echo(f"{name}: {file}", err=True)

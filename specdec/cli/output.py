@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 import click
 
@@ -147,6 +147,14 @@ def print_json(value: object) -> None:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
+class Printer(Protocol):
+    """What a report is printed on: a terminal's console, or a page."""
+
+    def print(self, shown: Any = "", /, *, style: str = "", soft_wrap: bool = False) -> None:
+        """Add a text or a table."""
+        ...
+
+
 def console(*, stderr: bool = False) -> Console:
     """A rich console that prints strings literally: file names and names of tensors are neither markup nor escapes."""
     from rich.console import Console
@@ -225,7 +233,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     return made
 
 
-def section(console: Console, title: str, table: Table, *explained: str) -> None:
+def section(console: Printer, title: str, table: Table, *explained: str) -> None:
     """A titled table with notes below it."""
     console.print()
     console.print(title, style="bold")
@@ -234,7 +242,7 @@ def section(console: Console, title: str, table: Table, *explained: str) -> None
         console.print(line, style="dim")
 
 
-def lines(console: Console, label: str, texts: Iterable[str]) -> None:
+def lines(console: Printer, label: str, texts: Iterable[str]) -> None:
     """``label: text``, each on a line of its own whatever is in the text."""
     for text in texts:
         console.print(f"{label}: {one_line(text)}", soft_wrap=True)

@@ -110,7 +110,9 @@ class GenerationConfig(SamplingSettings):
     max_new_tokens: int = attrs.field(default=128, validator=between(1, _INT32))
     logit_bias: Mapping[str | int, float] = attrs.field(factory=dict, validator=BIASES)
     processors: tuple[Choice, ...] = ()  # [[generation.processors]] tables
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_one_or_many, validator=_stop_strings)
+    stop: tuple[str, ...] = attrs.field(
+        default=(), converter=_one_or_many, validator=_stop_strings, metadata={"also_one": True}
+    )
     ignore_eos: bool = False
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from specdec.errors import UnsupportedError
 
@@ -31,7 +31,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
-            f"a plot needs matplotlib: {error}", try_="pip install 'specdec-framework[plot]', or leave out the plot"
+            f"a plot needs matplotlib: {error}",
+            try_="pip install 'specdec-framework[plot]', or leave out --plot and --html",
         ) from error
 
 
@@ -50,12 +51,12 @@ def panels(title: str, *sizes: float, height: float = 4.6) -> tuple[Any, list[An
     return figure, axes
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
+def save_figure(figure: Any, path: str | Path | BinaryIO) -> None:
     """Write a PNG. Raises: UnsupportedError if the file cannot be written."""
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
-        raise UnsupportedError(f"the plot cannot be written: {error.strerror or error}", file=path) from error
+        raise UnsupportedError(f"the plot cannot be written: {error.strerror or error}", file=str(path)) from error
 
 
 def _grid(axes: Any, axis: str = "y") -> None:
@@ -65,7 +66,7 @@ def _grid(axes: Any, axis: str = "y") -> None:
 # --- acceptance ------------------------------------------------------------------------------------------------------
 
 
-def plot_acceptance(report: AcceptanceReport, path: str | Path) -> None:
+def plot_acceptance(report: AcceptanceReport, path: str | Path | BinaryIO) -> None:
     """Acceptance by position and predicted speed-up by depth, one line per class."""
     groups = [group for group in report.classes if group.prompts]
     how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
@@ -133,7 +134,7 @@ def _lines(
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
-def plot_bench(report: BenchReport, path: str | Path) -> None:
+def plot_bench(report: BenchReport, path: str | Path | BinaryIO) -> None:
     """Speed-up by class, the breakdown of a cycle's time, and speed by context length, of one or more prompts."""
     warned = "SYNTHETIC ACCEPTANCE, A TIMING AND NOT A RESULT: " if report.synthetic is not None else ""
     figure, axes = panels(
@@ -213,13 +214,14 @@ def _contexts(axes: Any, report: BenchReport) -> None:
 
 
 def plot_audit(report: AuditReport, path: str | Path) -> None:
-    """The gap histogram, and the divergences by position."""
+    """The gap histogram, and beside it the divergences by position if there are any."""
     from specdec.measuring.audit import bin_label
 
-    figure, (left, right) = panels(
+    found = [(one.position, one.gap) for one in report.divergences if math.isfinite(one.gap)]
+    figure, (left, *others) = panels(
         f"{len(report.divergences)} of {report.tokens} tokens diverge from plain decoding"
-        f"  (guarantee {report.guarantee}, parity {report.parity})",
-        *(5.5, 5.5),
+        f"{' ' if found else chr(10)}(guarantee {report.guarantee}, parity {report.parity})",
+        *[5.5] * (2 if found else 1),
     )
     bins = report.histogram()
     places = range(len(bins))
@@ -230,14 +232,12 @@ def plot_audit(report: AuditReport, path: str | Path) -> None:
     left.set_xticks(places, [bin_label(low, high) for low, high, _, _ in bins], rotation=45, ha="right")
     left.set(xlabel="gap of the two best logits (nats)", ylabel="token positions", title="How near the choices were")
     left.legend(frameon=False)
-    right.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
-    right.set_xlim(-0.02 * report.tokens, 1.02 * report.tokens)
-    found = [(one.position, one.gap) for one in report.divergences if math.isfinite(one.gap)]
-    if found:
+    for right in others:
+        right.set(
+            xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge"
+        )
+        right.set_xlim(-0.02 * report.tokens, 1.02 * report.tokens)
         right.vlines([at for at, _ in found], 0, [gap for _, gap in found], color=RED, linewidth=1)
         right.plot([at for at, _ in found], [gap for _, gap in found], "o", color=RED, markersize=3)
         right.set_ylim(bottom=0)
-    else:
-        right.text(0.5, 0.5, "none", transform=right.transAxes, ha="center", va="center", color=GREY, fontsize=14)
-        right.set_yticks([])
     save_figure(figure, path)

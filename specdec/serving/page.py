@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -26,23 +25,33 @@ def page(data: Mapping[str, Any]) -> str:
 
     ``data`` may hold text of a model: inside the page it cannot end its element, and the page never reads it as HTML.
     """
-    held = json.dumps(data).replace("<", "\\u003c")
-    return _source().replace(_EMPTY, _EMPTY.replace("{}", held, 1), 1)
+    return _source().replace(_EMPTY, embedded(data), 1)
+
+
+def embedded(data: Mapping[str, Any]) -> str:
+    """The element that holds the data of a page."""
+    return _EMPTY.replace("{}", json.dumps(data).replace("<", "\\u003c"), 1)
+
+
+def style() -> str:
+    """The page's style sheet, which reports share."""
+    return _inside("style")
 
 
 def policy() -> str:
     """The Content-Security-Policy of the page: its own script and style, and requests to its own server."""
-    script, style = (
-        base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
-        for found in (
-            re.findall(r"<script>(.*?)</script>", _source(), re.DOTALL)[0],
-            re.findall(r"<style>(.*?)</style>", _source(), re.DOTALL)[0],
-        )
+    script, sheet = (
+        base64.b64encode(hashlib.sha256(_inside(tag).encode()).digest()).decode() for tag in ("script", "style")
     )
     return (
-        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; connect-src 'self'; "
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{sheet}'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+
+
+def _inside(tag: str) -> str:
+    """The text of the element without attributes."""
+    return _source().partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
 
 
 def _source() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import re
 
 import attrs
 import pytest
@@ -63,6 +64,20 @@ def test_one_object_for_programs(bench):
     assert {row["arm"] for row in told["prompts"]} == {"plain", "speculative"}
     assert told["equal"] is True
     assert told["csv"] is None
+
+
+def test_a_page_holds_tables_plot_and_data(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "bench.html"
+    done = bench(*SHORT, "--classes", "code", "--html", str(file))
+    assert done.exit_code == 0, done.stderr
+    assert f"html: {file}" in done.stderr
+    text = file.read_text(encoding="utf-8")
+    assert '<th scope="col" class="number">speed-up</th>' in text
+    assert "data:image/png;base64,iVBOR" in text
+    assert not re.search(r"(src|href)=.(?!data:)|url\(|@import|<script>", text)  # nothing else is fetched or run
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)[0])
+    assert f'<td class="number">{data["overall"]["speedup"]:.2f}x</td>' in text
 
 
 def test_an_imposed_acceptance_is_called_one(bench):
@@ -139,6 +154,8 @@ def test_an_interruption_before_any_result_names_no_picture(bench, monkeypatch, 
     assert "plot:" not in done.stderr
     assert not (tmp_path / "a.png").exists()
     assert json.loads(bench(*SHORT, "--plot", str(tmp_path / "a.png"), "--json").stdout)["plot"] is None
+    assert bench(*SHORT, "--html", str(tmp_path / "a.html")).exit_code == 130
+    assert "<img" not in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 def test_reasons_of_many_runs_are_one_note(bench, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import re
 import signal
 import socket
 import struct
@@ -184,14 +185,76 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(server):
     assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
 
 
+QUICK = """
+import socket
+import specdec.serving.app, specdec.serving.server as server
+server.HEAD_SECONDS = specdec.serving.app.BODY_SECONDS = server.WRITE_SECONDS = 0.3
+make = server.bound_socket
+def small(*where):
+    made = make(*where)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    return made
+server.bound_socket = small
+"""
+
+
 def test_a_slow_client_is_cut_off():
     """A head or a body that comes byte by byte, and an answer that nobody reads."""
-    quick = "import specdec.serving.server as s, specdec.serving.app as a; s.HEAD_SECONDS = a.BODY_SECONDS = 0.3"
-    with serving(before=quick) as server:
+    with serving(before=QUICK) as server:
         assert exchange(server, b"GET /hea") == b""
         head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
         assert exchange(server, head.encode() + b"{").startswith(b"HTTP/1.1 408")
-        assert server.request("GET", "/health")[0] == 200
+        body = json.dumps({**ASK, "max_tokens": 200, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.socket() as connection:
+            connection.settimeout(HUNG)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", int(server.host.split(":")[1])))
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: server.metric('specdec_responses_total{route="/v1/chat/completions",status="200"}') == 1)
+            time.sleep(0.5)  # longer than it may take nothing
+            found = len(connection.recv(1000))
+            with contextlib.suppress(ConnectionResetError):
+                while piece := connection.recv(65536):
+                    found += len(piece)
+        assert found < 200 * 21 * 60, "all of it came"  # bytes of the smallest answer
+        assert server.post(CHAT, ASK)[0] == 200
+
+
+tokens = st.text("abcXYZ-!~^", min_size=1, max_size=12).map(str.encode)
+header_values = st.binary(max_size=30) | st.sampled_from(
+    [
+        b"application/json",
+        b"localhost",
+        b"evil.example",
+        b"null",
+        b"Bearer x",
+        b"chunked",
+        b"websocket",
+        b"*/*",
+        b"\xff",
+    ]
+)
+header_names = tokens | st.sampled_from(
+    [b"Host", b"Origin", b"Authorization", b"Content-Type", b"Content-Encoding", b"Expect", b"Upgrade", b"Cookie", b""]
+)
+paths = st.sampled_from([b"/", b"/health", CHAT.encode(), b"/v1/models/x", b"*", b"//", b"/%ff%00"]) | st.binary(
+    min_size=1, max_size=20
+)
+
+
+@given(
+    st.sampled_from([b"GET", b"POST", b"HEAD", b"OPTIONS", b"CONNECT"]) | tokens,
+    paths,
+    st.lists(st.tuples(header_names, header_values), max_size=4),
+)
+@examples(200)
+def test_any_head_is_answered(server, method, path, headers):
+    lines = [b"%s %s HTTP/1.1" % (method, path), b"Connection: close", *(b"%s: %s" % header for header in headers)]
+    answer = exchange(server, b"\r\n".join([*lines, b"Host: localhost", b"", b""]))
+    assert re.match(rb"HTTP/1.1 (200|4\d\d) ", answer), answer[:200]
+    for leak in (b"Traceback", b"site-packages", b"object at 0x"):
+        assert leak not in answer
 
 
 # --- clients that go, queues, the end --------------------------------------------------------------------------------

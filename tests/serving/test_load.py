@@ -1,0 +1,18 @@
+"""A server under load, for less than a minute: `benchmarks.serve_load` does the same for ten."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.slow
+def test_four_clients_with_cancellations_and_malformed_bodies():
+    from benchmarks.serve_load import load
+
+    found = load(minutes=0.25, clients=4)
+    assert found["wrong"] == []
+    assert min(found["requests"][what] for what in ("compared", "cancelled", "malformed")) > 0
+    assert found["alive"]
+    assert found["longest_queue"] <= 4
+    assert found["waiting_at_the_end"] == 0
+    assert found["memory_growth"] < 0.1, found  # kept sessions are still being made
