@@ -14,7 +14,7 @@ from tests.processes import HUNG, run_specdec
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'><!-- &lt;b&gt;"
@@ -162,6 +162,7 @@ def test_it_works_by_keyboard(opened, server):
     assert shown.locator("#output .t.on").count() == 1
 
 
+@pytest.mark.sample
 def test_the_page_needs_nothing_else(server):
     status, headers, body = server.request("GET", "/")
     assert status == 200
