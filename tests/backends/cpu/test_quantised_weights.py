@@ -155,7 +155,7 @@ def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: py
     check()
 
 
-@given(exponent=st.integers(-120, 126), spread=st.integers(0, 240), seed=st.integers(0, 2**31))
+@given(exponent=st.integers(-120, 90), spread=st.integers(0, 240), seed=st.integers(0, 2**31))
 @SETTINGS
 def test_activations_are_taken_as_they_are(ops: NativeOps, exponent: int, spread: int, seed: int) -> None:
     """Exact down to a 128th of a group's largest, and within 2^-15 of that below. Not with AVX2: exact always."""

@@ -251,10 +251,15 @@ struct OpenedNumbers {
 template <> constexpr int64_t STEP<OpenedNumbers> = STEP<Opened>;
 INLINE vu paired(vu a) { return a; }
 
+// GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
+// there are not enough registers.
+INLINE vu in_register(vu a) {
+    asm("" : "+x"(a));
+    return a;
+}
+
 INLINE vu add_two(vu w, const int16_t* x, vu sum) {
-    sum += (vu)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(load_as<int32_t>(x)));
-    asm("" : "+x"(sum));  // GCC would add products first, for which there are not enough registers
-    return sum;
+    return in_register(sum + (vu)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(load_as<int32_t>(x))));
 }
 #endif
 
@@ -340,7 +345,10 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
 #pragma GCC unroll 8
                     for (int v = 0; v < V; ++v) {
                         weight[v] = own.open(p + v * W * WORD, pair);
-                        if constexpr (WHOLE_X<X>) continue;
+                        if constexpr (WHOLE_X<X>) {
+                            weight[v] = in_register(weight[v]);
+                            continue;
+                        }
 #pragma GCC unroll 8
                         for (int m = 0; m < M; ++m) {
                             Sum& total = sum[(m * V + v) * A + pair % A];
@@ -355,6 +363,15 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
                                 sum[m * V + v] = add_two(weight[v], x.x + m * x.stride + at + 2 * pair, sum[m * V + v]);
                 }
             }
+            vf unit[M];  // for each row, before stores to `out` make the compiler read them again
+            vu zero[M];
+            if constexpr (WHOLE_X<X>)
+#pragma GCC unroll 8
+                for (int m = 0; m < M; ++m) {
+                    const int64_t side_at = m * x.groups + g;
+                    unit[m] = splat(meaning.unit * x.units[side_at]);
+                    zero[m] = vu{} + (uint32_t)meaning.zero * (uint32_t)(int32_t)x.sums[side_at];
+                }
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {
                 const int64_t f = first + v * W;
@@ -371,9 +388,7 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
                     const int64_t side_at = m * x.groups + g;
                     vf group, total = load(to);
                     if constexpr (WHOLE_X<X>) {
-                        const uint32_t zero = (uint32_t)meaning.zero * (uint32_t)(int32_t)x.sums[side_at];
-                        group = __builtin_convertvector((vi)(2 * own_sum[0] - zero), vf);
-                        group *= splat(meaning.unit * x.units[side_at]);
+                        group = __builtin_convertvector((vi)(2 * own_sum[0] - zero[m]), vf) * unit[m];
                     } else {
                         group = (own_sum[0] + own_sum[1]) * splat(meaning.unit);
                     }
