@@ -250,6 +250,17 @@ def test_rows_and_threads_do_not_change_bits(
                 assert_same_bits(got, expected[:rows])
 
 
+def test_matrices_of_one_call_have_groups_of_their_own(ops: NativeOps, tmp_path: Path) -> None:
+    """Catches: sums or units of activations that are shared by matrices with other groups, or with none."""
+    names = ["rounded int4", "mlx-affine 4 g128", "nvfp4", "fp8 per channel", "mlx-affine 5 g32", "mlx-affine 8 g64"]
+    held = [
+        ops.weight(QUANTISERS[name](drawn(40, 384, n), tmp_path / str(n), ops.dtype)) for n, name in enumerate(names)
+    ]
+    x = draw(7, 384, seed=9, dtype=ops.dtype)
+    for together, w in zip(ops.project(x, held), held, strict=True):
+        assert_same_bits(together, ops.linear(x, w))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @given(rows=st.integers(1, 40), units=st.integers(1, 40), seed=st.integers(0, 2**31))
 @SETTINGS
