@@ -87,15 +87,14 @@ def test_a_coarse_format_is_a_bug_in_every_format() -> None:
     report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=coarse)))
     real = [one for one in report.judged() if one.verdict is Verdict.REAL]
     assert real
-    assert any("in the same context are" in one.reason for one in real)
-    assert all(one.found.gap > ROUNDING["bfloat16"] for one in real)
+    assert all("in the same context are" in one.reason for one in real)
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 
 def answers(gap: float, *, own: float = 0.0, seen: bool = True) -> tuple[Answer, Answer]:
-    """Two answers of two tokens; the second differ, ``gap`` nats apart for the plain one and ``own`` for the other."""
+    """Two answers of two tokens; the second differs, ``gap`` nats apart for the plain one and ``own`` for the other."""
     rest = {"c": -5.0 - gap, "d": -6.0 - gap}
     first = Step("a", -0.1, {"a": -0.1, "b": -3.0})
     plain = Step("a", -0.5, {"a": -0.5, **({"b": -0.5 - gap} if seen else rest)})
