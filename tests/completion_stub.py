@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.server
 import json
 import threading
@@ -16,6 +17,14 @@ import torch
 
 VOCAB = 40
 WORDS = [f" w{number}" for number in range(VOCAB)]
+
+
+@functools.cache
+def logits(context: tuple[int, ...], prompt: str) -> np.ndarray:
+    """A row ``[VOCAB]`` float64 around 20, the best ones close together."""
+    seed = zlib.crc32(repr((prompt, context[-3:], len(context))).encode())
+    return 20 - np.random.default_rng(seed).exponential(2.0, VOCAB)
+
 
 Rounded = Callable[[np.ndarray], np.ndarray]
 
@@ -46,11 +55,6 @@ class Toy:
     rounded: Rounded = exact
     keeps: int | None = None
 
-    def row(self, context: tuple[int, ...], prompt: str) -> np.ndarray:
-        """Logits ``[VOCAB]`` float64 around 20, the best ones close together."""
-        seed = zlib.crc32(repr((prompt, context[-3:], len(context))).encode())
-        return 20 - np.random.default_rng(seed).exponential(2.0, VOCAB)
-
     def steps(self, prompt: str, limit: int) -> list[tuple[int, np.ndarray]]:
         """Tokens with their rows of log-probabilities."""
         made: list[tuple[int, np.ndarray]] = []
@@ -59,7 +63,7 @@ class Toy:
             context = tuple(token for token, _ in made)
             drafts = self._drafts(context, prompt)
             for draft in [*drafts, None]:
-                row = self.row(tuple(token for token, _ in made), prompt)
+                row = logits(tuple(token for token, _ in made), prompt)
                 row = self.rounded(row) if drafts else row
                 row = row - np.log(np.exp(row - row.max()).sum()) - row.max()
                 chosen = int(row.argmax())
@@ -76,8 +80,8 @@ class Toy:
         """Right ones, and the last is always wrong."""
         found: list[int] = []
         for _ in range(self.depth):
-            found.append(int(self.row((*context, *found), prompt).argmax()))
-        return [*found[:-1], int(self.row((*context, *found[:-1]), prompt).argmin())] if found else []
+            found.append(int(logits((*context, *found), prompt).argmax()))
+        return [*found[:-1], int(logits((*context, *found[:-1]), prompt).argmin())] if found else []
 
 
 def completion(toy: Toy, asked: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from specdec.measuring.prompts import Prompt
 from tests.completion_stub import Toy, bfloat16, coarse, completion, json_reply, stub, toy_reply
 
 ASKED = Asked(max_new_tokens=16)
-PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number}") for number in range(12)]
+PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number}") for number in range(8)]
 
 
 @attrs.frozen
@@ -87,7 +87,7 @@ def test_a_coarse_format_is_a_bug_in_every_format() -> None:
     report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=coarse)))
     real = [one for one in report.judged() if one.verdict is Verdict.REAL]
     assert real
-    assert all("in the same context are" in one.reason for one in real)
+    assert any("in the same context are" in one.reason for one in real)
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
