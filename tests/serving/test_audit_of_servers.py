@@ -1,16 +1,21 @@
-"""Our own server under the audit."""
+"""Our own server under ``specdec audit`` answers every time as the first time."""
 
 from __future__ import annotations
 
-from specdec.measuring.comparison import Comparison
-from specdec.measuring.engines.engine import Asked
-from specdec.measuring.engines.server import ServerEngine
-from specdec.measuring.prompts import Prompt
+import json
+
+import pytest
+
+from tests.processes import run_specdec
 
 
+def audited(plain, other, *options):
+    done = run_specdec("audit", "--server", plain.url, "--server", other.url, "--ignore-eos", "--json", *options)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
 def test_the_server_agrees_with_itself(server):
-    engine = ServerEngine(server.url)
-    prompts = [Prompt(kind="prompts", text="def add(a, b):")]
-    report = Comparison(engine, engine, prompts, Asked(max_new_tokens=8, ignore_eos=True)).run()
-    assert (report.done, report.tokens) == (1, 8)
-    assert (report.divergences, report.control.differences, report.speculation.apart) == ((), (), 0.0)
+    told = audited(server, server, "-n", "12", "-p", "def add(a, b):")
+    assert (told["requests"], told["tokens"]) == (1, 12)
+    assert (told["differ"]["count"], told["control"]["count"], told["logprobs_apart"]) == (0, 0, 0.0)
