@@ -234,4 +234,7 @@ def plot_audit(report: GapReport, path: str | Path) -> None:
         right.vlines([at for at, _ in found], 0, [gap for _, gap in found], color=RED, linewidth=1)
         right.plot([at for at, _ in found], [gap for _, gap in found], "o", color=RED, markersize=3)
         right.set_ylim(bottom=0)
+    else:
+        right.text(0.5, 0.5, "none", transform=right.transAxes, ha="center", va="center", color=GREY, fontsize=14)
+        right.set_yticks([])
     save_figure(figure, path)
