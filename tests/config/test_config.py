@@ -405,6 +405,7 @@ def test_the_configuration_can_be_written_down_again(tmp_path):
         "dtype": "auto",
         "instruction_set": "auto",
         "capacity": 64,
+        "mtp_states": "auto",
     }
     overrides = [
         Override((table, key), value, "x") for table, keys in config.to_dict().items() for key, value in keys.items()
