@@ -22,13 +22,12 @@ from specdec.testing.checks import Run, expect, expect_equal
 from specdec.testing.scripted_session import Kept, ScriptedSession, drafts_equal, usable
 from specdec.testing.strict_pass import StrictForwardPass
 from specdec.testing.subjects import DrafterSubject
-from specdec.testing.table_model import Memory, TableModel
+from specdec.testing.table_model import WIDE, Memory, TableModel, WideModel
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 VOCAB = 40
-WIDE = 150_000  # ids that need more than 16 bits
 DEEPEST = 15
 
 SETTINGS: dict[str, tuple[Sampling, DraftNoise]] = {
@@ -62,7 +61,7 @@ class Route(enum.Enum):
     """With detours, of any length, that are rewound."""
     RESTORED = "restored"
     """Saved now and then, also in a file, and continued by another drafter, or rewound to before that; the first one
-    goes on elsewhere."""
+    goes on elsewhere, and so does a third one of the same snapshot."""
 
 
 def text(seed: int, length: int, vocab: int = VOCAB) -> list[int]:
@@ -82,21 +81,6 @@ def text(seed: int, length: int, vocab: int = VOCAB) -> list[int]:
         else:
             tokens += [int(token) for token in rng.integers(0, vocab, stretch)]
     return tokens[:length]
-
-
-class WideModel(TableModel):
-    """A small table whose tokens stand for many ids each."""
-
-    def __init__(self, table: NDArray[np.float64], vocab: int) -> None:
-        super().__init__(table)
-        self.small, self.vocab = self.vocab, vocab
-        self.info = attrs.evolve(self.info, vocab_size=vocab)
-
-    def _step(self, point: Any, token: int) -> Any:
-        return attrs.evolve(super()._step(point, token), tail=(*point.tail[1:], token % self.small))
-
-    def _row(self, point: Any) -> Any:
-        return np.resize(super()._row(point), self.vocab)
 
 
 def model_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = VOCAB) -> StrictForwardPass:
@@ -136,6 +120,7 @@ class Walk:
     drafts: dict[int, Draft] = attrs.field(factory=dict)
     handed: list[tuple[Draft, Draft]] = attrs.field(factory=list)
     outputs: list[weakref.ref[Any]] | None = None
+    sibling: ScriptedSession | None = None  # over the same snapshot
 
     def through(self, tokens: Sequence[int]) -> Walk:
         """Walk through ``tokens``; returns itself."""
@@ -176,6 +161,9 @@ class Walk:
                 session.drafter.report()
                 session.drafter.snapshot(session.context())
             self._cycle(session, tokens, int(depths[at]), rng)
+            if self.sibling is not None and at % 7 == 6:
+                _elsewhere(self.sibling, np.random.default_rng([self.seed, at]), [])
+                self.sibling = None
         expect_equal(session.sampling, attrs.evolve(SETTINGS[self.setting][0]), "the settings were changed")
         return self
 
@@ -226,6 +214,7 @@ class Walk:
                 if isinstance(array, np.ndarray) and array.flags.writeable:
                     array[...] = 0
         other = session.restored(kept, saved if rng.random() < 0.8 else None)
+        self.sibling = session.restored(kept, saved)
         other.outputs = self.outputs
         if rng.random() < 0.3:  # to before what was saved
             other.rewind(max(1, len(other.tokens) - int(2 ** rng.uniform(0, 8))))

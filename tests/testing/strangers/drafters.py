@@ -922,7 +922,7 @@ class DrawsAgain(Counting):
 class RandomTies(Lookup):
     """Of several places that fit equally well it takes one by Python's global generator.
 
-    "no global generator is read or advanced" (D5).
+    "whatever clocks, generators and hashes of text say" (D5).
     """
 
     def source(self, context: Sequence[int]) -> int | None:
@@ -951,7 +951,7 @@ class ByTheClock(Lookup):
 class SeedsTheWorld(Lookup):
     """Seeds numpy's global generator when it is made.
 
-    "no global generator is read or advanced" (D5).
+    "whatever clocks, generators and hashes of text say" (D5).
     """
 
     def __init__(self, config: Any, env: DrafterEnv) -> None:
@@ -963,7 +963,7 @@ class SeedsTheWorld(Lookup):
 class TorchNoise(Counting):
     """Draws with torch's global generator where independent noise is wanted.
 
-    "no global generator is read or advanced" (D5).
+    "whatever clocks, generators and hashes of text say" (D5).
     """
 
     def noise(self, drafted: Sequence[int], context: Context) -> float:
