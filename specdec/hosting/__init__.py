@@ -4,8 +4,8 @@ A host runs the target and decides what stays; a ``HostedDrafter`` gives it draf
 ``specdec-vllm``, ``specdec-transformers`` and ``specdec-llamacpp`` put one behind their host's extension point.
 """
 
-from specdec.hosting.choosing import chosen_drafter
-from specdec.hosting.drafting import Costs, HostedDrafter, hosted_part
+from specdec.hosting.choosing import chosen_drafter, chosen_tokenizer
+from specdec.hosting.drafting import Costs, HostedDrafter, hosted_part, named_part
 from specdec.hosting.engines import host_info, supported
 from specdec.hosting.recorded import Difference, RecordedRun, RecordedTarget, recorded_part, replay
 from specdec.hosting.sessions import HostSession, HostSessions
@@ -25,8 +25,10 @@ __all__ = [
     "TraceWriter",
     "TracedRequest",
     "chosen_drafter",
+    "chosen_tokenizer",
     "host_info",
     "hosted_part",
+    "named_part",
     "read_trace",
     "recorded_part",
     "replay",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from specdec.config import Choice, Override, load_config, structure_options
 from specdec.errors import ConfigError
+from specdec.text import Tokenizer
 
 CONFIG = "SPECDEC_CONFIG"
 """A TOML file whose table ``drafter`` names the drafter and its options."""
@@ -49,3 +51,8 @@ def chosen_drafter(
             try_=f"{DRAFTER}=suffix, or {CONFIG}=FILE with the table [drafter]",
         )
     return choice
+
+
+def chosen_tokenizer(given: Any) -> Any:
+    """``given`` itself, or the tokenizer of the folder that it names. Raises: CheckpointError that names the file."""
+    return Tokenizer.from_folder(given) if isinstance(given, str | Path) else given

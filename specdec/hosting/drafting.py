@@ -355,20 +355,27 @@ def _array(history: Any) -> Any:
     return np.array(history, dtype=np.int64)  # a copy: hosts hand out views of their buffers
 
 
+def named_part(choice: Choice, info: ModelInfo) -> DrafterPart:
+    """The drafter that ``choice`` names, not prepared: name, options and what it always needs are checked.
+
+    Raises: as ``HostedDrafter``.
+    """
+    part = DrafterPart.of(choice)
+    static = part.spec.needs
+    if not callable(static):
+        _check(part, static.unmet(info), info)
+    return part
+
+
 def hosted_part(choice: Choice, target: ForwardPass, tokenizer: Any = None) -> DrafterPart:
     """The prepared drafter that ``choice`` names. Raises: as ``HostedDrafter``."""
-    part = DrafterPart.of(choice)
-    info = target.info
 
     def load(asked: TargetConfig) -> tuple[ForwardPass, Any]:
         loaded = load_target(RunConfig(target=asked))
         return loaded.target, loaded.tokenizer
 
-    static = part.spec.needs
-    if not callable(static):
-        _check(part, static.unmet(info), info)
-    part = part.prepared(PrepareEnv(target=target, tokenizer=tokenizer, load=load))
-    _check(part, part.needs.unmet(info), info)
+    part = named_part(choice, target.info).prepared(PrepareEnv(target=target, tokenizer=tokenizer, load=load))
+    _check(part, part.needs.unmet(target.info), target.info)
     return part
 
 

@@ -15,7 +15,7 @@ import torch
 from specdec.config import Choice
 from specdec.contract import ForwardOutput, Needs
 from specdec.errors import UnsupportedError
-from specdec.hosting import HostedDrafter, TraceWriter, chosen_drafter, host_info, supported
+from specdec.hosting import HostedDrafter, TraceWriter, chosen_drafter, chosen_tokenizer, host_info, supported
 from specdec.logs import get_logger
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -50,15 +50,7 @@ def candidates(
     """
     supported(["transformers"], FIRST, END, "its assisted generation is another one")
     choice = chosen_drafter(drafter)
-    return Assisted(Choice(choice.name, {**choice.options, **options}), depth, _tokenizer(tokenizer), trace)
-
-
-def _tokenizer(given: Any) -> Any:
-    if isinstance(given, str | Path):
-        from specdec.text import Tokenizer
-
-        return Tokenizer.from_folder(given)
-    return given
+    return Assisted(Choice(choice.name, {**choice.options, **options}), depth, chosen_tokenizer(tokenizer), trace)
 
 
 class Assisted:
