@@ -493,7 +493,7 @@ class WideModel(TableModel):
     def _step(self, point: _Point, token: int) -> _Point:
         return attrs.evolve(super()._step(point, token), tail=(*point.tail[1:], token % self.small))
 
-    def _row(self, point: _Point) -> Float64:
+    def _row(self, point: _Point) -> Float32:
         return np.resize(super()._row(point), self.vocab)
 
 

@@ -28,8 +28,8 @@ from specdec.testing.strategies import Call, calls
 from specdec.testing.strict_pass import StrictForwardPass
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.surroundings import generator_states, other_hashes, seeded_generators, strange_clock
-from specdec.testing.table_model import Memory, TableModel
-from specdec.testing.walks import SETTINGS, WIDE, Route, Walk, expect_same, model_for, text
+from specdec.testing.table_model import WIDE, Memory, TableModel
+from specdec.testing.walks import SETTINGS, Route, Walk, expect_same, model_for, text
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 
