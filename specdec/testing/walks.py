@@ -35,6 +35,10 @@ SETTINGS: dict[str, tuple[Sampling, DraftNoise]] = {
     "independent": (Sampling(temperature=1.0, seed=2**40 + 11), DraftNoise.INDEPENDENT),
     "sharp": (Sampling(temperature=0.003, seed=2**62 + 5), DraftNoise.INDEPENDENT),
     "flat": (Sampling(temperature=4.0, top_p=0.98, seed=2**33), DraftNoise.INDEPENDENT),
+    "filtered": (
+        Sampling(temperature=1.1, seed=2**35 + 3, top_k=3, min_p=0.02, frequency_penalty=0.1),
+        DraftNoise.INDEPENDENT,
+    ),
     "biased": (
         Sampling(temperature=0.7, seed=7, logit_bias={0: 2.0, 3: -1.5, 5: 4.0}, banned=(4,), logprobs=2),
         DraftNoise.INDEPENDENT,

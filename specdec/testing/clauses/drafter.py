@@ -417,7 +417,7 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     """Each row of ``probs`` is the distribution that its token was drawn from, given what was known before the draw."""
     for number in run.repeat(2):
         pooled = Draws(run.seed + number)
-        for setting in ("independent", "biased", "sharp", "flat"):
+        for setting in ("independent", "filtered", "biased", "sharp", "flat"):
             walk = Walk(subject=subject, setting=setting, route=Route.CYCLES, seed=run.seed + number, run=run)
             walk.look = pooled.see
             walk.through(text(run.seed + number, 600))
