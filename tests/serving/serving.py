@@ -51,7 +51,8 @@ class Server:
         """Status, headers (in lower case) and body."""
         with self.connection() as connection:
             authorised = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-            connection.request(method, path, body, {**authorised, **(headers or {})})
+            with contextlib.suppress(ConnectionError):  # a body that is refused before it is read
+                connection.request(method, path, body, {**authorised, **(headers or {})})
             response = connection.getresponse()
             return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
 

@@ -324,3 +324,4 @@ def test_a_shutdown_finishes_or_reports_what_runs(grace, ends):
         refused = waits.getresponse()
         check_error(refused.status, refused.read(), {503})
         assert ends in answer.read().decode().strip().split("\n\n")[-1]
+        server.process.wait(HUNG)  # a second signal would end it at once

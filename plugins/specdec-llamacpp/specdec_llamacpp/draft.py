@@ -62,7 +62,7 @@ class SpecdecDraft(LlamaDraftModel):  # type: ignore[misc]
         trace: str | Path | None = None,
         **options: Any,
     ) -> None:
-        supported(["llama-cpp-python", "llama_cpp_python"], FIRST, END, "this adapter was tested with other versions")
+        supported(["llama-cpp-python"], FIRST, END, "this adapter is written for other versions")
         if type(depth) is not int or depth < 1:
             raise ConfigError(f"depth is how many tokens to draft at most, 1 or more, got {shown(depth)}")
         named = chosen_drafter(drafter)

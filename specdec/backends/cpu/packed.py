@@ -40,6 +40,10 @@ class _Header(ctypes.Structure):
         ("factor", ctypes.c_float),
         ("centre", ctypes.c_float),
         ("values", ctypes.c_uint16 * 128),
+        ("unit", ctypes.c_float),  # this one and the following are filled in by pack_codes
+        ("zero", ctypes.c_int32),
+        ("linear", ctypes.c_int32),
+        ("numbers", ctypes.c_uint8 * 16),
     )
 
 
@@ -151,7 +155,8 @@ def _translated(values: Tensor) -> _Codes | None:
     """How codes with these values ``[2 ** bits]`` are kept; None for values that the kernels cannot express."""
     internal = torch.zeros(256, dtype=torch.uint8)
     if len(values) <= 16:
-        internal[: len(values)] = torch.arange(len(values), dtype=torch.uint8)
+        values, order = values.sort(stable=True)  # two's complement becomes a code that counts up
+        internal[order] = torch.arange(len(values), dtype=torch.uint8)
         return _Codes(_NIBBLES, values, internal) if _narrow(values) else None
     finite = values[values.isfinite()]  # a checkpoint with NaN codes is refused before
     middle = float(finite.max() + finite.min()) / 2

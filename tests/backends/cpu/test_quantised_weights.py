@@ -4,6 +4,9 @@ A product sums groups of at most 128 columns in two accumulators, scales the sum
 float32 and with activations as they are. Codes are exact. With n columns and g groups a result is off by at most
 (64 + 64 + g + 8) U sum (|value| + |centre| + |offset|) |scale| |x| + |bias| |x| (Higham 2002, section 4.2), where the
 parts of a value count one by one because sums of codes and of activations are scaled apart.
+
+With AVX2, bfloat16 activations and codes of integers become whole numbers, whose sums are exact. There the oracle takes
+``x`` as the kernels do (``as_taken``), and the bound stays; how far that may be from ``x`` has a test of its own.
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.backends.cpu.native import NativeOps
-from specdec.backends.cpu.packed import FORMATS
+from specdec.backends.cpu.packed import FORMATS, MAX_GROUP
 from specdec.checkpoints import Checkpoint, StoredWeights, write_checkpoint
 from specdec.checkpoints.quantised import StoredMatrix, rounded
-from tests.backends.cpu.test_native_ops import U, assert_same_bits, assert_within, draw
+from tests.backends.cpu.test_native_ops import TINY, U, assert_same_bits, assert_within, draw
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised import quantisers as q
 from tests.selection import examples
@@ -100,6 +103,24 @@ def meaning(matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
     return (values - wide("offset")) * scale + wide("bias"), parts
 
 
+def group_of(matrix: StoredMatrix) -> int:
+    """Columns that the kernels sum before they scale: the widest group of words that divides a block."""
+    width = min(matrix.meta["block_columns"], matrix.shape[1])
+    return max(size for size in range(8, MAX_GROUP + 1, 8) if width % size == 0)
+
+
+def as_taken(ops: NativeOps, x: Tensor, group: int, *, whole: bool = True) -> Tensor:
+    """Activations in float64 as the kernels multiply them: with 15 bits for the largest of a group (``packed.h``)."""
+    if not whole or ops.dtype is not torch.bfloat16 or "(avx2," not in ops.capabilities.kernels:
+        return x.double()
+    taken = []
+    for part in x.double().split(group, 1):
+        exponent = part.abs().amax(1, keepdim=True).log2().floor().clamp(min=-112.0)
+        unit = torch.exp2(exponent - 14)
+        taken.append((part / unit).round() * unit)
+    return torch.cat(taken, 1)
+
+
 def check_products(ops: NativeOps, matrix: StoredMatrix, *, rows: int, seed: int, packed: bool = True) -> None:
     """Every operation that takes the matrix agrees with float64."""
     held = ops.weight(matrix)
@@ -107,7 +128,8 @@ def check_products(ops: NativeOps, matrix: StoredMatrix, *, rows: int, seed: int
     features, columns = matrix.shape
     values, parts = meaning(matrix)
     x = draw(rows, columns, seed=seed, dtype=ops.dtype)
-    exact = x.double() @ values.T
+    whole = packed and not matrix.format.startswith("fp8")
+    exact = as_taken(ops, x, group_of(matrix) if packed else 0, whole=whole) @ values.T
     terms = 128 + columns // matrix.meta["block_columns"] + columns // 128 + 8
     bound = terms * U * (x.double().abs() @ parts.T)
     assert_within(torch.from_numpy(ops.head(x, held).rows()), exact, bound)
@@ -131,6 +153,51 @@ def test_products_of_every_format_are_right(ops: NativeOps, tmp_path_factory: py
         check_products(ops, matrix, rows=rows, seed=seed % 1000)
 
     check()
+
+
+@given(exponent=st.integers(-120, 90), spread=st.integers(0, 240), seed=st.integers(0, 2**31))
+@SETTINGS
+def test_activations_are_taken_as_they_are(ops: NativeOps, exponent: int, spread: int, seed: int) -> None:
+    """Exact down to a 128th of a group's largest, and within 2^-15 of that below. Not with AVX2: exact always."""
+    generator = torch.Generator().manual_seed(seed)
+    down = torch.randint(0, spread + 1, (64,), generator=generator)
+    size = torch.exp2((exponent - down).clamp(min=-126).double())
+    x = ((torch.rand(1, 64, generator=generator).double() + 1) * size).to(ops.dtype)
+    identity = ops.weight(rounded(127 * torch.eye(64), 8, ops.dtype))
+    got = torch.from_numpy(ops.head(x, identity).rows()).double() / 127
+    largest = x.double().abs().max()
+    assert_within(got.float(), as_taken(ops, x, 64), 4 * U * x.double().abs())
+    near = x.double().abs() >= largest / 128
+    error = (got - x.double()).abs()
+    bound = 4 * U * x.double().abs() + TINY
+    assert (error[near] <= bound[near]).all()
+    assert (error <= 2.0**-15 * largest + bound).all()
+
+
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_stays_in_its_row(ops: NativeOps, odd: float) -> None:
+    x = draw(3, 192, seed=0, dtype=ops.dtype)
+    x[1, 100] = odd
+    for bits in (4, 8):
+        w = ops.weight(rounded(torch.from_numpy(drawn(40, 192, 1)), bits, ops.dtype))
+        got = torch.from_numpy(ops.head(x, w).rows())
+        assert not got[1].isfinite().any()
+        for row in (0, 2):
+            assert_same_bits(got[row], torch.from_numpy(ops.head(x[row : row + 1], w).rows())[0])
+
+
+@pytest.mark.parametrize(("bits", "byte"), [(8, 255), (8, 0), (4, 255), (4, 0)])
+def test_the_largest_sums_are_right(ops: NativeOps, tmp_path: Path, bits: int, byte: int) -> None:
+    """Groups of 128 columns of the largest codes and activations. Catches: sums that leave 32 bits."""
+    matrix = affine(bits, 128)(drawn(33, 256, 0), tmp_path, ops.dtype)
+    codes = matrix.parts["codes"]
+    matrix = attrs.evolve(matrix, parts={**matrix.parts, "codes": torch.full_like(codes, -1 if byte else 0)})
+    held = ops.weight(matrix)
+    values, parts = meaning(matrix)
+    x = torch.full((2, 256), 1.9921875).to(ops.dtype)
+    x[1] = -x[1]
+    bound = 150 * U * (x.double().abs() @ parts.T)
+    assert_within(torch.from_numpy(ops.head(x, held).rows()), x.double() @ values.T, bound)
 
 
 def test_rows_of_a_table_are_the_decoded_ones(ops: NativeOps, tmp_path: Path) -> None:
@@ -181,6 +248,17 @@ def test_rows_and_threads_do_not_change_bits(
         for rows in ROWS:
             for got, expected in zip(run(x[:rows]), alone, strict=True):
                 assert_same_bits(got, expected[:rows])
+
+
+def test_matrices_of_one_call_have_groups_of_their_own(ops: NativeOps, tmp_path: Path) -> None:
+    """Catches: sums or units of activations that are shared by matrices with other groups, or with none."""
+    names = ["rounded int4", "mlx-affine 4 g128", "nvfp4", "fp8 per channel", "mlx-affine 5 g32", "mlx-affine 8 g64"]
+    held = [
+        ops.weight(QUANTISERS[name](drawn(40, 384, n), tmp_path / str(n), ops.dtype)) for n, name in enumerate(names)
+    ]
+    x = draw(7, 384, seed=9, dtype=ops.dtype)
+    for together, w in zip(ops.project(x, held), held, strict=True):
+        assert_same_bits(together, ops.linear(x, w))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -30,6 +30,9 @@ template <class T> struct Matrix {
 
     bool packed() const { return stride <= 0; }
     const Packed* codes() const { return stride ? nullptr : reinterpret_cast<const Packed*>(data); }
+    bool takes_whole_numbers() const {
+        return std::is_same_v<T, bf16> && codes() && codes()->takes_whole_numbers();
+    }
     int64_t bytes(int64_t k) const { return codes() ? n / FEATURES * codes()->panel_bytes() : n * k * sizeof(T); }
     // In a packed matrix, `feature` must be the first of a panel of FEATURES times K elements.
     const T* from(int64_t feature) const { return data + feature * (packed() ? -stride : stride); }
@@ -159,26 +162,61 @@ void tile_products(const Rows<T>& x, const PanelRows<T>& inputs, int64_t first_r
 
 using Tiles = const float (*)[CHUNK * BLOCK];
 
-// The sums of activations over the groups of each matrix, or null; matrices with groups of one size share them. They
-// are valid until the calling thread's next call.
-template <class T> void sums_of(const Rows<T>& x, const Matrix<T>* w, int count, const float** sums) {
-    int same[MAX_WEIGHTS];
-    int64_t total = 0;
-    for (int i = 0; i < count; ++i) {
-        same[i] = -1;
-        if (!w[i].codes() || !w[i].codes()->needs_sums()) continue;
-        for (same[i] = 0; same[i] < i; ++same[i])
-            if (same[same[i]] == same[i] && w[same[i]].codes()->group == w[i].codes()->group) break;
-        if (same[i] == i) total += x.count * w[i].codes()->groups();
+// The activations of one call as products with each of its quantised matrices read them: the numbers of `inputs` with
+// their sums over groups, or whole numbers. Matrices with groups of one size share them. They are valid until the
+// calling thread's next call.
+template <class T> struct CodeRows {
+    Activations<typename Panel<T>::Input> numbers[MAX_WEIGHTS];
+    Activations<int16_t> whole[MAX_WEIGHTS];  // without x: not for this matrix
+
+    CodeRows(const Rows<T>& x, const PanelRows<T>& inputs, const Matrix<T>* w, int count, int threads) {
+        int same[MAX_WEIGHTS];
+        int64_t floats[MAX_WEIGHTS], total = 0;
+        const int64_t stride = (x.k + 1) / 2;  // of whole numbers, in floats
+        for (int i = 0; i < count; ++i) {
+            const Packed* codes = w[i].codes();
+            same[i] = -1;
+            if (!codes) continue;
+            const bool whole = w[i].takes_whole_numbers();
+            if (!whole) numbers[i] = {inputs.data, inputs.stride, nullptr, nullptr, codes->groups()};
+            if (!whole && !codes->needs_sums()) continue;
+            for (same[i] = 0; same[i] < i; ++same[i]) {
+                const int other = same[i];
+                if (same[other] == other && w[other].codes()->group == codes->group &&
+                    w[other].takes_whole_numbers() == whole)
+                    break;
+            }
+            floats[i] = x.count * (whole ? 2 * codes->groups() + stride : codes->groups());
+            if (same[i] == i) total += floats[i];
+        }
+        float* to = total ? scratch<SUMS>(total) : nullptr;
+        if (x.count * x.k * (int64_t)sizeof(float) < SERIAL_WORK) threads = 1;
+        for (int i = 0; i < count; ++i) {
+            if (same[i] < 0) continue;
+            const Packed& codes = *w[i].codes();
+            const int64_t groups = codes.groups();
+            if (same[i] < i) {
+                numbers[i].sums = numbers[same[i]].sums;
+                whole[i] = whole[same[i]];
+                continue;
+            }
+            if constexpr (WHOLE_NUMBERS && std::is_same_v<T, bf16>)
+                if (w[i].takes_whole_numbers()) {
+                    int16_t* integers = reinterpret_cast<int16_t*>(to + 2 * x.count * groups);
+                    for_blocks(threads, x.count, [&](int64_t row) {
+                        whole_numbers(x.data + row * x.stride, x.k, codes.group, integers + row * 2 * stride,
+                                      to + row * groups, to + (x.count + row) * groups);
+                    });
+                    whole[i] = {integers, 2 * stride, to + x.count * groups, to, groups};
+                }
+            if (!whole[i].x) {
+                group_sums(x.data, x.stride, x.count, x.k, codes.group, to);
+                numbers[i].sums = to;
+            }
+            to += floats[i];
+        }
     }
-    float* to = total ? scratch<SUMS>(total) : nullptr;
-    for (int i = 0; i < count; ++i) {
-        sums[i] = same[i] < 0 ? nullptr : same[i] < i ? sums[same[i]] : to;
-        if (same[i] != i) continue;
-        group_sums(x.data, x.stride, x.count, x.k, w[i].codes()->group, to);
-        to += x.count * w[i].codes()->groups();
-    }
-}
+};
 
 // Calls finish(matrix, first_row, rows, first_feature, features, tiles) for every tile of products. PAIR = 2 passes the
 // tiles of two matrices of one shape together.
@@ -193,9 +231,9 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
     if (work < SERIAL_WORK) threads = 1;
     const bool cached = bytes <= CACHED_BYTES;
     const bool packed = std::any_of(w, w + count, [](const Matrix<T>& matrix) { return matrix.packed(); });
-    const PanelRows<T> inputs = packed ? PanelRows<T>(x, threads) : PanelRows<T>();
-    const float* sums[MAX_WEIGHTS];
-    sums_of(x, w, count, sums);
+    const bool whole = std::all_of(w, w + count, [](const Matrix<T>& matrix) { return matrix.takes_whole_numbers(); });
+    const PanelRows<T> inputs = packed && !whole ? PanelRows<T>(x, threads) : PanelRows<T>();
+    const CodeRows<T> rows_of(x, inputs, w, count, threads);
     int64_t size = BLOCK;
     const int64_t least = packed ? FEATURES : 8;
     while (size > least && features < 4 * size * threads) size /= 2;
@@ -214,9 +252,12 @@ void products(const Rows<T>& x, const Matrix<T>* w, int count, int threads, Fini
             const int64_t rows = std::min(CHUNK, x.count - row);
             for (int j = 0; j < PAIR; ++j) {
                 const Matrix<T>& matrix = w[i + j];
-                if (const Packed* codes = matrix.codes())
-                    packed_products(*codes, inputs.data + row * inputs.stride, inputs.stride, rows,
-                                    sums[i + j] ? sums[i + j] + row * codes->groups() : nullptr, first, n, tile[j],
+                if (rows_of.whole[i + j].x) {
+                    if constexpr (WHOLE_NUMBERS)
+                        packed_products(*matrix.codes(), rows_of.whole[i + j].from(row, 0, 0), rows, first, n, tile[j],
+                                        BLOCK);
+                } else if (matrix.codes())
+                    packed_products(*matrix.codes(), rows_of.numbers[i + j].from(row, 0, 0), rows, first, n, tile[j],
                                     BLOCK);
                 else
                     tile_products(x, inputs, row, rows, matrix.from(first), matrix.stride, n, cached, tile[j]);

@@ -3,6 +3,7 @@
 #include "packed.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "team.h"
 
@@ -143,17 +144,13 @@ typedef Magnitudes Floats;
 // A byte of every word, of column 2 * pair + odd, in the highest bits of the word; what is below it is arbitrary.
 INLINE vu byte_up(vu word, int pair, int odd) { return word << (odd ? 8 - 8 * pair : 24 - 8 * pair); }
 
-struct Integers {  // in two's complement, so that HALVES are one half too low
+struct Integers {  // HALVES are one half too low
     static constexpr int PAIRS = 2;
     static constexpr float UNIT = 1.0f / (1 << 24);
     static float centre(const Packed& w) { return w.centre + (w.kind == HALVES ? 0.5f : 0.0f); }
-    vu one;  // in every byte: what makes the complement of a magnitude its negative
-    explicit Integers(const Packed& w) : one(vu{} + (w.kind == INTEGERS ? 0x01010101u : 0u)) {}
+    explicit Integers(const Packed&) {}
     INLINE Two open(const char* p, int pair) const {
-        typedef int8_t vb __attribute__((vector_size(4 * W)));
-        const vb codes = load_as<vb>(p);
-        const vb negative = codes < 0;
-        const vu number = (vu)(((codes & 0x7f) ^ negative) + (negative & (vb)one));
+        const vu number = load_as<vu>(p) ^ 0x80808080u;  // in two's complement
         const auto wide = [&](int odd) {
             return __builtin_convertvector((vi)(byte_up(number, pair, odd) & 0xff000000u), vf);
         };
@@ -185,18 +182,121 @@ struct Opened {  // values that were opened before, as words of two bfloat16
 template <class C> constexpr int64_t STEP = FEATURES * WORD;  // bytes of a panel per word
 template <> constexpr int64_t STEP<Opened> = Opened::PAIRS * FEATURES * WORD;
 
+// --- whole numbers -----------------------------------------------------------------------------------------------------
+
+Numbers numbers_of(const Packed& w) {
+    Numbers found = {};
+    if (w.kind == INTEGERS || w.kind == HALVES) return {0.5f, w.kind == INTEGERS ? 256 : 255, 1, {}};
+    if (w.kind != NIBBLES) return found;
+    float values[16], lowest = 0, highest = 0;
+    for (int i = 0; i < 16; ++i) {
+        values[i] = widen(bf16{w.values[i]});
+        lowest = std::min(lowest, values[i]);
+        highest = std::max(highest, values[i]);
+    }
+    const auto whole = [&](float unit) {
+        return std::all_of(values, values + 16, [&](float value) { return value == std::nearbyint(value / unit) * unit; });
+    };
+    float unit = 1;
+    while (unit * 255 < highest - lowest) unit *= 2;
+    while (unit * 127 > highest - lowest && !whole(unit)) unit /= 2;
+    if (!(highest > lowest) || !whole(unit)) return found;
+    found.linear = 1;
+    for (int i = 0; i < 16; ++i) {
+        found.of[i] = (uint8_t)((values[i] - lowest) / unit);
+        found.linear &= found.of[i] == i;
+    }
+    found.unit = unit / 2;
+    found.zero = (int32_t)(-2 * lowest / unit);
+    return found;
+}
+
+#ifdef SPECDEC_WHOLE_NUMBERS
+typedef uint16_t vn __attribute__((vector_size(4 * W)));
+
+struct LinearNumbers {  // of four bits
+    static constexpr int PAIRS = 4;
+    explicit LinearNumbers(const Numbers&) {}
+    INLINE vu open(const char* p, int pair) const { return (load_as<vu>(p) >> 4 * pair) & 0x000f000fu; }
+};
+
+struct FoundNumbers {  // of four bits
+    static constexpr int PAIRS = 4;
+    Octets table;
+    explicit FoundNumbers(const Numbers& numbers) {
+        uint8_t octets[sizeof(Octets)];
+        for (size_t i = 0; i < sizeof(Octets); ++i) octets[i] = numbers.of[i % 16];
+        table = load_as<Octets>(octets);
+    }
+    INLINE vu open(const char* p, int pair) const {
+        const vu at = (load_as<vu>(p) >> (pair & 1 ? 4 : 0)) & 0x0f0f0f0fu;  // columns of this pair and the next but one
+        const vu both = (vu)find_octets(table, (Octets)at);
+        return pair < 2 ? both & 0x00ff00ffu : (vu)((vn)both >> 8);
+    }
+};
+
+struct ByteNumbers {
+    static constexpr int PAIRS = 2;
+    explicit ByteNumbers(const Numbers&) {}
+    INLINE vu open(const char* p, int pair) const {
+        const vu both = load_as<vu>(p);
+        return pair ? (vu)((vn)both >> 8) : both & 0x00ff00ffu;
+    }
+};
+
+struct OpenedNumbers {
+    static constexpr int PAIRS = 2;
+    INLINE vu open(const char* p, int pair) const { return load_as<vu>(p + pair * FEATURES * WORD); }
+};
+template <> constexpr int64_t STEP<OpenedNumbers> = STEP<Opened>;
+INLINE vu paired(vu a) { return a; }
+
+// GCC would read a word again for each row, and add products to each other before it adds them to their sum, for which
+// there are not enough registers.
+INLINE vu in_register(vu a) {
+    asm("" : "+x"(a));
+    return a;
+}
+
+INLINE vu add_two(vu w, const int16_t* x, vu sum) {
+    return in_register(sum + (vu)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(load_as<int32_t>(x))));
+}
+#endif
+
+void whole_numbers(const bf16* x, int64_t k, int64_t group, int16_t* out, float* units, float* sums) {
+    for (int64_t at = 0; at < k; at += group) {
+        const int64_t end = std::min(at + group, k);
+        uint32_t largest = 0;
+        for (int64_t i = at; i < end; ++i) largest = std::max<uint32_t>(largest, x[i].bits & 0x7fff);
+        const uint32_t exponent = std::max(largest >> 7, 15u);
+        const uint32_t inverse = (268 - exponent) << 23, unit = exponent == 255 ? 0x7fc00000u : (exponent - 14) << 23;
+        int32_t sum = 0;
+        for (int64_t i = at; i < end; ++i) {
+            const float number = widen(x[i]) * load_as<float>(&inverse);
+            out[i] = exponent == 255 ? 0 : (int16_t)std::nearbyint(number);
+            sum += out[i];
+        }
+        *units++ = load_as<float>(&unit);
+        *sums++ = (float)sum;
+    }
+}
+
 // --- products ----------------------------------------------------------------------------------------------------------
 
-constexpr int PACKED_ROWS = W == 16 ? 6 : 3;  // of the largest tile
+// Sums of one product of X: of whole numbers they are exact and need no second accumulator.
+template <class X> constexpr bool WHOLE_X = std::is_same_v<X, int16_t>;
+template <class X> constexpr int ACCUMULATORS = WHOLE_X<X> ? 1 : 2;
+template <class X> constexpr int PACKED_ROWS = W == 16 || WHOLE_X<X> ? 6 : 3;  // of the largest tile
 
 // Vectors of features summed at once with M rows, so that their accumulators take three quarters of the registers.
-constexpr int packed_vectors(int M) {
+template <class X> constexpr int packed_vectors(int M) {
+    if (WHOLE_X<X>) return M <= 2 ? MAX_VECTORS : MAX_VECTORS / 2;
     int vectors = MAX_VECTORS;
     while (2 * M * vectors > REGISTERS * 3 / 4) vectors /= 2;
     return vectors;
 }
-constexpr int64_t OPENED_ROWS = 2 * PACKED_ROWS;  // beyond, values are opened once for all rows
-constexpr int64_t OPENED_COLUMNS = 256;           // at a time: they stay in L1
+template <class X> constexpr int64_t OPENED_ROWS = 2 * PACKED_ROWS<X>;  // beyond, values are opened once for all rows
+constexpr int64_t OPENED_COLUMNS = 256;                                 // at a time: they stay in L1
 
 INLINE vf load_side(const Packed& w, const char* p, int64_t feature) {
     return w.wide ? load(reinterpret_cast<const float*>(p) + feature) : load(reinterpret_cast<const bf16*>(p) + feature);
@@ -208,16 +308,22 @@ struct Groups {
     int64_t side_step;
     const char* codes;
     int64_t codes_step;
-    int64_t first, count, columns;  // number of the first group, of groups, of all their columns
+    int64_t count, columns;  // number of groups, of all their columns
 };
 
-// Adds the products of some groups to out[m * out_stride + f], f < FEATURES, for M rows. x and sums are those of the
-// first column and group. Prefetches codes `ahead` bytes after those being read.
-template <class C, class T, int M>
-__attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, float unit, float centre, const Groups& groups,
-                                           const T* x, int64_t x_stride, const float* sums, int64_t sums_stride,
-                                           float* out, int64_t out_stride, int64_t ahead) {
-    constexpr int V = packed_vectors(M), PAIRS = C::PAIRS;
+// What the opened codes of a matrix mean: the numbers times `unit`, less `zero` (of whole numbers), plus `centre`.
+struct Meaning {
+    float unit, centre;
+    int32_t zero = 0;
+};
+
+// Adds the products of some groups to out[m * out_stride + f], f < FEATURES, for M rows of x, which begin at the first
+// column and group. Prefetches codes `ahead` bytes after those being read.
+template <class C, class X, int M>
+__attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, const Meaning& meaning, const Groups& groups,
+                                           const Activations<X>& x, float* out, int64_t out_stride, int64_t ahead) {
+    constexpr int V = packed_vectors<X>(M), PAIRS = C::PAIRS, A = ACCUMULATORS<X>;
+    typedef std::conditional_t<WHOLE_X<X>, vu, vf> Sum;
     const C own = codes;
     const bool offset = w.needs_sums();
     for (int64_t first = 0; first < FEATURES; first += V * W) {
@@ -225,31 +331,52 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, floa
         const char* stream = groups.codes + first * WORD;
         int64_t at = 0;
         for (int64_t g = 0; g < groups.count; ++g, side += groups.side_step, stream += groups.codes_step) {
-            vf sum[2 * M * V];
+            Sum sum[A * M * V];
 #pragma GCC unroll 64
-            for (int i = 0; i < 2 * M * V; ++i) sum[i] = vf{};
+            for (int i = 0; i < A * M * V; ++i) sum[i] = Sum{};
             const int64_t end = std::min(at + w.group, groups.columns);
             for (const char* p = stream; at < end; at += 2 * PAIRS, p += STEP<C>) {
                 if (ahead)
 #pragma GCC unroll 8
                     for (int64_t line = 0; line < V * W * WORD; line += 64) __builtin_prefetch(p + ahead + line);
 #pragma GCC unroll 4
-                for (int pair = 0; pair < PAIRS; ++pair)
+                for (int pair = 0; pair < PAIRS; ++pair) {
+                    decltype(own.open(p, pair)) weight[V];
 #pragma GCC unroll 8
                     for (int v = 0; v < V; ++v) {
-                        const Two weight = own.open(p + v * W * WORD, pair);
+                        weight[v] = own.open(p + v * W * WORD, pair);
+                        if constexpr (WHOLE_X<X>) {
+                            weight[v] = in_register(weight[v]);
+                            continue;
+                        }
 #pragma GCC unroll 8
                         for (int m = 0; m < M; ++m) {
-                            vf& total = sum[(m * V + v) * 2 + (pair & 1)];
-                            total = add_two(weight, x + m * x_stride + at + 2 * pair, total);
+                            Sum& total = sum[(m * V + v) * A + pair % A];
+                            total = add_two(weight[v], x.x + m * x.stride + at + 2 * pair, total);
                         }
                     }
+                    if constexpr (WHOLE_X<X>)  // an order that needs fewer registers
+#pragma GCC unroll 8
+                        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+                            for (int v = 0; v < V; ++v)
+                                sum[m * V + v] = add_two(weight[v], x.x + m * x.stride + at + 2 * pair, sum[m * V + v]);
+                }
             }
+            vf unit[M];  // for each row, before stores to `out` make the compiler read them again
+            vu zero[M];
+            if constexpr (WHOLE_X<X>)
+#pragma GCC unroll 8
+                for (int m = 0; m < M; ++m) {
+                    const int64_t side_at = m * x.groups + g;
+                    unit[m] = splat(meaning.unit * x.units[side_at]);
+                    zero[m] = vu{} + (uint32_t)meaning.zero * (uint32_t)(int32_t)x.sums[side_at];
+                }
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {
                 const int64_t f = first + v * W;
                 const vf scale = load_side(w, side, f) * splat(w.factor);
-                vf inner = splat(centre), outer = vf{};
+                vf inner = splat(meaning.centre), outer = vf{};
                 if (w.offsets) {
                     const vf given = load_side(w, side + w.side() / 2, f);
                     (w.offsets == INNER ? inner : outer) += given;
@@ -257,9 +384,16 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, floa
 #pragma GCC unroll 8
                 for (int m = 0; m < M; ++m) {
                     float* to = out + m * out_stride + f;
-                    vf group = (sum[(m * V + v) * 2] + sum[(m * V + v) * 2 + 1]) * splat(unit), total = load(to);
+                    const Sum* own_sum = sum + (m * V + v) * A;
+                    const int64_t side_at = m * x.groups + g;
+                    vf group, total = load(to);
+                    if constexpr (WHOLE_X<X>) {
+                        group = __builtin_convertvector((vi)(2 * own_sum[0] - zero[m]), vf) * unit[m];
+                    } else {
+                        group = (own_sum[0] + own_sum[1]) * splat(meaning.unit);
+                    }
                     if (offset) {
-                        const vf all = splat(sums[m * sums_stride + g]);
+                        const vf all = splat(WHOLE_X<X> ? x.sums[side_at] * x.units[side_at] : x.sums[side_at]);
                         group = fma(inner, all, group);
                         total = fma(outer, all, total);
                     }
@@ -270,38 +404,38 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, floa
     }
 }
 
-template <class C, class T>
-using Tile = void (*)(const Packed&, const C&, float, float, const Groups&, const T*, int64_t, const float*, int64_t,
-                      float*, int64_t, int64_t);
+template <class C, class X>
+using Tile = void (*)(const Packed&, const C&, const Meaning&, const Groups&, const Activations<X>&, float*, int64_t,
+                      int64_t);
 
-template <class C, class T, size_t... I> INLINE Tile<C, T> tile_of(int64_t rows, std::index_sequence<I...>) {
-    static constexpr Tile<C, T> TILES[] = {packed_tile<C, T, (int)I + 1>...};
+template <class C, class X, size_t... I> INLINE Tile<C, X> tile_of(int64_t rows, std::index_sequence<I...>) {
+    static constexpr Tile<C, X> TILES[] = {packed_tile<C, X, (int)I + 1>...};
     return TILES[rows - 1];
 }
 
-template <class C, class T>
-void tiles(const Packed& w, const C& codes, float unit, float centre, const Groups& groups, const T* x, int64_t x_stride,
-           int64_t rows, const float* sums, int64_t sums_stride, float* out, int64_t out_stride, int64_t ahead) {
+template <class C, class X>
+void tiles(const Packed& w, const C& codes, const Meaning& meaning, const Groups& groups, const Activations<X>& x,
+           int64_t rows, float* out, int64_t out_stride, int64_t ahead) {
+    constexpr int64_t MOST = PACKED_ROWS<X>;
     for (int64_t m = 0; m < rows;) {
         const int64_t left = rows - m;
-        const int64_t tile = left <= PACKED_ROWS ? left : left >= 2 * PACKED_ROWS ? PACKED_ROWS : (left + 1) / 2;
-        tile_of<C, T>(tile, std::make_index_sequence<PACKED_ROWS>{})(
-            w, codes, unit, centre, groups, x + m * x_stride, x_stride, sums ? sums + m * sums_stride : nullptr, sums_stride,
-            out + m * out_stride, out_stride, m ? 0 : ahead);
+        const int64_t tile = left <= MOST ? left : left >= 2 * MOST ? MOST : (left + 1) / 2;
+        tile_of<C, X>(tile, std::make_index_sequence<MOST>{})(w, codes, meaning, groups, x.from(m, 0, 0),
+                                                              out + m * out_stride, out_stride, m ? 0 : ahead);
         m += tile;
     }
 }
 
-// One panel against all rows.
-template <class C, class T>
-void panel_against(const Packed& w, const C& codes, const char* panel, const T* x, int64_t x_stride, int64_t rows,
-                   const float* sums, float* out, int64_t out_stride) {
-    const int64_t side = w.side(), step = side + w.code_bytes(w.group), sums_stride = w.groups();
+// One panel against all rows. O: how values are read that were opened before.
+template <class O, class C, class X>
+void panel_against(const Packed& w, const C& codes, const Meaning& meaning, const char* panel, const Activations<X>& x,
+                   int64_t rows, float* out, int64_t out_stride) {
+    const int64_t side = w.side(), step = side + w.code_bytes(w.group);
     constexpr int64_t AHEAD = 8192;  // bytes: twice that of bfloat16, as several rows take longer over a line
     for (int64_t m = 0; m < rows; ++m) std::fill_n(out + m * out_stride, FEATURES, 0.0f);
-    if (rows <= OPENED_ROWS) {
-        const Groups all = {panel, step, panel + side, step, 0, w.groups(), w.k};
-        tiles<C, T>(w, codes, C::UNIT, C::centre(w), all, x, x_stride, rows, sums, sums_stride, out, out_stride, AHEAD);
+    if (rows <= OPENED_ROWS<X>) {
+        const Groups all = {panel, step, panel + side, step, w.groups(), w.k};
+        tiles(w, codes, meaning, all, x, rows, out, out_stride, AHEAD);
         return;
     }
     alignas(64) uint32_t values[OPENED_COLUMNS / 2 * FEATURES];
@@ -321,36 +455,55 @@ void panel_against(const Packed& w, const C& codes, const char* panel, const T* 
                 }
             }
         }
-        const int64_t count = std::min(at_once, w.groups() - g);
         const Groups some = {panel + g * step, step, reinterpret_cast<const char*>(values), w.group * FEATURES * 2,
-                             g, count, columns};
-        tiles<Opened, T>(w, Opened{}, C::UNIT, C::centre(w), some, x + from, x_stride, rows, sums ? sums + g : nullptr, sums_stride,
-                         out, out_stride, 0);
+                             std::min(at_once, w.groups() - g), columns};
+        tiles(w, O{}, meaning, some, x.from(0, from, g), rows, out, out_stride, 0);
     }
 }
 
-template <class C, class T>
-void panels_against(const Packed& w, const T* x, int64_t x_stride, int64_t rows, const float* sums, int64_t first,
-                    int64_t n, float* out, int64_t out_stride) {
-    const C codes(w);
+// A function of packed_products for codes that C opens.
+template <class C, class O, class X>
+void panels_against(const Packed& w, const C& codes, const Meaning& meaning, const Activations<X>& x, int64_t rows,
+                    int64_t first, int64_t n, float* out, int64_t out_stride) {
     for (int64_t f = 0; f < n; f += FEATURES)
-        panel_against(w, codes, w.data() + (first + f) / FEATURES * w.panel_bytes(), x, x_stride, rows, sums, out + f,
-                      out_stride);
+        panel_against<O>(w, codes, meaning, w.data() + (first + f) / FEATURES * w.panel_bytes(), x, rows, out + f,
+                         out_stride);
 }
 
-template <class T>
-void packed_products(const Packed& w, const T* x, int64_t x_stride, int64_t rows, const float* sums, int64_t first,
-                     int64_t n, float* out, int64_t out_stride) {
-    const auto run = w.kind == NIBBLES ? panels_against<Nibbles, T>
-                     : w.kind == E4M3  ? panels_against<Floats, T>
-                                       : panels_against<Integers, T>;
-    run(w, x, x_stride, rows, sums, first, n, out, out_stride);
+template <class X>
+void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int64_t first, int64_t n, float* out,
+                     int64_t out_stride) {
+    const auto run = [&]<class C>(const C& codes) {
+        panels_against<C, Opened>(w, codes, {C::UNIT, C::centre(w)}, x, rows, first, n, out, out_stride);
+    };
+    if (w.kind == NIBBLES)
+        run(Nibbles(w));
+    else if (w.kind == E4M3)
+        run(Floats(w));
+    else
+        run(Integers(w));
 }
-template void packed_products(const Packed&, const float*, int64_t, int64_t, const float*, int64_t, int64_t, float*,
-                              int64_t);
+template void packed_products(const Packed&, const Activations<float>&, int64_t, int64_t, int64_t, float*, int64_t);
 #ifdef SPECDEC_DPBF16
-template void packed_products(const Packed&, const bf16*, int64_t, int64_t, const float*, int64_t, int64_t, float*,
-                              int64_t);
+template void packed_products(const Packed&, const Activations<bf16>&, int64_t, int64_t, int64_t, float*, int64_t);
+#endif
+
+#ifdef SPECDEC_WHOLE_NUMBERS
+template <>
+void packed_products(const Packed& w, const Activations<int16_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
+                     int64_t out_stride) {
+    const Numbers& numbers = w.numbers;
+    const Meaning meaning = {numbers.unit, w.centre, numbers.zero};
+    const auto run = [&]<class C>(const C& codes) {
+        panels_against<C, OpenedNumbers>(w, codes, meaning, x, rows, first, n, out, out_stride);
+    };
+    if (w.kind != NIBBLES)
+        run(ByteNumbers(numbers));
+    else if (numbers.linear)
+        run(LinearNumbers(numbers));
+    else
+        run(FoundNumbers(numbers));
+}
 #endif
 
 template <class T>
@@ -386,6 +539,20 @@ struct Place {
     }
 };
 
+// How a sign bit over a magnitude is stored, and back.
+INLINE uint8_t stored([[maybe_unused]] int64_t kind, uint8_t code) {
+#ifndef SPECDEC_BYTE_TABLES
+    if (kind == INTEGERS || kind == HALVES) return code & 128 ? (kind == HALVES ? 255 : 256) - code : 128 + code;
+#endif
+    return code;
+}
+INLINE uint8_t unstored([[maybe_unused]] int64_t kind, uint8_t byte) {
+#ifndef SPECDEC_BYTE_TABLES
+    if (kind == INTEGERS || kind == HALVES) return byte & 128 ? byte - 128 : (kind == HALVES ? 255 : 256) - byte;
+#endif
+    return byte;
+}
+
 INLINE float side_value(const Packed& w, const char* p, int64_t feature) {
     return w.wide ? load_as<float>(p + 4 * feature) : widen(load_as<bf16>(p + 2 * feature));
 }
@@ -400,7 +567,7 @@ template <class T> void packed_row(const Packed& w, int64_t row, T* out) {
         for (int64_t k = at; k < std::min(at + w.group, w.k); ++k) {
             const Place place(w.kind, k - at);
             const char* word = group + w.side() + ((k - at) / per_word * FEATURES + f) * WORD;
-            const uint8_t byte = (uint8_t)word[place.byte];
+            const uint8_t byte = unstored(w.kind, (uint8_t)word[place.byte]);
             float value = w.kind == NIBBLES ? widen(bf16{w.values[byte >> place.shift & 15]})
                                             : widen(bf16{w.values[byte & 127]});
             if (w.kind != NIBBLES && byte & 128) value = -value;
@@ -452,9 +619,12 @@ EXPORT int64_t packed_bytes(const void* header) {
 EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes, int64_t bits, const uint8_t* internal,
                        const float* scales, const float* offsets, int64_t block_rows, int64_t block_columns,
                        int64_t side_columns, void* to, int64_t threads) {
-    std::memcpy(to, header, HEADER);
+    std::memcpy(to, header, sizeof(Packed));
+    ((Packed*)to)->numbers = numbers_of(*(const Packed*)to);
     const Packed& w = *(const Packed*)to;
     const int64_t per_word = w.kind == NIBBLES ? 8 : 4;
+    uint8_t own[256];
+    for (int i = 0; i < 256; ++i) own[i] = stored(w.kind, internal[i]);
     for_blocks((int)threads, (w.n + FEATURES - 1) / FEATURES, [&](int64_t panel) {
         char* group = (char*)to + HEADER + panel * w.panel_bytes();
         for (int64_t at = 0; at < w.k; at += w.group) {
@@ -468,8 +638,8 @@ EXPORT void pack_codes(const void* header, const void* codes, int64_t row_bytes,
                 const uint8_t* from = (const uint8_t*)codes + row * row_bytes;
                 char* words = group + w.side() + f * WORD;
                 for (int64_t k = at; k < end; k += per_word, words += FEATURES * WORD) {
-                    const uint32_t word = w.kind == NIBBLES ? word_of<8>(from, k, bits, internal)
-                                                            : word_of<4>(from, k, bits, internal);
+                    const uint32_t word = w.kind == NIBBLES ? word_of<8>(from, k, bits, own)
+                                                            : word_of<4>(from, k, bits, own);
                     std::memcpy(words, &word, WORD);
                 }
             }

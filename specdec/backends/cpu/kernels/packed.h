@@ -1,5 +1,6 @@
 // Inner products of quantised weights with a few activation rows. Codes stay packed in memory and become exact bfloat16
-// values in registers; activations are never rounded.
+// values in registers, which activations are multiplied with as they are. With AVX2, whose integer products take half as
+// many instructions, codes of integers become 16-bit integers and so do bfloat16 activations (`whole_numbers`).
 //
 // Value: w[n, k] = (value(code[n, k]) + centre + inner[n, g]) * scale[n, g] * factor + outer[n, g], where a group g is
 // `group` consecutive columns. All file formats are brought into this form (specdec/backends/cpu/packed.py).
@@ -7,11 +8,12 @@
 // Layout: a header of HEADER bytes, then panels of FEATURES features. A panel is a sequence of groups, and a group is
 // [FEATURES] scales, [FEATURES] offsets (if any) and its codes, in words of four bytes: word i of the features stands
 // side by side. A word holds 8 columns of four bits or 4 columns of eight, lowest bits first: the even columns in its
-// low half, the odd ones in its high half. Reading a panel is one ascending stream.
+// low half, the odd ones in its high half. Reading a panel is one ascending stream. Codes of eight bits are a sign bit
+// over a magnitude; INTEGERS and HALVES are the number plus 128, rounded down, where there are no tables of bytes.
 //
 // Bits contract: the product of one weight row and one activation row has two accumulators, for even and odd pairs of
-// columns, that begin at zero in every group. At the end of a group their sum is scaled and added to the total. None of
-// this depends on other rows.
+// columns, that begin at zero in every group. At the end of a group their sum is scaled and added to the total. Sums of
+// integers are exact and then treated in the same way. None of this depends on other rows.
 #pragma once
 
 #include "panels.h"
@@ -26,6 +28,22 @@ enum Kind : int64_t {
 };
 enum Offsets : int64_t { NO_OFFSETS, INNER, OUTER };
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define SPECDEC_WHOLE_NUMBERS 1
+constexpr bool WHOLE_NUMBERS = true;
+#else
+constexpr bool WHOLE_NUMBERS = false;
+#endif
+
+// Values as (2 * number - zero) * unit with numbers from 0 to 255. A group's sum of numbers times activations is then below
+// 255 * 2^15 * 128, and twice that fits into 32 bits.
+struct Numbers {
+    float unit;  // 0 if the values are no integers times a power of two
+    int32_t zero;
+    int32_t linear;  // the code is the number
+    uint8_t of[16];  // else: of the codes of four bits
+};
+
 struct Packed {
     int64_t n, k;
     int64_t group;  // a multiple of 8, at most MAX_GROUP
@@ -34,6 +52,7 @@ struct Packed {
     int64_t offsets;
     float factor, centre;
     uint16_t values[128];  // bfloat16: of the codes, or of the magnitudes
+    Numbers numbers;       // found when it is packed
 
     const char* data() const;
     int64_t side() const { return FEATURES * (wide ? 4 : 2) * (offsets ? 2 : 1); }  // bytes before the codes of a group
@@ -41,21 +60,43 @@ struct Packed {
     int64_t groups() const { return (k + group - 1) / group; }
     int64_t panel_bytes() const { return groups() * side() + code_bytes(k); }
     bool needs_sums() const { return offsets || centre != 0; }
+    bool takes_whole_numbers() const { return WHOLE_NUMBERS && numbers.unit != 0; }  // if activations are bfloat16
 };
 constexpr int64_t HEADER = 512;
 constexpr int64_t MAX_GROUP = 128;
 static_assert(sizeof(Packed) <= HEADER);
 inline const char* Packed::data() const { return reinterpret_cast<const char*>(this) + HEADER; }
 
+// Activation rows as the products read them. X: Panel<T>::Input, or int16_t for whole numbers.
+template <class X> struct Activations {
+    const X* x = nullptr;
+    int64_t stride = 0;
+    const float* sums = nullptr;   // [rows, groups] of x over the columns of a group; null if the matrix needs none
+    const float* units = nullptr;  // [rows, groups]: what 1 means, for whole numbers
+    int64_t groups = 0;
+
+    Activations from(int64_t row, int64_t column, int64_t group) const {
+        const int64_t at = row * groups + group;
+        return {x + row * stride + column, stride, sums ? sums + at : nullptr, units ? units + at : nullptr, groups};
+    }
+};
+
 // Sums of every group of columns of every row, [rows, groups]: the products with an offset. Row by row.
 template <class T>
 void group_sums(const T* x, int64_t x_stride, int64_t rows, int64_t k, int64_t group, float* out);
 
+// A row as integers times a power of two per group: the largest has 15 bits, so a bfloat16 number is exact unless it is
+// smaller than a 128th of the group's largest, and off by no more than 2^-15 of that. A group with a number that is not
+// finite has NaN as its unit.
+void whole_numbers(const bf16* x, int64_t k, int64_t group, int16_t* out, float* units, float* sums);
+
 // out[m * out_stride + f] = w_f . x_m for the features first .. first + n (whole panels, or up to the last feature).
-// X: Panel<T>::Input. `sums` as from group_sums, null if the matrix needs none.
 template <class X>
-void packed_products(const Packed& w, const X* x, int64_t x_stride, int64_t rows, const float* sums, int64_t first,
-                     int64_t n, float* out, int64_t out_stride);
+void packed_products(const Packed& w, const Activations<X>& x, int64_t rows, int64_t first, int64_t n, float* out,
+                     int64_t out_stride);
+template <>
+void packed_products(const Packed& w, const Activations<int16_t>& x, int64_t rows, int64_t first, int64_t n, float* out,
+                     int64_t out_stride);  // defined if WHOLE_NUMBERS
 
 // The values of one weight row, rounded once.
 template <class T> void packed_row(const Packed& w, int64_t row, T* out);
