@@ -1,4 +1,8 @@
-"""Take an MTP head from a file or folder beside the checkpoint's weights, or from another checkpoint."""
+"""Take an MTP head from a file or folder beside the checkpoint's weights, or from another checkpoint.
+
+A head in speculators' layout has other names. It was trained on the target's states before the final norm, whereas a
+model's own head reads those after it.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from specdec.checkpoints.locate import listed
-from specdec.checkpoints.names import canonical_name, text_config
+from specdec.checkpoints.names import SPECULATORS_LAYER, canonical_name, text_config
 from specdec.checkpoints.quantised import formats_of
 from specdec.checkpoints.reader import Checkpoint, StoredTensor, read_header, read_json, read_tensors
 from specdec.checkpoints.weight_check import TensorSpec, converted_by_mlx_lm
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, shown
 
 HEAD_FILE = "mtp.safetensors"
+_FROZEN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # copies of the target's
+_SAME = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok")
 
 
 def unlisted_head(checkpoint: Checkpoint) -> Path | None:
@@ -45,6 +51,7 @@ def join_head(
     Raises: CheckpointError if there is no head, or one of another model, with both figures.
     """
     tensors, config = _read(path, prefix)
+    residual, config = _of_speculators(path, tensors, config, checkpoint.config)
     head = {name: tensor for name, tensor in tensors.items() if canonical_name(name).startswith(prefix)}
     if not head:
         raise CheckpointError(
@@ -60,11 +67,54 @@ def join_head(
         config=config,
         head_path=path,
         head_converted=_converted(path, tensors, config, prefix),
+        head_residual=residual,
         notices=[
             f"the MTP head is taken from {path} ({len(head)} of its {len(tensors)} tensors)",
             *([f"the {len(own)} tensors of the checkpoint's own MTP head are not used"] if own else []),
+            *([_LAYOUT] if residual else []),
         ],
     )
+
+
+_LAYOUT = (
+    "the MTP head is in speculators' layout, which trains on the target's states before the final norm; vLLM serves "
+    'such a head with those after it (target.mtp_states = "normed")'
+)
+
+
+def _of_speculators(
+    path: Path, tensors: Mapping[str, StoredTensor], config: dict[str, Any] | None, target: Mapping[str, Any]
+) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the files are in speculators' layout, and the config of the model that the head belongs to.
+
+    Raises: CheckpointError for tensors or sizes that such a head of this target cannot have.
+    """
+    said = None if config is None else config.get("speculators_model_type")
+    if config is None or said is None:
+        return any(name.startswith(SPECULATORS_LAYER) for name in tensors), config
+    if said != "mtp":
+        raise CheckpointError(
+            f"{path} holds a draft head of the kind {shown(said)}, not an MTP head",
+            try_="drafter.name and drafter.model for such a head",
+        )
+    for name, tensor in tensors.items():
+        if not name.startswith(SPECULATORS_LAYER) and name not in _FROZEN:
+            raise CheckpointError(
+                f"the tensor {name} {list(tensor.shape)} is not used: an MTP head in speculators' layout has one "
+                f"layer, {SPECULATORS_LAYER}*",
+                file=path,
+            )
+    inner = config.get("transformer_layer_config")
+    if not isinstance(inner, Mapping):
+        return True, config
+    own, theirs = text_config(inner), text_config(target)
+    for key in _SAME:
+        if key in own and key in theirs and own[key] != theirs[key]:
+            raise CheckpointError(
+                f"the MTP head in {path} belongs to another model: its {key} is {shown(own[key])}, this model's is "
+                f"{shown(theirs[key])}"
+            )
+    return True, {**config, "text_config": own}
 
 
 def _read(path: Path, prefix: str) -> tuple[dict[str, StoredTensor], dict[str, Any] | None]:

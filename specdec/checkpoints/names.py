@@ -1,4 +1,4 @@
-"""Canonical names for the tensors and the config of text-only and vision-language checkpoints.
+"""Canonical names for the tensors and the config of text-only and vision-language checkpoints and their MTP heads.
 
 Canonical names are ``embed_tokens.weight``, ``layers.{i}.…``, ``norm.weight``, ``lm_head.weight`` and ``mtp.…``.
 """
@@ -19,6 +19,15 @@ _OTHER_TOWERS = frozenset(
     mm_projector image_newline audio_tower audio_model embed_audio talker code2wav""".split()
 )
 
+# An MTP head in speculators' layout: its one layer, and what the names in it are in a model's own head.
+SPECULATORS_LAYER = "mtp_layers.0."
+_SPECULATORS = {
+    "input_proj.": "mtp.fc.",
+    "final_layernorm.": "mtp.norm.",
+    "hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
+    "token_layernorm.": "mtp.pre_fc_norm_embedding.",
+}
+
 
 class Names(dict[str, str]):
     """Canonical name -> name in the files, for everything that may belong to the text model."""
@@ -30,7 +39,11 @@ def canonical_name(name: str) -> str:
     """The canonical form of a tensor name; an unknown name only loses its wrappers."""
     while name.startswith(_WRAPPERS):
         name = name.split(".", 1)[1]
-    return name
+    if not name.startswith(SPECULATORS_LAYER):
+        return name
+    rest = name.removeprefix(SPECULATORS_LAYER)
+    word = next((word for word in _SPECULATORS if rest.startswith(word)), "")
+    return _SPECULATORS.get(word, "mtp.layers.0.") + rest.removeprefix(word)
 
 
 def is_ignored(name: str) -> bool:

@@ -74,10 +74,12 @@ class Checkpoint:
         notices: notices for the user, one sentence each.
         head_path: the file or folder that the MTP head was taken from; None if it is among the weights.
         head_converted: whether mlx-lm converted the files of that head; None if unknown.
+        head_residual: whether that head reads the target's hidden states before the final norm.
     """
 
     head_path: Path | None = None
     head_converted: bool | None = None
+    head_residual: bool = False
 
     def __init__(
         self,
@@ -119,12 +121,13 @@ class Checkpoint:
         config: Mapping[str, Any] | None,
         head_path: Path,
         head_converted: bool | None,
+        head_residual: bool,
         notices: Sequence[str],
     ) -> Checkpoint:
         """This checkpoint with the tensors of a head from elsewhere and ``without`` some of its own."""
         kept = {name: tensor for name, tensor in self._tensors.items() if name not in without}
         joined = Checkpoint(self.path, self.config, self.generation_config, {**kept, **head}, (*self.notices, *notices))
-        joined.head_path, joined.head_converted = head_path, head_converted
+        joined.head_path, joined.head_converted, joined.head_residual = head_path, head_converted, head_residual
         if config is not None:
             joined._configs = dict.fromkeys((tensor.file for tensor in head.values()), config)
         return joined

@@ -1,22 +1,23 @@
-"""``specdec audit``: replay a run teacher-forced and count tokens that plain decoding would not have chosen."""
+"""``specdec audit``: count tokens that plain decoding would not have chosen, of our own runs and of other engines."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 from click.core import ParameterSource
 
-from specdec.cli import output
+from specdec.cli import measuring, output
 from specdec.cli.options import (
     FILE,
     KEYS,
     LARGEST,
     PATH,
     SAMPLE_PROMPT,
+    TEXT,
     Number,
     PromptOptions,
     configured,
@@ -25,16 +26,48 @@ from specdec.cli.options import (
     prompted,
 )
 from specdec.config import Override, RunConfig
-from specdec.errors import PromptError
+from specdec.errors import PromptError, shown
 
 if TYPE_CHECKING:
     from specdec.measuring.audit import AuditReport, RecordedRun
+    from specdec.measuring.comparison import ComparisonReport
+    from specdec.measuring.divergences import GapReport
+    from specdec.measuring.engines.engine import Engine
+    from specdec.measuring.prompts import Prompt
     from specdec.pipeline import LanguageModel
 
 SHOWN = 10  # divergences listed on a terminal; --json has all
+SHORT = 24  # characters of a token there
 
 
 @click.command()
+@click.option(
+    "--server",
+    "servers",
+    metavar="URL",
+    type=TEXT,
+    multiple=True,
+    help="Compare two OpenAI-compatible servers, first the plain one; the same twice shows its own noise.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["specdec", "transformers"]),
+    help="Compare plain decoding with speculation in this process.",
+)
+@click.option(
+    "--prompts",
+    "prompts_file",
+    metavar="FILE",
+    type=FILE,
+    help="With --server or --engine: prompts as for accept; specdec's own if unset.",
+)
+@click.option(
+    "--per-class", type=click.IntRange(1, LARGEST), metavar="N", help="The first N prompts of each class; 4 if unset."
+)
+@click.option("--timeout", type=Number(0.001), metavar="S", help="For an answer of a server; 300 if unset.")
+@click.option(
+    "--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="For servers. Better as SPECDEC_API_KEY."
+)
 @click.option(
     "--run", "run_file", metavar="FILE", type=FILE, help="Audit the output of generate --json instead of a new run."
 )
@@ -52,13 +85,20 @@ SHOWN = 10  # divergences listed on a terminal; --json has all
     "--tolerance",
     type=Number(0.0),
     metavar="NATS",
-    help="Exit with status 1 if a token is further below plain decoding's best one than this (greedy runs).",
+    help="Exit with status 1 if a token is further below plain decoding's best one than this (greedy runs); of other "
+    "engines, what rounding may explain.",
 )
 @click.option("--plot", "--png", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib).")
 @output.json_option
 @click.pass_context
 def audit(
     ctx: click.Context,
+    servers: tuple[str, ...],
+    engine: str | None,
+    prompts_file: str | None,
+    per_class: int | None,
+    timeout: float | None,
+    api_key: str | None,
     run_file: str | None,
     asked: PromptOptions,
     config: RunConfig,
@@ -75,7 +115,16 @@ def audit(
 
     --run takes the prompt and generation settings from the file. The exit status is 1 if verifier and backend promise
     the tokens of plain decoding and some differ, or if --tolerance is exceeded.
+
+    With --server, twice, or --engine, requests are answered plain, with speculation, and plain again. A request that
+    differs is a "tie within rounding", has an "other token with a real gap", or one "cannot tell", judged by the
+    plain answer's log-probabilities. --tolerance says how many nats rounding may explain; the exit status is 1 if a gap
+    is real.
     """
+    if servers or engine is not None:
+        _compare(ctx, config, asked, tolerance, plot_file, as_json=as_json)
+        return
+    _refuse(ctx, ("prompts_file", "per_class", "timeout", "api_key"), "it needs --server or --engine.")
     prompt: str | list[int] = []
     if run_file is None:
         prompt = asked.read(config)
@@ -158,19 +207,24 @@ def _run_now(lm: LanguageModel, prompt: str | list[int], *, chat: bool) -> Recor
 
 
 def _show(report: AuditReport, recorded: RecordedRun, plot_file: pathlib.Path | None) -> None:
-    from specdec.measuring.audit import bin_label
-
     console = output.console()
     console.print(output.facts(_summary(report, recorded.deviation)))
-    console.print()
-    bins = [(bin_label(low, high), str(all_), str(diverging)) for low, high, all_, diverging in report.histogram()]
-    console.print(output.table(("top-two gap (nats)", "positions", "divergences"), bins))
+    _histogram(report)
     if report.divergences:
         console.print()
-        headings = ("position", "token", "plain decoding", "gap", "top-two gap")
-        console.print(output.table(headings, _divergences(report), left=()))
+        headings = ("position", "token", "plain decoding", "gap", "top-two gap", "verdict")
+        console.print(output.table(headings, _divergences(report), left=("verdict",)))
     if plot_file is not None:
         console.print(f"\nplot: {plot_file}")
+
+
+def _histogram(report: GapReport) -> None:
+    from specdec.measuring.divergences import bin_label
+
+    console = output.console()
+    bins = [(bin_label(low, high), str(all_), str(diverging)) for low, high, all_, diverging in report.histogram()]
+    console.print()
+    console.print(output.table(("top-two gap (nats)", "positions", "divergences"), bins))
 
 
 def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -206,6 +260,182 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tupl
 
 def _divergences(report: AuditReport) -> Iterator[tuple[str, ...]]:
     for found in report.divergences[:SHOWN]:
-        yield str(found.position), str(found.token), str(found.chosen), f"{found.gap:.4g}", f"{found.top_two:.4g}"
+        names = (str(found.position), str(found.token), str(found.chosen))
+        yield *names, f"{found.gap:.4g}", f"{found.top_two:.4g}", report.verdict(found).value
     if len(report.divergences) > SHOWN:
-        yield f"... {len(report.divergences) - SHOWN} more with --json", "", "", "", ""
+        yield f"... {len(report.divergences) - SHOWN} more with --json", "", "", "", "", ""
+
+
+# --- other engines ---------------------------------------------------------------------------------------------------
+
+PER_CLASS = 4  # of specdec's own prompts
+TIMEOUT = 300.0
+_OF_A_REPLAY = ("run_file", "rows", "prompt_tokens", "chat")
+_OF_AN_ENGINE = ("timeout", "api_key")
+_OF_A_MODEL = ("source", "drafter_part", "verifier_part", "depth_part")
+_ASKED = ("max_new_tokens", "temperature", "seed", "ignore_eos")
+
+
+def _refuse(ctx: click.Context, names: Sequence[str], why: str) -> None:
+    """Raises: UsageError for the first of these options that the command line has."""
+    for param in ctx.command.params:
+        if param.name in names and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            option = next((one for one in param.opts if one.startswith("--")), "MODEL")
+            raise click.UsageError(f"{option}: {why}")
+
+
+def _compare(
+    ctx: click.Context,
+    config: RunConfig,
+    asked: PromptOptions,
+    tolerance: float | None,
+    plot_file: pathlib.Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """``audit --server`` and ``audit --engine``."""
+    from specdec.measuring.comparison import Comparison
+    from specdec.measuring.divergences import Verdict
+    from specdec.measuring.engines.engine import Asked
+    from specdec.measuring.plots import plot_audit
+
+    _check_asked(ctx, config)
+    prompts = _prompts(ctx, asked)
+    measuring.check_writable(plot=plot_file)
+    settings = Asked(**{name: getattr(config.generation, name) for name in _ASKED})
+    plain, speculative = _engines(ctx, config)
+    with output.progress("asking", then="requests", silent=as_json) as advance:
+        comparison = Comparison(plain, speculative, prompts, settings, tolerance=tolerance, progress=advance)
+        with interruptible(comparison):
+            report = comparison.run()
+    if plot_file is not None:
+        plot_audit(report, plot_file)
+    if as_json:
+        output.print_json({**report.to_dict(), "png": str(plot_file) if plot_file else None})
+    else:
+        _show_comparison(report, plot_file)
+    if report.failure is not None:
+        click.echo(f"ended early: this covers {report.done} of {report.planned} requests", err=True)
+        raise report.failure
+    real = report.verdicts()[Verdict.REAL]
+    if real:
+        click.echo(f"error: {output.count(real, 'request')} got another token with a real gap: this is a bug", err=True)
+        ctx.exit(output.BROKEN_PROMISE)
+    if report.partial:
+        click.echo(f"interrupted: this covers {report.done} of {report.planned} requests", err=True)
+        ctx.exit(output.INTERRUPTED)
+
+
+def _check_asked(ctx: click.Context, config: RunConfig) -> None:
+    """Raises: UsageError for options that engines do not have."""
+    servers, engine = ctx.params["servers"], ctx.params["engine"]
+    if servers and engine is not None:
+        raise click.UsageError("--server and --engine: give one of them.")
+    _refuse(ctx, _OF_A_REPLAY, "it is for specdec's own runs, without --server and --engine.")
+    if servers:
+        _refuse(ctx, _OF_A_MODEL, "with --server, the servers have their models and drafters.")
+        if len(servers) != 2:
+            raise click.UsageError(
+                f"--server: give two, a plain and a speculative one, got {len(servers)}; the same one twice shows its "
+                f"own noise."
+            )
+    else:
+        _refuse(ctx, _OF_AN_ENGINE, "it needs --server.")
+    taken = {f"generation.{name}" for name in _ASKED} | (set() if servers else {"target", "drafter", "depth"})
+    for override in map(Override.parse, ctx.params["settings"]):
+        key = ".".join(override.path)
+        if engine != "specdec" and key not in taken and override.path[0] not in taken:
+            raise click.UsageError(f"{override.source}: it means nothing to {engine or 'a server'} here.")
+    if config.generation.temperature > 0 and ctx.params["tolerance"] is not None:
+        raise click.UsageError("--tolerance: it is a distance from the best token, and these requests are sampled.")
+
+
+def _prompts(ctx: click.Context, asked: PromptOptions) -> list[Prompt]:
+    from specdec.measuring.prompts import Prompt, choose_prompts, load_prompts, own_prompts
+
+    file, per_class = ctx.params["prompts_file"], ctx.params["per_class"]
+    text = asked.given()
+    if text is not None:
+        if file is not None or per_class is not None:
+            raise click.UsageError("--prompts and --per-class: with one prompt of your own, leave them out.")
+        return [Prompt(kind="prompts", text=text)]
+    known = own_prompts() if file is None else load_prompts(file)
+    chosen = choose_prompts(known, per_class=per_class or (PER_CLASS if file is None else None))
+    return [prompt for group in chosen.values() for prompt in group]
+
+
+def _engines(ctx: click.Context, config: RunConfig) -> tuple[Engine, Engine]:
+    """The plain and the speculative one."""
+    servers = ctx.params["servers"]
+    if servers:
+        from specdec.measuring.engines.server import ServerEngine
+
+        made = [
+            ServerEngine(
+                url, ctx.params["model"], api_key=ctx.params["api_key"], timeout=ctx.params["timeout"] or TIMEOUT
+            )
+            for url in servers
+        ]
+        return made[0], made[1]
+    with output.status(f"loading {config.target.model}"):
+        if ctx.params["engine"] == "transformers":
+            from specdec.measuring.engines.assisted import TransformersEngine
+
+            return TransformersEngine.pair(config)
+        import specdec
+        from specdec.measuring.engines.own import OwnEngine
+
+        return OwnEngine.pair(specdec.load(config=config))
+
+
+def _show_comparison(report: ComparisonReport, plot_file: pathlib.Path | None) -> None:
+    console = output.console()
+    console.print(output.facts(_comparison(report)))
+    _histogram(report)
+    judged = report.judged()
+    if judged:
+        console.print()
+        headings = ("request", "position", "plain", "speculative", "gap", "top-two gap", "verdict")
+        rows = [
+            (
+                str(one.found.request),
+                str(one.found.position),
+                *(shown(token, SHORT) for token in (one.found.chosen, one.found.token)),
+                f"{one.found.gap:.3g}",
+                f"{one.found.top_two:.3g}",
+                one.verdict.value,
+            )
+            for one in judged[:SHOWN]
+        ]
+        if len(judged) > SHOWN:
+            rows.append((f"... {len(judged) - SHOWN} more with --json", *[""] * 6))
+        console.print(output.table(headings, rows, left=("plain", "speculative", "verdict")))
+        console.print()
+        output.lines(console, "why", (f"request {one.found.request}: {one.reason}" for one in judged[:SHOWN]))
+    if plot_file is not None:
+        console.print(f"\nplot: {plot_file}")
+
+
+def _comparison(report: ComparisonReport) -> Iterator[tuple[str, str]]:
+    asked = report.asked
+    how = "greedy" if asked.temperature == 0 else f"temperature {asked.temperature:g}, seed {asked.seed}"
+    yield "plain", report.plain
+    yield "speculative", report.speculative
+    yield "asked", f"{output.count(report.done, 'request')}, {how}, {asked.max_new_tokens} tokens at most"
+    yield "differ", _differ(len(report.divergences), report)
+    if report.divergences:
+        yield "verdicts", ", ".join(f"{number} {verdict.value}" for verdict, number in report.verdicts().items())
+        yield "first", f"position {min(one.position for one in report.divergences)} after the prompt"
+    yield "control", f"plain against plain: {_differ(len(report.control.differences), report)}"
+    yield (
+        "logprobs",
+        f"{report.speculation.apart:.3g} nats apart at most, of the same token after the same tokens; control "
+        f"{report.control.apart:.3g}",
+    )
+    tie, real = report.limits.tie, report.limits.real
+    between = "" if tie == real else f", beyond {real:.3g} none is; between them nobody can tell without --tolerance"
+    yield "rounding", f"gaps up to {tie:.3g} nats are ties{between}"
+
+
+def _differ(number: int, report: ComparisonReport) -> str:
+    return f"{number} of {output.count(report.done, 'request')} ({number / report.done:.1%})"

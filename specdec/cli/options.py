@@ -219,21 +219,28 @@ class PromptOptions:
         ours = config.target.backend in ("auto", *backends)  # another engine reads target.model as it likes
         if ours and not is_hub_id(model):
             locate(model)  # a mistake in its path comes first
+        if self.tokens is not None:
+            self._one()
+            if self.chat:
+                raise click.UsageError("--chat takes text, not --prompt-tokens.")
+            return _token_ids(self.tokens)
+        text = self.given()
+        if text is not None:
+            return text
+        if model != "demo":
+            raise click.UsageError(f"Give {model} a prompt: --prompt, --prompt-file or --prompt-tokens.")
+        return SAMPLE_PROMPT
+
+    def given(self) -> str | None:
+        """The text of ``--prompt`` or ``--prompt-file``. Raises: UsageError for several, PromptError for a bad file."""
+        self._one()
+        return self.text if self.file is None else _read(self.file)
+
+    def _one(self) -> None:
         values = {"--prompt": self.text, "--prompt-file": self.file, "--prompt-tokens": self.tokens}
         given = [option for option, value in values.items() if value is not None]
         if len(given) > 1:
             raise click.UsageError(f"{' and '.join(given)}: give one prompt only.")
-        if self.tokens is not None:
-            if self.chat:
-                raise click.UsageError("--chat takes text, not --prompt-tokens.")
-            return _token_ids(self.tokens)
-        if self.text is not None:
-            return self.text
-        if self.file is not None:
-            return _read(self.file)
-        if model != "demo":
-            raise click.UsageError(f"Give {model} a prompt: --prompt, --prompt-file or --prompt-tokens.")
-        return SAMPLE_PROMPT
 
 
 def prompted(command: Command) -> Command:

@@ -90,6 +90,8 @@ class TargetConfig:
     revision: str | None = None  # a hub branch, tag or commit
     # a file or folder with the MTP head; None: the checkpoint's own, or mtp.safetensors beside the weights
     mtp: str | None = attrs.field(default=None, validator=attrs.validators.optional(_filled))
+    # hidden states that an MTP head reads: after the final norm, or before it; "auto": as its layout was trained
+    mtp_states: str = attrs.field(default="auto", validator=one_of("auto", "normed", "residual"))
     backend: str = attrs.field(default="auto", validator=_filled)
     # as written; the backend's class validates them
     backend_options: Mapping[str, Any] = attrs.field(factory=dict, hash=False)

@@ -10,11 +10,8 @@ backend.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,25 +25,12 @@ from specdec.contract import Context, Guarantee, Parity
 from specdec.decoding.prefill import PREFILL_CHUNK
 from specdec.decoding.settings import make_sampling, override_generation
 from specdec.errors import PromptError
+from specdec.measuring.divergences import Divergence, GapReport, Rounding, Verdict, finite
 from specdec.pipeline import LanguageModel
 from specdec.sampling import Rows
 
 if TYPE_CHECKING:
     from specdec.contract import State
-
-GAP_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Edges of the gap histogram in nats; the first bin starts at 0 (a tie), the last is open."""
-
-
-@attrs.frozen
-class Divergence:
-    """A committed token that the replay would not have chosen."""
-
-    position: int  # in the audited tokens; 0 is the first after the prompt
-    token: int  # what the run committed
-    chosen: int  # what plain decoding chooses there
-    gap: float  # nats from the row's best logit to the committed token's; inf for a banned token
-    top_two: float  # nats between the row's two best logits
 
 
 @attrs.frozen(kw_only=True)
@@ -76,7 +60,7 @@ class Control:
 
 
 @attrs.frozen(kw_only=True)
-class AuditReport:
+class AuditReport(GapReport):
     """The result of a replay. Gaps are between logits after bias, penalties and bans, before temperature."""
 
     prompt_tokens: int
@@ -88,6 +72,7 @@ class AuditReport:
     gaps: tuple[float, ...]  # top-two gap of every position
     control: Control | None  # None if not requested, or if the target takes only one row
     tolerance: float | None = None  # nats that a committed token may be below the best one; None: any gap
+    dtype: str = ""  # of the activations; it says what rounding explains
 
     @property
     def rate(self) -> float:
@@ -105,6 +90,17 @@ class AuditReport:
         return max((divergence.gap for divergence in self.divergences), default=0.0)
 
     @property
+    def title(self) -> str:
+        return (
+            f"{len(self.divergences)} of {self.tokens} tokens diverge from plain decoding"
+            f"  (guarantee {self.guarantee}, parity {self.parity})"
+        )
+
+    def verdict(self, found: Divergence) -> Verdict:
+        """Whether rounding explains a divergence; of a sampled run nobody can tell."""
+        return Rounding.of(self.dtype).verdict(found.gap if self.temperature == 0 else math.nan)
+
+    @property
     def broken_promise(self) -> bool:
         """Whether tokens diverge although verifier and backend promise that none does."""
         promised = self.guarantee == Guarantee.EXACT.value and self.parity == Parity.BITWISE.value
@@ -114,13 +110,6 @@ class AuditReport:
     def beyond(self) -> int:
         """Divergences with a gap above the tolerance; 0 without one."""
         return 0 if self.tolerance is None else sum(found.gap > self.tolerance for found in self.divergences)
-
-    def histogram(self) -> list[tuple[float, float, int, int]]:
-        """Bins of the top-two gap: from, to (inf at last), positions, divergences."""
-        everywhere = Counter(bisect_right(GAP_EDGES, gap) for gap in self.gaps)
-        diverging = Counter(bisect_right(GAP_EDGES, found.top_two) for found in self.divergences)
-        edges = itertools.pairwise((0.0, *GAP_EDGES, math.inf))
-        return [(low, high, everywhere[i], diverging[i]) for i, (low, high) in enumerate(edges)]
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``audit --json`` prints; an infinite number is null."""
@@ -135,25 +124,23 @@ class AuditReport:
                 "count": len(self.divergences),
                 "rate": self.rate,
                 "first": self.first,
-                "largest_gap": _finite(self.largest_gap),
+                "largest_gap": finite(self.largest_gap),
                 "positions": [
-                    {**attrs.asdict(found), "gap": _finite(found.gap), "top_two": _finite(found.top_two)}
+                    {
+                        **attrs.asdict(found),
+                        "gap": finite(found.gap),
+                        "top_two": finite(found.top_two),
+                        "verdict": self.verdict(found).value,
+                    }
                     for found in self.divergences
                 ],
             },
-            "gap_histogram": [
-                {"from": low, "to": _finite(high), "positions": all_, "divergences": diverging}
-                for low, high, all_, diverging in self.histogram()
-            ],
+            "gap_histogram": self.histogram_dict(),
             "control": None if control is None else {**attrs.asdict(control), "equal_share": control.equal_share},
             "broken_promise": self.broken_promise,
             "tolerance": self.tolerance,
             "beyond_tolerance": self.beyond,
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 @checked(PromptError)
@@ -239,6 +226,7 @@ def audit(
         gaps=tuple(gaps),
         control=control if rows > 1 else None,
         tolerance=tolerance,
+        dtype=lm.info.dtype,
     )
 
 
@@ -288,8 +276,3 @@ def read_run(path: str | Path) -> RecordedRun:
         fingerprint=str(data.get("fingerprint", "")),
         deviation=dict(deviation) if isinstance(deviation, Mapping) else {},
     )
-
-
-def bin_label(low: float, high: float) -> str:
-    """A bin of the histogram as text: ``0.1 to 0.3``."""
-    return f"{low:g} to {high:g}" if math.isfinite(high) else f"{low:g} and more"

@@ -14,8 +14,8 @@ from specdec.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from specdec.measuring.acceptance import AcceptanceReport, ClassReport
-    from specdec.measuring.audit import AuditReport
     from specdec.measuring.bench import BenchReport
+    from specdec.measuring.divergences import GapReport
     from specdec.measuring.intervals import Interval
 
 # Okabe and Ito's colour-blind-safe palette
@@ -212,15 +212,11 @@ def _contexts(axes: Any, report: BenchReport) -> None:
 # --- audit -----------------------------------------------------------------------------------------------------------
 
 
-def plot_audit(report: AuditReport, path: str | Path) -> None:
+def plot_audit(report: GapReport, path: str | Path) -> None:
     """The gap histogram, and the divergences by position."""
-    from specdec.measuring.audit import bin_label
+    from specdec.measuring.divergences import bin_label
 
-    figure, (left, right) = panels(
-        f"{len(report.divergences)} of {report.tokens} tokens diverge from plain decoding"
-        f"  (guarantee {report.guarantee}, parity {report.parity})",
-        *(5.5, 5.5),
-    )
+    figure, (left, right) = panels(report.title, *(5.5, 5.5))
     bins = report.histogram()
     places = range(len(bins))
     left.bar(places, [count for _, _, count, _ in bins], width=0.8, color=PALE, label="all positions")
@@ -231,7 +227,7 @@ def plot_audit(report: AuditReport, path: str | Path) -> None:
     left.set(xlabel="gap of the two best logits (nats)", ylabel="token positions", title="How near the choices were")
     left.legend(frameon=False)
     right.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
-    right.set_xlim(-0.02 * report.tokens, 1.02 * report.tokens)
+    right.set_xlim(-0.02 * report.positions, 1.02 * report.positions)
     found = [(one.position, one.gap) for one in report.divergences if math.isfinite(one.gap)]
     if found:
         right.vlines([at for at, _ in found], 0, [gap for _, gap in found], color=RED, linewidth=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -51,6 +51,7 @@ class DecoderModel:
     mtp: MtpHead | None = None
     mtp_lm_head: Array | None = None  # the main head unless the checkpoint has its own
     mtp_embed_tokens: Array | None = None  # the main embedding unless the checkpoint has its own
+    mtp_residual: bool = False  # the MTP head reads what enters the final norm, not what leaves it
 
     def embed(self, tokens: Sequence[int], position: int) -> Array:
         """The residual stream that enters the first layer, ``[T, H]``; the first token is at ``position``."""
@@ -62,7 +63,14 @@ class SequenceState(State):
     """The caches of one sequence: one per layer, and the MTP head's if ``needs`` asks for it."""
 
     def __init__(
-        self, capacity: int, needs: Needs, caches: list[Cache], mtp: Cache | None, target: Pass, head: Pass | None
+        self,
+        capacity: int,
+        needs: Needs,
+        caches: list[Cache],
+        mtp: Cache | None,
+        target: Pass,
+        head: Pass | None,
+        boundaries: tuple[int, ...],
     ) -> None:
         self.needs = needs
         self.pairs = None if mtp is None else MtpPairs()
@@ -70,6 +78,7 @@ class SequenceState(State):
         self.mtp = mtp  # true pairs; chained entries follow them until the next true pair
         self.target_pass = target
         self.mtp_pass = head
+        self.boundaries = boundaries  # whose states the target's passes return beside the one after the final norm
         self.decoded: tuple[Sequence[int], Array] | None = None  # tokens and result of an uncommitted decode
         self._capacity = capacity
 
@@ -120,10 +129,12 @@ class CausalLM(ForwardPass):
                 reason=error,
                 try_=f"-s target.capacity={min(capacity // 2, 8192) or 1}, or more, below {capacity}",
             ) from error
-        target = self._passes_with(needs.boundaries).bind(caches)
-        return SequenceState(
-            capacity, needs, caches, mtp, target, None if mtp is None else self._mtp_passes.bind([mtp])
-        )
+        boundaries = needs.boundaries
+        if needs.mtp and self.model.mtp_residual:
+            boundaries = tuple(sorted({*boundaries, self.info.layers}))
+        target = self._passes_with(boundaries).bind(caches)
+        head = None if mtp is None else self._mtp_passes.bind([mtp])
+        return SequenceState(capacity, needs, caches, mtp, target, head, boundaries)
 
     def _new_caches(self, capacity: int) -> list[Cache]:
         return [layer.new_cache(capacity) for layer in self.model.layers]
@@ -213,7 +224,12 @@ class CausalLM(ForwardPass):
 
     def _final(self, state: SequenceState, x: Array) -> Array:
         """The state after the final norm, from the output of a pass."""
-        return x[:, : self.info.hidden_size] if state.needs.boundaries else x
+        return x[:, : self.info.hidden_size] if state.boundaries else x
+
+    def _at(self, state: SequenceState, x: Array, boundary: int) -> Array:
+        """The state at a layer boundary, from the output of a pass."""
+        number, width = 1 + state.boundaries.index(boundary), self.info.hidden_size
+        return x[:, number * width : (number + 1) * width]
 
     def _output(
         self, state: SequenceState, rows: int, parts: Sequence[Array], logits: Logits | None = None
@@ -221,24 +237,23 @@ class CausalLM(ForwardPass):
         """``parts``: outputs of passes, row after row; empty if no hidden states are requested."""
         if not parts:
             return ForwardOutput(rows=rows, logits=logits)
-        width, needs = self.info.hidden_size, state.needs
 
-        def column(number: int) -> Hidden:
-            first, *others = (self.ops.hidden(part[:, number * width : (number + 1) * width]) for part in parts)
+        def joined(arrays: Iterable[Array]) -> Hidden:
+            first, *others = (self.ops.hidden(array) for array in arrays)
             return first.join(others) if others else first
 
         return ForwardOutput(
             rows=rows,
             logits=logits,
-            hidden=column(0) if needs.final_hidden else None,
-            boundaries={k: column(number) for number, k in enumerate(needs.boundaries, start=1)},
+            hidden=joined(self._final(state, part) for part in parts) if state.needs.final_hidden else None,
+            boundaries={k: joined(self._at(state, part, k) for part in parts) for k in state.needs.boundaries},
         )
 
     # --- MTP pairs -------------------------------------------------------------------------------------------------
 
     def _add_pairs(self, state: SequenceState, tokens: Sequence[int], x: Array, before: int) -> None:
         if state.pairs is not None:
-            rows = self._final(state, x)
+            rows = self._at(state, x, self.info.layers) if self.model.mtp_residual else self._final(state, x)
             kept = rows if len(tokens) == rows.shape[0] else rows[: len(tokens)]
             state.pairs.add(tokens, self.ops.hidden(kept), before)
 
@@ -349,7 +364,11 @@ class CausalLM(ForwardPass):
     ) -> Executor | None:
         state = _own(state)
         head, pairs, mtp = draft.head, state.pairs if draft.mtp else None, state.mtp
-        if state.needs.hidden or (draft.mtp and (pairs is None or pairs.length != state.length or not pairs.waiting)):
+        if (
+            state.needs.hidden
+            or state.boundaries
+            or (draft.mtp and (pairs is None or pairs.length != state.length or not pairs.waiting))
+        ):
             return None
         waiting = None
         if pairs is not None:

@@ -26,6 +26,7 @@ from specdec.checkpoints import (
     text_config,
     unlisted_head,
 )
+from specdec.checkpoints.locate import listed
 from specdec.checkpoints.quantised import ROUNDED_BITS, DecodedCache, formats_of, rounds
 from specdec.config import RunConfig, TargetConfig
 from specdec.contract import FamilyConfig, ForwardPass, ModelInfo, ModelSpec, Parity
@@ -105,6 +106,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
         family,
         Weights(ops, stored, headless=headless),
         mtp_reason=headless or ("" if source.head_path is None else f"from {source.head_path}"),
+        mtp_residual=_mtp_residual(asked.mtp_states, source),
         backend=backend.name,
         device=backend.device,
         dtype=dtype,
@@ -113,6 +115,8 @@ def load_target(config: RunConfig) -> LoadedTarget:
     )
     how = f"; rounded, as target.weights = {asked.weights!r} asks" if asked.weights in ROUNDED_BITS else ""
     target.info = attrs.evolve(target.info, weights=stored.summary() + how)
+    if asked.mtp_states != "auto" and not target.info.mtp_layers:
+        raise ConfigError(f"target.mtp_states is {asked.mtp_states!r}, and {asked.model} has no MTP head")
     if asked.weights != "decoded":
         notices += [
             f"{count} weights stored as {format} are decoded to {dtype}: the {backend.name} backend's kernels do not "
@@ -158,8 +162,17 @@ def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
     return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(target.notices))
 
 
-def build_target(spec: ModelSpec, family: FamilyConfig, weights: Weights, **facts: Any) -> CausalLM:
-    """Build a family's model over the ops of ``weights``; ``facts`` are further fields of ``ModelInfo``."""
+def _mtp_residual(states: str, checkpoint: Checkpoint) -> bool:
+    return checkpoint.head_residual if states == "auto" else states == "residual"
+
+
+def build_target(
+    spec: ModelSpec, family: FamilyConfig, weights: Weights, *, mtp_residual: bool = False, **facts: Any
+) -> CausalLM:
+    """Build a family's model over the ops of ``weights``; ``facts`` are further fields of ``ModelInfo``.
+
+    ``mtp_residual``: its MTP head reads the hidden states before the final norm.
+    """
     offers = weights.ops.capabilities
     info = ModelInfo(
         family=spec.name,
@@ -173,7 +186,7 @@ def build_target(spec: ModelSpec, family: FamilyConfig, weights: Weights, **fact
         kernels=offers.kernels,
         **facts,
     )
-    return CausalLM(info, _built(spec, family, weights))
+    return CausalLM(info, attrs.evolve(_built(spec, family, weights), mtp_residual=mtp_residual))
 
 
 def _built(spec: ModelSpec, family: FamilyConfig, weights: Weights) -> DecoderModel:
@@ -274,6 +287,13 @@ def checked_head(
     wanted = dry_run(spec, family, StoredWeights(checkpoint))
     found = check_weights(checkpoint, wanted.tensors)
     reason = wanted.headless
+    left = [name for name in found.unused if name.startswith(wanted.head_prefix or "mtp.")]
+    if checkpoint.head_residual and left:
+        raise CheckpointError(
+            f"the tensor {left[0]} is not used by the MTP head of this model",
+            file=checkpoint.head_path,
+            also=listed(left[1:]) or None,
+        )
     if found.head_errors:
         if asked and not found.errors:
             raise found.head_errors[0]
@@ -322,6 +342,7 @@ def _checked(
             notices += reported
     source = cached or checkpoint
     source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
+    source.head_residual = checkpoint.head_residual
     wanted, found = checked_head(source, spec, family, refused_head, asked=asked.mtp is not None)
     found.raise_for_errors()
     notices += [notice for notice in found.notices if notice not in notices]  # the cache keeps its source's notices
@@ -329,6 +350,7 @@ def _checked(
         return source, wanted.headless
     source = cache.write(found.notices)
     source.head_path, source.head_converted = checkpoint.head_path, checkpoint.head_converted
+    source.head_residual = checkpoint.head_residual
     done = "rounded" if asked.weights in ROUNDED_BITS else "decoded"
     notices.append(f"weights {done} into the cache {cache.path}")
     return source, wanted.headless

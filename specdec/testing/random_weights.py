@@ -97,5 +97,5 @@ class RandomWeights(Weights):
 def random_target(spec: ModelSpec, family: FamilyConfig, seed: int = 0) -> ForwardPass:
     """The family's model over random weights, in float32 on the host."""
     ops: Any = ReferenceOps(torch.float32)
-    facts = {"backend": "cpu", "device": "cpu", "dtype": "float32", "fingerprint": f"random-{seed}"}
+    facts: dict[str, Any] = {"backend": "cpu", "device": "cpu", "dtype": "float32", "fingerprint": f"random-{seed}"}
     return build_target(spec, family, RandomWeights(ops, None, seed=seed), **facts)

@@ -19,7 +19,8 @@ from specdec.config import Choice
 from specdec.contract import Logits, Parity
 from specdec.decoding.parts import make_verifier
 from specdec.errors import ConfigError, PromptError, UnsupportedError
-from specdec.measuring.audit import GAP_EDGES, AuditReport, Control, Divergence, audit, bin_label, read_run
+from specdec.measuring.audit import AuditReport, Control, audit, read_run
+from specdec.measuring.divergences import GAP_EDGES, Divergence, Verdict, bin_label
 from specdec.measuring.plots import plot_audit
 from tests.decoding.test_sessions import CODE, load, variant
 
@@ -225,7 +226,8 @@ def test_the_json_object_is_strict_json() -> None:
     told = report([0.5, math.inf], (Divergence(1, 7, 8, math.inf, math.inf),)).to_dict()
     read = json.loads(json.dumps(told, allow_nan=False))
     assert read["divergence"]["largest_gap"] is None
-    assert read["divergence"]["positions"] == [{"position": 1, "token": 7, "chosen": 8, "gap": None, "top_two": None}]
+    found = {"position": 1, "token": 7, "chosen": 8, "gap": None, "top_two": None, "verdict": Verdict.REAL.value}
+    assert read["divergence"]["positions"] == [found]
     assert (read["divergence"]["rate"], read["divergence"]["first"]) == (0.5, 1)
     assert read["gap_histogram"][-1] == {"from": 10.0, "to": None, "positions": 1, "divergences": 1}
     assert read["broken_promise"] is True

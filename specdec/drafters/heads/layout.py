@@ -375,9 +375,9 @@ def kind_of(files: HeadFiles) -> str:
     kind = found or declared
     if kind == MTP:
         raise CheckpointError(
-            "this is a multi-token-prediction (MTP) head in speculators' layout, which is not read",
+            "this is a multi-token-prediction (MTP) head in speculators' layout, which is read with its target",
             folder=files.checkpoint.path,
-            try_='target.mtp with the head in the layout of its model, and drafter.name = "mtp"',
+            try_='target.mtp with this folder and drafter.name = "mtp"; specdec info MODEL --mtp FOLDER describes it',
         )
     if kind is None:
         raise CheckpointError(
@@ -393,7 +393,7 @@ def _kind_by_tensors(names: Mapping[str, str]) -> tuple[str | None, str]:
     for name in names:
         if name.startswith("markov_head."):
             return DSPARK, name
-        if name.startswith("mtp_layers."):
+        if name.startswith(("mtp.", "mtp_layers.")):
             return MTP, name
         if name == "mask_hidden":
             return P_EAGLE, name

@@ -71,7 +71,11 @@ class _State(State):
 
 
 class RecordedTarget(ForwardPass):
-    """Gives the recorded states of position i for whatever token comes there; it has no logits."""
+    """Gives the recorded states of position i for whatever token comes there; it has no logits.
+
+    Where the head asks for another boundary it gets states of another position, and the last of the recorded ones is
+    the state after the final norm.
+    """
 
     def __init__(
         self, expected: dict[str, torch.Tensor], boundaries: Sequence[int], *, vocab: int, hidden: int, ops: Any = None
@@ -101,8 +105,13 @@ class RecordedTarget(ForwardPass):
 
     def rows(self, at: int, count: int) -> ForwardOutput:
         """The states of ``count`` positions."""
+        other = np.roll(self._states[min(self._states)], 1, axis=0)
+        states = {k: self._states.get(k, other) for k in range(LAYERS + 1)}
+        final = self._states[max(self._states)]
         return ForwardOutput(
-            rows=count, boundaries={k: Rows(rows[at : at + count]) for k, rows in self._states.items()}
+            rows=count,
+            hidden=Rows(final[at : at + count]),
+            boundaries={k: Rows(rows[at : at + count]) for k, rows in states.items()},
         )
 
     def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:

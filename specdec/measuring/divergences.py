@@ -1,0 +1,111 @@
+"""Tokens that plain decoding would not have chosen, and whether rounding explains them."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+GAP_EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Edges of the gap histogram in nats; the first bin starts at 0 (a tie), the last is open."""
+
+ROUNDING: Mapping[str, float] = {"float32": 1e-3, "float16": 2**-5, "bfloat16": 2**-2}
+"""Nats between two logits that rounding may exchange, by the format of the activations.
+
+For the 16-bit formats, two steps of a number from 16 to 32, where the best logits of a row usually are. For float32,
+what sums in another order differ by (1e-4 or less in the runs of ``docs/how-to/audit-another-engine.md``), with room.
+"""
+
+
+class Verdict(enum.Enum):
+    """What a divergence is."""
+
+    TIE = "tie within rounding"
+    REAL = "other token with a real gap"
+    UNKNOWN = "cannot tell"
+
+
+@attrs.frozen
+class Rounding:
+    """Which gaps rounding explains.
+
+    Attributes:
+        tie: nats; up to here, rounding explains a gap.
+        real: nats, at least ``tie``; above, it does not. Between them nobody can tell.
+    """
+
+    tie: float
+    real: float
+
+    @classmethod
+    def of(cls, dtype: str) -> Rounding:
+        """That of a format; of a format that is not known, whatever any of ``ROUNDING`` allows."""
+        known = [ROUNDING[dtype]] if dtype in ROUNDING else list(ROUNDING.values())
+        return cls(min(known), max(known))
+
+    def verdict(self, gap: float) -> Verdict:
+        """For a token ``gap`` nats below the best one."""
+        if math.isnan(gap):
+            return Verdict.UNKNOWN
+        return Verdict.TIE if gap <= self.tie else Verdict.REAL if gap > self.real else Verdict.UNKNOWN
+
+
+@attrs.frozen
+class Divergence:
+    """A token that plain decoding would not have chosen: its id, or its text where an engine gives no ids."""
+
+    position: int  # in the audited tokens; 0 is the first after the prompt
+    token: int | str  # what the run committed
+    chosen: int | str  # what plain decoding chooses there
+    gap: float  # nats from the row's best logit to the committed token's; inf for a banned token
+    top_two: float  # nats between the row's two best logits
+
+
+class GapReport:
+    """What reports of divergences share: where they are, and how near the choices were.
+
+    Subclasses have the fields ``tokens`` (how many were compared), ``gaps`` and ``divergences``, and a ``title``.
+    """
+
+    tokens: int
+    gaps: Sequence[float]  # the top-two gap of every position
+    divergences: Sequence[Divergence]
+
+    @property
+    def title(self) -> str:
+        """What a plot says above."""
+        raise AssertionError("for subclasses")
+
+    @property
+    def positions(self) -> int:
+        """Where the positions of a plot end."""
+        return self.tokens
+
+    def histogram(self) -> list[tuple[float, float, int, int]]:
+        """Bins of the top-two gap: from, to (inf at last), positions, divergences."""
+        everywhere = Counter(bisect_right(GAP_EDGES, gap) for gap in self.gaps)
+        diverging = Counter(bisect_right(GAP_EDGES, found.top_two) for found in self.divergences)
+        edges = itertools.pairwise((0.0, *GAP_EDGES, math.inf))
+        return [(low, high, everywhere[i], diverging[i]) for i, (low, high) in enumerate(edges)]
+
+    def histogram_dict(self) -> list[dict[str, float | int | None]]:
+        """The histogram for JSON; an infinite number is null."""
+        return [
+            {"from": low, "to": finite(high), "positions": all_, "divergences": diverging}
+            for low, high, all_, diverging in self.histogram()
+        ]
+
+
+def finite(value: float) -> float | None:
+    """The number, None if JSON has none for it."""
+    return value if math.isfinite(value) else None
+
+
+def bin_label(low: float, high: float) -> str:
+    """A bin of the histogram as text: ``0.1 to 0.3``."""
+    return f"{low:g} to {high:g}" if math.isfinite(high) else f"{low:g} and more"

@@ -1,0 +1,352 @@
+"""An audit of other engines finds what is wrong, calls a tie a tie, and says when it cannot tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import threading
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.errors import ConfigError, SpecdecError, UnsupportedError
+from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, compare
+from specdec.measuring.divergences import ROUNDING, Rounding, Verdict
+from specdec.measuring.engines.completions import read_completion
+from specdec.measuring.engines.engine import Answer, Asked, Engine, Step
+from specdec.measuring.engines.server import ServerEngine
+from specdec.measuring.plots import plot_audit
+from specdec.measuring.prompts import Prompt
+from tests.completion_stub import Toy, bfloat16, coarse, completion, json_reply, stub, toy_reply
+
+ASKED = Asked(max_new_tokens=16)
+PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number}") for number in range(8)]
+
+
+@attrs.frozen
+class ToyEngine:
+    """A toy without a server between."""
+
+    toy: Toy
+    dtype: str = ""
+    name: str = "toy"
+
+    def answer(self, prompt: str, asked: Asked) -> Answer:
+        body = completion(self.toy, {"prompt": prompt, "max_tokens": asked.max_new_tokens, "logprobs": 5})
+        return read_completion(body, asked.max_new_tokens)
+
+
+def audited(plain: Engine, other: Engine, **options: Any) -> ComparisonReport:
+    return Comparison(plain, other, PROMPTS, ASKED, **options).run()
+
+
+# --- engines with known bugs -----------------------------------------------------------------------------------------
+
+
+@given(depth=st.integers(1, 5))
+def test_right_speculation_differs_nowhere(depth: int) -> None:
+    report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=depth)))
+    assert report.divergences == ()
+    assert (report.speculation.apart, report.control.apart, report.done) == (0, 0, len(PROMPTS))
+    assert sum(count for _, _, count, _ in report.histogram()) == report.tokens == 16 * len(PROMPTS)
+
+
+@given(depth=st.integers(1, 4), cycle=st.integers(0, 3))
+def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(depth: int, cycle: int) -> None:
+    """Before it the cycles accept ``depth - 1`` drafts and correct one, so the position is known."""
+    report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=depth, keeps=cycle)))
+    at = depth * cycle + depth - 1
+    expected = len(PROMPTS) if at < ASKED.max_new_tokens else 0
+    assert [found.position for found in report.divergences] == [at] * expected
+    assert all(one.verdict is Verdict.REAL for one in report.judged())
+    assert all("its own log-probabilities have it" in one.reason for one in report.judged())
+
+
+def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_finer_one() -> None:
+    """bfloat16 at 20 has steps of 0.125, so tokens change at gaps of up to 0.125."""
+    plain, other = ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=bfloat16))
+    unknown = audited(plain, other)
+    gaps = [found.gap for found in unknown.divergences]
+    assert len(gaps) > 3
+    assert 1e-3 < max(gaps) <= 0.125 + 1e-9
+    for dtype, allowed in (("bfloat16", {Verdict.TIE}), ("float32", {Verdict.TIE, Verdict.REAL})):
+        report = audited(ToyEngine(Toy(), dtype), other)
+        verdicts = {one.found.gap: one.verdict for one in report.judged()}
+        assert set(verdicts.values()) <= allowed
+        assert verdicts[max(gaps)] is (Verdict.TIE if dtype == "bfloat16" else Verdict.REAL)
+        assert all((verdict is Verdict.TIE) == (gap <= ROUNDING[dtype]) for gap, verdict in verdicts.items())
+    assert {one.verdict for one in unknown.judged()} <= {Verdict.TIE, Verdict.UNKNOWN}
+    assert any("say which with --tolerance" in one.reason for one in unknown.judged())
+
+
+def test_a_coarse_format_is_a_bug_in_every_format() -> None:
+    report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=coarse)))
+    real = [one for one in report.judged() if one.verdict is Verdict.REAL]
+    assert real
+    assert any("in the same context are" in one.reason for one in real)
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def answers(gap: float, *, own: float = 0.0, seen: bool = True) -> tuple[Answer, Answer]:
+    """Two answers of two tokens; the second differs, ``gap`` nats apart for the plain one and ``own`` for the other."""
+    rest = {"c": -5.0 - gap, "d": -6.0 - gap}
+    first = Step("a", -0.1, {"a": -0.1, "b": -3.0})
+    plain = Step("a", -0.5, {"a": -0.5, **({"b": -0.5 - gap} if seen else rest)})
+    other = Step("b", -0.5 - own, {"a": -0.5, "b": -0.5 - own})
+    return Answer((first, plain), "aa", False), Answer((first, other), "ab", False)
+
+
+def judged(plain: Answer, other: Answer, again: Answer, *, temperature: float = 0.0, **options: Any) -> Any:
+    class Scripted:
+        dtype = options.pop("dtype", "")
+        name = "scripted"
+
+        def __init__(self, *replies: Answer) -> None:
+            self._replies = list(replies)
+
+        def answer(self, prompt: str, asked: Asked) -> Answer:
+            return self._replies.pop(0)
+
+    asked = Asked(max_new_tokens=2, temperature=temperature)
+    report = Comparison(Scripted(plain, again), Scripted(other), PROMPTS[:1], asked, **options).run()
+    return report.judged()[0]
+
+
+@given(gap=st.floats(0, 5), tolerance=st.none() | st.floats(0, 5))
+def test_the_verdict_follows_the_gap(gap: float, tolerance: float | None) -> None:
+    plain, other = answers(gap)
+    one = judged(plain, other, plain, tolerance=tolerance)
+    tie, real = (1e-3, 0.25) if tolerance is None else (tolerance, tolerance)
+    found = one.found.gap  # ``gap`` up to the rounding of a sum
+    assert found == pytest.approx(gap, abs=1e-9)
+    assert one.verdict is (Verdict.TIE if found <= tie else Verdict.REAL if found > real else Verdict.UNKNOWN)
+
+
+@given(gap=st.floats(0, 0.9))
+def test_what_plain_decoding_does_to_itself_is_no_bug(gap: float) -> None:
+    """The control changed a token at a gap of 1."""
+    plain, other = answers(gap)
+    assert judged(plain, other, answers(1.0)[1], tolerance=0.0).verdict is not Verdict.REAL or gap == 0
+
+
+def test_noise_of_the_log_probabilities_widens_a_tie() -> None:
+    plain, other = answers(0.02)
+    noisy = attrs.evolve(plain, steps=(Step("a", -0.12, {"a": -0.12, "b": -3.0}), plain.steps[1]))
+    assert judged(plain, other, plain, dtype="float32").verdict is Verdict.REAL
+    assert judged(plain, other, noisy, dtype="float32").verdict is Verdict.TIE
+
+
+def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one() -> None:
+    plain, other = answers(0.0, seen=False)
+    one = judged(plain, other, plain)
+    assert (one.verdict, one.found.at_least) == (Verdict.REAL, True)
+    assert one.reason.startswith("at least 5.5 nats")
+    near = attrs.evolve(plain, steps=(plain.steps[0], Step("a", -0.5, {"a": -0.5, "c": -0.5})))
+    assert judged(near, other, near).verdict is Verdict.UNKNOWN
+
+
+def test_plain_decoding_that_is_not_greedy_proves_nothing() -> None:
+    plain, other = answers(3.0)
+    odd = attrs.evolve(plain, steps=(plain.steps[0], Step("b", -3.5, plain.steps[1].top)))
+    one = judged(odd, attrs.evolve(other, steps=(other.steps[0], Step("a", -0.5, {"a": -0.5}))), odd)
+    assert one.verdict is Verdict.UNKNOWN
+    assert "it is not greedy" in one.reason
+
+
+def test_a_sampled_difference_is_judged_by_the_rows() -> None:
+    plain, other = answers(1.0, own=1.0)
+    other = attrs.evolve(other, steps=(other.steps[0], Step("b", -1.5, dict(plain.steps[1].top))))
+    one = judged(plain, other, plain, temperature=0.8)
+    assert one.verdict is Verdict.UNKNOWN
+    assert "seed" in one.reason
+    far = attrs.evolve(other, steps=(other.steps[0], Step("b", -0.1, {"a": -4.0, "b": -0.1})))
+    one = judged(plain, far, plain, temperature=0.8)
+    assert one.verdict is Verdict.REAL
+    assert "3.5 nats apart" in one.reason
+
+
+def test_bytes_and_ends_are_not_judged() -> None:
+    plain, other = answers(3.0)
+    byte = attrs.evolve(plain, steps=(Step("\ufffd", -0.1, {}), plain.steps[1]))
+    same = attrs.evolve(other, steps=(byte.steps[0], other.steps[1]))
+    assert judged(byte, same, byte).verdict is Verdict.UNKNOWN
+    short = Answer(plain.steps[:1], "a", True)
+    one = judged(short, plain, short)
+    assert (one.verdict, one.found.chosen, one.found.token, one.found.position) == (Verdict.UNKNOWN, END, "a", 1)
+    one = judged(plain, attrs.evolve(plain, text="zz"), plain)
+    assert one.verdict is Verdict.UNKNOWN
+    assert "text or end differs" in one.reason
+
+
+@given(st.data())
+def test_the_first_difference_is_the_first(data: st.DataObject) -> None:
+    tokens = st.lists(st.sampled_from("ab"), max_size=6)
+    one, two = ("".join(data.draw(tokens)) for _ in range(2))
+    first, second = (Answer(tuple(Step(c, -0.5, {c: -0.5}) for c in text), text, False) for text in (one, two))
+    found, common = compare(0, "", first, second, greedy=True)
+    assert one[:common] == two[:common]
+    if one == two:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.position == common
+        assert one[common : common + 1] != two[common : common + 1]
+
+
+def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    plain, other = answers(math.inf)
+    pairing = Pairing().after(0, "line 1", plain, other, greedy=True)
+    pairing = pairing.after(1, "line 2", Answer(plain.steps[:1], "a", True), plain, greedy=True)
+    report = ComparisonReport(
+        plain="one",
+        speculative="two",
+        asked=ASKED,
+        done=2,
+        planned=3,
+        tokens=4,
+        gaps=(0.5, math.inf),
+        speculation=pairing,
+        control=Pairing(),
+        rounding=Rounding.of("float32"),
+    )
+    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert told["differ"] == {"count": 2, "share": 1.0}
+    assert told["verdicts"] == {"tie within rounding": 0, "other token with a real gap": 1, "cannot tell": 1}
+    assert [one["gap"] for one in told["differences"]] == [None, None]
+    assert told["partial"] is True
+    plot_audit(report, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_asked_as_the_toy_itself_is() -> None:
+    toy = Toy(depth=3, keeps=1)
+    with stub(Toy()) as plain, stub(toy) as other:
+        report = audited(ServerEngine(plain + "/v1/"), ServerEngine(other))
+    direct = audited(ToyEngine(Toy()), ToyEngine(toy))
+    assert report.speculation == direct.speculation
+    assert report.plain == f"toy at {plain}/v1"
+
+
+def test_vllm_is_asked_for_ids() -> None:
+    def reply(asked: dict[str, Any]) -> tuple[int, str, bytes]:
+        named = "token_id:7" if asked.get("return_tokens_as_token_ids") else "x"
+        logprobs = {"tokens": [named], "token_logprobs": [-1.0], "top_logprobs": [{named: -1.0}]}
+        return json_reply({"choices": [{"text": "x", "finish_reason": "length", "logprobs": logprobs}]})
+
+    for owner, token in (("vllm", 7), ("stub", "x")):
+        with stub(reply, owner=owner) as url:
+            assert ServerEngine(url).answer("p", ASKED).steps[0].token == token
+
+
+def test_llama_cpp_writes_entries_of_chat() -> None:
+    entry = {"id": 5, "token": "a", "logprob": -0.5, "top_logprobs": [{"id": 5, "token": "a", "logprob": -0.5}]}
+    body = {"choices": [{"text": "a", "finish_reason": "stop", "logprobs": {"content": [entry]}}]}
+    assert read_completion(body, 4) == Answer((Step(5, -0.5, {5: -0.5}),), "a", True)
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    lists = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
+    lists.update(changes.pop("lists", {}))
+    return {"choices": [{"text": "a", "finish_reason": "length", "logprobs": lists, **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"choices": []}, "one choice, got 0"),
+        ({}, "'choices' takes a list, got None"),
+        ([], "for the body"),
+        ({"choices": [None]}, "for the choice"),
+        (choice(text=None), "'text' takes text"),
+        (choice(logprobs=None), "no log-probabilities"),
+        (choice(logprobs=3), "for the logprobs"),
+        (choice(lists={"tokens": []}), "different lengths"),
+        (choice(lists={"tokens": [], "token_logprobs": [], "top_logprobs": []}), "text and no log-probabilities"),
+        (choice(lists={"top_logprobs": None}), "no log-probabilities of other tokens"),
+        (choice(lists={"top_logprobs": 5}), "different lengths"),
+        (choice(lists={"tokens": [3]}), "tokens as text"),
+        (choice(lists={"token_logprobs": [0.5]}), "numbers up to 0, got 0.5"),
+        (choice(lists={"token_logprobs": ["x"]}), "numbers up to 0, got 'x'"),
+        (choice(lists={"token_logprobs": [math.nan]}), "numbers up to 0, got nan"),
+        (choice(logprobs={"content": [{"token": "a", "logprob": -1, "top_logprobs": 4}]}), "'top_logprobs' takes"),
+        (choice(logprobs={"content": [7]}), "for the log-probability"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body: Any, message: str) -> None:
+    with stub(lambda asked: json_reply(body)) as url, pytest.raises(UnsupportedError) as caught:
+        ServerEngine(url).answer("p", ASKED)
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+    assert caught.value.facts["server"] == url + "/v1"
+
+
+def test_more_tokens_than_asked_for_are_refused() -> None:
+    body = completion(Toy(), {"prompt": "p", "max_tokens": 16, "logprobs": 5})
+    with pytest.raises(UnsupportedError, match="16 tokens, and 3"):
+        read_completion(body, 3)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((500, "application/json", b'{"error": {"message": "out of memory"}}'), "answers 500 to /completions: 'out of"),
+        ((500, "text/html", b""), "answers 500 to /completions: 'Internal"),
+        ((302, "text/html", b""), "answers 302"),
+        ((200, "text/event-stream", b"data: {}\n\n"), "the server streams"),
+        ((200, "text/html", b"<html>"), "is not JSON"),
+        ((200, "application/json", b'{"a": '), "is not JSON"),
+        ((200, "application/json", b"[" * 100_000), "is not JSON"),
+        ((200, "application/json", b"\xff\xfe"), "is not JSON"),
+    ],
+)
+def test_a_response_that_is_no_answer_is_told_in_a_sentence(reply: tuple[int, str, bytes], message: str) -> None:
+    with stub(lambda asked: reply) as url, pytest.raises(UnsupportedError) as caught:
+        ServerEngine(url).answer("p", ASKED)
+    assert message in caught.value.message
+
+
+def test_a_late_answer_is_not_waited_for() -> None:
+    released = threading.Event()
+
+    def late(asked: dict[str, Any]) -> tuple[int, str, bytes]:
+        released.wait()
+        return toy_reply(Toy())(asked)
+
+    with stub(late) as url:
+        engine = ServerEngine(url, timeout=0.2)
+        with pytest.raises(UnsupportedError, match=r"not answered within 0\.2 seconds"):
+            engine.answer("p", ASKED)
+        released.set()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://x/", "http://", "http://a b/", "http://x:99999", "http://x/?q=1"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="not the URL of a server"):
+        ServerEngine(url)
+
+
+def test_a_failure_on_the_way_keeps_what_was_found() -> None:
+    calls: list[int] = []
+
+    def fails_at_the_seventh(asked: dict[str, Any]) -> tuple[int, str, bytes]:
+        calls.append(1)
+        return json_reply({"error": {"message": "gone"}}, 503) if len(calls) > 6 else toy_reply(Toy())(asked)
+
+    with stub(fails_at_the_seventh) as url:
+        engine = ServerEngine(url)
+        report = audited(engine, engine)
+    assert (report.done, report.planned, report.partial) == (2, len(PROMPTS), True)
+    assert isinstance(report.failure, SpecdecError)
+    assert "503" in report.failure.message
