@@ -53,6 +53,8 @@ def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
 class DraftModelConfig:
     """The draft model, and how its tokens become the target's."""
 
+    example: ClassVar[Mapping[str, Any]] = {"model": "table"}  # a small model of the conformance kit
+
     model: str = attrs.field(validator=_filled)  # a folder, a hub id, or "demo" (embedded)
     backend: str = attrs.field(default="auto", validator=_filled)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", "bfloat16", "float16", "float32"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -50,6 +50,8 @@ def _some(owner: object, field: attrs.Attribute[Any], value: tuple[Choice, ...])
 @attrs.frozen(kw_only=True)
 class FirstOfConfig:
     """The drafters, in the order they are asked."""
+
+    example: ClassVar[Mapping[str, Any]] = {"drafters": [{"name": "ngram", "min_order": 2}, {"name": "mtp"}]}
 
     drafters: tuple[Choice, ...] = attrs.field(converter=tuple, validator=_some)  # [[drafter.drafters]] tables
 

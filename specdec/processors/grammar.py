@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import numpy as np
@@ -40,6 +40,8 @@ def _schema_text(schema: str | Mapping[str, Any] | None) -> str | None:
 @attrs.frozen(kw_only=True)
 class GrammarConfig:
     """Exactly one of ``regex``, ``json_schema`` and ``lark``."""
+
+    example: ClassVar[Mapping[str, Any]] = {"regex": "([a-z]+ [0-9]+[,.] )*"}
 
     regex: str | None = None  # the whole output matches it; syntax of Rust's regex crate (no look-around)
     json_schema: str | None = attrs.field(default=None, converter=_schema_text)  # JSON ("{...}"), or the path of a file

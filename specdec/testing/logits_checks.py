@@ -74,6 +74,8 @@ CHOICES = (
     Sampling(temperature=1.3, seed=2**62, top_k=3, repetition_penalty=1.5),
     Sampling(temperature=0.9, seed=7, min_p=0.1, frequency_penalty=0.5, presence_penalty=-0.5),
     Sampling(logit_bias={0: 2.5}, banned=(1,)),
+    Sampling(frequency_penalty=-50.0),  # negative: what came most often, in the draft too, is best
+    Sampling(temperature=0.5, seed=8, presence_penalty=-50.0, min_new_tokens=4, end_tokens=(1,)),
 )
 """Settings to compare choices under."""
 
@@ -81,7 +83,7 @@ CHOICES = (
 def _check_choices(logits: Logits, rows: NDArray[np.float32]) -> None:
     """``choose`` and ``exponential_sum``, if offered, give what the reference gives."""
     vocab = rows.shape[1]
-    drafted = [number % vocab for number in range(len(rows) - 1)]
+    drafted = [number // 2 % vocab for number in range(len(rows) - 1)]
     for sampling in CHOICES if vocab > 2 and np.isfinite(rows).any(axis=1).all() else ():
         context = Context([0, vocab - 1, 0], sampling, generated_from=1)
         reference = Rows(HostLogits(rows), drafted, context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from specdec.models.loading import foreign_target, load_target
 from specdec.records.cost_table import CostTable
 from specdec.registry import Entry, Kind, registry
 from specdec.registry.guard import is_from_plugin
+from specdec.testing.second_model import prepare_env
 from specdec.testing.table_model import TableModel
 
 if TYPE_CHECKING:
@@ -230,7 +232,7 @@ def _from_spec(spec: DrafterSpec | VerifierSpec | DepthPolicySpec | ProcessorSpe
     if isinstance(spec, DrafterSpec):
 
         def prepared(target: ForwardPass) -> Any:
-            return None if prepare is None else prepare(options, PrepareEnv(target=target))
+            return None if prepare is None else prepare(options, prepare_env(target))
 
         needs = spec.needs
         if not isinstance(needs, Needs):
@@ -263,6 +265,9 @@ def _from_drafter_factory(factory: Any) -> DrafterSubject:
     make = factory if takes_env else (lambda env: factory())
     return DrafterSubject(make=make, needs=getattr(factory, "needs", NO_NEEDS))
 
+
+EXAMPLE = "example"
+"""A class of options may have these: ``specdec check`` uses them if none are given."""
 
 # --- registered names ------------------------------------------------------------------------------------------------
 
@@ -338,7 +343,11 @@ def _add(
         notes.append(f"{label} was checked without a checkpoint; try specdec check {spec.name} -s model=FOLDER")
         return
     if config is None:
-        config = structure_choice(Choice(spec.name, dict(options or {})), spec.config, f"check.{spec.name}")
+        example = dict(getattr(spec.config, EXAMPLE, {}))
+        if example and not options:
+            shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in example.items())
+            notes.append(f"{label} was checked with its example's options: {shown}; -s gives others")
+        config = structure_choice(Choice(spec.name, dict(options or example)), spec.config, f"check.{spec.name}")
     if not isinstance(spec, BackendSpec):
         subjects.append((label, subject, as_subject(subject, spec, config)))
         return

@@ -1,7 +1,8 @@
-"""What a plugin must leave alone or not go by: the global random generators, and the clock."""
+"""What a plugin must leave alone or not go by: the global random generators, the hashes of text, and the clock."""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import random
@@ -38,6 +39,26 @@ def seeded_generators(seed: int) -> Iterator[None]:
         np.random.set_state(numpy_before)
         if torch is not None:
             torch.set_rng_state(torch_before)
+
+
+@contextlib.contextmanager
+def other_hashes(seed: int) -> Iterator[None]:
+    """Let ``hash`` answer for texts as in another process; dictionaries, sets and ``__hash__`` methods stay."""
+    before = builtins.hash
+
+    def other(value: object, /) -> int:
+        named = sys._getframe(1).f_code.co_name
+        return before(value if named == "__hash__" or not _has_text(value) else (seed, value))
+
+    builtins.hash = other
+    try:
+        yield
+    finally:
+        builtins.hash = before
+
+
+def _has_text(value: object) -> bool:
+    return isinstance(value, str | bytes) or (isinstance(value, tuple | frozenset) and any(map(_has_text, value)))
 
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 MARKS = 4  # points that a window or an accumulator can go back to
 MAX_ROWS = 16
+WIDE = 150_000  # ids that need more than 16 bits
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -479,6 +480,21 @@ class TableModel(ForwardPass):
         if not isinstance(state, TableState) or state.model is not self:
             raise StateError(f"a state of another model: {type(state).__name__}")
         return state
+
+
+class WideModel(TableModel):
+    """A small table whose tokens stand for many ids each."""
+
+    def __init__(self, table: Float64, vocab: int) -> None:
+        super().__init__(table)
+        self.small, self.vocab = self.vocab, vocab
+        self.info = attrs.evolve(self.info, vocab_size=vocab)
+
+    def _step(self, point: _Point, token: int) -> _Point:
+        return attrs.evolve(super()._step(point, token), tail=(*point.tail[1:], token % self.small))
+
+    def _row(self, point: _Point) -> Float32:
+        return np.resize(super()._row(point), self.vocab)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -40,9 +40,10 @@ class TargetUnderTest:
         return self.model.new_state(capacity or self.room, needs)
 
     def prefilled(self, tokens: Sequence[int], capacity: int | None = None, needs: Needs = NO_NEEDS) -> State:
-        """A state after ``tokens``."""
-        state = self.state(capacity, needs)
-        self.model.prefill(state, tokens)
+        """A state after ``tokens``, in chunks whose bits are those of plain decoding."""
+        state, most = self.state(capacity, needs), self.info.max_rows if self.chunks_differ else len(tokens)
+        for at in range(0, len(tokens), most or 1):
+            self.model.prefill(state, tokens[at : at + most])
         return state
 
     def pairs(self, state: State) -> MtpPairs:

@@ -22,13 +22,12 @@ from specdec.testing.checks import Run, expect, expect_equal
 from specdec.testing.scripted_session import Kept, ScriptedSession, drafts_equal, usable
 from specdec.testing.strict_pass import StrictForwardPass
 from specdec.testing.subjects import DrafterSubject
-from specdec.testing.table_model import Memory, TableModel
+from specdec.testing.table_model import WIDE, Memory, TableModel, WideModel
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 VOCAB = 40
-WIDE = 150_000  # ids that need more than 16 bits
 DEEPEST = 15
 
 SETTINGS: dict[str, tuple[Sampling, DraftNoise]] = {
@@ -36,6 +35,10 @@ SETTINGS: dict[str, tuple[Sampling, DraftNoise]] = {
     "independent": (Sampling(temperature=1.0, seed=2**40 + 11), DraftNoise.INDEPENDENT),
     "sharp": (Sampling(temperature=0.003, seed=2**62 + 5), DraftNoise.INDEPENDENT),
     "flat": (Sampling(temperature=4.0, top_p=0.98, seed=2**33), DraftNoise.INDEPENDENT),
+    "filtered": (
+        Sampling(temperature=1.1, seed=2**35 + 3, top_k=3, min_p=0.02, frequency_penalty=0.1),
+        DraftNoise.INDEPENDENT,
+    ),
     "biased": (
         Sampling(temperature=0.7, seed=7, logit_bias={0: 2.0, 3: -1.5, 5: 4.0}, banned=(4,), logprobs=2),
         DraftNoise.INDEPENDENT,
@@ -62,7 +65,7 @@ class Route(enum.Enum):
     """With detours, of any length, that are rewound."""
     RESTORED = "restored"
     """Saved now and then, also in a file, and continued by another drafter, or rewound to before that; the first one
-    goes on elsewhere."""
+    goes on elsewhere, and so does a third one of the same snapshot."""
 
 
 def text(seed: int, length: int, vocab: int = VOCAB) -> list[int]:
@@ -82,21 +85,6 @@ def text(seed: int, length: int, vocab: int = VOCAB) -> list[int]:
         else:
             tokens += [int(token) for token in rng.integers(0, vocab, stretch)]
     return tokens[:length]
-
-
-class WideModel(TableModel):
-    """A small table whose tokens stand for many ids each."""
-
-    def __init__(self, table: NDArray[np.float64], vocab: int) -> None:
-        super().__init__(table)
-        self.small, self.vocab = self.vocab, vocab
-        self.info = attrs.evolve(self.info, vocab_size=vocab)
-
-    def _step(self, point: Any, token: int) -> Any:
-        return attrs.evolve(super()._step(point, token), tail=(*point.tail[1:], token % self.small))
-
-    def _row(self, point: Any) -> Any:
-        return np.resize(super()._row(point), self.vocab)
 
 
 def model_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = VOCAB) -> StrictForwardPass:
@@ -136,6 +124,7 @@ class Walk:
     drafts: dict[int, Draft] = attrs.field(factory=dict)
     handed: list[tuple[Draft, Draft]] = attrs.field(factory=list)
     outputs: list[weakref.ref[Any]] | None = None
+    sibling: ScriptedSession | None = None  # over the same snapshot
 
     def through(self, tokens: Sequence[int]) -> Walk:
         """Walk through ``tokens``; returns itself."""
@@ -176,6 +165,9 @@ class Walk:
                 session.drafter.report()
                 session.drafter.snapshot(session.context())
             self._cycle(session, tokens, int(depths[at]), rng)
+            if self.sibling is not None and at % 7 == 6:
+                _elsewhere(self.sibling, np.random.default_rng([self.seed, at]), [])
+                self.sibling = None
         expect_equal(session.sampling, attrs.evolve(SETTINGS[self.setting][0]), "the settings were changed")
         return self
 
@@ -226,6 +218,7 @@ class Walk:
                 if isinstance(array, np.ndarray) and array.flags.writeable:
                     array[...] = 0
         other = session.restored(kept, saved if rng.random() < 0.8 else None)
+        self.sibling = session.restored(kept, saved)
         other.outputs = self.outputs
         if rng.random() < 0.3:  # to before what was saved
             other.rewind(max(1, len(other.tokens) - int(2 ** rng.uniform(0, 8))))

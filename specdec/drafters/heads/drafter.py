@@ -55,6 +55,8 @@ MARKS = 8  # ends of prompts whose last hidden state is kept, for a rewind to th
 class HeadConfig:
     """Which head, what its config leaves open, and when to stop a draft early."""
 
+    example: ClassVar[Mapping[str, Any]] = {"model": "random"}
+
     model: str = "demo"  # a folder, a hub id, "demo" (the embedded model's), or "random" (untrained, for measurements)
     revision: str | None = None  # branch, tag or commit of a hub id
     layer_ids: str = attrs.field(default="auto", validator=one_of("auto", "boundary", "layer"))  # what they number

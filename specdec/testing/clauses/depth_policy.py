@@ -21,10 +21,11 @@ from specdec.testing.checks import Run, check, expect, expect_equal
 from specdec.testing.memory import growth
 from specdec.testing.strategies import Call, calls, log_uniform
 from specdec.testing.subjects import DepthPolicySubject
-from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
+from specdec.testing.surroundings import generator_states, other_hashes, seeded_generators, strange_clock
 
 LIMIT = 1024  # far above the rows of any pass: larger depths are mistakes that the engine's cap hides
 LONG = 1500  # cycles of a long sequence
+ENDLESS = 8000  # cycles of one kind, one after the other
 TRIAL = 10  # cycles in a row that need no reason
 ROWS = 16  # the engine's cap in these sequences
 BYTES = 4  # per cycle, that a policy may keep
@@ -130,7 +131,7 @@ def works_from_nothing(subject: DepthPolicySubject, run: Run) -> None:
 
 @check("P3")
 def any_record(subject: DepthPolicySubject, run: Run) -> None:
-    """Records of any kind are accepted in any order: unasked, capped, of zero seconds, from a device, anywhere."""
+    """Records of any kind and number are accepted in any order: unasked, of zero seconds, from a device, anywhere."""
 
     def body(steps: list[Call]) -> None:
         sequence = _Sequence(subject.make())
@@ -138,7 +139,16 @@ def any_record(subject: DepthPolicySubject, run: Run) -> None:
             sequence.policy.record(sequence.count(*step.numbers))
         sequence.depth()
 
+    def endless(cycles: Sequence[int], offered: bool, accepted: bool) -> None:
+        sequence = _Sequence(subject.make())
+        for _ in cycles:
+            depth = max(0, min(int(sequence.depth()), ROWS))
+            sequence.policy.record(sequence.count(depth, depth * offered, depth * accepted, 5))
+
     run.explore(body, examples=60, steps=_steps)
+    for offered, accepted in ((True, True), (True, False), (False, False)):
+        how = partial(endless, offered=offered, accepted=accepted)
+        run.halve(how, range(run.count(ENDLESS)), offered=offered, accepted=accepted)
 
 
 @check("P4")
@@ -246,20 +256,25 @@ def reasons(subject: DepthPolicySubject, run: Run) -> None:
 
 @check("P9")
 def records_alone(subject: DepthPolicySubject, run: Run) -> None:
-    """A policy reads no clock and no global random generator, moves none, and prints nothing."""
+    """A policy reads no clock, random generator or hash of text, moves no generator, and prints nothing."""
 
     def look(steps: Sequence[Call]) -> None:
         expected: list[int] | None = None
         for seed, seconds in ((1, 1e-9), (2, 10.0), (3, 0.3)):
             printed = io.StringIO()
-            with seeded_generators(seed), strange_clock(seconds) as slept, contextlib.redirect_stdout(printed):
+            with (
+                seeded_generators(seed),
+                other_hashes(seed),
+                strange_clock(seconds) as slept,
+                contextlib.redirect_stdout(printed),
+            ):
                 sequence, before = _Sequence(subject.make()), generator_states()
                 depths = sequence.run(steps)
                 expect(generator_states() == before, "a global generator was advanced")
             expect(not slept, "it sleeps", got=slept)
             expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
             expected = depths if expected is None else expected
-            expect_equal(depths, expected, "the same records gave other depths under another clock and generator")
+            expect_equal(depths, expected, "the same records gave other depths under another clock, generator and hash")
 
     for steps in _runs(run, 2):
         run.halve(look, steps)

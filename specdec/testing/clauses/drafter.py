@@ -27,14 +27,15 @@ from specdec.testing.scripted_session import ScriptedSession, drafts_equal, targ
 from specdec.testing.strategies import Call, calls
 from specdec.testing.strict_pass import StrictForwardPass
 from specdec.testing.subjects import DrafterSubject
-from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
-from specdec.testing.table_model import Memory, TableModel
-from specdec.testing.walks import SETTINGS, WIDE, Route, Walk, expect_same, model_for, text
+from specdec.testing.surroundings import generator_states, other_hashes, seeded_generators, strange_clock
+from specdec.testing.table_model import WIDE, Memory, TableModel
+from specdec.testing.walks import SETTINGS, Route, Walk, expect_same, model_for, text
 from specdec.verifiers.rejection import RejectionConfig, RejectionVerifier
 from specdec.verifiers.strict import StrictVerifier
 
 VOCAB = 5
 PROMPT = (1, 2, 3, 1, 2, 3, 1, 2)  # repeats, so that an n-gram drafter finds something
+STREAK = 64  # drafts in a row that are all right, or all wrong
 DEPTHS = st.integers(1, 4)
 _SETTINGS: dict[str, tuple[Sampling, DraftNoise]] = {
     "greedy": (Sampling(), DraftNoise.COUPLED),
@@ -160,12 +161,12 @@ def depth_zero(subject: DrafterSubject, run: Run) -> None:
 
 @check("D5")
 def same_calls_same_drafts(subject: DrafterSubject, run: Run) -> None:
-    """The same calls give the same drafts, and no global generator is read or advanced."""
+    """The same calls give the same drafts, whatever clocks, generators and hashes of text say; no generator moves."""
 
     def body(prompt: list[int], setting: str, depths: list[int]) -> None:
         drafts: list[list[Draft]] = []
         for seed in (1, 2, 3):
-            with seeded_generators(seed):
+            with seeded_generators(seed), other_hashes(seed):
                 session = _start(subject, setting)
                 before = generator_states()
                 session.feed(prompt)
@@ -181,12 +182,12 @@ def same_calls_same_drafts(subject: DrafterSubject, run: Run) -> None:
         def under_clocks(some: Sequence[int], walk: Callable[..., Walk] = walk) -> None:
             walked = []
             for number, seconds in enumerate((1e-9, 10.0, 0.0001)):
-                with seeded_generators(number), strange_clock(seconds):
+                with seeded_generators(number), other_hashes(number), strange_clock(seconds):
                     before = generator_states()
                     walked.append(walk().through(some))
                     expect(generator_states() == before, "a global generator was advanced")
             for other in walked[1:]:
-                expect_same(other, walked[0], "under another clock and generator it drafts something else")
+                expect_same(other, walked[0], "under another clock, generator and hash it drafts something else")
 
         run.halve(under_clocks, tokens, setting=setting)
 
@@ -234,6 +235,18 @@ def state_follows_the_tokens(subject: DrafterSubject, run: Run) -> None:
         _play(session, steps, prompt)
         _expect_fresh(session, depth)
 
+    def streak(cycles: Sequence[int], right: bool) -> None:
+        session = _start(subject, "greedy")
+        session.feed([1, 2, 1])
+        for number in cycles:
+            draft = usable(session.propose(4), 4, VOCAB)
+            wrong = (draft.tokens[0] + 1 + number % 3) % VOCAB if draft.tokens else number % VOCAB
+            session.finish(draft, len(draft.tokens) * right, wrong)
+            if number % 8 == 7 or number + 1 == len(cycles):
+                _expect_fresh(session, 4)
+
+    for right in (False, True):
+        run.halve(partial(streak, right=right), range(run.count(STREAK)), right=right)
     steps = calls(cycle=_cycle, idle=_idle, feed=(_token, _token))
     run.explore(body, examples=40, prompt=_prompts, steps=steps, depth=DEPTHS, setting=_settings, memory=_memories)
     what = "the draft depends on the way by which the tokens came"
@@ -404,7 +417,7 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     """Each row of ``probs`` is the distribution that its token was drawn from, given what was known before the draw."""
     for number in run.repeat(2):
         pooled = Draws(run.seed + number)
-        for setting in ("independent", "biased", "sharp", "flat"):
+        for setting in ("independent", "filtered", "biased", "sharp", "flat"):
             walk = Walk(subject=subject, setting=setting, route=Route.CYCLES, seed=run.seed + number, run=run)
             walk.look = pooled.see
             walk.through(text(run.seed + number, 600))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from specdec.contract import NO_NEEDS, ForwardOutput, Hidden, Needs
@@ -80,7 +81,7 @@ def hidden_states_keep(subject: ForwardPassSubject, run: Run) -> None:
 
 def _rows_one_by_one(target: TargetUnderTest, tokens: Sequence[int], needs: Needs) -> dict[str, Float32]:
     """Hidden states of all tokens, ``[T, H]`` by name, from single-row passes, read at once."""
-    state = target.state(needs=needs)
+    state = target.state(max(target.room, len(tokens)), needs)
     seen: list[dict[str, Float32]] = []
     for token in tokens:
         output = target.model.decode(state, [token])
@@ -97,11 +98,12 @@ def any_passes(subject: ForwardPassSubject, run: Run) -> None:
     most = min(len(tokens), target.info.max_rows)
     wanted = _rows_one_by_one(target, tokens, everything)
 
-    def expect_rows(output: ForwardOutput, rows: slice, what: str) -> None:
+    def expect_rows(output: ForwardOutput, rows: slice, what: str, *, exact: bool = True) -> None:
         for name, hidden in _given(output).items():
             got, truth = hidden.rows(), wanted[name][rows]
             expect_equal(got.shape, (len(truth), target.info.hidden_size), f"{name} has the wrong shape")
-            target.expect_close(got, truth, f"{name}: {what} gives different hidden states", rows=rows)
+            told = f"{name}: {what} gives different hidden states"
+            target.expect_close(got, truth, told, exact=exact, rows=rows)
 
     singles = [Needs(boundaries=(k,)) for k in everything.boundaries]
     for needs in (everything, *singles, Needs(final_hidden=everything.final_hidden)):
@@ -121,3 +123,17 @@ def any_passes(subject: ForwardPassSubject, run: Run) -> None:
         last = Needs(final_hidden=needs.final_hidden, boundaries=needs.boundaries, prompt_rows="last")
         output = target.model.prefill(target.state(needs=last), tokens[:most])
         expect_rows(output, slice(most - 1, most), "prefill with prompt_rows = 'last'")
+    longest = min(run.count(_LONG[-1]), target.info.max_positions - 1)
+    tokens = target.tokens(range(longest))
+    wanted = _rows_one_by_one(target, tokens, everything)
+    for needs in (everything, attrs.evolve(everything, prompt_rows="last")):
+        for count in _LONG:
+            if count <= longest:
+                output = target.model.prefill(target.state(longest, needs), tokens[:count])
+                exact = count <= target.info.max_rows or not target.chunks_differ
+                rows = slice(count - 1 if needs.prompt_rows == "last" else 0, count)
+                what = f"a chunk of {count} tokens with prompt_rows = {needs.prompt_rows!r}"
+                expect_rows(output, rows, what, exact=exact)
+
+
+_LONG = (17, 40, 65, 129, 300)  # tokens of prompts that are taken in at once

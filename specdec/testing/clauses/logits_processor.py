@@ -1,18 +1,19 @@
-"""Checks of logits processors: clauses L1 to L5."""
+"""Checks of logits processors: clauses L1 to L6."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
 from specdec.contract import LogitsProcessor, ProcessorEnv
 from specdec.errors import SpecdecError
+from specdec.testing.byte_tokenizer import byte_tokenizer
 from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable
 from specdec.testing.subjects import LogitsProcessorSubject
 from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
@@ -22,23 +23,6 @@ if TYPE_CHECKING:
 
 LONG = 700  # tokens of a long history
 ROWS = 120  # rows asked for in one walk
-
-
-@cache
-def _tokenizer(vocab: int) -> Any:
-    """A tokenizer of ``vocab`` tokens: bytes, and an end token."""
-    import tokenizers
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-
-    from specdec.text import Tokenizer
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: max(vocab - 1, 1)]
-    core = tokenizers.Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    if vocab > 1:
-        core.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
-    return Tokenizer(core)
 
 
 @attrs.frozen
@@ -84,7 +68,7 @@ def _environments(subject: LogitsProcessorSubject, run: Run) -> Iterator[tuple[P
     for number in run.repeat(6):
         vocab, start = (257, 40, 257, 5, 1, 257)[number % 6], (3, 1, 60, 9, 2, 300)[number % 6]
         ends = (vocab - 1,) if vocab > 1 else ()
-        env = ProcessorEnv(tokenizer=_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
+        env = ProcessorEnv(tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
         try:
             subject.make(env).process(np.zeros(vocab, np.float32), [0] * start)
         except SpecdecError as error:
@@ -220,6 +204,24 @@ def legal_counts(subject: LogitsProcessorSubject, run: Run) -> None:
                 answer = processor.process(row.logits.copy(), [*row.history, *row.draft[:count]])
                 token = row.draft[count]
                 expect(answer[token] == -np.inf, f"legal cuts token {token}, which process allows", got=count, **case)
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), rows)
+
+
+@check("L6", share=0.5)
+def answers_stay(subject: LogitsProcessorSubject, run: Run) -> None:
+    """An answer belongs to its receiver: later calls leave it as it was."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        processor = subject.make(env)
+        answers: list[tuple[Float32, Float32, _Row]] = []
+        for row in rows:
+            answer = processor.process(row.logits.copy(), list(row.history))
+            answers = [*answers[-3:], (answer, np.array(answer, copy=True), row)]
+            for former, copy, asked in answers[:-1]:
+                what = "a later call changed an answer that was handed over"
+                expect_equal(former, copy, what, history=asked.history, later=row.history)
 
     for env, rows in _environments(subject, run):
         run.halve(partial(look, env=env), rows)

@@ -1,7 +1,8 @@
-"""Checks of observers: clauses S1 to S5."""
+"""Checks of observers: clauses S1 to S6."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from specdec.testing.surroundings import generator_states, seeded_generators, st
 
 LONG = 3000  # records of a long run
 BYTES = 4  # per record, that an observer may keep
+THREADS = 3  # that run cycles in turn
 SLOW = 0.01  # seconds that one record may take, in the fastest of three runs
 
 
@@ -132,3 +134,17 @@ def quick(subject: ObserverSubject, run: Run) -> None:
             fastest[number] = min(fastest[number], perf_counter() - began)
     at = int(fastest.argmax())
     expect(fastest[at] <= SLOW, "a record takes long, each time", got=f"{fastest[at]:.3f} s", record=at)
+
+
+@check("S6")
+def any_thread(subject: ObserverSubject, run: Run) -> None:
+    """Records come from any thread of the program, and from several in turn."""
+
+    def look(records: Sequence[CycleRecord]) -> None:
+        observer = subject.make()
+        with contextlib.ExitStack() as stack:
+            pools = [stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)) for _ in range(THREADS)]
+            for number, record in enumerate(records):
+                pools[number % THREADS].submit(getattr(observer, OBSERVES), record=record).result()
+
+    run.halve(look, _records(run.seed % 2**32, 40))

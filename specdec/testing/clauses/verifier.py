@@ -32,6 +32,7 @@ from specdec.testing.verifier_cases import (
     JOINT_VOCAB,
     NEXT_TO_ONE,
     VOCAB,
+    Alternates,
     Case,
     Chain,
     NoisyLogits,
@@ -413,8 +414,26 @@ def says_argmax_truly(subject: VerifierSubject, run: Run) -> None:
         got = None if verdict is None else (verdict.accepted, verdict.next_token)
         expect_equal(got, wanted, "is_argmax says True, and the verdict is another one")
 
+    rows = np.full((2, VOCAB), -1.0, np.float32)
+    rows[:, 1], rows[:, 2] = 2.0, 1.9
+    for name, sampling in _AGAINST_ONE.items():  # each alone, so that nothing else keeps is_argmax from saying True
+        for drafted in ((), (2,)):
+            case = Case(rows[: len(drafted) + 1], [1, 1], Draft(drafted), sampling, generated_from=0, cycle=1)
+            run.halve(lambda some: body(some[0]), [case], setting=name)
     run.explore(body, examples=100, case=cases(greedy=True))
     run.explore(body, examples=30, case=cases())
+
+
+_AGAINST_ONE = {
+    "logit_bias": Sampling(logit_bias={1: -5.0}),
+    "repetition_penalty": Sampling(repetition_penalty=9.0),
+    "presence_penalty": Sampling(presence_penalty=5.0),
+    "frequency_penalty": Sampling(frequency_penalty=5.0),
+    "banned": Sampling(banned=(1,)),
+    "min_new_tokens": Sampling(end_tokens=(1,), min_new_tokens=9),
+    "processors": Sampling(processors=(Alternates(),)),
+}
+"""By name, settings that forbid token 1 or make it less likely, after a history of it."""
 
 
 @check("V16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 
 
@@ -35,4 +36,20 @@ class Sleeps:
         time.sleep(1e-4)
 
 
-BROKEN = {Divides: ("S1", "S2", "S3", "S4", "S5"), Samples: ("S2",), Prints: ("S3",), Keeps: ("S4",), Sleeps: ("S5",)}
+class OwnThread:
+    def __init__(self):
+        self.thread = None
+
+    def specdec_cycle(self, record):
+        self.thread = self.thread or threading.get_ident()
+        assert threading.get_ident() == self.thread
+
+
+BROKEN = {
+    Divides: ("S1", "S2", "S3", "S4", "S5", "S6"),
+    Samples: ("S2",),
+    Prints: ("S3",),
+    Keeps: ("S4",),
+    Sleeps: ("S5",),
+    OwnThread: ("S6",),
+}

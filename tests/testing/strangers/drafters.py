@@ -5,7 +5,9 @@ Every docstring quotes the sentence of the contract that the class breaks; "miss
 
 from __future__ import annotations
 
+import queue
 import random
+import threading
 import time
 from array import array
 from collections import deque
@@ -920,7 +922,7 @@ class DrawsAgain(Counting):
 class RandomTies(Lookup):
     """Of several places that fit equally well it takes one by Python's global generator.
 
-    "no global generator is read or advanced" (D5).
+    "whatever clocks, generators and hashes of text say" (D5).
     """
 
     def source(self, context: Sequence[int]) -> int | None:
@@ -949,7 +951,7 @@ class ByTheClock(Lookup):
 class SeedsTheWorld(Lookup):
     """Seeds numpy's global generator when it is made.
 
-    "no global generator is read or advanced" (D5).
+    "whatever clocks, generators and hashes of text say" (D5).
     """
 
     def __init__(self, config: Any, env: DrafterEnv) -> None:
@@ -961,7 +963,7 @@ class SeedsTheWorld(Lookup):
 class TorchNoise(Counting):
     """Draws with torch's global generator where independent noise is wanted.
 
-    "no global generator is read or advanced" (D5).
+    "whatever clocks, generators and hashes of text say" (D5).
     """
 
     def noise(self, drafted: Sequence[int], context: Context) -> float:
@@ -1111,3 +1113,126 @@ class NotOnTheDevice(Lookup):
 
     def device_draft(self, context: Context) -> DeviceDraft | None:
         return DeviceDraft(mtp=True) if context.sampling.temperature == 0 else None
+
+
+# --- a second set, written from the contract alone -------------------------------------------------------------------
+
+
+@broken("edge")
+class RewindsByLength(Lookup):
+    """Takes a rewind for one only if the next text is shorter than what it knows.
+
+    "After a rewind to any length, the next draft is that of a fresh drafter" (D7).
+    """
+
+    def rewind(self, length: int) -> None:
+        pass
+
+    def follow(self, context: Sequence[int]) -> None:
+        if len(context) < len(self.seen):
+            self.forget(len(context))
+        super().follow(context)
+
+
+@broken("late")
+class GivesUp(Lookup):
+    """Drafts no more after twelve drafts in a row that were rejected whole.
+
+    "After any cycles and prompts, the next draft is that of a fresh drafter that saw the same tokens" (D6).
+    """
+
+    rejected = 0
+
+    def observe(self, verdict: Any, output: Any, context: Context) -> None:
+        super().observe(verdict, output, context)
+        if output.rows > 1:
+            self.rejected = 0 if verdict.accepted else self.rejected + 1
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        draft = super().propose(context, depth)
+        return Draft() if self.rejected >= 12 else draft
+
+
+@broken("snapshot")
+class GrowsInTheSnapshot(Lookup):
+    """Adopts the array of a snapshot, with its spare places, and writes what follows into it.
+
+    "If both hold the same array, one writes what the other reads" (D17).
+    """
+
+    def __init__(self, config: Any, env: DrafterEnv) -> None:
+        self.places: Any = np.zeros(64, np.int64)
+        super().__init__(config, env)
+
+    def resume(self, saved: DrafterSnapshot) -> None:
+        places, count = torch.as_tensor(saved.arrays["tokens"]).numpy(), saved.meta["count"]
+        for token in places[:count].tolist():
+            super().add(token)
+        self.places = places
+
+    def add(self, token: int) -> None:
+        super().add(token)
+        if len(self.seen) > len(self.places):
+            self.places = np.concatenate([self.places, np.zeros_like(self.places)])
+        self.places[len(self.seen) - 1] = token
+
+    def copied(self, start: int, depth: int) -> list[int]:
+        period = len(self.seen) - start
+        return [int(self.places[start + at % period]) for at in range(depth)]
+
+    def snapshot(self, context: Context) -> DrafterSnapshot | None:
+        return DrafterSnapshot(arrays={"tokens": self.places.copy()}, meta={"count": len(self.seen)})
+
+
+@broken("settings")
+class ReportsBeforeFilters(Counting):
+    """Draws from what top-k leaves and reports the distribution before it.
+
+    "Each row of ``probs`` is the distribution that its token was drawn from" (D10).
+    """
+
+    def step(self, drafted: list[int], context: Context) -> tuple[int, Any]:
+        token, probs = super().step(drafted, context)
+        if probs is None:
+            return token, None
+        row = Rows(self.logits([*context[-1:], *drafted][-1]), drafted, context, first=len(drafted))
+        values = row.processed(len(drafted))
+        weights = np.exp((values - values.max()) / context.sampling.temperature)
+        return token, (weights / weights.sum()).astype(np.float32)
+
+
+@broken("other")
+class RewindsTheState(Lookup):
+    """Brings the target's state to the length that it was told, although the last token is pending.
+
+    "The committed state of a sequence belongs to the engine" (D12).
+    """
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self.env.target.rewind(self.env.state, min(max(length - 1, 0), self.env.state.length))
+
+
+@broken("resources")
+class IndexesBeside(Lookup):
+    """Starts a thread for each sequence, which waits for work as long as the program runs.
+
+    "The same goes for threads and open files: a server has a million sequences" (D20).
+    """
+
+    def __init__(self, config: Any, env: DrafterEnv) -> None:
+        super().__init__(config, env)
+        self.work: queue.SimpleQueue[int] = queue.SimpleQueue()
+        threading.Thread(target=self.wait, args=(self.work,), daemon=True).start()
+
+    @staticmethod
+    def wait(work: queue.SimpleQueue[int]) -> None:
+        counts: dict[int, int] = {}
+        while True:
+            token = work.get()
+            counts[token] = counts.get(token, 0) + 1
+
+    def add(self, token: int) -> None:
+        super().add(token)
+        if hasattr(self, "work"):
+            self.work.put(token)

@@ -7,6 +7,7 @@ have, since observers have no contract page.
 from __future__ import annotations
 
 import random
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -141,3 +142,23 @@ class SamplesRecords(Counter):
 
     def see(self, record: CycleRecord) -> None:
         self.seen += random.random() < 0.1
+
+
+# --- a second set, written from the contract alone -------------------------------------------------------------------
+
+
+@broken("other")
+class OneThread(Counter):
+    """Writes to a database that only the thread of the first record may use.
+
+    "It sees the record of every finished cycle of every sequence in the process, in the thread that ran the cycle."
+    """
+
+    base: sqlite3.Connection | None = None
+
+    def see(self, record: CycleRecord) -> None:
+        if self.base is None:
+            self.base = sqlite3.connect(":memory:")
+            self.base.execute("create table totals (tokens)")
+            self.base.execute("insert into totals values (0)")
+        self.base.execute("update totals set tokens = tokens + ?", (len(record.emitted),))

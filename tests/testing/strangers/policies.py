@@ -457,3 +457,55 @@ class KeepsRecords(Streak):
     def record(self, cycle: CycleRecord) -> None:
         super().record(cycle)
         self.records.append(cycle)
+
+
+# --- a second set, written from the contract alone -------------------------------------------------------------------
+
+
+@broken("late")
+class Compounds(Streak):
+    """Keeps a wish that grows by half with each draft that is accepted whole, and limits only what it answers.
+
+    "Records of any kind are accepted in any order" (P3): after 1,750 of them the wish is infinite.
+    """
+
+    def __init__(self, config: Any, shared: Any = None) -> None:
+        super().__init__(config)
+        self.wish = 2.0
+
+    def next_depth(self, stats: Stats) -> int:
+        return min(int(self.wish), self.deepest)
+
+    def deeper(self, cycle: CycleRecord) -> None:
+        self.wish *= 1.5
+
+    def flatter(self, cycle: CycleRecord) -> None:
+        self.wish = max(min(self.wish, self.deepest) / 2, 1.0)
+
+
+@broken("randomness")
+class ByHash(Streak):
+    """Tries another depth now and then, chosen by the hash of a text, which differs from process to process.
+
+    "the same records give the same depths" (P6).
+    """
+
+    seen = 0
+
+    def record(self, cycle: CycleRecord) -> None:
+        super().record(cycle)
+        self.seen += 1
+        if self.seen % 16 == 0:
+            self.depth = 1 + hash(f"cycle {self.seen}") % self.deepest
+
+
+@broken("resources")
+class SharedHistory(Learning):
+    """Leaves the rate of every cycle to the next generations.
+
+    "What a policy keeps does not grow with the number of cycles" (P10).
+    """
+
+    def record(self, cycle: CycleRecord) -> None:
+        super().record(cycle)
+        self.shared.setdefault("rates", []).append(cycle.accepted / max(cycle.offered, 1))

@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -337,6 +338,43 @@ def follows_itself(kind: Any) -> bool:
     return not same(drafter.propose(Context(list(known)), 4), fresh(kind, known))
 
 
+def rewound_between_calls(kind: Any) -> bool:
+    known, drafter = text(40, symbols=3), make(kind)
+    drafter.propose(Context(list(known)), 4)
+    drafter.rewind(20)
+    known[20:] = text(30, symbols=3, seed=8)
+    return not same(drafter.propose(Context(list(known)), 4), fresh(kind, known))
+
+
+def one_snapshot_for_two(kind: Any) -> bool:
+    known = text(40)
+    drafter = make(kind)
+    drafter.propose(Context(list(known)), 4)
+    saved = drafter.snapshot(Context(list(known)))
+    if saved is None:
+        return False
+    first, second, other = make(kind, saved=saved), make(kind, saved=saved), list(known)
+    for seed, drafter, one in ((3, first, known), (4, second, other)):
+        grow(drafter, one, text(15, symbols=3, seed=seed))
+    return not same(first.propose(Context(known), 9), fresh(kind, known, 9))
+
+
+def rewinds_the_state(kind: Any) -> bool:
+    env, known = environment(kind), text(20)
+    drafter = kind(None, env)
+    env.target.prefill(env.state, known)
+    drafter.propose(Context(list(known)), 4)
+    drafter.rewind(12)
+    return bool(env.state.length != 20)
+
+
+def leaves_threads(kind: Any) -> bool:
+    before = threading.active_count()
+    make(kind)
+    gc.collect()
+    return threading.active_count() > before
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "PrunesWhenAsked": lambda kind: forgets(kind, text(900, symbols=14), after=600),
     "ShortUndo": lambda kind: remembers(kind, 200, 60, text(60, seed=2)),
@@ -392,4 +430,10 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "UndeclaredHidden": needs_more,
     "TrustsItsDraft": follows_itself,
     "NotOnTheDevice": lambda kind: make(kind).device_draft(Context([1, 2])) is not None,
+    "RewindsByLength": rewound_between_calls,
+    "GivesUp": lambda kind: forgets(kind, text(60), step=1),
+    "GrowsInTheSnapshot": one_snapshot_for_two,
+    "ReportsBeforeFilters": lambda kind: miscalibrated(kind, text(60), top_k=2),
+    "RewindsTheState": rewinds_the_state,
+    "IndexesBeside": leaves_threads,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 import random
@@ -59,6 +60,12 @@ def moves_random(kind: Any) -> bool:
     return random.getstate() != before
 
 
+def fails_in_another_thread(kind: Any) -> bool:
+    observer = see(kind, record())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return raises(lambda: pool.submit(observer.specdec_cycle, record=record()).result())
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "PositionTable": lambda kind: raises(lambda: see(kind, record(300))),
     "DividesByOffered": lambda kind: raises(lambda: see(kind, record(offered=0, accepted=0))),
@@ -67,4 +74,5 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "Waits": sleeps,
     "Prints": prints,
     "SamplesRecords": moves_random,
+    "OneThread": fails_in_another_thread,
 }

@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
+import pathlib
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import specdec
 from specdec import CycleRecord, Stats
 
 
@@ -137,6 +142,35 @@ def keeps_records(kind: Any) -> bool:
     return alive() is not None
 
 
+def other_process_differs(kind: Any) -> bool:
+    """Whether processes whose texts have other hashes go through other depths."""
+    source = (
+        f"from {kind.__module__} import {kind.__name__} as kind;"
+        f"from {__name__} import depths; print(depths(kind, [1, 99] * 40))"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", source],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=pathlib.Path(specdec.__file__).parents[1],
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    return found[0] != found[1]
+
+
+def shares_records(kind: Any) -> bool:
+    shared: dict[str, Any] = {}
+    if kind.prepare is None:
+        return False
+    policy = make(kind, shared)
+    for at in range(200):
+        policy.record(cycle(1, position=at))
+    return any(isinstance(value, list) and len(value) >= 200 for value in shared.values())
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "GrowsAfterLong": lambda kind: depths(kind, [99] * 120, cap=2000)[-1] > 15,
     "MeanDepth": lambda kind: odd(depths(kind, [99] * 60)),
@@ -161,4 +195,7 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "Explores": by_generator,
     "WallClock": by_clock,
     "KeepsRecords": keeps_records,
+    "Compounds": lambda kind: raises(lambda: depths(kind, [99] * 1800)),
+    "ByHash": other_process_differs,
+    "SharedHistory": shares_records,
 }

@@ -83,6 +83,14 @@ def others_masks(kind: Any) -> bool:
     return not np.array_equal(before, make(kind).process(logits(), text(80, seed=2)))
 
 
+def overwritten(kind: Any) -> bool:
+    processor, history = make(kind), text(9)
+    answer = processor.process(logits(), history)
+    kept = answer.copy()
+    processor.process(logits(3), history[:-1])
+    return not np.array_equal(answer, kept)
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "ShortUndo": lambda kind: by_order(kind, text(80), [*text(30), *text(10, seed=5)]),
     "EightBitLength": lambda kind: raises(lambda: make(kind).process(logits(), text(300))),
@@ -97,4 +105,6 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "CountsCalls": lambda kind: by_order(kind, text(8), text(8), text(8)),
     "FirstHistory": lambda kind: by_order(kind, text(9), text(12)),
     "CommonMemory": others_masks,
+    "CachesByEnd": lambda kind: by_order(kind, [*text(8), 3, 9], [*text(8), 4, 9]),
+    "OneRow": overwritten,
 }

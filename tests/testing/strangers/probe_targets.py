@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec import Needs
-from specdec.contract import Hidden
+from specdec import Context, Needs, Sampling
+from specdec.contract import Choosing, Hidden
 from specdec.errors import PromptError, StateError
-from specdec.sampling import Purpose, gumbel
+from specdec.sampling import Purpose, gumbel, processed
 
 from .toy import Toy, loaded
 
@@ -334,6 +334,56 @@ def chained_stay(kind: Any) -> bool:
     return not np.array_equal(*caches)
 
 
+def wrong_choice(kind: Any) -> bool:
+    target, known = kind(), text(20)
+    state, drafted = held(target, known[:-1]), [40, 40, 40]
+    context = Context(known, Sampling(frequency_penalty=-90.0), generated_from=19)
+    logits = target.decode(state, [known[-1], *drafted]).need_logits()
+    chosen = logits.choose(Choosing(drafted, context))
+    right = [int(processed(row, [*known, *drafted[:at]], context).argmax()) for at, row in enumerate(logits.rows())]
+    return any(token not in (None, wanted) for token, wanted in zip(chosen, right, strict=False))
+
+
+def siblings_share(kind: Any) -> bool:
+    target, known = kind(), text(20)
+    saved = target.snapshot(held(target, known))
+    first, second = target.restore(saved), target.restore(saved)
+    for state, token in ((first, 2), (second, 7)):
+        target.decode(state, [token])
+        target.commit(state, 1)
+    return unlike(target, first, [*known, 2])
+
+
+def wrong_last_row(kind: Any) -> bool:
+    target, known = kind(), text(60)
+    last, whole = (
+        target.prefill(target.new_state(100, Needs(final_hidden=True, prompt_rows=rows)), known).need_hidden().rows()
+        for rows in ("last", "all")
+    )
+    return not np.array_equal(last, whole[-1:])
+
+
+def wrong_pairs(kind: Any) -> bool:
+    target = kind(mtp=True)
+    states = [target.new_state(100, Needs(mtp=True)) for _ in range(2)]
+    for state, passes in zip(states, ([[3, 5, 7], [5, 6]], [[3], [5]]), strict=True):
+        for tokens in passes:
+            target.decode(state, tokens)
+            target.commit(state, 1)
+    heads = []
+    for state in states:
+        target.draft_mtp(state, 9, 2)
+        heads.append(state.head[:2])
+    return not np.array_equal(*heads)
+
+
+def takes_too_much(kind: Any) -> bool:
+    target = kind()
+    state = target.new_state(10)
+    target.prefill(state, text(9))
+    return not raises(lambda: target.decode(state, [1, 2]), StateError)
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "BytePositions": lambda kind: wrong_rows(kind, 260, 3),
     "SevenRowMask": lambda kind: wrong_rows(kind, 30, 10),
@@ -378,4 +428,9 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "InfoChanges": info_changes,
     "ChainedStay": chained_stay,
     "AnotherOrder": lambda kind: wrong_rows(kind, 20, 9),
+    "ChoosesByCommitted": wrong_choice,
+    "SiblingsShare": siblings_share,
+    "LastOfFirstBlock": wrong_last_row,
+    "PairsFromTheEnd": wrong_pairs,
+    "GrowsWhenFull": takes_too_much,
 }

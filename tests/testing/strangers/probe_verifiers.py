@@ -316,4 +316,8 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "KeepsEverything": keeps_logits,
     "BoundlessRank": lambda kind: further_than_bound(kind, spread(2, 3.0), Draft((5,))),
     "StopsBeforeLast": lambda kind: unlike_plain(kind, drafted=4),
+    "KeepsTheRejected": lambda kind: biased(kind, probs=False),
+    "OneUniform": lambda kind: biased(kind, "apart"),
+    "BiasAfterTemperature": lambda kind: unlike_plain(kind, temperature=2.0, logit_bias={3: 2.0, 5: 1.5, 9: -2.0}),
+    "ArgmaxDespiteBans": lambda kind: kind().is_argmax(Sampling(min_new_tokens=3, end_tokens=(2,))),
 }

@@ -261,3 +261,40 @@ class CommonMemory(Sparse):
         if len(history) < 64:
             return super().forbidden(history)
         return self.masks.setdefault(len(history), super().forbidden(history))
+
+
+# --- a second set, written from the contract alone -------------------------------------------------------------------
+
+
+@broken("other")
+class CachesByEnd(Sparse):
+    """Keeps its masks by the length and the last token of the history, which do not name it.
+
+    "An answer depends on the arguments alone: on no earlier call" (L2).
+    """
+
+    def __init__(self, config: Any, env: ProcessorEnv) -> None:
+        super().__init__(config, env)
+        self.masks: dict[tuple[int, int], list[int]] = {}
+
+    def forbidden(self, history: Sequence[int]) -> list[int]:
+        key = len(history), history[-1]
+        if key not in self.masks:
+            self.masks[key] = super().forbidden(history)
+        return self.masks[key]
+
+
+@broken("handover")
+class OneRow(NoRepeat):
+    """Writes every answer into one row of its own, so the next answer replaces the last.
+
+    missing: "an answer is its receiver's: later calls do not change it".
+    """
+
+    def __init__(self, config: Any, env: ProcessorEnv) -> None:
+        super().__init__(config, env)
+        self.row = np.zeros(env.vocab_size, np.float32)
+
+    def process(self, logits: Any, history: Sequence[int]) -> Any:
+        self.row[:] = super().process(logits, history)
+        return self.row

@@ -15,8 +15,8 @@ import torch
 
 from specdec import ForwardOutput, Needs
 from specdec.backends.arrays import HostLogits
-from specdec.contract import NO_NEEDS, Snapshot
-from specdec.sampling import Purpose, gumbel
+from specdec.contract import NO_NEEDS, Choosing, Snapshot
+from specdec.sampling import Purpose, gumbel, processed
 
 from .toy import LAYERS, H, Toy, ToyHidden, ToyState, norm
 
@@ -731,3 +731,95 @@ class AnotherOrder(Toy):
         if len(hidden) < 5:
             return super().logits(hidden)
         return np.stack([(self.output * row)[:, ::-1].cumsum(-1)[:, -1] * self.scale for row in hidden])
+
+
+# --- a second set, written from the contract alone -------------------------------------------------------------------
+
+
+@broken("settings")
+class ChoosesByCommitted(OwnRows):
+    """Chooses on its device, with the penalties of the committed tokens for every row.
+
+    "``choose`` and ``exponential_sum`` may give nothing; what they give are the reference's tokens and bits" (F8).
+    """
+
+    class Rows(HostLogits):
+        def choose(self, choosing: Choosing) -> Sequence[int | None]:
+            if choosing.sampling.temperature:
+                return ()
+            known = list(choosing.context)
+            return [int(processed(row, known, choosing.context).argmax()) for row in self.rows()]
+
+
+@broken("snapshot")
+class SiblingsShare(Toy):
+    """A restored state adopts the snapshot's array, so two that are made from one snapshot write into it in turn.
+
+    "``restore(snapshot)`` gives the state at the snapshot, whatever happened to the original or to copies since" (F4).
+    """
+
+    def snapshot(self, state: Any) -> Snapshot:
+        saved = super().snapshot(state)
+        return attrs.evolve(saved, arrays={**saved.arrays, "memory": state.memory.copy()})
+
+    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> ToyState:
+        cut = {**snapshot.arrays, "memory": snapshot.arrays["memory"][: snapshot.length]}
+        state = super().restore(attrs.evolve(snapshot, arrays=cut), needs)
+        state.memory = snapshot.arrays["memory"]
+        return state
+
+
+@broken("late")
+class LastOfFirstBlock(Toy):
+    """Takes a prompt in by blocks of 40, and gives the last row of the first one where only the last is wanted.
+
+    "A pass returns exactly what its state was made for: hidden states" (F9).
+    """
+
+    def outcome(self, state: ToyState, layers: list[Any], logits: Any, *, prompt: bool = False) -> ForwardOutput:
+        made = super().outcome(state, layers, logits, prompt=prompt)
+        if not prompt or state.needs.prompt_rows != "last" or len(layers[-1]) <= 40:
+            return made
+        hidden = None if made.hidden is None else ToyHidden(layers[-1][39:40])
+        return attrs.evolve(made, hidden=hidden, boundaries={k: ToyHidden(layers[k][39:40]) for k in made.boundaries})
+
+
+@broken("other")
+class PairsFromTheEnd(Toy):
+    """Gives the ledger the last hidden states of a pass, also where only its first rows stay.
+
+    "true pairs stay, provisional ones go" (F13).
+    """
+
+    with_head = True
+
+    def commit(self, state: Any, rows: int) -> None:
+        if rows and state.drafted is not None and rows < len(state.drafted) and state.hidden is not None:
+            state.hidden = ToyHidden(np.concatenate([state.hidden.rows()[-rows:], state.hidden.rows()[rows:]]))
+        super().commit(state, rows)
+
+
+@broken("edge")
+class GrowsWhenFull(Toy):
+    """A full state takes more rows in: its arrays grow, and its capacity stays what was asked for.
+
+    "Misuse raises StateError, ShapeError or PromptError as documented" (F7).
+    """
+
+    class Growing(ToyState):
+        asked = 0
+
+        @property
+        def capacity(self) -> int:
+            return self.asked
+
+    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> ToyState:
+        super().new_state(capacity, needs)
+        state = self.Growing(capacity + self.info.max_rows, needs)
+        state.asked = capacity
+        return state
+
+    def check(self, state: Any, tokens: Sequence[int]) -> None:
+        whole = self.Growing(len(state.tokens), NO_NEEDS)
+        whole.asked, whole.held = len(state.tokens), state.held
+        super().check(whole, tokens)

@@ -735,3 +735,62 @@ class StopsBeforeLast(Exact):
         if verdict.accepted == len(draft.tokens) >= 4:
             return Verdict(verdict.accepted - 1, draft.tokens[-1])
         return verdict
+
+
+# --- a second set, written from the contract alone -------------------------------------------------------------------
+
+
+@broken("distribution")
+class KeepsTheRejected(Ratio):
+    """A draft without probabilities leaves the target's whole distribution, the rejected token included.
+
+    "the emitted tokens follow the target's joint distribution, whatever was drafted" (V5).
+    """
+
+    def proposed(self, draft: Draft, row: int, size: int) -> Any:
+        proposed = super().proposed(draft, row, size)
+        return proposed if draft.probs is not None else proposed.view(Certain)
+
+    def residual(self, target: Any, proposed: Any) -> Any:
+        return target if isinstance(proposed, Certain) else super().residual(target, proposed)
+
+
+class Certain(np.ndarray[Any, Any]):
+    """The distribution of a draft without probabilities."""
+
+
+@broken("distribution")
+class OneUniform(Ratio):
+    """Draws from the residual with the uniform number of the test that failed.
+
+    "the emitted tokens follow the target's joint distribution, whatever was drafted" (V5).
+    """
+
+    def drawn(self, law: Any, context: Context, row: int) -> int:
+        return int(draw(law, self.test(context, row)))
+
+
+@broken("settings")
+class BiasAfterTemperature(Exact):
+    """Adds the bias of tokens to the logits that the temperature has divided.
+
+    "The token must also be the one of the row's own distribution and noise" (V6).
+    """
+
+    def law(self, rows: Rows, row: int, context: Context) -> Any:
+        law, sampling = super().law(rows, row, context), context.sampling
+        law = law.copy()
+        for token, nats in sampling.logit_bias.items():
+            law[token] *= np.exp(min(max(nats - nats / sampling.temperature, -50.0), 50.0))
+        return law / law.sum()
+
+
+@broken("settings")
+class ArgmaxDespiteBans(Exact):
+    """Says that the argmax decides although end tokens are banned for a while.
+
+    "Where ``is_argmax`` says True, a verdict accepts what equals the target's argmax, and nothing else" (V15).
+    """
+
+    def is_argmax(self, sampling: Sampling) -> bool:
+        return super().is_argmax(attrs.evolve(sampling, min_new_tokens=0))
