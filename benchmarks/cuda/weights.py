@@ -76,7 +76,7 @@ class MadeWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shape.tensors[name]
 
-    def matrix(self, name: str) -> Tensor:
+    def matrix(self, name: str, *, exact: bool = False) -> Tensor:
         return self[name]
 
     def __getitem__(self, name: str) -> Tensor:

@@ -8,15 +8,25 @@ import functools
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import specdec
 from specdec.locks import fork_safe
 
 OURS = str(pathlib.Path(specdec.__file__).parent)
-Place = tuple[CodeType, int]  # code, and its line or (negative) its instruction
+
+
+class Step(NamedTuple):
+    """A line, or an instruction (then its offset is given, negative), and how often it was reached before.
+
+    Steps are not counted from the beginning of a call: what the garbage collector runs would move them.
+    """
+
+    code: CodeType
+    place: int
+    before: int
 
 
 @functools.cache
@@ -57,12 +67,13 @@ def nothing_is_locked() -> bool:
 
 
 class Tracer:
-    """Counts the steps of a call: lines, or instructions. Raises at step ``at``; records all places if it is None."""
+    """Raises at one step of a call; records all steps if ``at`` is None."""
 
-    def __init__(self, at: int | None, *, instructions: bool = False) -> None:
+    def __init__(self, at: Step | None, *, instructions: bool = False) -> None:
         self.at, self.instructions = at, instructions
-        self.steps = 0
-        self.places: list[Place] = []
+        self.left = 0 if at is None else at.before
+        self.raised = False
+        self.places: list[tuple[CodeType, int]] = []
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(OURS):
@@ -72,12 +83,14 @@ class Tracer:
 
     def _step(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == ("opcode" if self.instructions else "line") and frame.f_lasti not in closing(frame.f_code):
+            place = -frame.f_lasti if self.instructions else frame.f_lineno
             if self.at is None:
-                self.places.append((frame.f_code, -frame.f_lasti if self.instructions else frame.f_lineno))
-            elif self.steps == self.at:
-                self.steps += 1
-                raise KeyboardInterrupt  # Python then stops tracing
-            self.steps += 1
+                self.places.append((frame.f_code, place))
+            elif frame.f_code is self.at.code and place == self.at.place and not self.raised:
+                if self.left == 0:
+                    self.raised = True
+                    raise KeyboardInterrupt  # Python then stops tracing
+                self.left -= 1
         return self._step
 
     @contextlib.contextmanager
@@ -90,7 +103,7 @@ class Tracer:
             sys.settrace(former)
 
 
-def interrupted(call: Callable[[], Any], at: int, *, instructions: bool = False) -> bool:
+def interrupted(call: Callable[[], Any], at: Step, *, instructions: bool = False) -> bool:
     """Run ``call`` with an interruption at step ``at``; False if it ended before that.
 
     Python swallows what a weak reference's callback raises, and shows it to ``sys.unraisablehook``. The call then ends
@@ -106,22 +119,17 @@ def interrupted(call: Callable[[], Any], at: int, *, instructions: bool = False)
         return True
     finally:
         sys.unraisablehook = former
-    assert tracer.steps <= at or swallowed, "the interruption was turned into something else"
+    assert not tracer.raised or swallowed, "the interruption was turned into something else"
     return bool(swallowed)
 
 
-def steps_of(call: Callable[[], Any], *, instructions: bool = False) -> list[int]:
-    """The steps of a call at which to interrupt it: for every place, the first time it is reached and the last."""
+def steps_of(call: Callable[[], Any], *, instructions: bool = False) -> list[Step]:
+    """The steps of a call at which to interrupt it, in their order: for every place, the first time and the last."""
     tracer = Tracer(None, instructions=instructions)
     with tracer():
         call()
-    return first_and_last(tracer.places)
-
-
-def first_and_last(places: Sequence[Place]) -> list[int]:
-    first: dict[Place, int] = {}
-    last: dict[Place, int] = {}
-    for step, place in enumerate(places):
-        first.setdefault(place, step)
-        last[place] = step
-    return sorted({*first.values(), *last.values()})
+    times: dict[tuple[int, int], list[int]] = {}  # by identity: equal code of two functions is two places
+    for at, (code, place) in enumerate(tracer.places):
+        times.setdefault((id(code), place), []).append(at)
+    chosen = {at: before for one in times.values() for before, at in ((0, one[0]), (len(one) - 1, one[-1]))}
+    return [Step(*tracer.places[at], before) for at, before in sorted(chosen.items())]

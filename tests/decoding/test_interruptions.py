@@ -45,7 +45,7 @@ from specdec.decoding.session import Session
 from specdec.errors import SpecdecError
 from tests import tiny
 from tests.decoding.fake_device import OnDevice
-from tests.decoding.interrupting import interrupted, steps_of
+from tests.decoding.interrupting import Step, interrupted, steps_of
 from tests.drafters.composed import Folders, composed, load_base, scripted, write_folders
 from tests.selection import cases, examples
 
@@ -209,7 +209,7 @@ class Truth:
     before: tuple[int, ...]
     after: tuple[int, ...]
     end: tuple[Any, ...]
-    steps: list[int]
+    steps: list[Step]
 
 
 def truth_of(lm: Any, call: str, folder: pathlib.Path, settings: dict[str, Any], *, instructions: bool) -> Truth:
@@ -230,7 +230,7 @@ def check(
     folder: pathlib.Path,
     settings: dict[str, Any],
     truth: Truth,
-    steps: Sequence[int],
+    steps: Sequence[Step],
     *,
     instructions: bool = False,
 ) -> int:
@@ -262,12 +262,12 @@ def check(
     return count
 
 
-def sampled(steps: Sequence[int], count: int, seed: str) -> list[int]:
+def sampled(steps: Sequence[Step], count: int, seed: str) -> list[Step]:
     return random.Random(f"{SEED} {seed}").sample(list(steps), min(count, len(steps)))
 
 
-def check_each(steps: Sequence[int], one: Callable[[int], int]) -> None:
-    """Nearly all steps are reached: the garbage collector and what runs only once move them a little."""
+def check_each(steps: Sequence[Step], one: Callable[[Step], int]) -> None:
+    """Nearly all steps are reached: not those of what runs only once."""
     reached = 0
     for step in steps:
         try:
@@ -353,7 +353,7 @@ def talking(lm: Any) -> Conversation:
     return talk
 
 
-def check_talk(lm: Any, call: str, folder: pathlib.Path, step: int) -> int:
+def check_talk(lm: Any, call: str, folder: pathlib.Path, step: Step) -> int:
     """The conversation is the one from before or after (with a part of the answer), can be saved, and goes on."""
     talk, after = talking(lm), talking(lm)
     before = talk.messages
@@ -409,7 +409,7 @@ def test_an_interruption_of_the_first_passes_leaves_their_recordings_whole(
     wanted, cold = run(fresh()), fresh()
     steps = steps_of(lambda: run(cold))
 
-    def one(step: int) -> int:
+    def one(step: Step) -> int:
         lm = fresh()
         count = interrupted(lambda: run(lm), step)
         assert run(lm) == wanted

@@ -69,7 +69,7 @@ class EagleNetwork:
         fc: ``[H_d, n * H_t]``; None if the head reads the target's final state as it is.
         norm: of the output that a chained step may start from.
         logit_norm: the same, with the scale of the logits.
-        masked: the state of a masked row ``[1, n * H_t]``; None for EAGLE-3.
+        masked: a table with one row, the state of masked rows ``[1, n * H_t]``; None for EAGLE-3.
     """
 
     ops: Ops

@@ -88,7 +88,7 @@ def _prepared(
         name=config.model,
         vocabulary=prepared_vocabulary(config, layout, around, env),
         passes=_passes(network, layout, around),
-        masked=None if masked is None else around.ops.hidden(network.fused(masked)),
+        masked=None if masked is None else around.ops.hidden(network.fused(around.ops.embed(masked, [0]))),
         refiner=made,
     )
 

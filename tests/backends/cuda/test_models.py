@@ -129,7 +129,8 @@ def test_a_family_with_learned_positions_and_no_rotation(
     tensors = {name: torch.randn(one.shape, generator=draw) * 0.3 for name, one in shapes.items()}
 
     class Stored(dict[str, torch.Tensor]):
-        matrix = dict.__getitem__
+        def matrix(self, name: str, *, exact: bool = False) -> torch.Tensor:
+            return self[name]
 
     def rows_of(ops: Any) -> list[np.ndarray]:
         stored: Any = Stored(tensors)

@@ -156,6 +156,7 @@ def stored(form: str, n: int, k: int, seed: int, block: tuple[int, int] = (16, 3
             parts={"codes": codes, "scale": scale},
             meta=meta,
             dtype=torch.float32,
+            values=fp8.numbers(torch.arange(256, dtype=torch.uint8)),
             numbers=fp8.numbers,
         )
     scale = (torch.rand(n, k // 16, generator=draw) + 0.1).to(torch.float8_e4m3fn)
@@ -165,6 +166,7 @@ def stored(form: str, n: int, k: int, seed: int, block: tuple[int, int] = (16, 3
         parts={"codes": codes, "scale": scale, "global_scale": torch.tensor([0.25])},
         meta={"block_rows": 1, "block_columns": 16, "group": 16, "bits": 4},
         dtype=torch.float32,
+        values=fp4.E2M1,
         numbers=fp4.numbers,
     )
 
@@ -205,7 +207,15 @@ def test_weights_stay_packed(make: Callable[..., CudaOps], form: str) -> None:
     assert all(isinstance(one, DenseWeight) for one in mixed.experts)
     with pytest.raises(UnsupportedError, match="mlx-affine"):
         ops.weight(
-            StoredMatrix(format="mlx-affine", shape=(2, 2), parts={}, meta={}, dtype=torch.float32, numbers=fp8.numbers)
+            StoredMatrix(
+                format="mlx-affine",
+                shape=(2, 2),
+                parts={},
+                meta={},
+                dtype=torch.float32,
+                values=torch.zeros(0),
+                numbers=fp8.numbers,
+            )
         )
 
 

@@ -259,7 +259,7 @@ def test_a_draft_without_room_is_not_chained(build: Callable[..., Any]) -> None:
         state = target.new_state(4, Needs(mtp=True))
         target.prefill(state, [1, 2, 3])
         state.mtp.capacity = 5
-        assert target._chain(state, state.mtp_pass, 4, 5) is None
+        assert target._chain(state, state.mtp_pass, 4, 5, target._mtp_lm_head, None) is None
         assert (state.mtp.length, state.pairs.fed, state.pairs.waiting) == (2, 2, 1)
 
 

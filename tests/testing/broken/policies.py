@@ -101,7 +101,7 @@ class KeepsRecords(DepthPolicy):
 BROKEN = {
     Truth: ("P1", "P4"),
     Negative: ("P1", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10"),
-    DividesByCycles: ("P2", "P1", "P4", "P6", "P7", "P8", "P9", "P10"),
+    DividesByCycles: ("P2", "P1", "P3", "P4", "P6", "P7", "P8", "P9", "P10"),
     DividesByOffered: ("P3", "P1", "P4", "P5", "P6", "P7", "P8", "P9", "P10"),
     GrowsForEver: ("P4",),
     ForgetsInTheStats: ("P5",),

@@ -203,7 +203,7 @@ BROKEN = {
     StatesTooSmallABound: ("V7",),
     StatesNoBound: ("V7",),
     Remembers: ("V8", "V17"),
-    GivesUpOnLargeLogits: ("V9", "V12"),
+    GivesUpOnLargeLogits: ("V9", "V6", "V12"),
     HidesItsDeviation: ("V10",),
     RaisesValueError: ("V11", "V1", "V6", "V8", "V9", "V10", "V12", "V13"),
     StaleHistory: ("V12", "V10"),
