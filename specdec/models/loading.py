@@ -186,7 +186,8 @@ def build_target(
         kernels=offers.kernels,
         **facts,
     )
-    return CausalLM(info, attrs.evolve(_built(spec, family, weights), mtp_residual=mtp_residual))
+    model = _built(spec, family, weights)
+    return CausalLM(info, attrs.evolve(model, mtp_residual=True) if mtp_residual else model)
 
 
 def _built(spec: ModelSpec, family: FamilyConfig, weights: Weights) -> DecoderModel:
