@@ -75,8 +75,8 @@ def _kind_schema(kind: Any) -> dict[str, Any]:
 
 def _bounded(made: dict[str, Any], validator: Any) -> dict[str, Any]:
     """``made``, with what a validator says about itself."""
-    inner = getattr(validator, "validator", validator)  # of attrs.validators.optional
-    said: Mapping[str, Any] = getattr(inner, "schema", {})
+    named = getattr(validator, "validator", validator)  # in attrs.validators.optional
+    said: Mapping[str, Any] = getattr(named, "schema", {})
     of_items = "additionalProperties" if made.get("type") == "object" else "items"
     return {
         **made,
