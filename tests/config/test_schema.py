@@ -30,7 +30,7 @@ GOOD = [
 ]
 BAD = [
     {"targets": {}},
-    {"target": {"modell": "demo"}},
+    {"target": {"colour": "demo"}},
     {"target": {"threads": 0}},
     {"target": {"dtype": "float64"}},
     {"target": {"model": 3}},
