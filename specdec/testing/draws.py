@@ -31,11 +31,13 @@ class Draws:
     def __init__(self, seed: int) -> None:
         self._signs = np.random.default_rng([seed % 2**32, 6]).choice([-1.0, 1.0], 1 << 12)
         self._sums: dict[str, list[float]] = {}
+        self.seen = 0  # tokens
 
     def see(self, session: ScriptedSession, draft: Draft, depth: int) -> None:
         """Add the tokens of a draft that has distributions."""
         if draft.probs is None:
             return
+        self.seen += len(draft.tokens)
         history, before = list(session.tokens), 0.0
         for row, token in enumerate(draft.tokens):
             probs: Float64 = np.asarray(draft.probs[row], np.float64)

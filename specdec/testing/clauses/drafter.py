@@ -415,13 +415,12 @@ def _expect_distributions(session: ScriptedSession, draft: Draft, depth: int) ->
 @check("D10", share=4)
 def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
     """Each row of ``probs`` is the distribution that its token was drawn from, given what was known before the draw."""
-    for number in run.repeat(2):
-        pooled = Draws(run.seed + number)
-        for setting in ("independent", "filtered", "biased", "sharp", "flat"):
-            walk = Walk(subject=subject, setting=setting, route=Route.CYCLES, seed=run.seed + number, run=run)
-            walk.look = pooled.see
-            walk.through(text(run.seed + number, 600))
-            pooled.judge(setting)
+    if not any([honest(subject, part) for honest, part in run.shares((_honest_in_one_context, _honest_in_many))]):
+        not_applicable("it drafts nothing here")
+
+
+def _honest_in_one_context(subject: DrafterSubject, run: Run) -> bool:
+    """Compare many draws in one context with the distribution that all of them must state; whether there were any."""
     model, shared = target_for(subject), None
     probs: dict[tuple[int, ...], Any] = {}
     counts: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int64]]] = {}
@@ -440,8 +439,6 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
             what = "one context has two distributions: they depend on the draw"
             expect(np.allclose(drawn_from, known, atol=1e-6), what, got=drawn_from, expected=known, **case)
             counts.setdefault(before, np.zeros(VOCAB, np.int64))[token] += 1
-    if not probs:
-        not_applicable("it drafts nothing here")
     for before, counted in counts.items():
         draws = int(counted.sum())
         if draws < 50:
@@ -450,6 +447,21 @@ def distributions_are_honest(subject: DrafterSubject, run: Run) -> None:
         what = f"drafted tokens do not follow their probs: {fit}"
         case = {"context": [*PROMPT, *before], "draws": draws}
         expect(fit.passes(1e-6), what, got=counted, expected=probs[before] * draws, **case)
+    return bool(probs)
+
+
+def _honest_in_many(subject: DrafterSubject, run: Run) -> bool:
+    """Pool the draws of long walks; whether there were any."""
+    seen = 0
+    for number in run.repeat(2):
+        pooled = Draws(run.seed + number)
+        for setting in ("independent", "filtered", "biased", "sharp", "flat"):
+            walk = Walk(subject=subject, setting=setting, route=Route.CYCLES, seed=run.seed + number, run=run)
+            walk.look = pooled.see
+            walk.through(text(run.seed + number, 600))
+            pooled.judge(setting)
+        seen += pooled.seen
+    return seen > 0
 
 
 # --- the rest of the target and the process --------------------------------------------------------------------------
