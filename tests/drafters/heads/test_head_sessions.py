@@ -78,7 +78,11 @@ WHOLE_LIFE: list[tuple[str, Any, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW_KINDS = [pytest.param(kind, marks=[pytest.mark.sample] * (kind == "eagle3")) for kind in KINDS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_start(
     kind: str, make_target: Callable[..., Any]
 ) -> None:
