@@ -98,8 +98,7 @@ def _show(report: Report) -> None:
         outcomes = [one for one in outcomes if one.status is not Status.PASSED][:LINES]
         console.print(f"{output.count(passed, 'check')} passed")
     rows = [
-        (one.check.id, one.check.sentence.replace("``", ""), one.status.value, f"{one.seconds:.1f}")
-        for one in outcomes
+        (one.check.id, one.check.sentence.replace("``", ""), one.status.value, f"{one.seconds:.1f}") for one in outcomes
     ]
     headings = ("clause", "what must hold", "status", "seconds")
     console.print(output.table(headings, rows, left=headings[:3]))

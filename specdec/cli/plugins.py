@@ -94,9 +94,7 @@ def _options(config: type, written: Callable[[object], str] = repr) -> dict[str,
     """Option names with their defaults as text."""
     if attrs.has(config):
         return {field.name: _default(field.default, attrs.NOTHING, written) for field in attrs.fields(config)}
-    return {
-        field.name: _default(field.default, dataclasses.MISSING, written) for field in dataclasses.fields(config)
-    }
+    return {field.name: _default(field.default, dataclasses.MISSING, written) for field in dataclasses.fields(config)}
 
 
 def _default(value: object, missing: object, written: Callable[[object], str]) -> str:
