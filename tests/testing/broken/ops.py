@@ -375,7 +375,7 @@ BROKEN = {
     SumsInPlace: ("O15", "O12", "O23"),
     WindowOfOneMore: ("O24",),
     BlocksAreCausal: ("O24",),
-    WindowOfTheFirstRow: ("O24", "O12"),
+    WindowOfTheFirstRow: ("O24",),
     AppendedRowsStay: ("O25",),
     AppendsValuesAsKeys: ("O25",),
 }

@@ -27,6 +27,7 @@ class Layer(abc.ABC):
     """Inputs of one layer for some rows."""
 
     name: str
+    verifies = True  # whether targets run it, so that a row must have the same bits in any pass
 
     def __init__(self, bench: Bench, rows: int) -> None:
         self.bench = bench
@@ -100,6 +101,7 @@ class WindowLayer(AttentionLayer):
     """Grouped-query attention within windows of 3 rows. Raises: NotApplicable if the backend has none."""
 
     name = "attend_from"
+    verifies = False  # draft heads do
 
     def __init__(self, bench: Bench, rows: int) -> None:
         super().__init__(bench, rows, gated=False)
