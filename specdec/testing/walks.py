@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 VOCAB = 40
 DEEPEST = 15
-LEAST = 40  # tokens of a text that a walk goes through after its prompt, however little time there is
+LEAST = {VOCAB: 40, WIDE: 10}
+"""By vocabulary, tokens of a text that a walk goes through after its prompt, however little time there is."""
 
 SETTINGS: dict[str, tuple[Sampling, DraftNoise]] = {
     "greedy": (Sampling(), DraftNoise.COUPLED),
@@ -148,7 +149,7 @@ class Walk:
         first = len(tokens) * 2 // 3 if prompt else int(rng.integers(1, 4))
         session.feed(tokens[: max(first, 1)], chunk=len(tokens) if prompt else int(2 ** rng.uniform(0, 7)))
         session.generated_from = 1  # whatever the route
-        least = len(session.tokens) + LEAST
+        least = len(session.tokens) + LEAST[self.vocab]
         while len(session.tokens) < len(tokens) and (len(session.tokens) < least or not self.run.spent):
             at, chance = len(session.tokens), rng.random()
             if self.route is Route.REWOUND and chance < 0.06 and turns < 40:

@@ -356,11 +356,14 @@ def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
         _expect_routes(subject, own, lengths, what, Route.RESTORED, ask=True, hostile=True)
 
     def wide(own: Run) -> None:
-        made = partial(Walk, subject=subject, setting="greedy", seed=run.seed, run=own, vocab=WIDE)
+        made = partial(Walk, subject=subject, setting="greedy", seed=run.seed, vocab=WIDE)
 
         def ids(tokens: Sequence[int]) -> None:
-            plain = made(route=Route.CYCLES).through(tokens)
-            expect_same(made(route=Route.RESTORED).through(tokens), plain, what)
+            plain, other = (
+                made(route=route, run=part).through(tokens)
+                for route, part in own.shares((Route.CYCLES, Route.RESTORED))
+            )
+            expect_same(other, plain, what)
 
         if not subject.needs.mtp and subject.layers == 1:
             own.halve(ids, text(run.seed, 80, WIDE), vocabulary=WIDE)
