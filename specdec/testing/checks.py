@@ -44,6 +44,8 @@ class Effort:
     seconds: float
 
 
+SHARED = 0.9  # of an effort's seconds; the rest is for cases that are under way when the time of a check ends
+
 EFFORTS: Mapping[str, Effort] = {
     "sample": Effort(0.1, 5.0),  # for a run in a test suite
     "quick": Effort(1.0, 30.0),
