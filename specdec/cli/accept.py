@@ -61,8 +61,9 @@ def accept(
     With --passive the target decodes plainly, and each draft is compared with what it then generated. Use it where
     parity is numeric: there a pass of several rows may change the output that is being measured.
 
-    CONFIG's depth policy is not used: an adaptive policy drafts deep only where drafts are good. Without --prompts,
-    specdec's own are used: factual, verbose-thinking, code, instruction and copy (texts to repeat with a small change).
+    A configuration's depth policy is not used: an adaptive policy drafts deep only where drafts are good. Without
+    --prompts, specdec's own are used: factual, verbose-thinking, code, instruction and copy (texts to repeat with a
+    small change).
 
     With --trace, what was generated is taken from a recording of specdec generate --trace or of another engine
     (SPECDEC_TRACE), and drafts are compared with it: how many passes of the target would this drafter have saved?

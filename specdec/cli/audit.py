@@ -72,7 +72,7 @@ SHORT = 24  # characters of a token there
     "--run", "run_file", metavar="FILE", type=FILE, help="Audit the output of generate --json instead of a new run."
 )
 @prompted
-@configured("How many tokens to generate, at most.", also=("--tokens",))
+@configured("How many tokens to generate, at most.")
 @ignore_eos
 @click.option(
     "--rows",
@@ -88,7 +88,7 @@ SHORT = 24  # characters of a token there
     help="Exit with status 1 if a token is further below plain decoding's best one than this (greedy runs); of other "
     "engines, what rounding may explain.",
 )
-@click.option("--plot", "--png", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib).")
+@click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib).")
 @output.json_option
 @click.pass_context
 def audit(
@@ -319,7 +319,11 @@ def _compare(
         raise report.failure
     real = report.verdicts()[Verdict.REAL]
     if real:
-        click.echo(f"error: {output.count(real, 'request')} got another token with a real gap: this is a bug", err=True)
+        click.echo(
+            f"error: {output.count(real, 'request')} got another token with a real gap: this is a bug, unless the "
+            f"speculation is lossy on purpose; then --tolerance says by how much",
+            err=True,
+        )
         ctx.exit(output.BROKEN_PROMISE)
     if report.partial:
         click.echo(f"interrupted: this covers {report.done} of {report.planned} requests", err=True)

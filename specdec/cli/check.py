@@ -98,10 +98,9 @@ def _show(report: Report) -> None:
         outcomes = [one for one in outcomes if one.status is not Status.PASSED][:LINES]
         console.print(f"{output.count(passed, 'check')} passed")
     rows = [
-        (one.check.id, _cut(one.check.sentence.replace("``", ""), 78), one.status.value, f"{one.seconds:.1f}")
-        for one in outcomes
+        (one.check.id, one.check.sentence.replace("``", ""), one.status.value, f"{one.seconds:.1f}") for one in outcomes
     ]
-    headings = ("clause", "", "status", "seconds")
+    headings = ("clause", "what must hold", "status", "seconds")
     console.print(output.table(headings, rows, left=headings[:3]))
     failed = [one for one in report.outcomes if one.failure is not None and one.status is not Status.KNOWN]
     for number, outcome in enumerate(failed):

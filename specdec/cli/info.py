@@ -22,7 +22,7 @@ _LISTED = 20  # names under one label; --json has all
 @click.option("--mtp", metavar="PATH", type=FILE, help="A file or folder with the MTP head, as for target.mtp.")
 @output.json_option
 def info(model: str, mtp: str | None, as_json: bool) -> None:
-    """Show what is in a checkpoint: of a model, or of a trained draft head.
+    """Show what is in a model's or a draft head's checkpoint.
 
     MODEL is a folder, a hub id, or "demo" (the default). The model is not run. Without weights, the description comes
     from config.json alone.

@@ -120,7 +120,6 @@ def settings_option(example: str = "depth.depth=4", help: str = "Override a key"
 def configured(
     length_help: str = "How many tokens at most.",
     *,
-    also: tuple[str, ...] = (),
     new_tokens: int | None = None,
     example: str = "depth.depth=4",
     own: tuple[str, ...] = (),
@@ -128,7 +127,7 @@ def configured(
     """Add MODEL and the options that override it, with those of ``KEYS``; the function gets ``config``.
 
     Args:
-        also: further names of ``--max-new-tokens``, which ``length_help`` describes.
+        length_help: of ``--max-new-tokens``.
         new_tokens: that option's default; the configuration's if None.
         example: of an override.
         own: keys of ``PARTS`` for which the command has an option of its own.
@@ -164,7 +163,7 @@ def configured(
                 help='A folder, a hub id or "demo"; with a TOML file as MODEL.',
             ),
             *parts,
-            click.option("-n", "--max-new-tokens", *also, "max_new_tokens", type=int, metavar="N", help=length_help),
+            click.option("-n", "--max-new-tokens", type=int, metavar="N", help=length_help),
             click.option("-t", "--temperature", type=float, metavar="X", help="0 is greedy."),
             click.option("--seed", type=int, metavar="S", help="Random seed; the same seed gives the same output."),
             settings_option(example),

@@ -195,8 +195,8 @@ class _WithoutPadding:
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] | None = None) -> Table:
     """A table: ruled on a terminal, plain columns when piped; nothing is cut off.
 
-    ``left`` names the text columns (by default the first); numbers are right-aligned. A narrow terminal wraps headings
-    at every word and separates columns by one space.
+    ``left`` names the text columns (by default the first); numbers are right-aligned. A narrow terminal wraps the
+    headings of numbers at every word and separates columns by one space.
     """
     from rich import box
     from rich.table import Table
@@ -210,9 +210,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Colle
         padding=(0, 0) if narrow else (0, 1, 0, 0) if ruled else (0, 1),
     )
     for number, heading in enumerate(headings):
+        text = heading in (headings[:1] if left is None else left)
         made.add_column(
-            heading.replace(" ", "\n") if narrow else heading,
-            justify="left" if heading in (headings[:1] if left is None else left) else "right",
+            heading.replace(" ", "\n") if narrow and not text else heading,
+            justify="left" if text else "right",
             no_wrap=number == 0,
             overflow="fold",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -46,7 +47,7 @@ def plugins(as_json: bool) -> None:
         )
         return
     console = output.console()
-    headings = ("kind", "name", "origin", "what it does (and its options)")
+    headings = ("kind", "name", "origin", "what it does (options)")
     rows = [_row(kind, number, entry) for kind in Kind for number, entry in enumerate(found.entries(kind))]
     rows += [(word, plugin.name, str(plugin.origin), "") for word, plugin in found.hooks()]
     console.print(output.table(headings, rows, left=headings))
@@ -59,8 +60,8 @@ def plugins(as_json: bool) -> None:
 def _row(kind: Kind, number: int, entry: Entry) -> tuple[str, ...]:
     data = _entry(entry)
     note = "" if data.get("reason") is None else f" (cannot run here: {data['reason']})"
-    options = ", ".join(f"{key}={value}" for key, value in data.get("options", {}).items())
-    listed = f" ({options})" if options else ""
+    options = {} if isinstance(entry.spec, ModelSpec) else _options(entry.spec.config, _as_written)
+    listed = f" ({', '.join(f'{key}={value}' for key, value in options.items())})" if options else ""
     return "" if number else kind.value, data["name"], data["origin"], f"{data['help']}{note}{listed}"
 
 
@@ -89,15 +90,20 @@ def _needs(needs: object) -> list[str]:
     return [field for field, value in attrs.asdict(needs).items() if value is True] if isinstance(needs, Needs) else []
 
 
-def _options(config: type) -> dict[str, str]:
+def _options(config: type, written: Callable[[object], str] = repr) -> dict[str, str]:
     """Option names with their defaults as text."""
     if attrs.has(config):
-        return {field.name: _default(field.default, attrs.NOTHING) for field in attrs.fields(config)}
-    return {field.name: _default(field.default, dataclasses.MISSING) for field in dataclasses.fields(config)}
+        return {field.name: _default(field.default, attrs.NOTHING, written) for field in attrs.fields(config)}
+    return {field.name: _default(field.default, dataclasses.MISSING, written) for field in dataclasses.fields(config)}
 
 
-def _default(value: object, missing: object) -> str:
-    return "required" if value is missing else "computed" if isinstance(value, attrs.Factory) else repr(value)  # type: ignore[arg-type]
+def _default(value: object, missing: object, written: Callable[[object], str]) -> str:
+    return "required" if value is missing else "computed" if isinstance(value, attrs.Factory) else written(value)  # type: ignore[arg-type]
+
+
+def _as_written(value: object) -> str:
+    """A default as ``-s`` takes it, as far as there is such a form."""
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _failure(failure: Failure) -> dict[str, Any]:

@@ -214,27 +214,46 @@ def _contexts(axes: Any, report: BenchReport) -> None:
 
 
 def plot_audit(report: GapReport, path: str | Path) -> None:
-    """The gap histogram, and the divergences by position."""
-    from specdec.measuring.divergences import bin_label
+    """The gap histogram and, if tokens diverge, where they do and by how much."""
+    figure, axes = panels(report.title, *([5.5, 5.5] if report.divergences else [7.5]))
+    _gaps(axes[0], report)
+    if report.divergences:
+        _divergences(axes[1], report)
+    save_figure(figure, path)
 
-    figure, (left, right) = panels(report.title, *(5.5, 5.5))
+
+def _gaps(axes: Any, report: GapReport) -> None:
     bins = report.histogram()
-    places = range(len(bins))
-    left.bar(places, [count for _, _, count, _ in bins], width=0.8, color=PALE, label="all positions")
-    left.bar(places, [count for _, _, _, count in bins], width=0.5, color=RED, label="divergences")
-    left.set_yscale("symlog", linthresh=1)
-    left.set_ylim(bottom=0)
-    left.set_xticks(places, [bin_label(low, high) for low, high, _, _ in bins], rotation=45, ha="right")
-    left.set(xlabel="gap of the two best logits (nats)", ylabel="token positions", title="How near the choices were")
-    left.legend(frameon=False)
-    right.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
-    right.set_xlim(-0.02 * report.positions, 1.02 * report.positions)
+    axes.bar(range(len(bins)), [count for _, _, count, _ in bins], width=0.8, color=PALE, label="all positions")
+    if report.divergences:
+        axes.bar(range(len(bins)), [count for _, _, _, count in bins], width=0.5, color=RED, label="divergences")
+        axes.legend(frameon=False)
+    axes.set_yscale("symlog", linthresh=1, linscale=0.4)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    edges = [-0.5, *(place + 0.5 for place in range(len(bins)))]
+    axes.set_xticks(edges, [*(f"{low:g}" for low, _, _, _ in bins), "\u221e"])
+    axes.set(
+        xlabel="gap of the two best logits (nats)",
+        ylabel="token positions",
+        title="How near the choices were",
+        xlim=(edges[0], edges[-1]),
+    )
+    _grid(axes)
+
+
+def _divergences(axes: Any, report: GapReport) -> None:
     found = [(one.position, one.gap) for one in report.divergences if math.isfinite(one.gap)]
     if found:
-        right.vlines([at for at, _ in found], 0, [gap for _, gap in found], color=RED, linewidth=1)
-        right.plot([at for at, _ in found], [gap for _, gap in found], "o", color=RED, markersize=3)
-        right.set_ylim(bottom=0)
-    else:
-        right.text(0.5, 0.5, "none", transform=right.transAxes, ha="center", va="center", color=GREY, fontsize=14)
-        right.set_yticks([])
-    save_figure(figure, path)
+        axes.vlines([at for at, _ in found], 0, [gap for _, gap in found], color=RED, linewidth=1)
+        axes.plot([at for at, _ in found], [gap for _, gap in found], "o", color=RED, markersize=3)
+    others = [one.position for one in report.divergences if not math.isfinite(one.gap)]
+    if others:
+        at_the_top = [0.97] * len(others)
+        top = {"transform": axes.get_xaxis_transform(), "linestyle": "none", "label": "no finite gap"}
+        axes.plot(others, at_the_top, marker="^", color=RED, markersize=6, **top)
+        axes.legend(frameon=False, loc="center right")
+    axes.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
+    axes.set_xlim(-0.02 * report.positions, 1.02 * report.positions)
+    axes.set_ylim(0, 1.15 * max((gap for _, gap in found), default=1.0) or 1.0)
+    _grid(axes)

@@ -232,10 +232,14 @@ class Fields:
         return keys
 
     def mtp_layers(self, key: str, default: int = 0) -> int:
-        """The number of MTP layers, 0 or 1."""
+        """The number of MTP layers, 0 or 1. Raises: CheckpointError for more: engines chain them in different ways."""
         layers = self.whole(key, default, low=0)
         if layers > 1:
-            raise CheckpointError(f"config.json: {key!r} is 0 or 1 in this family, got {layers}")
+            raise CheckpointError(
+                f"config.json: {key!r} is {layers}, and an MTP head with one layer is computed: engines disagree how "
+                "several are chained",
+                try_=f"a copy with {key} = 0, which loads the model without its head, and another drafter",
+            )
         return layers
 
     def layer_types(self, layers: int, interval: int) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
         device=backend.device,
         dtype=dtype,
         dtype_reason=dtype_reason,
-        fingerprint=_fingerprint(checkpoint, asked.weights),
+        fingerprint=_fingerprint(checkpoint, asked),
     )
     how = f"; rounded, as target.weights = {asked.weights!r} asks" if asked.weights in ROUNDED_BITS else ""
     target.info = attrs.evolve(target.info, weights=stored.summary() + how)
@@ -372,11 +372,16 @@ def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
             log.warning("parity_downgraded", reason=broken)
 
 
-def _fingerprint(checkpoint: Checkpoint, weights: str) -> str:
-    """The checkpoint's, and what ``target.weights`` makes of it: a saved state fits only those weights."""
+def _fingerprint(checkpoint: Checkpoint, asked: TargetConfig) -> str:
+    """The checkpoint's, and what ``target.weights`` and ``target.mtp_states`` make of it: a saved state fits only
+    those weights, and an MTP head's cache only the states that it was made of."""
     plain = not any(found.quantised for found in formats_of(checkpoint).values())
-    changed = weights in ROUNDED_BITS or (weights == "decoded" and not plain)
-    return f"{fingerprint(checkpoint)}-{weights}" if changed else fingerprint(checkpoint)
+    parts = [fingerprint(checkpoint)]
+    if asked.weights in ROUNDED_BITS or (asked.weights == "decoded" and not plain):
+        parts.append(asked.weights)
+    if _mtp_residual(asked.mtp_states, checkpoint) != checkpoint.head_residual:
+        parts.append(asked.mtp_states)
+    return "-".join(parts)
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:

@@ -110,6 +110,42 @@ def test_the_head_reads_the_states_that_it_was_trained_on(tmp_path: Path) -> Non
         drafted(lm, served)
 
 
+def test_a_saved_session_fits_only_the_states_that_its_head_was_fed_with(tmp_path: Path) -> None:
+    """The head's cache is made of them: loaded with others it would draft from a mixture of both."""
+    model = written(tmp_path / "model")
+    head = {"mtp": str(converted(model, tmp_path / "head"))}
+    cases: list[tuple[dict[str, str], str, bool]] = [
+        ({}, "normed", True),
+        ({}, "residual", False),
+        (head, "residual", True),
+        (head, "normed", False),
+    ]
+    for number, (saved, states, fits) in enumerate(cases):
+        session = loaded(model, **saved).session()
+        session.generate(list(range(1, 24)), max_new_tokens=4, ignore_eos=True)
+        session.save(tmp_path / str(number))
+        other = loaded(model, **saved, mtp_states=states).session()
+        if fits:
+            other.load(tmp_path / str(number))
+            assert other.tokens == session.tokens
+        else:
+            with pytest.raises(SpecdecError, match=f"saved with another model: .*, this one has '.*-{states}'"):
+                other.load(tmp_path / str(number))
+
+
+def test_a_model_with_several_mtp_layers_runs_without_its_head_as_the_refusal_says(tmp_path: Path) -> None:
+    """The way out that the error names is one: the extra layers are then weights that nothing uses."""
+    for family, key in (("qwen3_5", "mtp_num_hidden_layers"), ("deepseek_v3", "num_nextn_predict_layers")):
+        folder = written(tmp_path / family, family)
+        tiny.edit_config(folder, **{key: 2})
+        with pytest.raises(SpecdecError, match=f"'{key}' is 2, and an MTP head with one layer is computed") as refused:
+            specdec.load(str(folder))
+        assert f"{key} = 0" in refused.value.facts["try"]
+        tiny.edit_config(folder, **{key: 0})
+        lm = specdec.load(str(folder), drafter="ngram", dtype="float32")
+        assert lm.generate([1, 2, 3, 1, 2, 3], max_new_tokens=4, ignore_eos=True).stats.offered
+
+
 @pytest.mark.parametrize("swapped", [("input_proj.", "input_proj."), ("hidden_layernorm.", "token_layernorm.")])
 def test_a_name_that_is_read_wrongly_changes_drafts_or_is_refused(
     swapped: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import signal
 import sys
 
+import click
 import pytest
 
-from specdec.cli import output
+from specdec.cli import main, output
 from specdec.cli.run_report import draft_line, speculation_line
 
 POSITIONS = ("class", "position", "offered", "reached", "accepted", "cond.", "cumul.", "interval")
@@ -25,15 +27,25 @@ class Terminal(io.StringIO):
         return True
 
 
+@contextlib.contextmanager
+def terminal(monkeypatch, columns, made=Terminal):
+    """Standard output, and apart from it standard error, of so many columns; their lines afterwards."""
+    streams, lines = (made(), made()), []
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", streams[0])
+        patch.setattr("sys.stderr", streams[1])
+        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("TERM", "xterm")  # "dumb" has 80 columns whatever COLUMNS says
+        yield lines
+    for stream in streams:
+        lines += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()
+
+
 def printed(monkeypatch, columns, headings):
     """The lines of a table with one row, on a terminal of so many columns."""
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")  # "dumb" has 80 columns whatever COLUMNS says
-    output.console().print(output.table(headings, [CELLS[headings]]))
-    return re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    with terminal(monkeypatch, columns) as lines:
+        output.console().print(output.table(headings, [CELLS[headings]]))
+    return lines
 
 
 @pytest.mark.parametrize("headings", [POSITIONS, SPEEDS], ids=["accept", "bench"])
@@ -51,6 +63,56 @@ def test_a_narrower_terminal_folds_and_loses_nothing(monkeypatch):
     lines = printed(monkeypatch, 50, POSITIONS)
     assert "\u2026" not in "".join(lines)
     assert max(map(len, lines)) <= 50
+
+
+SHORT = ["-n", "12", "--depth", "2"]
+ONE = ["--classes", "code", "--per-class", "1", *SHORT]
+LOSSY = ["-s", "verifier.name=margin", "-s", "verifier.margin=2.0"]
+TABLES = [
+    ["info", "demo"],
+    ["plugins"],
+    ["generate", "-p", "def f(", "--stats", *SHORT],
+    ["audit", "-p", "def f(x):", *SHORT, *LOSSY],
+    *(
+        pytest.param(command, marks=pytest.mark.slow)
+        for command in (
+            ["doctor"],
+            ["doctor", "demo", "--no-store"],
+            ["check", "ngram", "--effort", "sample", "--only", "D1", "--only", "D5"],
+            ["bench", *ONE, "--contexts", "32,64"],
+            ["accept", *ONE, "--ablate", "all"],
+            ["audit", "--engine", "specdec", "--per-class", "1", *SHORT, *LOSSY],
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("command", TABLES, ids=lambda command: "-".join(command[:2]))
+def test_tables_of_commands_fit_80_columns_and_end_without_spaces_in_a_pipe(monkeypatch, loaded_once, command):
+    """No word of a heading is cut or hyphenated; in a pipe a heading is one line."""
+    headings, table = [], output.table
+
+    def noted(names, rows, **how):
+        headings.append(tuple(names))
+        return table(names, rows, **how)
+
+    monkeypatch.setattr(output, "table", noted)
+    for made in (Terminal, io.StringIO):
+        headings.clear()
+        with terminal(monkeypatch, 80, made) as lines, contextlib.suppress(click.exceptions.Exit):
+            main.main(command, standalone_mode=False)
+        assert headings
+        words = [line.split() for line in lines]
+        every = {word for line in words for word in line}
+        assert {word for names in headings for name in names for word in name.split()} <= every
+        assert "\u2026" not in "".join(lines), "cut off"
+        if made is Terminal:
+            shown = [line.rsplit("\r", 1)[-1].rstrip() for line in lines if not line.startswith(("note: ", "why: "))]
+            assert max(map(len, shown)) <= 80
+        else:
+            assert [line for line in lines if line != line.rstrip()] == []
+            for names in headings:
+                assert " ".join(names).split() in words
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_streams_of_a_process(command, status, said):
         ("specdec info demo >/dev/full", 2, FULL),
         ("specdec info demo --json >/dev/full", 2, FULL),
         ("specdec info demo | true", 0, ""),
+        ("specdec generate -p 'def f' -n 400 2>/dev/null | head -1", 0, "\n"),
         ("specdec generate -p 'def f' -n 4 --json >/dev/full", 2, FULL),
         ("specdec generate -p 'def f' -n 4 2>/dev/full", 0, "\n"),
         ("specdec generate -p 'def f' -n 4 2>&-", 0, "\n"),

@@ -21,7 +21,7 @@ from specdec.decoding.parts import make_verifier
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring.audit import AuditReport, Control, audit, read_run
 from specdec.measuring.divergences import GAP_EDGES, Divergence, Verdict, bin_label
-from specdec.measuring.plots import plot_audit
+from specdec.measuring.plots import plot_audit, save_figure
 from tests.decoding.test_sessions import CODE, load, variant
 
 __all__ = ["load"]  # a fixture
@@ -235,13 +235,25 @@ def test_the_json_object_is_strict_json() -> None:
     assert bin_label(10.0, math.inf) == "10 and more"
 
 
-@pytest.mark.parametrize(
-    "found", [(), (Divergence(2, 7, 8, 0.2, 0.2), Divergence(3, 7, 8, math.inf, 0.4))], ids=["none", "some"]
-)
-def test_the_plot_is_a_png(found: tuple[Divergence, ...], tmp_path: pathlib.Path) -> None:
+def test_the_plot_is_a_png_with_a_panel_for_what_there_is(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without divergences no panel is empty; a token that the settings forbid has no height, and is marked."""
     pytest.importorskip("matplotlib")
-    plot_audit(report(list(np.geomspace(1e-4, 20, 50)), found), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    drawn: list[Any] = []
+
+    def save(figure: Any, path: Any) -> None:
+        drawn.append(figure)
+        save_figure(figure, path)
+
+    monkeypatch.setattr("specdec.measuring.plots.save_figure", save)
+    near, banned = Divergence(2, 7, 8, 0.2, 0.2), Divergence(3, 7, 8, math.inf, 0.4)
+    for found, panels, marked in (((), 1, []), ((near,), 2, [2]), ((banned,), 2, [3]), ((near, banned), 2, [2, 3])):
+        plot_audit(report(list(np.geomspace(1e-4, 20, 50)), found), tmp_path / "a.png")
+        assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert len(drawn[-1].axes) == panels
+        assert [x for line in drawn[-1].axes[-1].lines for x in line.get_xdata()] == marked
+        assert all(one.get_ylim()[1] > 0 for one in drawn[-1].axes)
     with pytest.raises(UnsupportedError, match="cannot be written"):
         plot_audit(report([1.0]), tmp_path / "no" / "a.png")
 

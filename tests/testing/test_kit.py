@@ -147,6 +147,7 @@ def test_the_report_raises_with_every_failed_id():
     assert json.loads(json.dumps(report.to_dict()))["counts"]["failed"] == 2
 
 
+@pytest.mark.slow
 def test_specs_names_and_objects_are_taken():
     assert check_plugin(ngram_specs()[0], options={"max_order": 3}, only=["D1"]).ok
     assert check_plugin("fixed").ok

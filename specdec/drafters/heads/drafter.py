@@ -316,7 +316,9 @@ class HeadDrafter(Drafter):
     def _identity(self) -> dict[str, int | str]:
         info = self._target.info
         names = {name: getattr(info, name) for name in ("fingerprint", "backend", "dtype")}
-        return {"kind": self._head.layout.kind, "head": self._head.fingerprint, **names}
+        needs = self._around.needs
+        states = f"boundaries {list(needs.boundaries)}" + (" and the final state" if needs.final_hidden else "")
+        return {"kind": self._head.layout.kind, "head": self._head.fingerprint, "states": states, **names}
 
     def _restore(self, saved: DrafterSnapshot) -> str:
         """Take over a saved state; why not if it is another head's or damaged."""

@@ -492,11 +492,11 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
 
 
 def _windows(table: ReadKeys, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    types, window = table.get("layer_types"), table.get("sliding_window")
-    if table.get("use_sliding_window") is False and types is None:
-        return (None,) * layers
+    types, window, slides = table.get("layer_types"), table.get("sliding_window"), table.get("use_sliding_window")
     if types is None:
-        if window is not None and table.get("use_sliding_window"):
+        if table.get("model_type") == "muse_glimmer_assistant":
+            raise CheckpointError("config.json lacks 'layer_types', and transformers takes every layer as sliding then")
+        if window is not None and slides:
             raise CheckpointError("config.json: 'sliding_window' is given and 'layer_types' is missing")
         return (None,) * layers
     known = ("full_attention", "sliding_attention")
@@ -504,6 +504,8 @@ def _windows(table: ReadKeys, fields: Fields, layers: int) -> tuple[int | None, 
         raise CheckpointError(f"config.json: 'layer_types' takes {layers} entries out of {', '.join(known)}")
     if "sliding_attention" not in types[:layers]:
         return (None,) * layers
+    if slides is False:
+        raise CheckpointError("config.json: 'layer_types' has sliding layers, and 'use_sliding_window' is false")
     size = fields.whole("sliding_window")
     return tuple(size if kind == "sliding_attention" else None for kind in types[:layers])
 
@@ -597,6 +599,12 @@ def _ids(tables: Sequence[tuple[str, ReadKeys]], *keys: str) -> tuple[tuple[int,
                 continue
             if not isinstance(value, list) or not value or any(type(i) is not int or i < -1 for i in value):
                 raise CheckpointError(f"config.json: {path}{key} takes a list of layer ids, got {shown(value)}")
+            if any(a >= b for a, b in zip(value, value[1:], strict=False)):
+                raise CheckpointError(
+                    f"config.json: {path}{key} = {shown(value)} is not ascending, and engines disagree whether fc "
+                    "joins the states in this order or sorted",
+                    try_="a head that was trained with ascending ids",
+                )
             found.append((tuple(value), path + key))
     if len({ids for ids, _ in found}) > 1:
         raise CheckpointError(f"config.json: {found[0][1]} and {found[1][1]} name different layers")

@@ -71,11 +71,16 @@ def built(kernels: Kernels | KernelsUnavailable) -> Kernels:
     return kernels
 
 
-def test_a_library_is_built_once_and_again_for_new_sources(trivial_sources: Path, tmp_path: Path) -> None:
-    """Catches: a stale library after an update, temporary files left in the cache."""
+def test_a_library_is_built_once_and_again_for_new_sources(
+    trivial_sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches: a stale library after an update, temporary files left in the cache, a silent wait for the compiler."""
     first = built(load_kernels())
+    assert "compiling_kernels" in [record.event for record in caplog.records if record.levelname == "WARNING"]
+    caplog.clear()
     stamp = first.path.stat().st_mtime_ns
     assert built(load_kernels()).path.stat().st_mtime_ns == stamp
+    assert caplog.records == []
     (trivial_sources / "answer.cpp").write_text(TRIVIAL.replace("42", "43"))
     second = built(load_kernels())
     assert second.path != first.path

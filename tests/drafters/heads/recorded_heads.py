@@ -148,18 +148,29 @@ class Recorded:
     at: int = 0
 
     @classmethod
-    def load(
-        cls, name: str, *, folder: Path | None = None, states: Sequence[int] = (), ops: Any = None, **options: Any
+    def load(cls, name: str, *, folder: Path | None = None, states: Sequence[int] = (), **options: Any) -> Recorded:
+        """Load the head of that name; ``states`` are boundaries if they are not those of the config."""
+        boundaries = states or ((2, 5) if name == "eagle3-two-states" else (1, 2, 4))
+        expected = load_file(RECORDED / name / "expected.safetensors")
+        return cls.of(folder or RECORDED / name, expected, boundaries, **options)
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        expected: dict[str, torch.Tensor],
+        boundaries: Sequence[int],
+        *,
+        ops: Any = None,
+        **options: Any,
     ) -> Recorded:
-        """Load the head of that name; ``states`` are boundaries if they are not those of the config.
+        """Load the head in ``folder`` for a target that gives the states of ``expected`` at these boundaries.
 
         ``ops`` are those of the target's backend; without them the target computes elsewhere.
         """
-        expected = load_file(RECORDED / name / "expected.safetensors")
         spec = next(spec for spec in specdec_drafters() if spec.name == "head")
-        config = spec.config(model=str(folder or RECORDED / name), **options)
+        config = spec.config(model=str(folder), **options)
         vocab, hidden = expected["target.embed_tokens"].shape
-        boundaries = states or ((2, 5) if name == "eagle3-two-states" else (1, 2, 4))
         target = RecordedTarget(expected, boundaries, vocab=vocab, hidden=hidden, ops=ops)
         assert spec.prepare is not None
         head = spec.prepare(config, PrepareEnv(target=target))

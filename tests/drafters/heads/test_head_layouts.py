@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.contract import PrepareEnv
-from specdec.drafters.heads.layout import HeadFiles, kind_of, read_layout
+from specdec.drafters.heads.layout import HeadFiles, Layout, kind_of, read_layout
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.errors import SpecdecError
 from tests.drafters.heads.recorded_heads import ENDS, RECORDED, Recorded, RecordedTarget
@@ -196,6 +196,18 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "a switch that is not computed": ("eagle3", nvidia(use_last_layernorm=False), "use_last_layernorm"),
     "parallel steps": ("eagle3", nvidia(parallel_draft_step=4), "parallel_draft_step"),
     "two lists of layers": ("eagle3", nvidia(layer_ids=[1, 2, 3]), "name different layers"),
+    "layers in another order": ("eagle3", change(eagle_aux_hidden_state_layer_ids=[4, 1, 2]), "is not ascending"),
+    "a layer twice": ("dflash", both(zlab, change(target_layer_ids=[0, 0, 1])), "is not ascending"),
+    "a block of transformers' without layer types": (
+        "dflash",
+        both(encoder, change(model_type="muse_glimmer_assistant", layer_types=None)),
+        "transformers takes every layer as sliding",
+    ),
+    "sliding layers that are switched off": (
+        "eagle3-window",
+        layer(use_sliding_window=False),
+        "has sliding layers, and 'use_sliding_window' is false",
+    ),
     "no mask": ("p_eagle", tensor("mask_hidden", None), "mask_hidden is missing"),
     "no mask token": ("p_eagle", change(mask_token_id=None), "lacks a token for masked rows"),
     "config of another kind": ("p_eagle", change(speculators_model_type="dflash"), "mask_hidden says .* 'p_eagle'"),
@@ -340,6 +352,122 @@ def test_the_embedding_scale_is_a_rule_of_the_layout(tmp_path: Path) -> None:
 
 def test_the_tensors_decide_the_kind_where_the_architecture_lies(tmp_path: Path) -> None:
     assert kind_of(HeadFiles.open(str(edited("eagle3", tmp_path / "head", original)))) == "eagle3"
+
+
+def keyed(key: str, *, of: Edit | None = None, **values: Any) -> Edit:
+    """Another value of a key at the top level, or none, after ``of``."""
+
+    def edit(config: Config, tensors: Tensors) -> None:
+        if of is not None:
+            of(config, tensors)
+        config.pop(key, None)
+        config.update(values)
+
+    return edit
+
+
+SWITCHES: dict[str, tuple[str, Edit, Callable[[Layout], Any], Any]] = {
+    "speculators' residual": (
+        "eagle3-residual",
+        keyed("norm_before_residual"),
+        lambda f: f.norm_before_residual,
+        False,
+    ),
+    "a residual of NVIDIA's": ("eagle3-residual", flat, lambda f: f.norm_before_residual, True),
+    "a nested residual": (
+        "eagle3-residual",
+        keyed("norm_before_residual", of=nvidia(norm_before_residual=True)),
+        lambda f: f.norm_before_residual,
+        True,
+    ),
+    "SpecForge's residual": (
+        "eagle3-residual",
+        keyed("norm_before_residual", of=flat),
+        lambda f: f.norm_before_residual,
+        False,
+    ),
+    "speculators' fed-back norm": ("eagle3-output", change(), lambda f: f.norm_output, True),
+    "SpecForge feeds back the state": ("eagle3-output", flat, lambda f: f.norm_output, False),
+    "ids by default": (
+        "eagle3",
+        keyed("eagle_aux_hidden_state_layer_ids"),
+        lambda f: f.states.of(12),
+        ((2, 6, 9), False),
+    ),
+    "NVIDIA's ids by default": (
+        "eagle3",
+        both(flat, lambda config, tensors: config["eagle_config"].pop("eagle_aux_hidden_state_layer_ids")),
+        lambda f: f.states.of(12),
+        ((2, 6, 9), False),
+    ),
+    "ids at the top are boundaries": ("eagle3", keyed("", of=original), lambda f: f.states.of(12), ((1, 2, 4), False)),
+    "plain ids in eagle_config are boundaries": (
+        "eagle3",
+        both(flat, lambda config, tensors: config.update(eagle_config={"layer_ids": [1, 2, 4]})),
+        lambda f: f.states.of(12),
+        ((1, 2, 4), False),
+    ),
+    "P-EAGLE under NVIDIA's name": (
+        "p_eagle",
+        both(
+            lambda config, tensors: config.update(ptd_token_id=config.pop("mask_token_id")),
+            lambda config, tensors: flat(config, tensors) or config.update(ptd_token_id=7),
+        ),
+        lambda f: (f.kind, f.mask_token),
+        ("p_eagle", 7),
+    ),
+    "a causal block": ("dflash", both(zlab, change(causal=True)), lambda f: f.bidirectional, (False, False)),
+    "a causal block, SGLang's key": (
+        "dflash",
+        lambda config, tensors: zlab(config, tensors) or config["dflash_config"].update(is_causal=True),
+        lambda f: f.bidirectional,
+        (False, False),
+    ),
+    "a block that sees both ways": ("dflash", change(causal=False), lambda f: f.bidirectional, (True, True)),
+    "speculators' sliding layers": ("dflash-window", change(), lambda f: f.bidirectional, (False, True)),
+    "speculators' sliding layers by default": (
+        "dflash-window-both",
+        keyed("sliding_window_non_causal"),
+        lambda f: f.bidirectional,
+        (False, True),
+    ),
+    "z-lab's sliding layers": ("dflash-window", zlab, lambda f: f.bidirectional, (True, True)),
+    "z-lab's windows": ("dflash-window", zlab, lambda f: f.window_from_anchor, False),
+    "DFlash drafts masked rows": ("dflash", keyed("sample_from_anchor"), lambda f: f.from_anchor, False),
+    "DSpark drafts from the anchor": ("dspark-mask-rows", keyed("sample_from_anchor"), lambda f: f.from_anchor, True),
+    "DFlash without its ids' count": (
+        "dflash",
+        both(zlab, lambda config, tensors: config.update(output_multiplier=2.0)),
+        lambda f: dict(f.rules)["not used"],
+        "output_multiplier, which act in DFlash2 only",
+    ),
+    "a partial rotation": (
+        "eagle3",
+        layer(partial_rotary_factor=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        lambda f: len(f.geometry.rope.inv_freq),
+        2,
+    ),
+    "a tied head": (
+        "eagle3",
+        both(tensor("lm_head.weight", None), change(tie_word_embeddings=True)),
+        lambda f: f.own_head,
+        True,
+    ),
+    "the target's head": ("eagle3", tensor("lm_head.weight", None), lambda f: f.own_head, False),
+    "the target's head, whatever is tied": (
+        "dflash",
+        change(tie_word_embeddings=True),
+        lambda f: (f.own_embedding, f.own_head),
+        (False, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SWITCHES)
+def test_a_key_decides_its_switch_by_the_rule_of_its_layout(case: str, tmp_path: Path) -> None:
+    """That the switch then matters is shown by ``test_head_mutants.py``."""
+    name, edit, shows, wanted = SWITCHES[case]
+    assert shows(read_layout(HeadFiles.open(str(edited(name, tmp_path / "head", edit))))) == wanted
 
 
 def test_info_shows_the_rules_that_were_taken(tmp_path: Path) -> None:

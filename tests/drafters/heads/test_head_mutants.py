@@ -5,6 +5,7 @@ The killer of all of these is ``test_recorded_heads.py::test_drafts_are_those_of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec.backends.ops import Rope
 from specdec.drafters.heads import dflash, drafter, eagle, layout, network, plugin, refiner
 from specdec.drafters.heads.layout import HeadFiles, Layout
-from tests.drafters.heads.recorded_heads import LAYERS, RECORDED, Recorded, RecordedTarget
+from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded, RecordedTarget
 from tests.drafters.heads.test_head_layouts import Config, Edit, Tensors, both, change, edited, flat, tensor, zlab
 from tests.drafters.heads.test_recorded_heads import BOUND, run
+from tests.drafters.heads.test_transformers_dflash import generated, scale_embedding
 
 Change = Callable[[Layout], Layout]
 
@@ -148,6 +151,87 @@ def test_a_switch_of_an_edited_head_matters(mutant: str, tmp_path: Path, monkeyp
     read = layout.read_layout
     monkeypatch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
     assert killed(lambda: Recorded.load(name, folder=folder), monkeypatch)
+
+
+GENERATED: dict[str, tuple[str, Change]] = {
+    "a stretched rotation read as a plain one": ("long", turned(1e4, 8)),
+    "scores without the stretched rotation's factor": ("long", shaped(scale=8**-0.5)),
+    "the last layer's state before the final norm": ("state after the final norm", unfinal),
+    "layers read as boundaries": ("plain", boundaries),
+    "an embedding without its scale": ("scaled embedding", evolved(scaled_embedding=False)),
+}
+
+
+@pytest.mark.parametrize("mutant", GENERATED)
+def test_a_switch_of_a_head_that_transformers_saved_matters(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed by ``test_transformers_dflash.py::test_drafts_are_those_of_transformers``."""
+    variant, wrong = GENERATED[mutant]
+    expected, states = generated(variant, tmp_path)
+    if variant == "scaled embedding":
+        scale_embedding(monkeypatch, 4.0)
+    read = layout.read_layout
+    monkeypatch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
+    assert killed(lambda: Recorded.of(tmp_path, expected, states), monkeypatch)
+
+
+def test_states_by_default_are_those_that_all_engines_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ids the boundaries are 2, L/2 and L - 3; read as layers they would be the next ones."""
+
+    def unsaid(config: Config, tensors: Tensors) -> None:
+        flat(config, tensors)
+        del config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+
+    folder = edited("eagle3", tmp_path / "head", unsaid)
+    default = (2, LAYERS // 2, LAYERS - 3)
+    assert run(Recorded.load("eagle3", folder=folder, states=default), monkeypatch) < BOUND
+    moved = tuple(k + 1 for k in default)
+    assert killed(lambda: Recorded.load("eagle3", folder=folder, states=moved), monkeypatch)
+
+
+def test_a_bias_of_fc_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that are moved by what the bias adds give the drafts of the head without one."""
+    bias = torch.linspace(-1, 1, 16)
+    folder = edited("eagle3", tmp_path / "head", tensor("fc.bias", bias))
+    expected = load_file(RECORDED / "eagle3" / "expected.safetensors")
+    fc = load_file(RECORDED / "eagle3" / "model.safetensors")["fc.weight"]
+    moved = expected | {"states": expected["states"] - torch.linalg.pinv(fc) @ bias}
+
+    def biased() -> Recorded:
+        return Recorded.of(folder, moved, (1, 2, 4))
+
+    assert run(biased(), monkeypatch) < BOUND
+    built = eagle.EagleNetwork.of.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        eagle.EagleNetwork, "of", classmethod(lambda cls, *given: attrs.evolve(built(cls, *given), fc_bias=None))
+    )
+    assert killed(biased, monkeypatch)
+
+
+def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drafts as one whose files repeat the embedding as the output matrix; the target's matrix drafts otherwise."""
+
+    def repeated(config: Config, tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
+
+    def tied(config: Config, tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+        config["tie_word_embeddings"] = True
+
+    def drafts(folder: Path) -> list[tuple[int, ...]]:
+        recorded = Recorded.load("eagle3", folder=folder)
+        recorded.prefill(6)
+        return [recorded.drafter.propose(recorded.context(6), depth).tokens for depth in (1, 8)]
+
+    wanted = drafts(edited("eagle3", tmp_path / "repeated", repeated))
+    folder = edited("eagle3", tmp_path / "tied", tied)
+    assert drafts(folder) == wanted
+    read = layout.read_layout
+    monkeypatch.setattr(
+        plugin, "read_layout", lambda *files, **options: attrs.evolve(read(*files, **options), own_head=False)
+    )
+    assert drafts(folder) != wanted
 
 
 def interleaved(config: Config, tensors: Tensors) -> None:
@@ -387,6 +471,59 @@ for head in ("dspark", "dspark-gated", "dspark-rnn"):
     code(head)(previous_wrong)
 
 
+@code("dspark")
+def the_bias_of_the_token_before_is_left_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(refiner.MarkovRefiner, "refine", refiner.Marginals.refine)
+
+
+@code("dspark-reduced")
+def w1_read_by_draft_ids(patch: pytest.MonkeyPatch) -> None:
+    """The id in the head's vocabulary in place of the target's."""
+    refine = refiner.MarkovRefiner.refine
+
+    def by_draft_ids(self: Any, block: Any) -> Any:
+        steps = refine(self, block)
+        given = next(steps, None)
+        while given is not None:
+            token = yield given
+            try:
+                given = steps.send(int(np.searchsorted(block.ids, token)))
+            except StopIteration:
+                return
+
+    patch.setattr(refiner.MarkovRefiner, "refine", by_draft_ids)
+
+
+@code("eagle3-two-layers")
+def later_layers_norm_their_residual(patch: pytest.MonkeyPatch) -> None:
+    call = eagle.EagleLayer.__call__
+
+    def normed(self: Any, x: Any, *rest: Any) -> Any:
+        return call(self, self.input_norm(x) if self.hidden_norm is None else x, *rest)
+
+    patch.setattr(eagle.EagleLayer, "__call__", normed)
+
+
+@code("dflash-bias")
+def no_bias_of_a_blocks_projections(patch: pytest.MonkeyPatch) -> None:
+    without(patch, biases=())
+
+
+@code("dflash-bias")
+def no_bias_of_a_blocks_output(patch: pytest.MonkeyPatch) -> None:
+    without(patch, o_bias=None)
+
+
+@code("dflash")
+def a_blocks_queries_without_their_norm(patch: pytest.MonkeyPatch) -> None:
+    call = network.HeadAttention.__call__
+
+    def unnormed(self: Any, *given: Any, **named: Any) -> Any:
+        return call(attrs.evolve(self, norms=(None, self.norms[1])), *given, **named)
+
+    patch.setattr(network.HeadAttention, "__call__", unnormed)
+
+
 @code("dspark-gated")
 def the_gate_is_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(refiner.MarkovRefiner, "_gated", lambda self, hidden, known, state: (known, state))
@@ -409,14 +546,70 @@ def test_wrong_arithmetic_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch)
     assert killed(lambda: Recorded.load(name), monkeypatch)
 
 
+def cut_as_recorded(name: str) -> bool:
+    """Whether a draft ends before the first row whose confidence in speculators' class is below a threshold."""
+    recorded = Recorded.load(name)
+    for number in range(len(recorded.expected["confidence"])):
+        confidence = recorded.expected["confidence"][number].tolist()
+        drafts = recorded.expected["drafts"][number].tolist()
+        for low, high in itertools.pairwise(sorted(confidence)):
+            if high - low < 1e-4:  # the threshold between them would decide by rounding
+                continue
+            cut = Recorded.load(name, min_acceptance=(low + high) / 2)
+            cut.prefill(ENDS[number])
+            kept = next(row for row, value in enumerate(confidence) if value <= low)
+            if list(cut.drafter.propose(cut.context(ENDS[number]), 8).tokens) != drafts[:kept]:
+                return False
+    return True
+
+
 @pytest.mark.parametrize("name", ["dspark", "dspark-reduced", "dspark-gated", "dspark-no-markov-confidence"])
 def test_the_confidence_is_that_of_speculators_and_cuts_the_draft(name: str) -> None:
-    """A draft ends before the first row whose predicted acceptance is below the threshold."""
-    recorded = Recorded.load(name)
-    confidence = recorded.expected["confidence"][0].tolist()
-    ordered = sorted(confidence)
-    least = (ordered[2] + ordered[3]) / 2
-    cut = Recorded.load(name, min_acceptance=least)
-    cut.prefill(6)
-    kept = next(row for row, value in enumerate(confidence) if value < least)
-    assert list(cut.drafter.propose(cut.context(6), 8).tokens) == recorded.expected["drafts"][0].tolist()[:kept]
+    assert cut_as_recorded(name)
+
+
+def unjoined(self: Any, hidden: Any, known: Any) -> float:
+    """The state without the token."""
+    weight, bias = self.proj
+    return sigmoid(weight[0, : len(hidden)] @ hidden + bias[0])
+
+
+def swapped(self: Any, hidden: Any, known: Any) -> float:
+    """Token first, state second."""
+    weight, bias = self.proj
+    return sigmoid(weight[0] @ np.concatenate([known, hidden]) + bias[0])
+
+
+def unbiased(self: Any, hidden: Any, known: Any) -> float:
+    weight, _ = self.proj
+    return sigmoid(weight[0] @ np.concatenate([hidden, known]))
+
+
+def bare(self: Any, hidden: Any, known: Any) -> float:
+    """A score that is compared as if it were a probability."""
+    weight, bias = self.proj
+    return float(weight[0] @ np.concatenate([hidden, known]) + bias[0])
+
+
+def reversed_sense(self: Any, hidden: Any, known: Any) -> float:
+    """The probability of a rejection."""
+    return 1 - confidence_of(self, hidden, known)
+
+
+confidence_of = refiner.MarkovRefiner._confidence
+
+
+def sigmoid(x: float) -> float:
+    return float(1 / (1 + np.exp(-x)))
+
+
+@pytest.mark.parametrize("wrong", [unjoined, swapped, unbiased, bare, reversed_sense])
+def test_a_confidence_that_is_computed_wrongly_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refiner.MarkovRefiner, "_confidence", wrong)
+    assert not cut_as_recorded("dspark")
+
+
+def test_a_confidence_of_the_token_after_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the token before its row, not the pending one in every row."""
+    previous_wrong(monkeypatch)
+    assert not cut_as_recorded("dspark")
