@@ -21,11 +21,15 @@ def cases(
 ) -> list[Any]:
     """Values for ``parametrize``, named by ``name``; the first ``sample``, or those of these names, are the sample.
 
-    ``mark`` is put on all of them, where the test or its file does not carry the marker itself.
+    ``mark`` is put on those outside the sample. Without it the test or its file carries a marker that leaves all
+    of them out, and the sample is put back.
     """
     made = []
     for number, value in enumerate(values):
         chosen = number < sample if isinstance(sample, int) else name(value) in sample
-        marks = [pytest.mark.sample] * chosen + ([getattr(pytest.mark, mark)] if mark else [])
+        if mark:
+            marks = [] if chosen else [getattr(pytest.mark, mark)]
+        else:
+            marks = [pytest.mark.sample] if chosen else []
         made.append(pytest.param(value, id=name(value), marks=marks))
     return made

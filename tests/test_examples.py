@@ -286,6 +286,7 @@ def markov():
     return Markov(TEXT)
 
 
+@pytest.mark.slow
 @parametrize_checks(
     drafter=lambda env: echo(env),
     verifier=lambda: top(2),

@@ -223,7 +223,7 @@ def use(fault: Fault, options: dict[str, Any]) -> None:
     lm.generate(PROMPT, max_new_tokens=4, ignore_eos=True, **extra)
 
 
-@examples(500)
+@examples(250)
 @given(drawn=faults())
 def test_every_fault_of_a_registration_is_a_sentence(drawn: tuple[Fault, type, dict[str, Any]]) -> None:
     fault, config, options = drawn

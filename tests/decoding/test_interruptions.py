@@ -299,7 +299,9 @@ COMBINED = cases(
 )
 
 
-@pytest.mark.parametrize("instructions", [False, True], ids=["lines", "instructions"])
+@pytest.mark.parametrize(
+    "instructions", [pytest.param(False, id="lines"), pytest.param(True, id="instructions", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("combined", COMBINED)
 def test_an_interruption_of_a_call(
     combined: tuple[str, str, str], instructions: bool, make: Callable[[str], Any], tmp_path: pathlib.Path

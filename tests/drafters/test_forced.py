@@ -105,5 +105,6 @@ def test_a_schema_forces_its_keys() -> None:
         assert got.stats.cycles < wanted.stats.cycles
 
 
+@pytest.mark.slow
 def test_it_conforms() -> None:
     check_subjects("forced", {Subject.DRAFTER: as_subject(Subject.DRAFTER, SPEC)}, effort="sample").raise_for_failures()

@@ -300,11 +300,13 @@ def _spec(config: type[MtpConfig]) -> Any:
     return attrs.evolve(mtp.specdec_drafters()[0], config=config, prepare=prepare)
 
 
+@pytest.mark.slow
 @parametrize_checks(drafter=_spec(AlwaysPruned), effort="sample")
 def test_kit_always_pruned(check: Any) -> None:
     check()
 
 
+@pytest.mark.slow
 @parametrize_checks(drafter=_spec(ManyTurns), effort="sample")
 def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
     check()

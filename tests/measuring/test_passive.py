@@ -156,6 +156,7 @@ def test_missed_drafts_are_logged_one_by_one(load: Callable[..., Any], tmp_path:
         MissedDrafts(tmp_path, lm.tokenizer)
 
 
+@pytest.mark.slow
 def test_the_command_writes_missed_drafts(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "missed.jsonl"
     done = run_specdec("generate", "-p", "def f(", "-n", "40", "-s", "depth.name=fixed", "--missed", file, "--json")

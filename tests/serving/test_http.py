@@ -198,6 +198,7 @@ server.bound_socket = small
 """
 
 
+@pytest.mark.slow
 def test_a_slow_client_is_cut_off():
     """A head or a body that comes byte by byte, and an answer that nobody reads."""
     with serving(before=QUICK) as server:
@@ -289,6 +290,7 @@ def test_a_client_that_goes_away_frees_its_turn(server, how):
     assert server.metric("specdec_requests_waiting") == 0
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_said_and_a_waiting_client_may_go(server):
     with serving("--queue", 1, key="a-secret") as small, contextlib.ExitStack() as stack:
         for _ in range(2):
@@ -375,6 +377,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(server):
     assert "cannot listen at 127.0.0.1" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grace", "ends"), [(60, "[DONE]"), (0, "the server shut down after")])
 def test_a_shutdown_finishes_or_reports_what_runs(grace, ends):
     with serving("--grace", grace) as server, server.connection() as runs, server.connection() as waits:

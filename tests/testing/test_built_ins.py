@@ -126,9 +126,7 @@ BUILT_INS: Mapping[str, tuple[Subject, Any]] = {
     },
 }
 SAMPLE = [
-    name
-    for name in BUILT_INS
-    if name.split()[-1] in ("ngram", "fixed", "adaptive", "strict", "llama", "JSON") and "first_of" not in name
+    name for name in BUILT_INS if name.split()[-1] in ("ngram", "fixed", "strict", "JSON") and "first_of" not in name
 ]
 
 

@@ -55,7 +55,7 @@ def test_a_broken_plugin_is_caught_by_the_whole_kit(name: str) -> None:
     assert check_plugin(plugin(name), exit_first=True).failures
 
 
-@pytest.mark.parametrize("kind", cases(correct.CORRECT, sample=["OneDepth"], name=lambda kind: kind.__name__))
+@pytest.mark.parametrize("kind", cases(correct.CORRECT, sample=0, name=lambda kind: kind.__name__))
 def test_a_right_plugin_passes(kind: Any) -> None:
     for seed in range(3):
         check_plugin(checkable(correct.spec(kind)), effort="sample", seed=seed).raise_for_failures()

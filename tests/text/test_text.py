@@ -534,7 +534,11 @@ def test_a_pattern_that_takes_forever_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "fact"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "seconds"),
+        pytest.param(
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "seconds",
+            marks=pytest.mark.slow,
+        ),
         ("{{ 'a' * 2**31 }}", "memory"),
         ("{{ messages | tojson(indent=2**31) }}", "memory"),
         ("{{ 'a' * 10**6 }}", "characters"),

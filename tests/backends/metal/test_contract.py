@@ -36,6 +36,7 @@ def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
     check_subjects(f"metal {dtype}", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "make", "effort"),
     [

@@ -13,9 +13,7 @@ SPECS = {spec.name: spec for spec in (*specdec_drafters(), *example_drafters()) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sample] * (name in ("eagle3", "dspark"))) for name in SPECS]
-)
+@pytest.mark.parametrize("name", SPECS)
 def test_heads_conform(name: str) -> None:
     subject = as_subject(Subject.DRAFTER, SPECS[name], HeadConfig(model="random"))
     check_subjects(name, {Subject.DRAFTER: subject}, effort="sample").raise_for_failures()
