@@ -4,7 +4,8 @@
     python -m benchmarks.serve_load load [--minutes 10] [--clients 4]
 
 ``overhead`` compares a generation in this process with the same one streamed by a server, in turns: wall-clock time
-from the request to the last byte. A request of one token gives what is paid once, the rest is paid per token.
+from the request to the last byte, and the processor time of this process or of the server. Where other programs run,
+processor time spreads less. A request of one token gives what is paid once, the rest is paid per token.
 
 ``load`` sends generations, cancellations and malformed bodies from several clients at once, compares every text with
 that of a generation alone, and watches the server's memory and queue. Its exit status is 1 if a text is wrong, a
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -58,6 +60,12 @@ def server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.wait()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process, in the system's steps (10 ms)."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def post(host: str, body: bytes) -> tuple[int, bytes]:
     """Status and body of an answer."""
     connection = http.client.HTTPConnection(host)
@@ -85,7 +93,8 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
     messages = [{"role": "user", "content": QUESTIONS[1]}]
     texts: dict[Any, str] = {}
     times: dict[tuple[str, int], list[float]] = {(name, n): [] for n in (tokens, 1) for name in ("direct", "server")}
-    with server("-s", "depth.depth=3", "--keep", "0") as (host, _):
+    used = dict.fromkeys(times, 0.0)
+    with server("-s", "depth.depth=3", "--keep", "0") as (host, process):
 
         def call(name: str, count: int) -> str:
             if name == "direct":
@@ -95,9 +104,12 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
 
         for repeat in range(repeats + 1):  # the first round warms up
             for key in times if repeat % 2 == 0 else reversed(times):
-                started = time.perf_counter()
+                pid = os.getpid() if key[0] == "direct" else process.pid
+                worked, started = cpu_seconds(pid), time.perf_counter()
                 texts[key] = call(*key)
-                times[key] += [time.perf_counter() - started] * (repeat > 0)
+                if repeat:
+                    times[key].append(time.perf_counter() - started)
+                    used[key] += cpu_seconds(pid) - worked
     if texts["direct", tokens] != texts["server", tokens]:
         raise SystemExit("the server's text differs")
     middle = {key: statistics.median(values) for key, values in times.items()}
@@ -105,9 +117,13 @@ def overhead(tokens: int, repeats: int) -> dict[str, Any]:
     pairs = zip(times["direct", tokens], times["server", tokens], strict=True)  # of one round: the machine is the same
     ratios = [(served - once["server"]) / (direct - once["direct"]) for direct, served in pairs]
     per_token = {name: (middle[name, tokens] - middle[name, 1]) / (tokens - 1) for name in ("direct", "server")}
+    cpu = {name: (used[name, tokens] - used[name, 1]) / repeats / (tokens - 1) for name in ("direct", "server")}
     return {
         "tokens": tokens,
         "repeats": repeats,
+        "direct_cpu_ms_per_token": cpu["direct"] * 1e3,
+        "server_cpu_ms_per_token": cpu["server"] * 1e3,
+        "cpu_ratio_per_token": cpu["server"] / cpu["direct"],
         "direct_ms_per_token": per_token["direct"] * 1e3,
         "server_ms_per_token": per_token["server"] * 1e3,
         "ratio_per_token": statistics.median(ratios),

@@ -197,7 +197,7 @@ class Generating:
         request = parsed(self._kind, await _body(HttpRequest(scope, receive), service.limits.body_bytes))
         if request.model not in (None, service.name):
             raise _no_model(service)
-        with service.engine.turn(cycles=request.origins) as turn:
+        with service.engine.turn(streamed=request.stream, cycles=request.origins) as turn:
             watch = asyncio.create_task(_gone(receive))
             watch.add_done_callback(lambda _: turn.leave())
             try:

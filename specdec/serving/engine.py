@@ -52,12 +52,13 @@ class Turn:
     As a context manager it gives the place back, and ends the generation after its current cycle.
     """
 
-    def __init__(self, engine: Engine, *, cycles: bool) -> None:
-        """Args: ``cycles``: whether pieces report their cycles."""
+    def __init__(self, engine: Engine, *, streamed: bool, cycles: bool) -> None:
+        """Args: ``streamed``: whether pieces come while it runs; ``cycles``: whether they report their cycles."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Result | Refusal | None] = asyncio.Queue()
         self._stream: Stream | None = None
+        self.streamed = streamed
         self.cycles = cycles
         self.gone = False  # the client no longer wants it
         self.ended_by_server = False
@@ -147,7 +148,7 @@ class Engine:
         """Requests in the queue, the running one excluded."""
         return len(self._turns) - (self._running is not None)
 
-    def turn(self, *, cycles: bool = False) -> Turn:
+    def turn(self, *, streamed: bool, cycles: bool = False) -> Turn:
         """A place in the queue. Raises: Refusal with status 429 when all are taken, 503 during a shutdown."""
         with self._condition:
             self._check_open()
@@ -160,7 +161,7 @@ class Engine:
                     code="queue_full",
                     headers={"retry-after": str(seconds)},
                 )
-            turn = Turn(self, cycles=cycles)
+            turn = Turn(self, streamed=streamed, cycles=cycles)
             self._turns.add(turn)
         self._metrics.waiting.set(self.waiting)
         return turn
@@ -256,7 +257,7 @@ class Engine:
             now = perf_counter()
             first = first or now
             waits.append(text)
-            if now - sent >= PIECE_SECONDS and not turn.gone:
+            if turn.streamed and now - sent >= PIECE_SECONDS and not turn.gone:
                 made = piece(reported)
                 reported += len(made.logprobs)
                 sent = now

@@ -90,6 +90,8 @@ class PageCycles:
                 "guess_text": one.guess_text,
                 "piece": self._piece(one.token),
             }
+            if one.token in self._tokenizer.special_ids:
+                shown["special"] = True  # the page names it, because it has no text
             if place < len(logprobs):
                 entry = logprobs[place]
                 shown["logprob"] = _finite(entry.logprob)
