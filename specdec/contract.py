@@ -1053,7 +1053,8 @@ class CycleRecord:
             in the state and the tokens left to generate.
         offered: how many it drafted, after unusable ones were cut.
         accepted: how many of those the verifier accepted.
-        emitted: the tokens that the cycle committed: the accepted ones and the next one, cut where generation ended.
+        emitted: the tokens that the cycle committed: the accepted ones and the next one, cut where generation ended;
+            empty if a device began the cycle after the end.
         draft_seconds: the drafter's share.
         verify_seconds: the share of the target's pass and of the decision.
         commit_seconds: the rest.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import random
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import attrs
@@ -41,6 +43,8 @@ class Effort:
     factor: float
     seconds: float
 
+
+SHARED = 0.9  # of an effort's seconds; the rest is for cases that are under way when the time of a check ends
 
 EFFORTS: Mapping[str, Effort] = {
     "sample": Effort(0.1, 5.0),  # for a run in a test suite
@@ -158,6 +162,37 @@ def check(
 
 SLACK = 3.0  # this many seconds of waiting count as one of a core
 SMALLER = 3.0  # the least seconds for the search for a smaller case
+LEAST = 5  # drawn cases of each part of a check, however little time there is
+
+
+BEAT = 0.05  # seconds between two looks at the clock
+
+
+class Awake:
+    """Seconds in which this process was not stopped: a stop, or a machine that sleeps, counts as one beat."""
+
+    def __init__(self) -> None:
+        self.seconds, self._last, self._process = 0.0, 0.0, 0
+
+    def tick(self, now: float) -> None:
+        """Count the time since the last tick, at most two beats of it."""
+        self.seconds += min(max(now - self._last, 0.0), 2 * BEAT)
+        self._last = now
+
+    def run(self) -> None:
+        """Tick in a thread of its own, in this process and no fork of it."""
+        if self._process == os.getpid():
+            return
+        self._process, self._last = os.getpid(), perf_counter()
+        threading.Thread(target=self._beat, name="specdec-check-clock", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            sleep(BEAT)
+            self.tick(perf_counter())
+
+
+_awake = Awake()
 
 
 def _queued() -> float:
@@ -173,15 +208,16 @@ class Stopwatch:
     """Seconds of one core since it was made."""
 
     def __init__(self) -> None:
-        self._began = process_time(), perf_counter(), _queued()
+        _awake.run()
+        self._began = process_time(), _awake.seconds, _queued()
 
     @property
     def seconds(self) -> float:
         """Processor time, or a third of the time on the clock if that is more: of a plugin that waits.
 
-        Time in which a busy machine lets it stand does not count.
+        Time in which a busy machine lets it stand, or in which the process is stopped, does not count.
         """
-        used, passed = process_time() - self._began[0], perf_counter() - self._began[1]
+        used, passed = process_time() - self._began[0], _awake.seconds - self._began[1]
         return max(used, (passed - (_queued() - self._began[2])) / SLACK)
 
 
@@ -193,7 +229,8 @@ class Run:
     """One run of a check: its seed, its effort, and the search for failing cases.
 
     The effort decides how many cases are drawn. ``seconds`` of one core bound them: when they are spent, no further
-    case begins, and the check has passed as far as it went. The same seed draws the same cases.
+    case begins, and the check has passed as far as it went. A stated minimum of every part runs even then, so that no
+    check passes on a slow machine without having looked. The same seed draws the same cases.
     """
 
     @checked()
@@ -220,10 +257,10 @@ class Run:
         """The number of repeats for something repeated ``usual`` times at quick effort."""
         return max(1, round(usual * self.effort.factor))
 
-    def repeat(self, usual: int) -> Iterator[int]:
-        """0, 1, ... to ``count(usual)``, fewer when the time is spent, but at least one."""
+    def repeat(self, usual: int, least: int = 1) -> Iterator[int]:
+        """0, 1, ... to ``count(usual)``, fewer when the time is spent, but ``least`` or all of them."""
         for number in range(self.count(usual)):
-            if number and self.spent:
+            if number >= least and self.spent:
                 return
             yield number
 
@@ -234,6 +271,11 @@ class Run:
             left = max(self._seconds - self._watch.seconds, 0.0)
             run._seconds, run._watch = left / (len(parts) - number), Stopwatch()
             yield part, run
+
+    def parts(self, *parts: Callable[[Run], object]) -> None:
+        """Call each part of a check with its own run: what decides fails whether or not others had much to do."""
+        for part, own in self.shares(parts):
+            part(own)
 
     def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: SearchStrategy[Any]) -> None:
         """Call ``body`` with drawn arguments; the same seed draws the same cases.
@@ -262,7 +304,7 @@ class Run:
         def cases(case: dict[str, Any]) -> None:
             nonlocal begun
             extra = SMALLER if failed else 0.0
-            if begun and self._watch.seconds >= self._seconds + extra:
+            if begun >= LEAST and self._watch.seconds >= self._seconds + extra:
                 raise _Spent
             begun += 1
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,9 +44,11 @@ class Draws:
             probs: Float64 = np.asarray(draft.probs[row], np.float64)
             probs = probs / probs.sum()
             place = "row 0" if row == 0 else "row 1" if row == 1 else "rows 2 to 6" if row < 7 else "rows from 7"
-            for name, values in self._functions(probs, history).items():
+            for name, values in self._functions(probs, history, draft.tokens[:row]).items():
                 self._add(name, values, probs, token, 1.0)
                 self._add(f"{name}, {place}", values, probs, token, 1.0)
+                if row == depth - 1:  # a token that is left out after it was drawn is often the last one
+                    self._add(f"{name}, the last row that was asked for", values, probs, token, 1.0)
             middle = np.cumsum(probs) - probs / 2  # of the token's part of the unit interval
             sampling, ids = session.sampling, np.zeros(1, np.int64)
             for purpose in (Purpose.ACCEPT, Purpose.TOKEN):
@@ -56,13 +59,15 @@ class Draws:
             before = 2 * float(middle[token]) - 1
             history.append(token)
 
-    def _functions(self, probs: Float64, history: list[int]) -> dict[str, Float64]:
+    def _functions(self, probs: Float64, history: list[int], drafted: Sequence[int]) -> dict[str, Float64]:
         ids = np.arange(len(probs))
         return {
             "the most probable token": (ids == probs.argmax()).astype(np.float64),
             "the logarithm of the probability": np.log(np.maximum(probs, 1e-9)) / 20,
             "improbable tokens": (probs < 0.03).astype(np.float64),
             "the token before again": (ids == history[-1]).astype(np.float64),
+            "the first drafted token again": np.isin(ids, drafted[:1]).astype(np.float64),
+            "a drafted token again": np.isin(ids, drafted).astype(np.float64),
             "half of the tokens": self._signs[(ids * 7 + history[-1]) % len(self._signs)],
         }
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Float32 = NDArray[np.float32]
 
 LONGEST = 700  # tokens of a text
+LEAST = 12  # steps of a session, however little time there is
 _BACK = (1, 4, 1, 30, 2, 300)
 """Tokens that a state goes back before it goes on with another text."""
 _HOST = 64_000_000  # logits of the reference that are kept on the host
@@ -140,7 +141,7 @@ class LongSession:
         """The number of the first step that fails, and how."""
         play = _Play(self, what)
         for number, step in enumerate(steps):
-            if self.run.spent and number > 3:
+            if self.run.spent and number >= LEAST:
                 return None
             try:
                 play.take(step)

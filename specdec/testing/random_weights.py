@@ -68,7 +68,7 @@ SMALL: Mapping[str, Any] = {
 }
 """A ``config.json`` of a few thousand parameters; what a family does not know, it does not read."""
 
-WIDTH = 4  # bytes of an activation in float32
+WIDTHS: Mapping[str, int] = {"float32": 4, "bfloat16": 2}  # bytes of an activation
 
 
 @attrs.frozen
@@ -94,8 +94,8 @@ class RandomWeights(Weights):
         return [self.tensor(name, shape) for name in names]
 
 
-def random_target(spec: ModelSpec, family: FamilyConfig, seed: int = 0) -> ForwardPass:
-    """The family's model over random weights, in float32 on the host."""
-    ops: Any = ReferenceOps(torch.float32)
-    facts: dict[str, Any] = {"backend": "cpu", "device": "cpu", "dtype": "float32", "fingerprint": f"random-{seed}"}
+def random_target(spec: ModelSpec, family: FamilyConfig, seed: int = 0, dtype: str = "float32") -> ForwardPass:
+    """The family's model over random weights, on the host."""
+    ops: Any = ReferenceOps(getattr(torch, dtype))
+    facts: dict[str, Any] = {"backend": "cpu", "device": "cpu", "dtype": dtype, "fingerprint": f"random-{seed}"}
     return build_target(spec, family, RandomWeights(ops, None, seed=seed), **facts)

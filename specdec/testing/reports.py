@@ -18,7 +18,18 @@ from specdec.checking import checked
 from specdec.config import Choice, structure_choice
 from specdec.errors import ConfigError, SpecdecError, shown
 from specdec.registry.guard import is_from_plugin
-from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed, Stopwatch
+from specdec.testing.checks import (
+    CONTRACT,
+    EFFORTS,
+    SHARED,
+    Broken,
+    Check,
+    EffortName,
+    NotApplicable,
+    Run,
+    Seed,
+    Stopwatch,
+)
 from specdec.testing.clauses import expect_ids, iter_checks
 from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
 
@@ -227,7 +238,7 @@ def check_subjects(
         if wanted is None or check.id in wanted
     ]
     planned.sort(key=lambda one: not one[0].early)  # stable
-    shares, seconds = sum(check.share for check, _ in planned), EFFORTS[effort].seconds
+    shares, seconds = sum(check.share for check, _ in planned), SHARED * EFFORTS[effort].seconds
     outcomes: list[Outcome] = []
     watch = Stopwatch()
     for number, (check, under_test) in enumerate(planned):

@@ -26,6 +26,11 @@ def log_uniform(low: int, high: int) -> st.SearchStrategy[int]:
     return st.one_of([st.integers(max(low, 2 ** (n - 1)), min(high, 2**n - 1)) for n in octaves])
 
 
+def block(number: int, count: int) -> tuple[int, ...]:
+    """``count`` tokens of cycle ``number``: few tokens come, and hardly a block of them twice."""
+    return tuple((number * 2_654_435_761 + at * 40_503 >> 7) % 50 for at in range(count))
+
+
 def weights(size: int, largest: int = 8) -> st.SearchStrategy[list[int]]:
     """Integer weights, not all zero; small ones, so that ties, zeros and one-hots are common."""
     return st.lists(st.integers(0, largest), min_size=size, max_size=size).filter(any)

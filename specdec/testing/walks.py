@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 VOCAB = 40
 DEEPEST = 15
+LEAST = {VOCAB: 40, WIDE: 10}
+"""By vocabulary, tokens of a text that a walk goes through after its prompt, however little time there is."""
 
 SETTINGS: dict[str, tuple[Sampling, DraftNoise]] = {
     "greedy": (Sampling(), DraftNoise.COUPLED),
@@ -147,12 +149,16 @@ class Walk:
         first = len(tokens) * 2 // 3 if prompt else int(rng.integers(1, 4))
         session.feed(tokens[: max(first, 1)], chunk=len(tokens) if prompt else int(2 ** rng.uniform(0, 7)))
         session.generated_from = 1  # whatever the route
-        while len(session.tokens) < len(tokens) and not self.run.spent:
+        least = len(session.tokens) + LEAST[self.vocab]
+        while len(session.tokens) < len(tokens) and (len(session.tokens) < least or not self.run.spent):
             at, chance = len(session.tokens), rng.random()
             if self.route is Route.REWOUND and chance < 0.06 and turns < 40:
                 turns += 1
                 self._detour(session, tokens[at:], rng)
                 continue
+            if self.route is Route.REWOUND and chance > 0.95 and turns < 40 and at > 1:
+                turns += 1
+                self._twin(session, int(depths[at]), rng)
             if self.route is Route.RESTORED and chance < 0.04 and turns < 25:
                 turns += 1
                 session = self._restored(session, tokens[at:], rng)
@@ -206,6 +212,25 @@ class Walk:
         session.feed([])
         if rng.random() < 0.5:  # to where it is
             session.drafter.rewind(session.state.length)
+
+    def _twin(self, session: ScriptedSession, depth: int, rng: np.random.Generator) -> None:
+        """Draft once over another text of the same length with the same last tokens, and go back to this one."""
+        tokens, vocab = list(session.tokens), session.model.info.vocab_size
+        kept = min(int(2 ** rng.uniform(0, 3)), len(tokens) - 1)
+        changed = min(int(2 ** rng.uniform(0, 4)), len(tokens) - kept)
+        start, end = len(tokens) - kept - changed, len(tokens) - kept
+        self._retell(
+            session, max(start, 1), [int(token) for token in rng.integers(0, vocab, end - max(start, 1))], tokens[end:]
+        )
+        session.cycles = len(tokens) - 1 + self.cycle
+        session.cycle(depth, 0, int(rng.integers(vocab)))
+        self._retell(session, max(start, 1), tokens[max(start, 1) :])
+
+    @staticmethod
+    def _retell(session: ScriptedSession, length: int, *parts: Sequence[int]) -> None:
+        """Go back to ``length`` tokens, and on with others."""
+        session.rewind(length)
+        session.feed([token for part in parts for token in part])
 
     def _restored(self, session: ScriptedSession, ahead: Sequence[int], rng: np.random.Generator) -> ScriptedSession:
         kept = session.keep()

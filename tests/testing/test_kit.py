@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,7 @@ from specdec.testing import (
     parametrize_checks,
     run_check,
 )
-from specdec.testing.checks import Broken, Run
+from specdec.testing.checks import BEAT, LEAST, Awake, Broken, Run
 from specdec.testing.numerics import chi_square_tail
 from tests.processes import run_specdec
 from tests.testing import contract_pages
@@ -399,3 +400,20 @@ def test_explore_shrinks_and_keeps_the_global_generators():
 
 def _check(id_: str) -> Check:
     return next(check for check in iter_checks() if check.id == id_)
+
+
+def test_a_stop_of_the_process_counts_as_two_beats_of_the_clock() -> None:
+    awake = Awake()
+    for now in (BEAT, 2 * BEAT, 3600.0, 3600.0 + BEAT):
+        awake.tick(now)
+    assert awake.seconds == pytest.approx(5 * BEAT)
+
+
+def test_every_part_of_a_check_runs_when_there_is_no_time() -> None:
+    run, drawn, called = Run(seconds=0.0), [], []
+    run.parts(
+        lambda own: called.append("first"), lambda own: own.explore(lambda case: drawn.append(case), case=st.integers())
+    )
+    run.parts(lambda own: called.extend(own.repeat(9, least=3)))
+    assert called == ["first", 0, 1, 2]
+    assert len(drawn) == LEAST

@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import hypothesis.strategies as st
 import numpy as np
 
 from specdec.contract import CycleRecord, DepthPolicy, Stats
 from specdec.testing.checks import Run, check, expect, expect_equal
 from specdec.testing.memory import growth
-from specdec.testing.strategies import Call, calls, log_uniform
+from specdec.testing.strategies import Call, block, calls, log_uniform
 from specdec.testing.subjects import DepthPolicySubject
 from specdec.testing.surroundings import generator_states, other_hashes, seeded_generators, strange_clock
 
@@ -50,12 +52,12 @@ class _Sequence:
             depth=depth,
             offered=offered,
             accepted=accepted,
-            emitted=tuple(range(accepted + 1)),
+            emitted=block(self.cycles, accepted + 1),
             draft_seconds=0.0 if on_device else seconds * offered,
             verify_seconds=seconds,
             commit_seconds=0.0,
             on_device=on_device,
-            drafted=tuple(range(offered)),
+            drafted=block(self.cycles, offered),
         )
         self.cycles += 1
         self.stats.cycles += 1
@@ -129,6 +131,18 @@ def works_from_nothing(subject: DepthPolicySubject, run: Run) -> None:
     subject.make().next_depth(Stats())
 
 
+def _unusual(record: CycleRecord) -> Iterator[CycleRecord]:
+    """The record with any of its seconds 0, and one of a device's cycle that began after the end."""
+    names = "draft_seconds", "verify_seconds", "commit_seconds"
+    record = attrs.evolve(record, commit_seconds=0.001)
+    for count in range(1, len(names) + 1):
+        for zero in itertools.combinations(names, count):
+            none: dict[str, Any] = dict.fromkeys(zero, 0.0)
+            yield attrs.evolve(record, **none)
+    yield attrs.evolve(record, accepted=0, emitted=(), commit_seconds=0.0, draft_seconds=0.0, on_device=True)
+    yield attrs.evolve(record, offered=0, accepted=0, emitted=(), drafted=(), on_device=True)
+
+
 @check("P3")
 def any_record(subject: DepthPolicySubject, run: Run) -> None:
     """Records of any kind and number are accepted in any order: unasked, of zero seconds, from a device, anywhere."""
@@ -145,6 +159,13 @@ def any_record(subject: DepthPolicySubject, run: Run) -> None:
             depth = max(0, min(int(sequence.depth()), ROWS))
             sequence.policy.record(sequence.count(depth, depth * offered, depth * accepted, 5))
 
+    def unusual(records: Sequence[CycleRecord]) -> None:
+        sequence = _Sequence(subject.make())
+        for record in records:
+            sequence.policy.record(record)
+            sequence.depth()
+
+    run.halve(unusual, list(_unusual(_Sequence(subject.make()).count(3, 3, 2, 5))))
     run.explore(body, examples=60, steps=_steps)
     for offered, accepted in ((True, True), (True, False), (False, False)):
         how = partial(endless, offered=offered, accepted=accepted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,15 +69,23 @@ def short_and_inside(subject: DrafterSubject, run: Run) -> None:
             _expect_short(session, draft, depth)
             session.finish(usable(draft, depth, VOCAB), 1, 1)
 
-    run.explore(body, prompt=_prompts, depth=DEPTHS, setting=_settings)
-    for setting, tokens, walk in _walks(subject, run, {"greedy": 500, "independent": 200, "coupled": 60}):
-        run.halve(walk(look=_expect_short).through, tokens, setting=setting)
-    same = Walk(subject=subject, setting="greedy", route=Route.PROMPT, seed=run.seed, run=run, look=_expect_short)
-    run.halve(same.through, [2, *[1] * 1500], text="one token 1500 times")
-    if not subject.needs.mtp and subject.layers == 1:
-        wide = Walk(subject=subject, setting="greedy", route=Route.MIXED, seed=run.seed, run=run, vocab=WIDE)
-        wide.look = _expect_short
-        run.halve(wide.through, text(run.seed, 60, WIDE), vocabulary=WIDE)
+    def walks(own: Run) -> None:
+        for setting, tokens, walk in _walks(subject, own, {"greedy": 500, "independent": 200, "coupled": 60}):
+            own.halve(walk(look=_expect_short).through, tokens, setting=setting)
+
+    plain = partial(Walk, subject=subject, setting="greedy", seed=run.seed, look=_expect_short)
+
+    def one_token(own: Run) -> None:
+        own.halve(plain(route=Route.PROMPT, run=own).through, [2, *[1] * 1500], text="one token 1500 times")
+
+    def wide(own: Run) -> None:
+        if not subject.needs.mtp and subject.layers == 1:
+            own.halve(plain(route=Route.MIXED, run=own, vocab=WIDE).through, text(run.seed, 60, WIDE), vocabulary=WIDE)
+
+    def drawn(own: Run) -> None:
+        own.explore(body, prompt=_prompts, depth=DEPTHS, setting=_settings)
+
+    run.parts(drawn, walks, one_token, wide)  # the first one shows the smallest case
 
 
 def _expect_short(session: ScriptedSession, draft: Draft, depth: int) -> None:
@@ -96,12 +105,12 @@ def _walks(
     """For each setting a text of that length, and what makes a walk through it; more of them at full effort."""
     for number in run.repeat(1):
         seed = (run.seed * 1000 + number) % 2**63
-        for place, (setting, length) in enumerate(lengths.items()):
-            if run.spent and (number or place):
+        for place, ((setting, length), own) in enumerate(run.shares(list(lengths.items()))):
+            if run.spent and number:
                 return
             memory = list(Memory)[(number + place) % len(Memory)]
             made = partial(
-                Walk, subject=subject, setting=setting, route=Route.CYCLES, seed=seed, run=run, memory=memory
+                Walk, subject=subject, setting=setting, route=Route.CYCLES, seed=seed, run=own, memory=memory
             )
             yield setting, text(seed + place, max(8, int(length * min(run.effort.factor, 2.0)))), made
 
@@ -176,20 +185,25 @@ def same_calls_same_drafts(subject: DrafterSubject, run: Run) -> None:
             for got, expected in zip(other, drafts[0], strict=True):
                 _expect_draft(got, expected, "the same calls gave a different draft")
 
-    run.explore(body, examples=15, prompt=_prompts, setting=_settings, depths=st.lists(DEPTHS, min_size=1, max_size=3))
-    for setting, tokens, walk in _walks(subject, run, {"greedy": 300, "independent": 150, "coupled": 100}):
+    def under_clocks(some: Sequence[int], walk: Callable[..., Walk]) -> None:
+        walked = []
+        for number, seconds in enumerate((1e-9, 10.0, 0.0001)):
+            with seeded_generators(number), other_hashes(number), strange_clock(seconds):
+                before = generator_states()
+                walked.append(walk().through(some))
+                expect(generator_states() == before, "a global generator was advanced")
+        for other in walked[1:]:
+            expect_same(other, walked[0], "under another clock, generator and hash it drafts something else")
 
-        def under_clocks(some: Sequence[int], walk: Callable[..., Walk] = walk) -> None:
-            walked = []
-            for number, seconds in enumerate((1e-9, 10.0, 0.0001)):
-                with seeded_generators(number), other_hashes(number), strange_clock(seconds):
-                    before = generator_states()
-                    walked.append(walk().through(some))
-                    expect(generator_states() == before, "a global generator was advanced")
-            for other in walked[1:]:
-                expect_same(other, walked[0], "under another clock, generator and hash it drafts something else")
+    def walks(own: Run) -> None:
+        for setting, tokens, walk in _walks(subject, own, {"greedy": 300, "independent": 150, "coupled": 100}):
+            own.halve(partial(under_clocks, walk=walk), tokens, setting=setting)
 
-        run.halve(under_clocks, tokens, setting=setting)
+    def drawn(own: Run) -> None:
+        depths = st.lists(DEPTHS, min_size=1, max_size=3)
+        own.explore(body, examples=15, prompt=_prompts, setting=_settings, depths=depths)
+
+    run.parts(drawn, walks)
 
 
 def _expect_draft(got: Draft, expected: Draft, what: str, **case: object) -> None:
@@ -248,10 +262,12 @@ def state_follows_the_tokens(subject: DrafterSubject, run: Run) -> None:
     for right in (False, True):
         run.halve(partial(streak, right=right), range(run.count(STREAK)), right=right)
     steps = calls(cycle=_cycle, idle=_idle, feed=(_token, _token))
-    run.explore(body, examples=40, prompt=_prompts, steps=steps, depth=DEPTHS, setting=_settings, memory=_memories)
     what = "the draft depends on the way by which the tokens came"
-    _expect_routes(
-        subject, run, {"greedy": 1100, "independent": 300, "biased": 60, "coupled": 60}, what, Route.PROMPT, Route.MIXED
+    lengths = {"greedy": 1100, "independent": 300, "biased": 60, "coupled": 60}
+    drawn: dict[str, Any] = {"prompt": _prompts, "depth": DEPTHS, "setting": _settings, "memory": _memories}
+    run.parts(
+        lambda own: own.explore(body, examples=40, steps=steps, **drawn),
+        lambda own: _expect_routes(subject, own, lengths, what, Route.PROMPT, Route.MIXED),
     )
 
 
@@ -267,9 +283,11 @@ def rewind_forgets(subject: DrafterSubject, run: Run) -> None:
     steps = calls(cycle=_cycle, idle=_idle, rewind=(st.integers(0, 12),), rewind_and_feed=(st.integers(0, 12), _token))
     back = st.integers(0, 6)
     what = "after detours that were rewound, the draft is another one"
-    _expect_routes(subject, run, {"greedy": 600, "independent": 300, "coupled": 60}, what, Route.REWOUND)
-    run.explore(
-        body, examples=60, prompt=_prompts, steps=steps, back=back, depth=DEPTHS, setting=_settings, memory=_memories
+    lengths = {"greedy": 600, "independent": 300, "coupled": 60}
+    drawn: dict[str, Any] = {"prompt": _prompts, "depth": DEPTHS, "setting": _settings, "memory": _memories}
+    run.parts(
+        lambda own: _expect_routes(subject, own, lengths, what, Route.REWOUND),
+        lambda own: own.explore(body, examples=60, steps=steps, back=back, **drawn),
     )
 
 
@@ -319,27 +337,38 @@ def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
                 _expect_draft(got, expected, what, tokens=kept.tokens)
                 restored.finish(got, 1, 2)
 
-    run.explore(
-        body,
-        examples=30,
-        prompt=_prompts,
-        steps=calls(cycle=_cycle, idle=_idle),
-        later=calls(max_size=3, cycle=_cycle, rewind_and_feed=(st.integers(0, 8), _token)),
-        depth=DEPTHS,
-        setting=_settings,
-        memory=_memories,
-    )
+    def drawn(own: Run) -> None:
+        own.explore(
+            body,
+            examples=30,
+            prompt=_prompts,
+            steps=calls(cycle=_cycle, idle=_idle),
+            later=calls(max_size=3, cycle=_cycle, rewind_and_feed=(st.integers(0, 8), _token)),
+            depth=DEPTHS,
+            setting=_settings,
+            memory=_memories,
+        )
+
     what = "over a saved state, also from a file, the draft is another one"
-    lengths = {"greedy": 400, "independent": 150, "coupled": 60}
-    _expect_routes(subject, run, lengths, what, Route.RESTORED, ask=True, hostile=True)
-    if not subject.needs.mtp and subject.layers == 1:
-        wide = partial(Walk, subject=subject, setting="greedy", seed=run.seed, run=run, vocab=WIDE)
+
+    def routes(own: Run) -> None:
+        lengths = {"greedy": 400, "independent": 150, "coupled": 60}
+        _expect_routes(subject, own, lengths, what, Route.RESTORED, ask=True, hostile=True)
+
+    def wide(own: Run) -> None:
+        made = partial(Walk, subject=subject, setting="greedy", seed=run.seed, vocab=WIDE)
 
         def ids(tokens: Sequence[int]) -> None:
-            plain = wide(route=Route.CYCLES).through(tokens)
-            expect_same(wide(route=Route.RESTORED).through(tokens), plain, what)
+            plain, other = (
+                made(route=route, run=part).through(tokens)
+                for route, part in own.shares((Route.CYCLES, Route.RESTORED))
+            )
+            expect_same(other, plain, what)
 
-        run.halve(ids, text(run.seed, 80, WIDE), vocabulary=WIDE)
+        if not subject.needs.mtp and subject.layers == 1:
+            own.halve(ids, text(run.seed, 80, WIDE), vocabulary=WIDE)
+
+    run.parts(drawn, routes, wide)
     if not given:
         not_applicable("snapshot() returns None: the drafter saves nothing of its own")
 
@@ -387,13 +416,21 @@ def distributions_are_distributions(subject: DrafterSubject, run: Run) -> None:
         session.feed(prompt)
         _expect_distributions(session, session.propose(depth), depth)
 
-    many = Walk(subject=subject, setting="independent", route=Route.STEPS, seed=run.seed, run=run)
-    many.look = _expect_distributions
-    run.halve(many.through, [2, *[1] * 300], text="one token 300 times")
-    lengths = {"independent": 500, "sharp": 200, "flat": 100, "biased": 100}
-    for setting, tokens, walk in _walks(subject, run, lengths):
-        run.halve(walk(look=_expect_distributions).through, tokens, setting=setting)
-    run.explore(body, examples=40, prompt=_prompts, depth=DEPTHS, setting=_settings, seed=st.integers(0, 2**32))
+    def one_token(own: Run) -> None:
+        many = Walk(subject=subject, setting="independent", route=Route.STEPS, seed=run.seed, run=own)
+        many.look = _expect_distributions
+        own.halve(many.through, [2, *[1] * 300], text="one token 300 times")
+
+    def walks(own: Run) -> None:
+        lengths = {"independent": 500, "sharp": 200, "flat": 100, "biased": 100}
+        for setting, tokens, walk in _walks(subject, own, lengths):
+            own.halve(walk(look=_expect_distributions).through, tokens, setting=setting)
+
+    def drawn(own: Run) -> None:
+        seeds = st.integers(0, 2**32)
+        own.explore(body, examples=40, prompt=_prompts, depth=DEPTHS, setting=_settings, seed=seeds)
+
+    run.parts(one_token, walks, drawn)
 
 
 SUM = 2e-5  # float32 rows of these vocabularies sum to 1 more closely
@@ -424,13 +461,15 @@ def _honest_in_one_context(subject: DrafterSubject, run: Run) -> bool:
     model, shared = target_for(subject), None
     probs: dict[tuple[int, ...], Any] = {}
     counts: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int64]]] = {}
-    for draw in run.repeat(200):
+    pooled = Draws(run.seed)
+    for draw in run.repeat(600, least=60):
         sampling = Sampling(temperature=1.0, seed=draw * 7919 + run.seed)
         noise = DraftNoise.INDEPENDENT
         session = ScriptedSession.start(subject, model=model, sampling=sampling, noise=noise, shared=shared)
         shared = session.shared
         session.feed(PROMPT)
-        draft = usable(session.propose(2), 2, VOCAB)
+        draft = usable(session.propose(4), 4, VOCAB)
+        pooled.see(session, draft, 4)
         for row, token in enumerate(draft.tokens):
             before = draft.tokens[:row]
             drawn_from = np.eye(VOCAB)[token] if draft.probs is None else draft.probs[row]
@@ -447,6 +486,7 @@ def _honest_in_one_context(subject: DrafterSubject, run: Run) -> bool:
         what = f"drafted tokens do not follow their probs: {fit}"
         case = {"context": [*PROMPT, *before], "draws": draws}
         expect(fit.passes(1e-6), what, got=counted, expected=probs[before] * draws, **case)
+    pooled.judge("one context")
     return bool(probs)
 
 
@@ -455,8 +495,8 @@ def _honest_in_many(subject: DrafterSubject, run: Run) -> bool:
     seen = 0
     for number in run.repeat(2):
         pooled = Draws(run.seed + number)
-        for setting in ("independent", "filtered", "biased", "sharp", "flat"):
-            walk = Walk(subject=subject, setting=setting, route=Route.CYCLES, seed=run.seed + number, run=run)
+        for setting, own in run.shares(("independent", "flat", "filtered", "biased", "sharp")):
+            walk = Walk(subject=subject, setting=setting, route=Route.CYCLES, seed=run.seed + number, run=own)
             walk.look = pooled.see
             walk.through(text(run.seed + number, 600))
             pooled.judge(setting)
@@ -470,22 +510,22 @@ def _honest_in_many(subject: DrafterSubject, run: Run) -> bool:
 @check("D11")
 def needs_declared(subject: DrafterSubject, run: Run) -> None:
     """``needs`` names everything that a drafter uses of its target: hidden states and the MTP head."""
-    error = _failure_when_sealed(subject)
+    error = _failure_when_sealed(subject, run)
     if error is None or _STATE in str(error):
         return
     if "needs does not declare" in str(error):
         raise Broken(str(error).split("\n")[0]) from error
     try:
-        _play_all(subject, sealed=False)
+        _play_all(subject, Run(), sealed=False)
     except Exception:  # noqa: BLE001  (another clause reports this failure)
         return
     raise Broken.by(error, {}, "it fails only if the target gives nothing beyond needs") from error
 
 
-@check("D12", share=0.3)
+@check("D12")
 def state_left_alone(subject: DrafterSubject, run: Run) -> None:
     """The committed state of a sequence belongs to the engine: a drafter only runs MTP drafts on it."""
-    error = _failure_when_sealed(subject)
+    error = _failure_when_sealed(subject, run)
     if error is not None and _STATE in str(error):
         raise Broken(str(error).split("\n")[0]) from error
 
@@ -493,15 +533,15 @@ def state_left_alone(subject: DrafterSubject, run: Run) -> None:
 _STATE = "which is the engine's"  # in a sealed session's error when a drafter touches the state
 
 
-def _failure_when_sealed(subject: DrafterSubject) -> Exception | None:
+def _failure_when_sealed(subject: DrafterSubject, run: Run) -> Exception | None:
     try:
-        _play_all(subject, sealed=True)
+        _play_all(subject, run, sealed=True)
     except Exception as error:  # noqa: BLE001  (the caller decides which clause is broken)
         return error
     return None
 
 
-def _play_all(subject: DrafterSubject, *, sealed: bool) -> None:
+def _play_all(subject: DrafterSubject, run: Run, *, sealed: bool) -> None:
     for setting in sorted(_SETTINGS):
         session = _start(subject, setting, sealed=sealed)
         session.feed(PROMPT, chunk=3)
@@ -513,10 +553,10 @@ def _play_all(subject: DrafterSubject, *, sealed: bool) -> None:
         session.feed([2, 3])
         session.cycle(3, 2, 1)
         session.restored(session.keep()).cycle(2, 1, 1)
-    for setting in ("greedy", "independent"):
-        for route in (Route.CYCLES, Route.REWOUND):
-            walk = Walk(subject=subject, setting=setting, route=route, seed=3, run=Run(), sealed=sealed)
-            walk.through(text(3, 250))
+    for (setting, route), own in run.shares(
+        list(itertools.product(("greedy", "independent"), (Route.CYCLES, Route.REWOUND)))
+    ):
+        Walk(subject=subject, setting=setting, route=route, seed=3, run=own, sealed=sealed).through(text(3, 250))
 
 
 @check("D18")
@@ -538,9 +578,12 @@ def reports_change_nothing(subject: DrafterSubject, run: Run) -> None:
         if len(session.tokens) % 5 == 0:
             _report(session)
 
-    run.explore(body, examples=15, prompt=_prompts, steps=calls(max_size=4, cycle=_cycle), setting=_settings)
-    for setting, tokens, walk in _walks(subject, run, {"greedy": 200}):
-        run.halve(walk(look=reported).through, tokens, setting=setting)
+    def walks(own: Run) -> None:
+        for setting, tokens, walk in _walks(subject, own, {"greedy": 200}):
+            own.halve(walk(look=reported).through, tokens, setting=setting)
+
+    steps = calls(max_size=4, cycle=_cycle)
+    run.parts(lambda own: own.explore(body, examples=15, prompt=_prompts, steps=steps, setting=_settings), walks)
 
 
 def _report(session: ScriptedSession) -> tuple[dict[str, Any], str]:
@@ -738,23 +781,19 @@ def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
     table = np.array([[0.6, 0.3, 0.1], [0.15, 0.25, 0.6], [0.5, 0.45, 0.05]])
     head = np.array([[0.2, 0.3, 0.5], [0.5, 0.4, 0.1], [0.25, 0.35, 0.4]])
     model = TableModel(table, mtp_table=head if subject.needs.mtp else None, layers=subject.layers)
-    prompt, draws, plain = [0, 1, 0, 1, 2, 0, 1], run.count(1000), Sampling(temperature=1.0)
+    prompt, plain = [0, 1, 0, 1, 2, 0, 1], Sampling(temperature=1.0)
     expected = joint_distribution(
         lambda later: reference_distribution(model.logits([*prompt, *later]).tolist(), later, plain), 3, 3
     )
-    for block in (False, True):
+    for block, own in run.shares((False, True)):
         verifier = RejectionVerifier(RejectionConfig(block=block))
         options: dict[str, Any] = {"needs": subject.needs, "shared": subject.prepare(model), "capacity": 16}
         tally = np.zeros((3, 3, 3), np.int64)
-        for number in range(draws):
-            if run.spent:
-                break
+        for number in own.repeat(1000, least=50):
             sampling = Sampling(temperature=1.0, seed=(run.seed << 32) % 2**63 + number)
             made, _ = run_engine(model, verifier, subject.make, prompt, 3, [2], sampling, **options)
             tally[tuple(made)] += 1
         draws = int(tally.sum())
-        if not draws:
-            return
         fit = goodness_of_fit(tally, expected)
         what = f"with the verifier 'rejection' the output does not follow the target's distribution: {fit}"
         case = {"block": block, "draws": draws}

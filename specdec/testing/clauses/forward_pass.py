@@ -191,8 +191,9 @@ def any_chunking(subject: ForwardPassSubject, run: Run) -> None:
         exact = chunk <= most or not target.chunks_differ
         target.expect_close(got, texts.plain(length), what, exact=exact, prompt_tokens=length)
 
-    for chunk in (1, 2, 3, 7, 13, most, most + 1, 2 * most + 9, 65, 129, 257, 513, longest):
-        if chunk <= longest and not run.spent:
+    chunks = (longest, 1, most + 1, 65, most, 2 * most + 9, 7, 2, 3, 13, 129, 257, 513)  # those that decide first
+    for number, chunk in enumerate(chunks):
+        if chunk <= longest and (number < 3 or not run.spent):
             run.halve(partial(body, chunk), texts.text[: min(max(2 * chunk + 3, 40), longest)], chunk=chunk)
 
 
@@ -240,7 +241,7 @@ def logits_methods(subject: ForwardPassSubject, run: Run) -> None:
     and ties go to the lowest."""
     target = TargetUnderTest(subject)
     vocab = target.info.vocab_size
-    for number in run.repeat(12):
+    for number in run.repeat(12, least=3):
         prompt = target.tokens(range(number, number + min(3, target.room // 2)))
         rows = target.most_rows(len(prompt), (3, 1, 16)[number % 3])
         drafted = target.tokens(range(30 + number, 30 + number + rows))
@@ -475,7 +476,7 @@ def no_chance(subject: ForwardPassSubject, run: Run) -> None:
         before = generator_states()
         wanted = answers()
         expect(generator_states() == before, "a global generator was moved")
-    for number in run.repeat(4):
+    for number in run.repeat(4, least=2):
         with seeded_generators(number), strange_clock(3600.0 * (number % 2)):
             got = answers()
         for one, truth in zip(got, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Checks of logits processors: clauses L1 to L6."""
+"""Checks of logits processors: clauses L1 to L7."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
-from specdec.contract import LogitsProcessor, ProcessorEnv
+from specdec.contract import Context, LogitsProcessor, ProcessorEnv
 from specdec.errors import SpecdecError
 from specdec.testing.byte_tokenizer import byte_tokenizer
 from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable
@@ -50,7 +50,7 @@ def _rows(seed: int, env: ProcessorEnv, count: int, longest: int) -> list[_Row]:
             history.append(
                 history[-int(rng.integers(1, min(len(history), 9) + 1))] if again else int(rng.integers(vocab))
             )
-        draft = tuple(int(token) for token in rng.integers(0, vocab, int(rng.integers(0, 9))))
+        draft = tuple(int(token) for token in rng.integers(0, vocab, int(rng.choice([*range(9), 11, 15]))))
         if history and rng.random() < 0.5:
             draft = (*draft[:2], *history[-3:])[: int(rng.integers(0, 6))]
         logits = rng.normal(0, 3, vocab).astype(np.float32)
@@ -65,7 +65,7 @@ def _rows(seed: int, env: ProcessorEnv, count: int, longest: int) -> list[_Row]:
 def _environments(subject: LogitsProcessorSubject, run: Run) -> Iterator[tuple[ProcessorEnv, list[_Row]]]:
     """Environments that the processor takes, with rows of several lengths."""
     taken, refusal = 0, ""
-    for number in run.repeat(6):
+    for number in run.repeat(6, least=2):
         vocab, start = (257, 40, 257, 5, 1, 257)[number % 6], (3, 1, 60, 9, 2, 300)[number % 6]
         ends = (vocab - 1,) if vocab > 1 else ()
         env = ProcessorEnv(tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
@@ -82,9 +82,9 @@ def _environments(subject: LogitsProcessorSubject, run: Run) -> Iterator[tuple[P
 
 
 def _ask(processor: LogitsProcessor, row: _Row) -> tuple[Float32, int]:
-    """Both answers, to copies of the arguments."""
+    """Both answers, to copies of the arguments; the engine asks ``legal`` with its context."""
     answer = processor.process(row.logits.copy(), list(row.history))
-    return np.array(answer, copy=True), processor.legal(row.draft, list(row.history))
+    return np.array(answer, copy=True), processor.legal(row.draft, Context(list(row.history)))
 
 
 @check("L1")
@@ -97,7 +97,10 @@ def new_logits(subject: LogitsProcessorSubject, run: Run) -> None:
             masked = row.logits.copy()
             masked[number % env.vocab_size] = -np.inf
             for logits in (row.logits, masked) if env.vocab_size > 1 else (row.logits,):
-                answer: object = processor.process(logits.copy(), list(row.history))
+                history: Sequence[int] = row.history.copy()
+                if number % 3:  # the engine has other sequences too
+                    history = tuple(history) if number % 3 == 1 else Context(row.history.copy())
+                answer: object = processor.process(logits.copy(), history)
                 case: dict[str, object] = {"history": row.history, "masked": logits is masked}
                 expect(isinstance(answer, np.ndarray), "process returns no array", got=answer, **case)
                 assert isinstance(answer, np.ndarray)
@@ -194,7 +197,7 @@ def legal_counts(subject: LogitsProcessorSubject, run: Run) -> None:
     def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
         processor = subject.make(env)
         for row in rows:
-            count: object = processor.legal(row.draft, list(row.history))
+            count: object = processor.legal(row.draft, Context(list(row.history)))
             case = {"history": row.history, "draft": row.draft}
             kind = f"{count!r} of type {type(count).__name__}"
             expect(type(count) is int, "legal does not return a plain int", got=kind, **case)
@@ -222,6 +225,36 @@ def answers_stay(subject: LogitsProcessorSubject, run: Run) -> None:
             for former, copy, asked in answers[:-1]:
                 what = "a later call changed an answer that was handed over"
                 expect_equal(former, copy, what, history=asked.history, later=row.history)
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), rows)
+
+
+@check("L7")
+def forced_spelling(subject: LogitsProcessorSubject, run: Run) -> None:
+    """``forced`` gives ids of the vocabulary, the same again, and ``process`` allows each after those before it."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        processor = subject.make(env)
+        history = rows[0].history[: env.generated_from]
+        for row in rows:
+            given: object = processor.forced(list(history))
+            expect(isinstance(given, list | tuple), "forced returns no list of tokens", got=given, history=history)
+            assert isinstance(given, list | tuple)
+            again = processor.forced(list(history))
+            expect_equal(list(again), list(given), "forced gives other tokens when asked again", history=history)
+            for count, token in enumerate(given):
+                case = {"history": history, "forced": list(given), "token": token}
+                expect(type(token) is int, "forced gives a token that is no plain int", **case)
+                expect(0 <= token < env.vocab_size, "forced gives a token outside the vocabulary", **case)
+                answer = processor.process(np.zeros(env.vocab_size, np.float32), [*history, *given[:count]])
+                expect(bool(answer[token] > -np.inf), "forced gives a token that process forbids there", **case)
+            answer = processor.process(row.logits.copy(), list(history))
+            allowed = np.flatnonzero(np.asarray(answer) > -np.inf)
+            token = int(allowed[int(row.logits[0] * 1000) % len(allowed)]) if len(allowed) else -1
+            if token < 0 or token in env.end_tokens:  # L4 says whether a token must be left
+                break
+            history.append(token)
 
     for env, rows in _environments(subject, run):
         run.halve(partial(look, env=env), rows)

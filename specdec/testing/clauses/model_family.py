@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from specdec.models.weights import dry_run
 from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable
 from specdec.testing.long_session import LongSession
 from specdec.testing.memory import MOST_KEPT, still_alive
-from specdec.testing.random_weights import SMALL, WIDTH, random_target
+from specdec.testing.random_weights import SMALL, WIDTHS, random_target
 from specdec.testing.subjects import ForwardPassSubject, ModelFamilySubject
 from specdec.testing.surroundings import generator_states, seeded_generators
 from specdec.testing.target_under_test import TargetUnderTest
@@ -86,18 +87,18 @@ class _Family:
                     found.setdefault(name, key)
         return found
 
-    def target(self, seed: int = 0) -> ForwardPass:
+    def target(self, seed: int = 0, dtype: str = "float32") -> ForwardPass:
         """The model over random weights."""
         weights = dry_run(self.spec, self.config).tensors
         if sum(math.prod(tensor.shape) for tensor in weights.values()) > LARGE:
             not_applicable(f"the config.json describes a model of more than {LARGE:,} weights")
-        return random_target(self.spec, self.config, seed)
+        return random_target(self.spec, self.config, seed, dtype)
 
 
 def _facts(config: FamilyConfig) -> dict[str, Any]:
     """What specdec reads from a config."""
     facts: dict[str, Any] = {name: getattr(config, name) for name in _NUMBERS}
-    return facts | {f"state_bytes({width})": config.state_bytes(width) for width in (2, 4)}
+    return facts | {f"state_bytes({width})": config.state_bytes(width) for width in WIDTHS.values()}
 
 
 @check("M1")
@@ -145,16 +146,17 @@ def config_has_the_sizes(subject: ModelFamilySubject, run: Run) -> None:
 def state_bytes_are_those_of_a_state(subject: ModelFamilySubject, run: Run) -> None:
     """``state_bytes`` are the bytes of a state: per token, the MTP head's with ``mtp``, and per sequence."""
     family = _Family(subject)
-    for width in (2, WIDTH):
+    for width in WIDTHS.values():
         for given in (True, False):
             both = family.config.state_bytes(width, mtp=given)
             plain = type(both) is tuple and [type(one) for one in both] == [int, int] and min(both) >= 0
             expect(plain, "state_bytes gives no pair of plain ints of 0 or more", got=both)
-    target = family.target()
-    for mtp in (False, True) if target.info.mtp_layers else (False,):
+    targets = {WIDTHS[dtype]: family.target(dtype=dtype) for dtype in WIDTHS}
+    heads = (False, True) if family.config.mtp_layers else (False,)
+    for (width, target), mtp in itertools.product(targets.items(), heads):
         short, long = (target.new_state(tokens, Needs(mtp=mtp)).nbytes() for tokens in (100, 300))
-        per_token, fixed = family.config.state_bytes(WIDTH, mtp=mtp)
-        case = {"mtp": mtp, "bytes_of_an_activation": WIDTH}
+        per_token, fixed = family.config.state_bytes(width, mtp=mtp)
+        case = {"mtp": mtp, "bytes_of_an_activation": width}
         taken = (long - short) / 200
         what = "the bytes per token are not those of a state of the built model"
         expect(0.9 * taken <= per_token <= 1.1 * taken + 1e-9, what, got=per_token, expected=taken, **case)

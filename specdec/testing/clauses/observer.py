@@ -15,6 +15,7 @@ import numpy as np
 from specdec.contract import CycleRecord
 from specdec.testing.checks import Run, check, expect, expect_equal
 from specdec.testing.memory import growth
+from specdec.testing.strategies import block
 from specdec.testing.subjects import OBSERVES, ObserverSubject
 from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
 
@@ -36,7 +37,7 @@ def _records(seed: int, count: int) -> list[CycleRecord]:
         accepted = (0, offered, int(rng.integers(0, offered + 1)))[int(rng.integers(3))]
         emitted = tuple(int(token) for token in rng.integers(0, 150_000, accepted + 1))
         if number % 50 == 49:
-            emitted = emitted[:1]  # ended by a stop token
+            emitted = emitted[: int(rng.integers(2))]  # ended by a stop token, or begun after the end
         seconds, on_device = float(rng.choice([0.0, 1e-4, 2.0])), bool(rng.random() < 0.2)
         drafted = (*emitted[:accepted], *([3] * offered))[:offered]
         records.append(
@@ -46,8 +47,8 @@ def _records(seed: int, count: int) -> list[CycleRecord]:
                 offered=offered,
                 accepted=accepted,
                 emitted=emitted,
-                draft_seconds=0.0 if on_device else seconds,
-                verify_seconds=seconds,
+                draft_seconds=0.0 if on_device else float(rng.choice([0.0, seconds])),
+                verify_seconds=float(rng.choice([0.0, seconds])),
                 commit_seconds=0.0 if on_device else seconds / 2,
                 on_device=on_device,
                 drafted=drafted,
@@ -112,7 +113,10 @@ def bounded_memory(subject: ObserverSubject, run: Run) -> None:
     observer, records = subject.make(), _records(run.seed % 2**32, LONG)
 
     def see(number: int) -> None:
-        getattr(observer, OBSERVES)(record=attrs.evolve(records[number % LONG], position=number))
+        record = records[number % LONG]
+        emitted, drafted = block(number, len(record.emitted)), block(number, record.offered)
+        record = attrs.evolve(record, position=number, emitted=emitted, drafted=drafted)
+        getattr(observer, OBSERVES)(record=record)
 
     grown = growth(see, LONG)
     expect(grown <= BYTES, "memory grows with every cycle", got=f"{grown:.0f} bytes a cycle after {LONG}")

@@ -324,3 +324,19 @@ class IgnoresActivation(RightFamily):
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Any:
         return super().parse({**raw, "hidden_act": "silu"})
+
+
+@broken("settings")
+class FourBytes(RightFamily):
+    """Its config counts four bytes for every number of a state, whatever the width.
+
+    "``state_bytes`` are the bytes of a state" (M3).
+    """
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Any:
+        kind = type(config := super().parse(raw))
+        wide = type(
+            "Wide", (kind,), {"state_bytes": lambda self, width, *, mtp=True: kind.state_bytes(self, 4, mtp=mtp)}
+        )
+        return wide(**attrs.asdict(config, recurse=False))

@@ -1236,3 +1236,48 @@ class IndexesBeside(Lookup):
         super().add(token)
         if hasattr(self, "work"):
             self.work.put(token)
+
+
+@broken("late")
+class LengthMemo(Lookup):
+    """Keeps its last draft by the length of the context and the last token, which another text has after a rewind.
+
+    "After a rewind to any length, the next draft is that of a fresh drafter" (D7).
+    """
+
+    def __init__(self, config: Any, env: DrafterEnv) -> None:
+        super().__init__(config, env)
+        self.memo: dict[tuple[int, int, int], Draft] = {}
+
+    def propose(self, context: Context, depth: int) -> Draft:
+        key = len(context), context[-1], depth
+        if key not in self.memo:
+            self.memo = {key: super().propose(context, depth)}
+        return self.memo[key]
+
+
+@broken("distribution")
+class LimitedHeat(Counting):
+    """States the probabilities of the temperature and draws with the temperature limited to 1.
+
+    "Each row of ``probs`` is the distribution that its token was drawn from" (D10).
+    """
+
+    def choose(self, probs: Any, drafted: Sequence[int], context: Context) -> int:
+        if context.sampling.temperature > 1:
+            probs = probs.astype(np.float64) ** context.sampling.temperature
+            probs = probs / probs.sum()
+        return super().choose(probs, drafted, context)
+
+
+@broken("distribution")
+class LeavesRepeatsOut(Counting):
+    """Leaves the last token of three and more out if it is the first one again.
+
+    "given what was known before the draw" (D10).
+    """
+
+    def finish(self, tokens: list[int], rows: list[Any]) -> Draft:
+        if len(tokens) > 2 and tokens[-1] == tokens[0]:
+            tokens, rows = tokens[:-1], rows[:-1]
+        return super().finish(tokens, rows)

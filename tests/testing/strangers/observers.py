@@ -162,3 +162,18 @@ class OneThread(Counter):
             self.base.execute("create table totals (tokens)")
             self.base.execute("insert into totals values (0)")
         self.base.execute("update totals set tokens = tokens + ?", (len(record.emitted),))
+
+
+@broken("resources")
+class CountsDrafts(Counter):
+    """Counts how often each draft came: nearly every draft is a new one.
+
+    "What an observer keeps does not grow with the number of cycles" (S4).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafts: dict[tuple[int, ...], int] = {}
+
+    def see(self, record: CycleRecord) -> None:
+        self.drafts[record.drafted] = self.drafts.get(record.drafted, 0) + 1

@@ -509,3 +509,48 @@ class SharedHistory(Learning):
     def record(self, cycle: CycleRecord) -> None:
         super().record(cycle)
         self.shared.setdefault("rates", []).append(cycle.accepted / max(cycle.offered, 1))
+
+
+@broken("edge")
+class ShareOfTime(Streak):
+    """Computes the drafter's share of the time, which is infinite where the target's seconds are 0.
+
+    "Records of any kind and number are accepted in any order: unasked, of zero seconds" (P3).
+    """
+
+    def record(self, cycle: CycleRecord) -> None:
+        super().record(cycle)
+        if cycle.draft_seconds or cycle.verify_seconds:
+            with np.errstate(divide="ignore"):
+                share = np.float64(cycle.draft_seconds) / np.float64(cycle.verify_seconds)
+            self.depth = max(1, self.depth - int(share > 4) * int(share))
+
+
+@broken("edge")
+class LastEmitted(Streak):
+    """Looks at the last token of every record, also where a device's cycle began after the end.
+
+    "a cycle that a device began after the end emits nothing" (P3).
+    """
+
+    last = 0
+
+    def record(self, cycle: CycleRecord) -> None:
+        super().record(cycle)
+        self.last = cycle.emitted[-1]
+
+
+@broken("resources")
+class KeepsBlocks(Streak):
+    """Keeps every block of tokens that came, to count the different ones.
+
+    "What a policy keeps does not grow with the number of cycles" (P10).
+    """
+
+    def __init__(self, config: Any, shared: Any = None) -> None:
+        super().__init__(config)
+        self.blocks: set[tuple[int, ...]] = set()
+
+    def record(self, cycle: CycleRecord) -> None:
+        super().record(cycle)
+        self.blocks.add(cycle.emitted)

@@ -130,4 +130,5 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "EditsConfig": edits_mapping,
     "NoStateBytes": lambda kind: kind.parse(raw_config()).state_bytes(2) == (0, 0),
     "IgnoresActivation": takes_gelu,
+    "FourBytes": lambda kind: kind.parse(raw_config()).state_bytes(2) == kind.parse(raw_config()).state_bytes(4),
 }

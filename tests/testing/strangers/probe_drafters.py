@@ -375,6 +375,30 @@ def leaves_threads(kind: Any) -> bool:
     return threading.active_count() > before
 
 
+def drafts_for_another_text(kind: Any) -> bool:
+    """After a rewind and other tokens, as many of them and the same last one."""
+    drafter, one, other = make(kind), [1, 2, 3, 1, 2], [1, 2, 4, 1, 2]
+    drafter.propose(Context(list(one)), 4)
+    drafter.rewind(2)
+    return not same(drafter.propose(Context(list(other)), 4), fresh(kind, other))
+
+
+def drawn_elsewhere(kind: Any, **settings: Any) -> bool:
+    """Whether the mean probability of what is drawn is far from that of the stated distributions."""
+    drawn, wanted = [], []
+    for seed in range(300):
+        draft = make(kind, vocab=9).propose(ratio([*[1] * 7, 2, *[1] * 5], seed, **settings), 1)
+        drawn.append(float(draft.probs[0, draft.tokens[0]]))
+        wanted.append(float((draft.probs[0] ** 2).sum()))
+    return bool(np.mean(drawn) > 1.15 * np.mean(wanted))
+
+
+def never_repeats(kind: Any) -> bool:
+    """Whether no draft of three tokens ends with its first one."""
+    drafts = [make(kind, vocab=9).propose(ratio(text(40), seed), 3).tokens for seed in range(200)]
+    return not any(tokens[0] == tokens[2] for tokens in drafts if len(tokens) == 3)
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "PrunesWhenAsked": lambda kind: forgets(kind, text(900, symbols=14), after=600),
     "ShortUndo": lambda kind: remembers(kind, 200, 60, text(60, seed=2)),
@@ -436,4 +460,7 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "ReportsBeforeFilters": lambda kind: miscalibrated(kind, text(60), top_k=2),
     "RewindsTheState": rewinds_the_state,
     "IndexesBeside": leaves_threads,
+    "LengthMemo": drafts_for_another_text,
+    "LimitedHeat": lambda kind: drawn_elsewhere(kind, temperature=3.0),
+    "LeavesRepeatsOut": never_repeats,
 }

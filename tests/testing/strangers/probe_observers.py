@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import attrs
+
 from specdec import CycleRecord
 
 
@@ -66,6 +68,11 @@ def fails_in_another_thread(kind: Any) -> bool:
         return raises(lambda: pool.submit(observer.specdec_cycle, record=record()).result())
 
 
+def counts_drafts(kind: Any) -> bool:
+    observer = see(kind, *(attrs.evolve(record(), drafted=(at, 1)) for at in range(300)))
+    return any(isinstance(value, dict) and len(value) >= 300 for value in vars(observer).values())
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "PositionTable": lambda kind: raises(lambda: see(kind, record(300))),
     "DividesByOffered": lambda kind: raises(lambda: see(kind, record(offered=0, accepted=0))),
@@ -75,4 +82,5 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "Prints": prints,
     "SamplesRecords": moves_random,
     "OneThread": fails_in_another_thread,
+    "CountsDrafts": counts_drafts,
 }

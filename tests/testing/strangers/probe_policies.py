@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import attrs
+
 import specdec
 from specdec import CycleRecord, Stats
 
@@ -171,6 +173,13 @@ def shares_records(kind: Any) -> bool:
     return any(isinstance(value, list) and len(value) >= 200 for value in shared.values())
 
 
+def keeps_blocks(kind: Any) -> bool:
+    policy = make(kind)
+    for number in range(300):
+        policy.record(attrs.evolve(cycle(1), emitted=(number, 2)))
+    return any(isinstance(value, set) and len(value) >= 300 for value in vars(policy).values())
+
+
 PROBES: dict[str, Callable[[Any], bool]] = {
     "GrowsAfterLong": lambda kind: depths(kind, [99] * 120, cap=2000)[-1] > 15,
     "MeanDepth": lambda kind: odd(depths(kind, [99] * 60)),
@@ -198,4 +207,7 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "Compounds": lambda kind: raises(lambda: depths(kind, [99] * 1800)),
     "ByHash": other_process_differs,
     "SharedHistory": shares_records,
+    "ShareOfTime": lambda kind: raises(lambda: make(kind).record(attrs.evolve(cycle(1), verify_seconds=0.0))),
+    "LastEmitted": lambda kind: raises(lambda: make(kind).record(attrs.evolve(cycle(1), emitted=()))),
+    "KeepsBlocks": keeps_blocks,
 }

@@ -107,4 +107,5 @@ PROBES: dict[str, Callable[[Any], bool]] = {
     "CommonMemory": others_masks,
     "CachesByEnd": lambda kind: by_order(kind, [*text(8), 3, 9], [*text(8), 4, 9]),
     "OneRow": overwritten,
+    "LegalEight": lambda kind: make(kind).legal(tuple(range(12)), [20]) < 12,
 }

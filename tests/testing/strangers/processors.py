@@ -298,3 +298,14 @@ class OneRow(NoRepeat):
     def process(self, logits: Any, history: Sequence[int]) -> Any:
         self.row[:] = super().process(logits, history)
         return self.row
+
+
+@broken("late")
+class LegalEight(NoRepeat):
+    """``legal`` looks at eight draft tokens at most and cuts the others.
+
+    "``legal`` ... cuts only what ``process`` forbids" (L5).
+    """
+
+    def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        return super().legal(draft[:8], history)
