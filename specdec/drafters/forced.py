@@ -11,6 +11,7 @@ Elsewhere it drafts nothing, so it is meant to be the first of a chain:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ class ForcedDrafter(Drafter):
 
     def propose(self, context: Context, depth: int) -> Draft:
         for processor in context.sampling.processors if depth > 0 else ():
-            tokens = tuple(token for token in processor.forced(context)[:depth] if token < self._vocab_size)
+            spelt = itertools.takewhile(lambda token: token < self._vocab_size, processor.forced(context))
+            tokens = tuple(itertools.islice(spelt, depth))
             if tokens:
                 self._drafts += 1
                 self._tokens += len(tokens)

@@ -1,15 +1,16 @@
-"""Checks of the hidden states that a target gives: clauses F9, F17 and F21."""
+"""Checks of the hidden states that a target gives: clauses F9, F17, F21 and F29."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
-from specdec.contract import NO_NEEDS, ForwardOutput, Hidden, Needs
-from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable
+from specdec.contract import NO_NEEDS, ForwardOutput, Hidden, Needs, SharedWeights
+from specdec.errors import UnsupportedError
+from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable
 from specdec.testing.subjects import ForwardPassSubject
 from specdec.testing.target_under_test import TargetUnderTest
 
@@ -137,3 +138,56 @@ def any_passes(subject: ForwardPassSubject, run: Run) -> None:
 
 
 _LONG = (17, 40, 65, 129, 300)  # tokens of prompts that are taken in at once
+
+
+@check("F29")
+def shared_weights(subject: ForwardPassSubject, run: Run) -> None:
+    """``shared_weights`` gives finite matrices ``[V, H]`` and a scale above 0, the same at every call, or raises
+    UnsupportedError."""
+    target = TargetUnderTest(subject)
+    try:
+        shared = target.model.shared_weights()
+    except UnsupportedError as error:
+        not_applicable(f"this target hands out no weights: {error.message}")
+    before = _readings(shared, target)
+    model, state = target.model, target.state()
+    model.prefill(state, target.tokens(range(3)))
+    model.decode(state, target.tokens([7]))
+    for again in (shared, model.shared_weights()):
+        expect_equal(again.embed_scale, shared.embed_scale, "the scale of embeddings changed")
+        for what, array in _readings(again, target).items():
+            expect_equal(array, before[what], f"{what} changed between two calls, or in a pass")
+
+
+def _readings(shared: SharedWeights, target: TargetUnderTest) -> dict[str, Float32]:
+    """What a head reads of both matrices: themselves, or through their ops embedded tokens and the logits of these."""
+    vocab, size = target.info.vocab_size, target.info.hidden_size
+    scale: object = shared.embed_scale
+    known = isinstance(scale, int | float) and not isinstance(scale, bool) and 0 < scale < float("inf")
+    expect(known, "the scale of embeddings is no number above 0", got=scale)
+    if shared.ops is None:
+        found = {"embed_tokens": _floats(shared.embed_tokens), "lm_head": _floats(shared.lm_head)}
+        wanted = {"embed_tokens": (vocab, size), "lm_head": (vocab, size)}
+    else:
+        ops, tokens = shared.ops, [0, vocab - 1, vocab // 2, 0]
+        rows = ops.embed(shared.embed_tokens, tokens)
+        found = {"embed_tokens": ops.to_host(rows).float().numpy(), "lm_head": ops.head(rows, shared.lm_head).rows()}
+        wanted = {"embed_tokens": (len(tokens), size), "lm_head": (len(tokens), vocab)}
+    for what, array in found.items():
+        expect_equal(array.shape, wanted[what], f"{what} gives values of another shape")
+        expect(bool(np.isfinite(array).all()), f"{what} gives values that are not finite", got=array)
+    return found
+
+
+def _floats(array: Any) -> Float32:
+    """An array in host memory as float32, copied. Raises: Broken if torch does not take it."""
+    import torch
+
+    try:
+        tensor = torch.as_tensor(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Broken(
+            f"shared weights without ops are none that torch takes: {error}", got=type(array).__name__
+        ) from error
+    made: Float32 = tensor.detach().float().numpy().copy()
+    return made

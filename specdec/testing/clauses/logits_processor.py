@@ -1,4 +1,4 @@
-"""Checks of logits processors: clauses L1 to L6."""
+"""Checks of logits processors: clauses L1 to L7."""
 
 from __future__ import annotations
 
@@ -225,6 +225,36 @@ def answers_stay(subject: LogitsProcessorSubject, run: Run) -> None:
             for former, copy, asked in answers[:-1]:
                 what = "a later call changed an answer that was handed over"
                 expect_equal(former, copy, what, history=asked.history, later=row.history)
+
+    for env, rows in _environments(subject, run):
+        run.halve(partial(look, env=env), rows)
+
+
+@check("L7")
+def forced_spelling(subject: LogitsProcessorSubject, run: Run) -> None:
+    """``forced`` gives ids of the vocabulary, the same again, and ``process`` allows each after those before it."""
+
+    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+        processor = subject.make(env)
+        history = rows[0].history[: env.generated_from]
+        for row in rows:
+            given: object = processor.forced(list(history))
+            expect(isinstance(given, list | tuple), "forced returns no list of tokens", got=given, history=history)
+            assert isinstance(given, list | tuple)
+            again = processor.forced(list(history))
+            expect_equal(list(again), list(given), "forced gives other tokens when asked again", history=history)
+            for count, token in enumerate(given):
+                case = {"history": history, "forced": list(given), "token": token}
+                expect(type(token) is int, "forced gives a token that is no plain int", **case)
+                expect(0 <= token < env.vocab_size, "forced gives a token outside the vocabulary", **case)
+                answer = processor.process(np.zeros(env.vocab_size, np.float32), [*history, *given[:count]])
+                expect(bool(answer[token] > -np.inf), "forced gives a token that process forbids there", **case)
+            answer = processor.process(row.logits.copy(), list(history))
+            allowed = np.flatnonzero(np.asarray(answer) > -np.inf)
+            token = int(allowed[int(row.logits[0] * 1000) % len(allowed)]) if len(allowed) else -1
+            if token < 0 or token in env.end_tokens:  # L4 says whether a token must be left
+                break
+            history.append(token)
 
     for env, rows in _environments(subject, run):
         run.halve(partial(look, env=env), rows)

@@ -28,7 +28,7 @@ from specdec.errors import ContractError, ShapeError, StateError, UnsupportedErr
 from specdec.testing import OpsSubject, Subject, check_subjects
 
 FEW = settings(max_examples=8)
-CLAUSES = [f"O{number}" for number in range(1, 24)]
+CLAUSES = [f"O{number}" for number in range(1, 26)]
 LONG = ["O12", "O13", "O17", "O20"]
 
 

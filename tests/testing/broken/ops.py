@@ -303,6 +303,37 @@ class ContinuationsOverwriteEachOther(ReferenceOps):
         return made
 
 
+class WindowOfOneMore(ReferenceOps):
+    def attend_from(self, q, k, v, cache, *, scale, first, causal=True):
+        wider = [max(0, row - 1) for row in first]
+        return super().attend_from(q, k, v, cache, scale=scale, first=wider, causal=causal)
+
+
+class BlocksAreCausal(ReferenceOps):
+    def attend_from(self, q, k, v, cache, *, scale, first, causal=True):
+        return super().attend_from(q, k, v, cache, scale=scale, first=first)
+
+
+class WindowOfTheFirstRow(ReferenceOps):
+    """One window for all rows of a pass."""
+
+    def attend_from(self, q, k, v, cache, *, scale, first, causal=True):
+        return super().attend_from(q, k, v, cache, scale=scale, first=[first[0]] * len(first), causal=causal)
+
+
+class AppendedRowsStay(ReferenceOps):
+    """What is appended is committed at once."""
+
+    def append(self, k, v, cache):
+        super().append(k, v, cache)
+        cache.commit(len(k))
+
+
+class AppendsValuesAsKeys(ReferenceOps):
+    def append(self, k, v, cache):
+        super().append(v, v, cache)
+
+
 BROKEN = {
     PlusInBfloat16: ("O1",),
     ForgetsTheResidual: ("O2",),
@@ -342,4 +373,9 @@ BROKEN = {
     GeluWithTheErrorFunction: ("O22",),
     PositionsOfThePass: ("O23", "O12"),
     SumsInPlace: ("O15", "O12", "O23"),
+    WindowOfOneMore: ("O24",),
+    BlocksAreCausal: ("O24",),
+    WindowOfTheFirstRow: ("O24",),
+    AppendedRowsStay: ("O25",),
+    AppendsValuesAsKeys: ("O25",),
 }

@@ -52,4 +52,34 @@ class OneBuffer(Halves):
         return row
 
 
-BROKEN = {Halves: ("L1",), Counts: ("L2",), InPlace: ("L3",), ForbidsAll: ("L4",), CutsAll: ("L5",), OneBuffer: ("L6",)}
+class ForcesWhatItForbids(Halves):
+    """Every second token may be chosen; all are forced."""
+
+    def process(self, logits, history):
+        answer = logits.copy()
+        if len(answer) > 1:
+            answer[1::2] = -np.inf
+        return answer
+
+    def forced(self, history):
+        return list(range(min(3, self.env.vocab_size)))
+
+
+class ForcesBeyondTheVocabulary(Halves):
+    def process(self, logits, history):
+        return logits.copy()
+
+    def forced(self, history):
+        return [self.env.vocab_size]
+
+
+BROKEN = {
+    Halves: ("L1",),
+    Counts: ("L2",),
+    InPlace: ("L3",),
+    ForbidsAll: ("L4",),
+    CutsAll: ("L5",),
+    OneBuffer: ("L6",),
+    ForcesWhatItForbids: ("L7",),
+    ForcesBeyondTheVocabulary: ("L7",),
+}

@@ -426,6 +426,39 @@ class KeepsStates(TableModel):
         return state
 
 
+class HeadTransposed(TableModel):
+    def shared_weights(self):
+        shared = super().shared_weights()
+        return attrs.evolve(shared, lm_head=np.ascontiguousarray(shared.lm_head.T))
+
+
+class ScaleOfZero(TableModel):
+    def shared_weights(self):
+        return attrs.evolve(super().shared_weights(), embed_scale=0.0)
+
+
+class WeightsAreScratch(TableModel):
+    """A pass writes into the table that it has handed out."""
+
+    table = None
+
+    def shared_weights(self):
+        if self.table is None:
+            self.table = super().shared_weights()
+        return self.table
+
+    def decode(self, state, tokens):
+        if self.table is not None:
+            self.table.embed_tokens[0] += 1
+        return super().decode(state, tokens)
+
+
+class PaddedVocabulary(TableModel):
+    def shared_weights(self):
+        shared = super().shared_weights()
+        return attrs.evolve(shared, embed_tokens=np.concatenate([shared.embed_tokens, shared.embed_tokens[:3]]))
+
+
 BROKEN = {
     (ForgetsInLongPrompts, ()): ("F1", "F2", "F3", "F4", "F5", "F6", "F7", "F10", "F12", "F23", "F24", "F25", "F26"),
     (GoesOnFromProvisionalRows, ()): ("F2", "F7", "F21", "F23"),
@@ -470,4 +503,8 @@ BROKEN = {
     (AnswersFromMemory, ()): ("F26",),
     (DrawsFromNumpy, ()): ("F27",),
     (KeepsStates, ()): ("F28",),
+    (HeadTransposed, ()): ("F29",),
+    (ScaleOfZero, ()): ("F29",),
+    (WeightsAreScratch, ()): ("F29",),
+    (PaddedVocabulary, ()): ("F29",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -27,6 +27,7 @@ class Layer(abc.ABC):
     """Inputs of one layer for some rows."""
 
     name: str
+    verifies = True  # whether targets run it, so that a row must have the same bits in any pass
 
     def __init__(self, bench: Bench, rows: int) -> None:
         self.bench = bench
@@ -88,12 +89,34 @@ class AttentionLayer(Layer):
         gate = self.gate[rows] if self.gated else None
         return [self.bench.ops.attend(self.q[rows], self.k[rows], self.v[rows], cache, scale=scale, gate=gate)]
 
-    def poisoned(self) -> AttentionLayer:
-        bad = AttentionLayer(self.bench, self.rows)
+    def poisoned(self) -> Self:
+        bad = type(self)(self.bench, self.rows)
         bad.q, bad.k, bad.v = (
             self.bench.heads(np.full((self.rows, heads, HEAD_DIM), np.nan)) for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         return bad
+
+
+class WindowLayer(AttentionLayer):
+    """Grouped-query attention within windows of 3 rows. Raises: NotApplicable if the backend has none."""
+
+    name = "attend_from"
+    verifies = False  # draft heads do
+
+    def __init__(self, bench: Bench, rows: int) -> None:
+        super().__init__(bench, rows, gated=False)
+        with bench.optional("append", "attend_from"):
+            cache = self.cache(2)
+            bench.ops.append(self.k[:1], self.v[:1], cache)
+            self.outputs(cache, 0, 1)
+
+    def outputs(self, cache: Any, first: int, last: int) -> list[Any]:
+        return [self.attended(cache, first, last, [max(0, int(cache.length) + t - 2) for t in range(last - first)])]
+
+    def attended(self, cache: Any, first: int, last: int, starts: Sequence[int], *, causal: bool = True) -> Any:
+        """Rows ``first..last``; row t of the pass sees the cache from ``starts[t]`` on."""
+        q, k, v = (array[first:last] for array in (self.q, self.k, self.v))
+        return self.bench.ops.attend_from(q, k, v, cache, scale=HEAD_DIM**-0.5, first=starts, causal=causal)
 
 
 class LatentLayer(Layer):
@@ -181,5 +204,6 @@ def layers(bench: Bench, rows: int) -> Iterator[Layer]:
     """One layer of each kind that the backend has."""
     yield AttentionLayer(bench, rows)
     yield DeltaLayer(bench, rows)
-    with contextlib.suppress(NotApplicable):
-        yield LatentLayer(bench, rows)
+    for optional in (LatentLayer, WindowLayer):
+        with contextlib.suppress(NotApplicable):
+            yield optional(bench, rows)

@@ -80,7 +80,7 @@ def row_invariance(subject: OpsSubject, run: Run) -> None:
         for count in (2, 3, 5, 8, most):
             for t, row in enumerate(bench.host(op(0, count))):
                 expect_equal(row, alone[t], f"{name}: row {t} of {count} has other bits than alone")
-    for layer in layers(bench, most):
+    for layer in (layer for layer in layers(bench, most) if layer.verifies):
         single = layer.in_passes([1] * most)
         for count in (2, 3, 5, most):
             for t, row in enumerate(layer.in_passes([count] * (most // count))):
