@@ -164,7 +164,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     if len(name) > _SHOWN:
         return None
-    compared = itertools.islice((other for other in known if len(other) <= _SHOWN), _COMPARED)
+    compared = list(itertools.islice((other for other in known if len(other) <= _SHOWN), _COMPARED))
+    if name not in compared:
+        for other in compared:
+            if other.casefold() == name.casefold():
+                return other
     matches = difflib.get_close_matches(name, compared, n=1, cutoff=0.5)
     return matches[0] if matches else None
 

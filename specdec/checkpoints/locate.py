@@ -12,6 +12,7 @@ from pathlib import Path
 from specdec.errors import CheckpointError, cut, nearest
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_URL = re.compile(r"https?://[\w.-]+/(?P<id>[\w.-]+/[\w.-]+)?.*")
 # Files fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) are never fetched.
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "vocab.txt", "merges.txt")
 # Sub-folders (original/, onnx/, ...) hold other formats of the same weights; consolidated*.safetensors is a copy.
@@ -35,6 +36,9 @@ def locate(model: str, *, revision: str | None = None, progress: bool = True) ->
         return _demo()
     if not model.strip():
         raise CheckpointError("the model is empty", try_=_MODELS)
+    url = _URL.fullmatch(model)
+    if url:
+        raise CheckpointError(f"{cut(model, _NAME)!r} is a URL, not a model", try_=url["id"] or _MODELS)
     path = Path(os.path.expanduser(model))
     if os.path.exists(path):
         return check_folder(path)

@@ -136,7 +136,7 @@ def _judge_traffic(
         option = "--" + given[0].removesuffix("_file").replace("_", "-")
         raise click.UsageError(f"{option}: with --trace no model runs, and the prompts are the file's.")
     if config.drafter.name == "auto":
-        raise click.UsageError("--trace: name the drafter to judge, such as -s drafter.name=ngram.")
+        raise click.UsageError("--trace: name the drafter to judge, such as --drafter ngram.")
     from specdec.checkpoints import locate
     from specdec.measuring.traffic import TrafficReplay
     from specdec.text import Tokenizer

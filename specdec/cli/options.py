@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ import click
 
 from specdec.cli.completion import complete_key, complete_model, plugin_names
 from specdec.config import Override, RunConfig, load_config, read_toml
-from specdec.errors import PromptError, shown
+from specdec.errors import ConfigError, PromptError, shown
 
 Command = Callable[..., Any]
 
@@ -177,9 +178,21 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
     for key, value in flags.items():
         if value is not None and value is not False and value != ():
             option = "--" + key.rpartition(".")[2].replace("_", "-")
-            number = whole_number(value) if key == "depth" else None
-            given = list(value) if isinstance(value, tuple) else value if number is None else number
+            given = list(value) if isinstance(value, tuple) else _depth(value) if key == "depth" else value
             yield Override(tuple(key.split(".")), given, option)
+
+
+def _depth(text: str) -> int | str:
+    """A number of draft tokens, which the policy checks, or the name of a policy. Raises: ConfigError."""
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        float(text)
+        raise ConfigError(
+            f"--depth takes a whole number of draft tokens or the name of a depth policy, got {shown(text)}",
+            try_="--depth 4, --depth adaptive",
+        )
+    return text
 
 
 def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -71,6 +72,11 @@ def structure(data: Any, config_class: type[T], path: tuple[str, ...], source: C
 def _in_toml(value: object) -> str:
     """A value with its TOML type: ``'4' (a string)``."""
     kinds: dict[type, str] = {str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
-    kinds |= {dict: "a table", list: "a list"}
-    text = str(value).lower() if isinstance(value, bool) else shown(value, 60)
+    kinds |= {dict: "a table", list: "a list", datetime.date: "a date", datetime.time: "a time"}
+    kinds |= {datetime.datetime: "a date and time"}
+    text = shown(value, 60)
+    if isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, datetime.date | datetime.time):
+        text = value.isoformat()
     return f"{text} ({kinds.get(type(value), type(value).__name__)})"

@@ -132,7 +132,7 @@ class Session:
             raise PromptError(
                 f"the prompt is too long: {total} tokens, and at least one more must fit",
                 limit=f"{capacity} tokens (max_position_embeddings {self._lm.info.max_positions})",
-                try_=f"a prompt of at most {capacity - 1} tokens",
+                try_=f"a prompt of at most {capacity - 1} token{'' if capacity == 2 else 's'}",
             )
 
     @checked(StateError)

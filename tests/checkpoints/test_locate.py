@@ -62,6 +62,14 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     assert "GGUF" in refusal(str(file.parent / "x.gguf")).facts["try"]
 
 
+@pytest.mark.parametrize("rest", ["", "/", "/tree/main?x=1"])
+def test_a_url_is_refused_with_the_id_in_it(rest: str) -> None:
+    error = refusal(f"https://huggingface.co/Qwen/Qwen3-4B{rest}")
+    assert "is a URL, not a model" in error.message
+    assert error.facts["try"] == "Qwen/Qwen3-4B"
+    assert "a hub id" in refusal("http://localhost/").facts["try"]
+
+
 @pytest.mark.parametrize(
     ("files", "word"),
     [

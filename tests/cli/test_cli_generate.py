@@ -84,6 +84,8 @@ def test_a_model_is_named_as_for_info_and_parts_by_short_options(invoke, models,
     assert models[-1].config.drafter == Choice("ngram", {"max_order": 3})
     assert invoke("generate", file, "--prompt", "x", "--depth", "adaptive").exit_code == 0
     assert models[-1].config.depth.name == "adaptive"
+    assert invoke("generate", "--prompt", "x", "--depth", "-1").exit_code == 0  # a number, which the policy refuses
+    assert models[-1].config.depth == Choice("fixed", {"depth": -1})
 
 
 def test_flags_and_overrides_reach_the_configuration(invoke, models, tmp_path):
@@ -145,6 +147,7 @@ def test_a_prompt_comes_from_a_file_or_stdin_and_may_be_chat(invoke, models, tmp
         (["--prompt-file", "/no/such/file"], "cannot read '/no/such/file'"),
         (["--max-new-tokens", "many"], "'many' is not a valid integer"),
         (["--max-new-tokens", "0"], "key generation.max_new_tokens takes 1 to 2147483647, got 0"),
+        (["--prompt", "x", "--depth", "1.5"], "--depth takes a whole number of draft tokens or the name of a depth"),
         (["--prompt", "x", "-s", "depth.dept"], "an override is key.path=value, got 'depth.dept'"),
         (["--prompt", "x", "-s", "generation.sed=1"], "Did you mean 'seed'?"),
         (["no-such.toml"], "cannot read the configuration 'no-such.toml'"),

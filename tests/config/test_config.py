@@ -171,6 +171,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("generation.temperature=inf", "key generation.temperature takes 0.0 to 100.0, got inf"),
         ("generation.max_new_tokens=0", "key generation.max_new_tokens takes 1 to 2147483647, got 0 (an integer)"),
         ("generation.seed=true", "key generation.seed takes an integer, got true (a boolean)"),
+        ("generation.seed=2020-01-31", "key generation.seed takes an integer, got 2020-01-31 (a date)"),
         ("generation.seed=1.0", "key generation.seed takes an integer, got 1.0 (a number)"),
         ("generation.stop=x", "key generation.stop takes a list, got 'x' (a string)"),
         ("generation.stop=['']", "key generation.stop takes strings of one character or more"),

@@ -6,11 +6,7 @@ of minus infinities, all tokens banned but one, tiny and huge temperatures, and 
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.backends.arrays import HostLogits
-from specdec.backends.cpu.compiler import FLAGS, SOURCES, find_compiler
-from specdec.backends.cpu.library import Kernels
+from specdec.backends.cpu.instruction_sets import available
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels
 from specdec.backends.cpu.tape import Kernel
@@ -30,6 +25,7 @@ from specdec.backends.cpu.threads import Threads
 from specdec.contract import Choosing, Context, Sampling
 from specdec.errors import SpecdecError
 from specdec.sampling import Purpose, Rows, exponential_sum, gumbel
+from tests.backends.cpu.mutated import mutated
 from tests.instruction_sets import kernels_of
 from tests.selection import cases
 
@@ -281,28 +277,13 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], SearchKernels]:
     """Compiles the searches with one change."""
-    try:
-        command = find_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", "")).command
-    except Exception as error:  # noqa: BLE001 - any reason
-        pytest.skip(str(error))
+    build = mutated(tmp_path_factory.mktemp("mutants"), "choice", available()[0], ["search", "team"])
 
-    flags = [*command, *FLAGS, "-O1", "-march=native"]
-    folder = tmp_path_factory.mktemp("mutants")
-    others = [str(folder / f"{name}.o") for name in ("search", "team")]
-    for made in others:
-        subprocess.run([*flags, "-c", str(SOURCES / f"{Path(made).stem}.cpp"), "-o", made], check=True)
-
-    def build(old: str, new: str) -> SearchKernels:
-        text = (SOURCES / "choice.cpp").read_text()
-        assert old in text
-        source = folder / f"{len(list(folder.iterdir()))}.cpp"
-        source.write_text(text.replace(old, new))
-        made = source.with_suffix(".so")
-        subprocess.run([*flags, f"-I{SOURCES}", "-shared", str(source), *others, "-o", str(made)], check=True)
-        kernels = Kernels(made, "native", "a mutant", ctypes.CDLL(str(made)))
+    def searches(old: str, new: str) -> SearchKernels:
+        kernels = build(old, new)
         return SearchKernels(kernels, Kernel(kernels, "choose_rows", "piipippi", threads=Threads(2)))
 
-    return build
+    return searches
 
 
 def _wrong(search: SearchKernels) -> bool:
