@@ -156,7 +156,7 @@ class Walk:
                 turns += 1
                 self._detour(session, tokens[at:], rng)
                 continue
-            if self.route is Route.REWOUND and chance > 0.95 and twins < 40 and at > 1:
+            if self.route is Route.REWOUND and chance > 0.95 and twins < 12 and at > 1:
                 twins += 1
                 self._twin(session, int(depths[at]), rng)
             if self.route is Route.RESTORED and chance < 0.04 and turns < 25:
@@ -214,7 +214,7 @@ class Walk:
             session.drafter.rewind(session.state.length)
 
     def _twin(self, session: ScriptedSession, depth: int, rng: np.random.Generator) -> None:
-        """Draft once over another text of the same length with the same last tokens, and go back to this one."""
+        """Draft over another text of the same length with the same last tokens, as a fresh drafter, and go back."""
         tokens, vocab = list(session.tokens), session.model.info.vocab_size
         kept = min(int(2 ** rng.uniform(0, 3)), len(tokens) - 1)
         changed = min(int(2 ** rng.uniform(0, 4)), len(tokens) - kept)
@@ -223,7 +223,10 @@ class Walk:
             session, max(start, 1), [int(token) for token in rng.integers(0, vocab, end - max(start, 1))], tokens[end:]
         )
         session.cycles = len(tokens) - 1 + self.cycle
-        session.cycle(depth, 0, int(rng.integers(vocab)))
+        expected, got = session.fresh().propose(depth), session.propose(depth)
+        what = "after a rewind and as many other tokens, the draft is not that of a fresh drafter"
+        expect(drafts_equal(got, expected), what, got=got, expected=expected, tokens=session.tokens)
+        session.finish(usable(got, depth, vocab), 0, int(rng.integers(vocab)))
         self._retell(session, max(start, 1), tokens[max(start, 1) :])
 
     @staticmethod
