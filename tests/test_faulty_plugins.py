@@ -44,7 +44,7 @@ from tests.selection import examples
 PROMPT = [7, 8, 9, 7, 8, 9, 7, 8]
 COUNT = 10
 METHODS = {
-    "drafter": ("factory", "prefill", "propose", "observe", "device_draft", "snapshot", "report"),
+    "drafter": ("factory", "prefill", "propose", "observe", "device_draft", "rewind", "snapshot", "report"),
     "verifier": ("factory", "verify", "is_argmax"),
     "depth policy": ("factory", "next_depth", "record", "reason"),
     "logits processor": ("factory", "process", "legal"),
@@ -230,6 +230,9 @@ def plugins(faulty: Faulty) -> Any:
         def device_draft(self, context: Any) -> Any:
             return ask("device_draft", lambda: None, context)
 
+        def rewind(self, length: int) -> Any:
+            return ask("rewind", lambda: None)
+
         def snapshot(self, context: Any) -> Any:
             return ask("snapshot", lambda: None, context)
 
@@ -344,6 +347,8 @@ def run(lm: Any, plugin: Any, settings: dict[str, Any], *, plain: bool) -> Any:
         settings = {**settings, "max_new_tokens": COUNT, "ignore_eos": True, "processors": (Choice("faulty"),)}
         result = session.generate(PROMPT, **settings)
         session.fork()
+        for back in range(1, 5):
+            session.rewind(len(PROMPT) + COUNT - back)
         return session, result
     except SpecdecError as error:
         return session, error
@@ -382,7 +387,7 @@ def test_a_fault_of_a_plugin_never_changes_the_output_of_strict(lm: Any, fault: 
         assert any("does not hold" in notice and "'faulty'" in notice for notice in outcome.notices)
     outcome.to_dict()
     reasons = " ".join([*outcome.notices, outcome.stats.speculation()["reason"]])
-    if fault.sort == "raises" and faulty.struck and fault.method not in ("snapshot", "factory"):
+    if fault.sort == "raises" and faulty.struck and fault.method not in ("rewind", "snapshot", "factory"):
         assert "'faulty' failed in " + fault.method in reasons
 
 

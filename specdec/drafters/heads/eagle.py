@@ -17,6 +17,7 @@ Sources: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, section 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,7 +114,8 @@ class EagleNetwork:
             )
         masked = None
         if layout.mask_token is not None:
-            shape = weights.shape_of("mask_hidden") or (1, 1, width)
+            given = weights.shape_of("mask_hidden") or ()
+            shape = given if math.prod(given) == width else (1, 1, width)
             masked = ops.weight(weights.tensor("mask_hidden", shape).reshape(1, width))
         return cls(
             ops=ops,

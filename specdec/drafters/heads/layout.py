@@ -272,13 +272,19 @@ class HeadFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor. Raises: CheckpointError if it is missing."""
+    def shape(self, name: str, axes: int | None = None) -> tuple[int, ...]:
+        """The shape of a tensor. Raises: CheckpointError if it is missing, or has not so many ``axes``."""
         if name not in self.names:
             raise CheckpointError(
                 f"the tensor {name} is missing", folder=self.checkpoint.path, nearest=nearest(name, self.names)
             )
-        return self.checkpoint.shape(self.names[name])
+        shape = self.checkpoint.shape(self.names[name])
+        if axes is not None and len(shape) != axes:
+            raise CheckpointError(
+                f"the tensor {self.names[name]} has the shape {list(shape)}, and takes {axes} axes",
+                folder=self.checkpoint.path,
+            )
+        return shape
 
     def refuse_unread_keys(self) -> None:
         """Raises: CheckpointError for a key that has no meaning here: it may change what the head computes."""
@@ -341,10 +347,11 @@ def kind_of(files: HeadFiles) -> str:
     names, config = files.names, files.config
     said = config.get("speculators_model_type")
     architectures = config.get("architectures")
-    words = [said, *(architectures if isinstance(architectures, list) else [])]
+    named = [said, *(architectures if isinstance(architectures, list) else [])]
     nested = config.get("dflash_config")
     if isinstance(nested, Mapping):
-        words.append(nested.get("projector_type"))
+        named.append(nested.get("projector_type"))
+    words = [word for word in named if isinstance(word, str)]
     refused = next((_REFUSED_NAMES[word] for word in words if word in _REFUSED_NAMES), None)
     if refused is None and ("medusa_num_heads" in config or any(_MEDUSA.fullmatch(name) for name in names)):
         refused = "Medusa"
@@ -414,7 +421,7 @@ def _speculators(files: HeadFiles) -> tuple[bool, ReadKeys, int | None, str]:
         return False, files.config, None, ""
     given = files.config.get("transformer_layer_config")
     model_type = given.get("model_type", "qwen3") if isinstance(given, Mapping) else "qwen3"
-    if model_type not in _CLASS_DEFAULTS:
+    if not isinstance(model_type, str) or model_type not in _CLASS_DEFAULTS:
         raise CheckpointError(
             f"config.json: transformer_layer_config.model_type = {shown(model_type)} is not read; 'llama' and 'qwen3' "
             "are"
@@ -425,10 +432,18 @@ def _speculators(files: HeadFiles) -> tuple[bool, ReadKeys, int | None, str]:
     if isinstance(about, Mapping):
         methods, verifier = about.get("proposal_methods"), about.get("verifier")
         if isinstance(methods, list) and methods and isinstance(methods[0], Mapping):
-            depth = methods[0].get("speculative_tokens")
+            depth = _count(methods[0], "speculative_tokens")
         if isinstance(verifier, Mapping):
             target = str(verifier.get("name_or_path") or "")
-    return True, table, depth if type(depth) is int else None, target
+    return True, table, depth, target
+
+
+def _count(table: Mapping[str, Any], key: str) -> int | None:
+    """A whole number from 1, or None if the key is absent. Raises: CheckpointError for anything else."""
+    value = table.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise CheckpointError(f"config.json: {key!r} takes a whole number from 1, got {shown(value)}")
+    return value
 
 
 def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: int) -> Geometry:
@@ -439,8 +454,8 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
         width: how many times H_d the first layer's projections take.
     """
     fields = Fields(table)
-    hidden = files.shape("norm.weight")[0]
-    intermediate = files.shape("layers.0.mlp.gate_proj.weight")[0]
+    hidden = files.shape("norm.weight", 1)[0]
+    intermediate = files.shape("layers.0.mlp.gate_proj.weight", 2)[0]
     for key, size in (("hidden_size", hidden), ("intermediate_size", intermediate)):
         stated = fields.whole(key, size)
         if stated != size:
@@ -472,6 +487,10 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
     rope, factor = fields.rope(head_dim, 1e4 if theta is None else theta, share=1.0)
     bias = table.get("attention_bias", False)
     held = "layers.0.self_attn.q_proj.bias" in files
+    if not bias and "layers.0.self_attn.o_proj.bias" in files:
+        raise CheckpointError(
+            f"config.json: 'attention_bias' is {shown(bias)}, and the tensor layers.0.self_attn.o_proj.bias is there"
+        )
     if bool(bias) != held:
         raise CheckpointError(
             f"config.json: 'attention_bias' is {shown(bias)}, and the tensor layers.0.self_attn.q_proj.bias is "
@@ -516,11 +535,11 @@ def _vocabulary(files: HeadFiles, table: ReadKeys, draft: int) -> dict[str, Any]
     stated: int | None = fields.whole("vocab_size") if table.get("vocab_size") is not None else None
     own_embedding, own_head = "embed_tokens.weight" in files, "lm_head.weight" in files
     if own_embedding:
-        stated = files.shape("embed_tokens.weight")[0]
+        stated = files.shape("embed_tokens.weight", 2)[0]
     ties = [Fields(one).flag("tie_word_embeddings", False) for one in (table, files.config)]
     tied = any(ties) and own_embedding and not own_head
     if own_head:
-        rows = files.shape("lm_head.weight")[0]
+        rows = files.shape("lm_head.weight", 2)[0]
         if draft and rows != draft:
             raise CheckpointError(f"config.json: 'draft_vocab_size' is {draft}, and lm_head.weight has {rows} rows")
         draft = rows
@@ -536,7 +555,7 @@ def _vocabulary(files: HeadFiles, table: ReadKeys, draft: int) -> dict[str, Any]
         tokens: tuple[int, ...] | None = None
     else:
         order, tokens = _map(files, draft, stated)
-    if not own_head and not tied and tokens is not None:
+    if not own_head and tokens is not None:  # a tied one would have a row per token of the target
         raise CheckpointError(f"the tensor lm_head.weight is missing: the head has a vocabulary of its own ({draft})")
     return {
         "target_vocab": stated,
@@ -631,7 +650,7 @@ def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
     ids, path = _ids(tables, "eagle_aux_hidden_state_layer_ids", "layer_ids")
     uses_states = _switch(files, tables, "use_aux_hidden_state", "fc.weight")
     rules: list[tuple[str, str]] = []
-    fed_width = files.shape("fc.weight")[1] if uses_states else geometry.hidden
+    fed_width = files.shape("fc.weight", 2)[1] if uses_states else geometry.hidden
     count = len(set(ids)) if ids is not None else (Fields(table).whole(count_key) if count_key else 3)
     states = None
     target_hidden = geometry.hidden
@@ -685,7 +704,7 @@ def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
         raise CheckpointError(f"config.json lacks a token for masked rows: one of {', '.join(_MASKS)}")
     if kind == P_EAGLE:
         rules.append(("masked rows", f"token {mask}, with the head's mask_hidden as states"))
-    draft = files.config.get("draft_vocab_size")
+    draft = _count(files.config, "draft_vocab_size")
     return Layout(
         kind=kind,
         source="speculators" if ours else "EAGLE" if _named(files, "LlamaForCausalLM") else "SpecForge",
@@ -699,7 +718,7 @@ def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
         depth=depth,
         target=target,
         rules=tuple(rules),
-        **_vocabulary(files, table, draft if type(draft) is int else 0),
+        **_vocabulary(files, table, draft or 0),
     )
 
 
@@ -764,15 +783,15 @@ def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout
         raise CheckpointError(f"config.json lacks {own[0]!r}: which layers of the target the head reads")
     shift = _shift(overrides, 0 if ours else 1)
     states = States(ids=ids, count=len(set(ids)), shift=shift, final=not ours)
-    target_hidden, rest = divmod(files.shape(fc)[1], states.count)
+    target_hidden, rest = divmod(files.shape(fc, 2)[1], states.count)
     if rest:
         raise CheckpointError(
             f"the tensor {fc} takes {files.shape(fc)[1]} values, and {states.count} states do not fill it"
         )
-    block = _whole(tables, "block_size")
     mask = _whole(tables, "mask_token_id", low=0)
     from_anchor = _switch(files, tables, "sample_from_anchor", None)
     anchored = kind == DSPARK if from_anchor is None else from_anchor
+    block = _whole(tables, "block_size", low=1 if anchored else 2)
     windows_causal = not _switch(files, tables, "sliding_window_non_causal", None) if ours else False
     causal = any(_switch(files, tables, key, None) for key in ("causal", "is_causal"))
     bidirectional = tuple(not causal and not (window and windows_causal) for window in geometry.windows)
@@ -793,15 +812,15 @@ def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout
     if ignored:
         rules.append(("not used", f"{', '.join(ignored)}, which act in DFlash2 only"))
     markov = _markov(files, rules) if kind == DSPARK else {}
-    draft = files.config.get("draft_vocab_size")
-    layers = next((one.get("num_target_layers") for _, one in tables if one.get("num_target_layers") is not None), None)
+    draft = _count(files.config, "draft_vocab_size")
+    layers = next((found for _, one in tables if (found := _count(one, "num_target_layers")) is not None), None)
     return Layout(
         kind=kind,
         source="speculators" if ours else "DeepSpec" if kind == DSPARK else "z-lab",
         geometry=geometry,
         states=states,
         target_hidden=target_hidden,
-        target_layers=layers if type(layers) is int else None,
+        target_layers=layers,
         mask_token=mask,
         block_size=block,
         from_anchor=anchored,
@@ -812,7 +831,7 @@ def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout
         target=target,
         rules=tuple(rules),
         **markov,
-        **_vocabulary(files, table, draft if type(draft) is int else 0),
+        **_vocabulary(files, table, draft or 0),
     )
 
 
@@ -829,19 +848,21 @@ def _views(geometry: Geometry, bidirectional: Sequence[bool]) -> list[str]:
 
 
 def _whole(tables: Sequence[tuple[str, ReadKeys]], key: str, *, low: int = 1) -> int:
-    """A whole number from the first table that has the key. Raises: CheckpointError if none has."""
+    """A whole number from the tables that have the key. Raises: CheckpointError if none has, or two disagree."""
     found = [value for _, table in tables if (value := table.get(key)) is not None]
     if not found or type(found[0]) is not int or found[0] < low:
         raise CheckpointError(
             f"config.json: {key!r} takes a whole number from {low}, got {shown(found[0] if found else None)}"
         )
+    if any(other != found[0] for other in found):
+        raise CheckpointError(f"config.json: {key!r} is given twice, as {shown(found[0])} and {shown(found[1])}")
     return int(found[0])
 
 
 def _markov(files: HeadFiles, rules: list[tuple[str, str]]) -> dict[str, Any]:
     """DSpark's switches: the Markov head by its tensors, the confidence head by its own."""
     fields = Fields(files.config)
-    rank = files.shape("markov_head.markov_w1.weight")[1]
+    rank = files.shape("markov_head.markov_w1.weight", 2)[1]
     stated = fields.whole("markov_rank", rank)
     if stated != rank:
         raise CheckpointError(
@@ -855,7 +876,7 @@ def _markov(files: HeadFiles, rules: list[tuple[str, str]]) -> dict[str, Any]:
     trusts = _switch(files, [("", files.config)], "enable_confidence_head", "confidence_head.proj.weight")
     joined = False
     if trusts:
-        width, hidden = files.shape("confidence_head.proj.weight")[1], files.shape("norm.weight")[0]
+        width, hidden = files.shape("confidence_head.proj.weight", 2)[1], files.shape("norm.weight")[0]
         joined = width == hidden + rank
         given = files.config.get("confidence_head_with_markov")
         if width not in (hidden, hidden + rank) or given not in (None, joined):

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.backends.arrays import HostLogits
+from specdec.backends.cpu.instruction_sets import available
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKernels
 from specdec.backends.cpu.tape import Kernel
@@ -276,7 +277,7 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], SearchKernels]:
     """Compiles the searches with one change."""
-    build = mutated(tmp_path_factory.mktemp("mutants"), "choice", ["-march=native"], ["search", "team"])
+    build = mutated(tmp_path_factory.mktemp("mutants"), "choice", available()[0], ["search", "team"])
 
     def searches(old: str, new: str) -> SearchKernels:
         kernels = build(old, new)

@@ -342,10 +342,10 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], NativeOps]:
     """Compiles the kernels for AVX2 with one change."""
-    flags = next((one.flags for one in available() if one.name == "avx2"), None)
-    if flags is None:
+    avx2 = next((one for one in available() if one.name == "avx2"), None)
+    if avx2 is None:
         pytest.skip("this processor has no AVX2")
-    build = mutated(tmp_path_factory.mktemp("mutants"), "packed", flags)
+    build = mutated(tmp_path_factory.mktemp("mutants"), "packed", avx2)
     return lambda old, new: NativeOps(torch.bfloat16, build(old, new))
 
 

@@ -166,6 +166,23 @@ def nvidia(**keys: Any) -> Edit:
     return edit
 
 
+def reshaped(name: str, *shape: int) -> Edit:
+    def edit(config: Config, tensors: Tensors) -> None:
+        tensors[name] = tensors[name].reshape(shape or (-1,))[: None if shape else 20].contiguous()
+
+    return edit
+
+
+def within(**keys: Any) -> Edit:
+    """z-lab's layout with keys in ``dflash_config``."""
+
+    def edit(config: Config, tensors: Tensors) -> None:
+        zlab(config, tensors)
+        config["dflash_config"] |= keys
+
+    return edit
+
+
 OFFSETS = torch.zeros(24, dtype=torch.int64)
 REFUSED: dict[str, tuple[str, Edit, str]] = {
     "unused tensor": ("eagle3", tensor("layers.0.extra.weight", torch.zeros(2)), "tensor layers.0.extra.weight .* not"),
@@ -207,6 +224,34 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
         "eagle3-window",
         layer(use_sliding_window=False),
         "has sliding layers, and 'use_sliding_window' is false",
+    ),
+    "fc of one axis": ("eagle3", reshaped("fc.weight"), r"fc.weight has the shape \[20\], and takes 2 axes"),
+    "a norm of two axes": ("eagle3", reshaped("norm.weight", 4, 4), "norm.weight has the shape .* takes 1 axes"),
+    "W1 of one axis": ("dspark", reshaped("markov_head.markov_w1.weight"), "markov_w1.weight has the shape"),
+    "a confidence of one axis": ("dspark", reshaped("confidence_head.proj.weight"), "proj.weight has the shape"),
+    "a mask of another width": ("p_eagle", reshaped("mask_hidden"), "mask_hidden"),
+    "a block of the anchor alone": ("dflash", change(block_size=1), "'block_size' takes a whole number from 2, got 1"),
+    "two sizes of a block": ("dflash", within(block_size=4), "'block_size' is given twice, as 8 and 4"),
+    "two masks": ("dflash", both(zlab, change(mask_token_id=3)), "'mask_token_id' is given twice, as 3 and 7"),
+    "an architecture that is no name": ("eagle3", change(architectures=[{}], shift_states=1), "shift_states"),
+    "a type that is no name": ("eagle3", change(speculators_model_type={}), "speculators_model_type' = {} is not read"),
+    "a layer type that is no name": ("eagle3", layer(model_type=[]), r"model_type = \[\] is not read"),
+    "a reduced vocabulary that is tied": (
+        "eagle3-reduced",
+        both(tensor("lm_head.weight", None), change(tie_word_embeddings=True)),
+        "lm_head.weight is missing",
+    ),
+    "a vocabulary that is no number": ("eagle3-reduced", change(draft_vocab_size="24"), "draft_vocab_size' takes a"),
+    "layers that are no number": ("dflash", both(zlab, change(num_target_layers="9")), "num_target_layers' takes a"),
+    "a depth that is no number": (
+        "eagle3",
+        change(speculators_config={"proposal_methods": [{"speculative_tokens": "8"}]}),
+        "speculative_tokens' takes a whole number from 1, got '8'",
+    ),
+    "a bias of the output without its key": (
+        "eagle3",
+        tensor("layers.0.self_attn.o_proj.bias", torch.ones(16)),
+        "attention_bias' is False, and the tensor layers.0.self_attn.o_proj.bias is there",
     ),
     "no mask": ("p_eagle", tensor("mask_hidden", None), "mask_hidden is missing"),
     "no mask token": ("p_eagle", change(mask_token_id=None), "lacks a token for masked rows"),

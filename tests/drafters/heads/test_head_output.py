@@ -92,7 +92,10 @@ def test_sessions_fork_save_and_rewind_with_a_head(kind: str, tmp_path: Path) ->
 
 
 def test_nothing_is_computed_or_kept_for_a_drafter_that_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes and bytes beside each other: without a head no pass takes boundaries, and no state is larger."""
+    """Passes and bytes beside each other: without a head no pass takes boundaries, and no state is larger.
+
+    The same watch sees the boundaries that the embedded model's head asks for, so it can fail.
+    """
     passes: list[tuple[int, ...]] = []
     of = CausalLM._passes_with
     monkeypatch.setattr(CausalLM, "_passes_with", lambda self, k: passes.append(k) or of(self, k))
@@ -103,6 +106,12 @@ def test_nothing_is_computed_or_kept_for_a_drafter_that_needs_no_boundaries(monk
     plain, heady = (lm.target.new_state(64, needs) for needs in (Needs(), Needs(boundaries=(2, 6, 9))))
     assert plain.nbytes() == heady.nbytes()  # the target keeps no states: the drafter keeps what it draws from them
     assert lm.target.prefill(plain, [1, 2, 3]).boundaries == {}
+    monkeypatch.undo()
+    with_head: list[tuple[int, ...]] = []
+    monkeypatch.setattr(CausalLM, "_passes_with", lambda self, k: with_head.append(k) or of(self, k))
+    head = specdec.load("demo", drafter="eagle3", depth=2)
+    head.generate("def mean(values):", max_new_tokens=8)
+    assert head.drafter.shared.around.needs.boundaries in with_head
 
 
 # --- ratio tests ---------------------------------------------------------------------------------------------------
