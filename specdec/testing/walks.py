@@ -142,7 +142,7 @@ class Walk:
             sealed=self.sealed,
         )
         session.outputs = self.outputs
-        turns = 0
+        turns = twins = 0
         if self.route is Route.RESTORED:
             session.keep()  # of a sequence without tokens
         prompt = self.route is Route.PROMPT
@@ -156,8 +156,8 @@ class Walk:
                 turns += 1
                 self._detour(session, tokens[at:], rng)
                 continue
-            if self.route is Route.REWOUND and chance > 0.95 and turns < 40 and at > 1:
-                turns += 1
+            if self.route is Route.REWOUND and chance > 0.95 and twins < 40 and at > 1:
+                twins += 1
                 self._twin(session, int(depths[at]), rng)
             if self.route is Route.RESTORED and chance < 0.04 and turns < 25:
                 turns += 1
