@@ -113,7 +113,7 @@ def serve(
     from specdec.serving.engine import Engine
     from specdec.serving.metrics import Metrics
     from specdec.serving.requests import Limits
-    from specdec.serving.server import bound_socket
+    from specdec.serving.server import bound_socket, listen
     from specdec.serving.server import serve as run
 
     with bound_socket(host, port) as listening:
@@ -136,6 +136,6 @@ def serve(
         )
         output.lines(output.console(stderr=True), "note", lm.notices)
         address, used = listening.getsockname()[:2]
-        listening.listen()
+        listen(listening)
         click.echo(f"http://{f'[{address}]' if ':' in address else address}:{used}/v1")
         run(service, listening, grace=grace)

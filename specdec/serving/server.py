@@ -26,7 +26,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--host {host!r} is no address of this machine", reason=str(error)) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"--host {host!r} is no address of this machine", reason=reason) from error
     family, kind, protocol, _, address = found[0]
     made = socket.socket(family, kind, protocol)
     try:
@@ -34,10 +35,22 @@ def bound_socket(host: str, port: int) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise ConfigError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}", try_="--port 0, which takes a free one"
-        ) from error
+        raise _cannot_listen(host, port, error) from error
     return made
+
+
+def listen(bound: socket.socket) -> None:
+    """Take connections at a bound socket. Raises: ConfigError if another program was faster."""
+    host, port = bound.getsockname()[:2]
+    try:
+        bound.listen()
+    except OSError as error:  # the system lets two bind an address, as long as neither listens
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    other = "--port 0, which takes a free one" if port else "--host 127.0.0.1"
+    return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}", try_=other)
 
 
 def serve(service: Service, listening: socket.socket, *, grace: float) -> None:

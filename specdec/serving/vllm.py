@@ -15,6 +15,7 @@ from specdec.config import Choice, GenerationConfig, RunConfig, TargetConfig
 from specdec.errors import UnsupportedError
 
 DEPTH = 2  # draft tokens where the configuration leaves the depth to a policy
+_WITH_A_MODEL = ("draft_model", "eagle3", "dflash", "dspark")  # vLLM's methods have the same names
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -64,11 +65,13 @@ def _speculative(config: RunConfig, notes: list[str]) -> Mapping[str, Any] | Non
     elif drafter.name == "ngram":
         made |= {"method": "ngram", "prompt_lookup_max": options.pop("max_order", 4)}
         made["prompt_lookup_min"] = options.pop("min_order", 2)
-    elif drafter.name == "draft_model" and "model" in options:
-        made |= {"method": "draft_model", "model": os.path.expanduser(options.pop("model"))}
+    elif drafter.name in _WITH_A_MODEL and "model" in options:
+        made |= {"method": drafter.name, "model": os.path.expanduser(options.pop("model"))}
     else:
         raise UnsupportedError(
-            f"vLLM has no method for the drafter {drafter.name!r}", try_="mtp, ngram, draft_model or none"
+            f"vLLM has no method for the drafter {drafter.name!r}",
+            try_=f"mtp, ngram, none, or with drafter.model {', '.join(_WITH_A_MODEL)}; the plugin specdec-vllm runs "
+            f"drafters of specdec that read tokens only",
         )
     for left in options:
         raise _no_option(f"drafter.{left}")

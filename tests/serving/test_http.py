@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import ASK, events, serving, streamed_text
 
+from specdec.errors import ConfigError
+from specdec.serving.server import bound_socket, listen
 from tests.processes import HUNG, run_specdec
 from tests.selection import examples
 
@@ -375,6 +377,20 @@ def test_a_server_that_cannot_start_says_why(options, message):
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(server):
     done = run_specdec("serve", "--port", server.host.split(":")[1], "-m", "/no/such/folder", status=2)
     assert "cannot listen at 127.0.0.1" in done.stderr
+
+
+def test_of_two_servers_that_start_at_once_the_slower_says_that_the_port_is_taken():
+    """While they load, both hold the address: the system refuses the second one only when it listens."""
+
+    def both(first):
+        with bound_socket(*first.getsockname()) as second:
+            listen(first)
+            listen(second)
+
+    with bound_socket("127.0.0.1", 0) as first:
+        with pytest.raises(ConfigError, match="Address already in use") as raised:
+            both(first)
+        assert "--port 0" in raised.value.facts["try"]
 
 
 @pytest.mark.slow

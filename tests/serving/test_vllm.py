@@ -38,6 +38,13 @@ def after(command, option):
             ["--drafter", "draft_model", "-s", "drafter.model=a/b", "--depth", 3],
             {"method": "draft_model", "num_speculative_tokens": 3, "model": "a/b"},
         ),
+        *(
+            (
+                ["--drafter", name, "-s", "drafter.model=a/b", "--depth", 3],
+                {"method": name, "num_speculative_tokens": 3, "model": "a/b"},
+            )
+            for name in ("eagle3", "dflash", "dspark")
+        ),
         (["--drafter", "none"], None),
         (["--depth", 0], None),
     ],
@@ -61,6 +68,8 @@ def test_the_command_names_the_same_drafter(options, speculative):
         (["-s", "generation.banned=[1]"], "no option for generation.banned"),
         (["--verifier", "margin"], "no option for verifier.name = 'margin'"),
         (["--drafter", "first_of"], "no method for the drafter 'first_of'"),
+        (["--drafter", "eagle3"], "no method for the drafter 'eagle3'"),
+        (["--drafter", "suffix"], "the plugin specdec-vllm runs drafters"),
         (["-s", "drafter={name='mtp', max_miss=0.2}"], "no option for drafter.max_miss"),
         (["--host", "0.0.0.0"], "there is no API key"),
     ],
