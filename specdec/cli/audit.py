@@ -433,7 +433,7 @@ def _comparison(report: ComparisonReport) -> Iterator[tuple[str, str]]:
     yield "control", f"plain against plain: {_differ(len(report.control.differences), report)}"
     yield (
         "logprobs",
-        f"{report.speculation.apart:.3g} nats apart at most, of the same token after the same tokens; control "
+        f"{report.speculation.apart:.3g} nats apart at most (same token, same context); control "
         f"{report.control.apart:.3g}",
     )
     tie, real = report.limits.tie, report.limits.real

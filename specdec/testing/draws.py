@@ -83,7 +83,7 @@ class Draws:
     def judge(self, setting: str) -> None:
         """Raises: Broken if a sum is too far from 0."""
         for name, (total, variance, largest) in self._sums.items():
-            if variance < ENOUGH * largest**2:
+            if variance <= ENOUGH * largest**2:
                 continue
             away = total / variance**0.5
             what = f"drafted tokens do not follow their probs, as to {name}"

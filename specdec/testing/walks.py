@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 VOCAB = 40
 DEEPEST = 15
+BYTE = 256
+"""A position from which a walk with detours comes back, with tokens that come again: 8 bits do not hold it."""
 LEAST = {VOCAB: 40, WIDE: 10}
 """By vocabulary, tokens of a text that a walk goes through after its prompt, however little time there is."""
 
@@ -143,6 +145,7 @@ class Walk:
         )
         session.outputs = self.outputs
         turns = twins = 0
+        crossed = False
         if self.route is Route.RESTORED:
             session.keep()  # of a sequence without tokens
         prompt = self.route is Route.PROMPT
@@ -152,6 +155,11 @@ class Walk:
         least = len(session.tokens) + LEAST[self.vocab]
         while len(session.tokens) < len(tokens) and (len(session.tokens) < least or not self.run.spent):
             at, chance = len(session.tokens), rng.random()
+            if self.route is Route.REWOUND and not crossed and BYTE - 64 <= at < BYTE:
+                crossed = True
+                session.feed([*text(self.seed + 1, BYTE - at, self.vocab), *tokens[at : at + 64]])
+                session.rewind(at)
+                session.feed([])
             if self.route is Route.REWOUND and chance < 0.06 and turns < 40:
                 turns += 1
                 self._detour(session, tokens[at:], rng)
