@@ -80,7 +80,7 @@ def samplings(draw: st.DrawFn, vocab: int, *, greedy: bool | None = None) -> Sam
     return attrs.evolve(
         made,
         top_k=draw(st.sampled_from([0, 1, 2, 3])),
-        top_p=draw(st.sampled_from([1.0, 0.9, 0.5])),
+        top_p=draw(st.sampled_from([1.0, 0.9, 0.5, 0.4])),
         min_p=draw(st.sampled_from([0.0, 0.1, 0.5])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.8])),
         presence_penalty=draw(st.sampled_from([0.0, 0.7])),

@@ -537,16 +537,7 @@ class NativeOps(ReferenceOps):
         self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, *, scale: float, gate: Tensor | None = None
     ) -> Tensor:
         rows, heads, dim = q.shape
-        keys, values = cache.keys, cache.values
-        kv_heads = keys.shape[1]
-        if k.shape != (rows, kv_heads, dim) or v.shape != k.shape or heads % kv_heads or keys.shape[2] != dim:
-            raise ShapeError(
-                "attend got queries, keys, values and a cache that do not fit together",
-                got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, cache {list(keys.shape)}",
-                takes="q [T, nq, D], k and v [T, nkv, D], cache [capacity, nkv, D], nq a multiple of nkv",
-            )
-        if keys.dtype is not self.dtype:
-            raise self._refused("attend", "cache", keys, "[capacity, nkv, D]")
+        kv_heads = self._fitting(q, k, v, cache, "attend")
         start, _ = cache.reserve(rows)
         gate_view = (0, 0, 0)
         if gate is not None:
@@ -558,14 +549,77 @@ class NativeOps(ReferenceOps):
             *self._heads(q, "attend", "q"),
             *self._heads(k, "attend", "k"),
             *self._heads(v, "attend", "v"),
-            keys.data_ptr(),
-            values.data_ptr(),
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
             *gate_view,
             rows,
             heads,
             kv_heads,
             dim,
             start,
+            scale,
+            out.data_ptr(),
+        )
+        return out
+
+    def _fitting(self, q: Tensor, k: Tensor, v: Tensor, cache: CpuKVCache, op: str) -> int:
+        """The number of key-value heads. Raises: ShapeError if the arguments do not fit together."""
+        rows, heads, dim = q.shape
+        keys = cache.keys
+        kv_heads = keys.shape[1]
+        if k.shape != (rows, kv_heads, dim) or v.shape != k.shape or heads % kv_heads or keys.shape[2] != dim:
+            raise ShapeError(
+                f"{op} got queries, keys, values and a cache that do not fit together",
+                got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}, cache {list(keys.shape)}",
+                takes="q [T, nq, D], k and v [T, nkv, D], cache [capacity, nkv, D], nq a multiple of nkv",
+            )
+        if keys.dtype is not self.dtype:
+            raise self._refused(op, "cache", keys, "[capacity, nkv, D]")
+        return kv_heads
+
+    def attend_from(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: CpuKVCache,
+        *,
+        scale: float,
+        first: Sequence[int],
+        causal: bool = True,
+    ) -> Tensor:
+        rows, heads, dim = q.shape
+        kv_heads = self._fitting(q, k, v, cache, "attend_from")
+        start = self._written(k, v, cache)
+        if not causal and len(set(first)) == 1:  # rows that see the same keys are one row with more heads
+            split, joined = (rows, kv_heads, -1, dim), (kv_heads, rows, -1, dim)
+            row = q.reshape(split).transpose(0, 1).reshape(1, rows * heads, dim)
+            out = self._attend_span(row, cache, first[0], start + rows, scale)
+            return out.reshape(joined).transpose(0, 1).reshape(rows, heads * dim)
+        ends = range(start + 1, start + rows + 1) if causal else [start + rows] * rows
+        spans = enumerate(zip(first, ends, strict=True))
+        return torch.cat([self._attend_span(q[t : t + 1], cache, low, end, scale) for t, (low, end) in spans])
+
+    def _attend_span(self, q: Tensor, cache: CpuKVCache, low: int, end: int, scale: float) -> Tensor:
+        """Attention of one row ``[1, nq, D]`` over the cached rows ``low`` to ``end - 1``: ``[1, nq * D]``."""
+        _, heads, dim = q.shape
+        keys, values = cache.keys[low:end], cache.values[low:end]
+        newest = (torch.stack((keys[-1:], values[-1:]))).unbind()  # the kernel writes them once more
+        out = _new(1, heads * dim, dtype=self.dtype)
+        self._attend(
+            *self._heads(q, "attend_from", "q"),
+            *self._heads(newest[0], "attend_from", "k"),
+            *self._heads(newest[1], "attend_from", "v"),
+            keys.data_ptr(),
+            values.data_ptr(),
+            0,
+            0,
+            0,
+            1,
+            heads,
+            keys.shape[1],
+            dim,
+            end - low - 1,
             scale,
             out.data_ptr(),
         )

@@ -141,6 +141,7 @@ def _unusual(record: CycleRecord) -> Iterator[CycleRecord]:
             yield attrs.evolve(record, **none)
     yield attrs.evolve(record, accepted=0, emitted=(), commit_seconds=0.0, draft_seconds=0.0, on_device=True)
     yield attrs.evolve(record, offered=0, accepted=0, emitted=(), drafted=(), on_device=True)
+    yield attrs.evolve(record, draft_seconds=0.0, verify_seconds=0.0, commit_seconds=0.0, on_device=True)
 
 
 @check("P3")

@@ -228,6 +228,11 @@ def misuse_refused(subject: ForwardPassSubject, run: Run) -> None:
         state = target.prefilled(prompt, capacity=capacity)
         expect_error(wanted, partial(misuse, state), what)
         target.expect_plain(state, prompt, f"{what} changed the state")
+    state = target.prefilled(prompt, capacity=capacity)
+    target.model.decode(state, [target.token(1)])
+    target.model.rewind(state, state.length)
+    what = "commit of rows that were decoded before a rewind"
+    expect_error(StateError, lambda: target.model.commit(state, 1), what)
     if target.info.max_rows >= 3 and capacity > 2:
         full = target.prefilled(target.tokens(range(capacity - 2)), capacity=capacity)
         expect_error(

@@ -377,12 +377,12 @@ def rows_have_their_own_history(subject: VerifierSubject, run: Run) -> None:
 def all_of_the_noise(subject: VerifierSubject, run: Run) -> None:
     """At temperature above 0, every bit of the seed and every position gives other noise."""
     verifier, rng = subject.make(), np.random.default_rng(run.seed)
-    rows = rng.standard_normal((8, 4, 40)).astype(np.float32)
+    rows = rng.standard_normal((8, 4, 40)).astype(np.float32)  # each at a position, and so with noise, of its own
     draft = Draft(tuple(range(3)), np.full((3, 40), 1 / 40, np.float32))
 
     def verdicts(seed: int, length: int) -> list[tuple[int, int]]:
         sampling = Sampling(temperature=1.0, seed=seed)
-        made = [decide(verifier, Case(one, [1] * length, draft, sampling)) for one in rows]
+        made = [decide(verifier, Case(one, [1] * (length + row), draft, sampling)) for row, one in enumerate(rows)]
         return [(one.accepted, one.next_token) for one in made if one is not None]
 
     seed, length = int(rng.integers(0, 2**63 - 1)), 9

@@ -176,6 +176,9 @@ def _check_truncate(layer: Layer) -> None:
     expect_equal(cache.length, 3, "the length does not count the committed rows")
     other = layer.loaded(taken, 6)
     expect_equal(other.length, 6, "load does not set the length")
+    other.load(layer.cache(8).save(), 0)
+    expect_equal(other.length, 0, "load of an empty cache does not set the length")
+    other = layer.loaded(taken, 6)
     _expect_saved(layer, other, held, f"a loaded cache of {layer.name} after the original went on")
     plain = layer.cache(8)
     for first, last in ((0, 2), (6, 7)):
