@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @click.option("--only", multiple=True, metavar="ID", help="Run only this check; may be repeated.")
 @click.option("--exit-first", "-x", is_flag=True, help="End at the first failure.")
-@click.option("--contract", metavar="DATE", default=None, help="The contract version that the plugin claims.")
+@click.option("--contract", metavar="VERSION", default=None, help="The contract version that the plugin claims.")
 @output.json_option
 @click.pass_context
 def check(

@@ -75,11 +75,11 @@ def parametrize_checks(
         known_failures: ``{id: reason}``. A listed check that passes is a failure.
         seed: seed of all drawn cases; None takes pytest's ``--specdec-seed`` (default 0).
         effort: "sample", "quick" or "full": all checks together take at most 5, 30 or 600 seconds of one core.
-    Raises: ConfigError for a known failure whose id no check here has.
+    Raises: ConfigError for a known failure whose id no check here has, and for an unknown contract.
     """
     from specdec.errors import ConfigError
     from specdec.testing.checks import CONTRACT, Check
-    from specdec.testing.clauses import expect_ids, iter_checks
+    from specdec.testing.clauses import expect_contract, expect_ids, iter_checks
     from specdec.testing.reports import Status, run_check
     from specdec.testing.subjects import Subject, as_subject
 
@@ -89,6 +89,8 @@ def parametrize_checks(
     chosen = [subject for subject in Subject if given[subject] is not None]
     if not chosen:
         raise ConfigError("parametrize_checks needs something to check", **{"try": "parametrize_checks(drafter=...)"})
+    claimed = _contract or contract or CONTRACT
+    expect_contract(claimed)
     expect_ids(known, chosen)
 
     def item(check: Check) -> Callable[[], None]:
@@ -100,7 +102,7 @@ def parametrize_checks(
                 seed=drawn,
                 effort=effort,
                 replay=f"pytest -k {check.id} --specdec-seed {drawn}",
-                contract=_contract or contract or CONTRACT,
+                contract=claimed,
                 known=known.get(check.id),
             )
             if outcome.status is Status.FAILED and outcome.failure is not None:

@@ -30,7 +30,7 @@ from specdec.testing.checks import (
     Seed,
     Stopwatch,
 )
-from specdec.testing.clauses import expect_ids, iter_checks
+from specdec.testing.clauses import expect_contract, expect_ids, iter_checks
 from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
 
 
@@ -225,11 +225,12 @@ def check_subjects(
 ) -> Report:
     """Run the checks of every subject; the arguments are those of ``check_plugin``.
 
-    Raises: ConfigError for an id that no check has, or none of these subjects.
+    Raises: ConfigError for an id that no check has, or none of these subjects, and for an unknown ``contract``.
     """
     known = dict(known_failures or {})
     wanted = None if only is None else set(only)
     given = subjects.items() if isinstance(subjects, Mapping) else [(subject, one) for _, subject, one in subjects]
+    expect_contract(contract)
     expect_ids([*known, *(wanted or ())], [subject for subject, _ in given])
     planned = [
         (check, under_test)

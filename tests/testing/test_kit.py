@@ -119,6 +119,13 @@ def test_a_later_contract_reports_and_does_not_fail():
     assert run_check(_later("advice"), subject, contract="2031.1").status is Status.ADVICE
 
 
+def test_an_unknown_contract_is_refused():
+    with pytest.raises(ConfigError, match="there is no contract '1999'"):
+        check_plugin("ngram", contract="1999")
+    with pytest.raises(ConfigError, match="there is no contract '1999'"):
+        parametrize_checks(drafter=none_specs()[0], contract="1999")
+
+
 def test_an_exception_of_a_plugin_is_a_failure_with_its_place():
     class Crashes(drafters.Honest):
         def propose(self, context, depth):
