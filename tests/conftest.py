@@ -46,8 +46,8 @@ _COMMON: dict[str, Any] = {
     "print_blob": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("dev", max_examples=12, stateful_step_count=12, **_COMMON)
-settings.register_profile("ci", max_examples=60, stateful_step_count=30, **_COMMON)
+settings.register_profile("dev", max_examples=12, stateful_step_count=12, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=60, stateful_step_count=30, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, stateful_step_count=60, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

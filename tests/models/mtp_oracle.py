@@ -10,6 +10,7 @@ agrees with the right oracle and with a mutant would prove nothing; ``test_mtp_d
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -38,9 +39,10 @@ MUTANTS = {
 class MtpOracle:
     """Tokens in, hidden states, logits and drafts out."""
 
-    def __init__(self, folder: pathlib.Path, mutant: str | None = None) -> None:
+    def __init__(self, folder: pathlib.Path, mutant: str | None = None, noise: float = 0.0) -> None:
+        """``noise``: relative, added to every weight."""
         assert mutant is None or mutant in MUTANTS
-        self.mutant = mutant
+        self.mutant, self._folder, rng = mutant, folder, np.random.default_rng(0)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.c = config.get("text_config", config)
         self.w: dict[str, Float64] = {}
@@ -48,7 +50,8 @@ class MtpOracle:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
                     short = name.replace("model.language_model.", "").removeprefix("model.")
-                    self.w[short] = tensors.get_tensor(name).to(torch.float64).numpy()
+                    weight = tensors.get_tensor(name).to(torch.float64).numpy()
+                    self.w[short] = weight * (1 + noise * rng.standard_normal(weight.shape))
         rope = self.c["rope_parameters"]
         self.rotary = int(self.c["head_dim"] * rope["partial_rotary_factor"])
         self.theta = float(rope["rope_theta"])
@@ -57,6 +60,12 @@ class MtpOracle:
         self.mtp_table = self.w["mtp.embed_tokens.weight" if dedicated else "embed_tokens.weight"]
         shared = self.mtp_table if self.c["tie_word_embeddings"] else self.head
         self.mtp_head = self.w.get("mtp.lm_head.weight", shared)
+
+    @functools.cached_property
+    def nearby(self) -> MtpOracle:
+        """The same with weights that are off by a rounding to float32: how far its answers are from ours is how much
+        they depend on rounding."""
+        return MtpOracle(self._folder, self.mutant, 2.0**-23)
 
     # --- the trunk ---------------------------------------------------------------------------------------------------
 
