@@ -75,7 +75,7 @@ def taken(llm, prompt: list[int], count: int = NEW) -> list[int]:
 @pytest.mark.parametrize("depth", [1, 8])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_output_is_plain_and_drafts_are_those_of_the_engine(file, tmp_path, name, depth):
-    model = file("llama", vocab_size=DEMO_VOCAB)
+    model = file("llama", vocab_size=DEMO_VOCAB if name == "draft_model" else gguf_models.VOCAB)
     tokenizer = specdec.load("demo").tokenizer if name == "draft_model" else None
     draft = SpecdecDraft(name, depth=depth, trace=tmp_path / "trace", tokenizer=tokenizer, **DRAFTERS[name])
     plain, speculative = loaded(model), loaded(model, draft)

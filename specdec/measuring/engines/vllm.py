@@ -70,8 +70,8 @@ class VllmEngine:
         (output,) = made.outputs
         steps = []
         for token, row in zip(output.token_ids, output.logprobs, strict=True):
-            known = {int(one): float(entry.logprob) for one, entry in row.items()}
-            steps.append(Step(int(token), known[token], known))
+            known: dict[int | str, float] = {int(one): float(entry.logprob) for one, entry in row.items()}
+            steps.append(Step(int(token), known[int(token)], known))
         return Answer(tuple(steps), output.text, output.finish_reason != "length")
 
 
