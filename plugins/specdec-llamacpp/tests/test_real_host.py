@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,10 +59,11 @@ def file(tmp_path_factory):
     return made
 
 
-def loaded(file: str, draft: SpecdecDraft | None = None, **options):
+def loaded(file: str, draft: SpecdecDraft | None = None):
     from llama_cpp import Llama
 
-    return Llama(file, n_ctx=256, n_batch=64, draft_model=draft, logits_all=True, verbose=False, **options)
+    sizes = {"n_ctx": 256, "n_batch": 64, "n_threads": 1, "n_threads_batch": 1}
+    return Llama(file, draft_model=draft, logits_all=True, verbose=False, **sizes)
 
 
 def taken(llm, prompt: list[int], count: int = NEW) -> list[int]:
@@ -119,11 +118,6 @@ def test_a_recurrent_model_without_snapshots_is_refused_in_a_sentence(file):
     llm = loaded(file("qwen35"), SpecdecDraft("ngram", depth=4))
     with pytest.raises(SpecdecError, match="a recurrent state with 0 snapshots, which cannot drop 4 rejected tokens"):
         taken(llm, PROMPTS[0])
-
-
-def test_it_runs_in_the_versions_that_the_package_names():
-    assert "llama_cpp" in sys.modules
-    assert importlib.metadata.version("llama-cpp-python").startswith("0.3.")
 
 
 @pytest.mark.parametrize("drafter", ["auto", "suffix"])
