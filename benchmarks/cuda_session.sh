@@ -7,7 +7,7 @@
 #
 #   first   device tests, passes and generations of the 0.8B shape, gates of all shapes
 #   second  passes and generations of the 4B and 9B shapes, then the kernels
-#   third   transformers, the embedded model, and what the first two had no time for
+#   third   transformers, the embedded model, what the first two had no time for, and other tiles of the products
 #
 # Where a machine lacks Python packages, WHEELS names a folder of wheels to install first, into a folder of their own.
 # Beside torch, triton, transformers and what those bring, specdec and its tests need these (all are pure Python):
@@ -66,7 +66,7 @@ run() {
   third)
     measure 330 --stage transformers --shapes 9b,4b,0.8b --total 5
     measure 60 --stage demo --total 0.9
-    measure 180 --stage check,models,kernels --total 2.5
+    measure 180 --stage check,models,kernels,tiles --total 2.5
     ;;
   *)
     echo "first, second or third, not $call" >&2

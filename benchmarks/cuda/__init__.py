@@ -1,6 +1,7 @@
 """The CUDA backend, measured: ``python -m benchmarks.cuda --help``.
 
 shapes.py        published shapes, bytes per pass, targets and predictions
+static.py        compiled kernels without a device, and the decode that a cost model predicts from them
 timing.py        graph replays timed by events, stream-read bandwidth, the state of the card
 weights.py       weights made on the device, and language models over them
 record.py        the JSON file, updated after every figure

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from benchmarks.cuda.shapes import Shape
     from benchmarks.cuda.timing import Lab
 
-STAGES = ("stream", "check", "models", "kernels", "transformers", "demo")
+STAGES = ("stream", "check", "models", "kernels", "tiles", "transformers", "demo")
 ORDER = ("0.8b", "4b", "9b")
 DEPTHS = (3, 4, 2, 1)  # of generations, the most promising first
 
@@ -99,6 +99,7 @@ class Session:
             "check": self.check,
             "models": self.models,
             "kernels": self.kernels,
+            "tiles": self.tiles,
             "transformers": self.transformers,
         }[stage]
         for shape in self.shapes:
@@ -234,6 +235,24 @@ class Session:
         if len(prices) == len(kernels.products(shape)):
             part["price"] = kernels.total_price(prices)
         self._time(shape.name, kernels.cases(shape, self.lab, self.dtype), part)
+
+    def tiles(self, shape: Shape, part: dict[str, Any]) -> None:
+        from benchmarks.cuda import kernels
+
+        part["products"] = {}
+        for name, n, k, _ in kernels.products(shape):
+            if name == "head":  # its statistics need complete sums
+                continue
+            if self.deadline.passed():
+                self.record.skip("tiles", shape.name, f"{name} and what follows: no time was left")
+                break
+            found = kernels.sweep(name, n, k, self.lab, self.dtype, self.bandwidth)
+            part["products"][name] = found
+            chosen = next(entry["median"] for entry in found.values() if entry["chosen"])
+            label, fastest = min(found.items(), key=lambda one: one[1]["median"])
+            self.say(f"  {name}: {label} takes {fastest['median'] / chosen:.2f} of the chosen tile's time")
+            self.clean()
+            self.record.write()
 
     def time_others(self, part: dict[str, Any]) -> None:
         part["cases"] = {}

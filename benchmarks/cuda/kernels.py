@@ -15,8 +15,10 @@ from torch import Tensor
 
 from benchmarks.cuda.shapes import Shape
 from benchmarks.cuda.timing import Lab, Spread
-from specdec.backends.cuda.kernels import accept, attention, delta, gemm, head, norm, rope, rows
+from specdec.backends.cuda.kernels import accept, attention, delta, gemm, head, norm, rope, rows, tiles
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
+from specdec.backends.cuda.kernels.packed import Layout
+from specdec.backends.cuda.kernels.tiles import Tile
 from specdec.backends.cuda.weights import DenseWeight, fuse
 from specdec.backends.ops import DeltaShape
 
@@ -24,6 +26,7 @@ ROWS = (1, 2, 4, 8, 16)
 EPS = 1e-6
 RING = 32
 CALLS = 16  # minimum per graph: excludes the gap between graphs from kernel times
+SWEPT = 5  # tiles of a product; each is compiled
 _ACCEPT_KEYS = 8  # rows of a cycle in the bookkeeping case: K + 1
 
 
@@ -498,6 +501,52 @@ def price(name: str, n: int, k: int, times: int, lab: Lab, dtype: torch.dtype) -
 
     found = lab.compare({"ours": ours, "cublas": cublas}, parts=copies * rounds)
     return Price(name=name, n=n, k=k, times=times, ours=found["ours"], cublas=found["cublas"])
+
+
+def sweep(
+    name: str, n: int, k: int, lab: Lab, dtype: torch.dtype, bandwidth: float, most: int = SWEPT
+) -> dict[str, dict[str, Any]]:
+    """Times of a product of ``products`` at one row with the ``most`` tiles that the model of ``tiles`` thinks fastest.
+
+    The results are named by columns, slices and stages of the tile; ``chosen`` marks the one that the backend takes.
+    """
+    pair, normed = name == "gate and up", name in ("in_proj", "q k v", "gate and up")
+    features, bits = n // 2 if pair else n, 8 * dtype.itemsize
+    most_k = Layout.of(DenseWeight(torch.empty(1, 16, dtype=dtype))).most_k
+    sizes: Any = {"pair": pair, "most_k": most_k}
+    chosen = tiles.choose(features, k, bits, lab.place, **sizes)
+    found = dict(sorted(tiles.candidates(features, k, bits, lab.place, **sizes), key=lambda one: one[0]))
+    kept = list(dict.fromkeys([chosen, *found.values()]))[: most if lab.real else 1]
+    copies = lab.copies(n * k * dtype.itemsize)
+    generator = torch.Generator(lab.place).manual_seed(n)
+    weights = []
+    for _ in range(copies):
+        made = torch.empty(n, k, dtype=dtype, device=lab.place).normal_(0.0, k**-0.5, generator=generator)
+        weights.append([DenseWeight(part) for part in made.split(features)])
+    x = torch.empty(1, k, dtype=dtype, device=lab.place).normal_(generator=generator)
+    rms = norm.Rms(torch.ones(k, device=lab.place), EPS) if normed else None
+    rounds = -(-CALLS // copies) if lab.real else 1
+
+    def body(tile: Tile) -> Callable[[], None]:
+        def run() -> None:
+            for parts in weights * rounds:
+                if pair:
+                    gemm.swiglu(x, *parts, prologue=rms, tile=tile)
+                else:
+                    gemm.linear(x, *parts, prologue=rms, tile=tile)
+
+        return run
+
+    named = {f"{tile.block_n} columns, {tile.splits} slices, {tile.stages} stages": tile for tile in kept}
+    spreads = lab.compare({label: body(tile) for label, tile in named.items()}, parts=copies * rounds)
+    return {
+        label: {
+            **spreads[label].to_dict(),
+            "of_bandwidth": n * k * dtype.itemsize / spreads[label].median / bandwidth,
+            "chosen": tile == chosen,
+        }
+        for label, tile in named.items()
+    }
 
 
 def total_price(prices: Sequence[Price]) -> float:

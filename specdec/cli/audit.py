@@ -51,7 +51,7 @@ SHORT = 24  # characters of a token there
 )
 @click.option(
     "--engine",
-    type=click.Choice(["specdec", "transformers"]),
+    type=click.Choice(["specdec", "transformers", "llamacpp", "vllm"]),
     help="Compare plain decoding with speculation in this process.",
 )
 @click.option(
@@ -386,6 +386,14 @@ def _engines(ctx: click.Context, config: RunConfig) -> tuple[Engine, Engine]:
             from specdec.measuring.engines.assisted import TransformersEngine
 
             return TransformersEngine.pair(config)
+        if ctx.params["engine"] == "llamacpp":
+            from specdec.measuring.engines.llamacpp import LlamaCppEngine
+
+            return LlamaCppEngine.pair(config)
+        if ctx.params["engine"] == "vllm":
+            from specdec.measuring.engines.vllm import VllmEngine
+
+            return VllmEngine.pair(config)
         import specdec
         from specdec.measuring.engines.own import OwnEngine
 

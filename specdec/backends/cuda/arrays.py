@@ -5,6 +5,7 @@ Logits are computed on demand and only as far as needed: greedy decoding never w
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from specdec.backends.arrays import ArrayHidden, not_finite
 from specdec.backends.cpu.pruned import PrunedLogits
-from specdec.contract import Logits
-from specdec.sampling import Purpose, gumbel
+from specdec.backends.cuda.choosing import choose
+from specdec.contract import Choosing, Logits
+from specdec.sampling import Purpose, gumbel, is_plain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -109,6 +111,20 @@ class _DeviceLogits(Logits):
             self._sampled[key] = _winners([part.sample(*key) for part in self._parts], score)
         return checked([self._sampled[key][row]])[0]
 
+    def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        if is_plain(choosing.sampling):
+            return ()  # ``argmax`` and ``noisy_argmax`` need no logits in memory
+        return choose(self.columns(), choosing, self.column_ids)
+
+    @property
+    def column_ids(self) -> NDArray[np.int32] | None:
+        """Token ids of ``columns``, ascending; None: 0 to V - 1."""
+        return None
+
+    @abc.abstractmethod
+    def columns(self) -> Tensor:
+        """The logits on the device, float32 ``[T, n]``."""
+
 
 def _winners(
     parts: Sequence[Stats], score: Callable[[int, int, float], float] = lambda row, token, value: value
@@ -145,6 +161,9 @@ class CudaLogits(_DeviceLogits):
     def array(self) -> Tensor:
         """The logits on the device."""
         return self._parts[0].logits()
+
+    def columns(self) -> Tensor:
+        return self.array
 
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         logits = self.array
@@ -231,6 +250,18 @@ class CudaPrunedLogits(_DeviceLogits):
     def _host(self) -> PrunedLogits:
         values = torch.cat([part.logits() for part in self._parts], dim=1).cpu().numpy()
         return PrunedLogits(values, self._head.ids, self._head.vocab_size)
+
+    @functools.cached_property
+    def _order(self) -> NDArray[np.intp]:
+        return np.argsort(self._head.ids)
+
+    @property
+    def column_ids(self) -> NDArray[np.int32]:
+        return self._head.ids[self._order]
+
+    def columns(self) -> Tensor:
+        logits = torch.cat([part.logits() for part in self._parts], dim=1)
+        return logits[:, torch.from_numpy(self._order).to(logits.device)]
 
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         return self._host.topk(k)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from specdec.checkpoints import locate
 from specdec.config import RunConfig
 from specdec.errors import UnsupportedError, described
 from specdec.hosting import supported
-from specdec.measuring.engines.engine import TOP, Answer, Asked, Step
+from specdec.measuring.engines.engine import TOP, Answer, Asked, Step, adapter
 from specdec.text import Tokenizer
 
 FIRST, END = "5.20", "6"  # versions of transformers whose assisted generation gives logits as it is read here
@@ -67,13 +66,7 @@ class TransformersEngine:
         if config.drafter.name == "auto":
             lookup = {"prompt_lookup_num_tokens": depth}
             return plain, cls(model, tokenizer, f"{version}, prompt lookup of {depth} tokens", lookup)
-        try:
-            candidates = importlib.import_module("specdec_transformers").candidates
-        except ImportError as error:
-            raise UnsupportedError(
-                "transformers gets specdec's drafters by a plugin, which is not installed",
-                try_="pip install specdec-transformers, or no drafter for transformers' own prompt lookup",
-            ) from error
+        candidates = adapter("specdec_transformers", "transformers").candidates
         chosen = candidates(config.drafter.name, depth=depth, tokenizer=folder, **config.drafter.options)
         name = f"{version}, specdec's {config.drafter.name} of {depth} tokens"
         return plain, cls(model, tokenizer, name, drafting=lambda: chosen.on(model))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
+
+from specdec.errors import UnsupportedError
 
 TOP = 5  # alternatives that an engine is asked for at every position; the most that OpenAI's completions give
 
@@ -72,3 +75,14 @@ class Engine(Protocol):
         Log-probabilities are the model's at temperature 1, before filters. Raises: SpecdecError.
         """
         ...
+
+
+def adapter(module: str, host: str) -> Any:
+    """The plugin that runs specdec's drafters in ``host``. Raises: UnsupportedError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{host} gets specdec's drafters by a plugin, which is not installed",
+            try_=f"pip install {module.replace('_', '-')}, or no drafter for {host}'s own one",
+        ) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -23,112 +22,11 @@ from specdec.backends.cpu.pruned import HeadRows, NativePrunedLogits, SearchKern
 from specdec.backends.cpu.tape import Kernel
 from specdec.backends.cpu.threads import Threads
 from specdec.contract import Choosing, Context, Sampling
-from specdec.errors import SpecdecError
-from specdec.sampling import Purpose, Rows, exponential_sum, gumbel
+from specdec.sampling import Rows, exponential_sum
+from tests.backends.choices import KINDS, ROWS, SETTINGS, logits_of, outcome, random_case, tied, wrong_rows
 from tests.backends.cpu.mutated import mutated
 from tests.instruction_sets import kernels_of
 from tests.selection import cases
-
-KINDS = ("normal", "flat", "peaked", "few values", "equal", "mostly -inf", "far apart", "nearly equal", "quarters")
-SETTINGS: dict[str, dict[str, list[Any]]] = {
-    "temperature": {},
-    "top-k": {"top_k": [1, 2, 5, 40, 1000]},
-    "top-p": {"top_p": [1e-6, 0.1, 0.25, 0.5, 0.9, 0.95, 0.99999]},
-    "min-p": {"min_p": [1e-9, 0.05, 0.5, 1.0]},
-    "top-k and top-p": {"top_k": [1, 5, 40], "top_p": [0.3, 0.5, 0.95]},
-    "penalties": {"repetition_penalty": [0.8, 1.3, 100.0], "presence_penalty": [-1.0, 0.0, 0.7]},
-    "all": {
-        "top_k": [0, 3, 40],
-        "top_p": [0.5, 0.9, 1.0],
-        "min_p": [0.0, 0.02, 0.5],
-        "repetition_penalty": [1.0, 1.1],
-        "frequency_penalty": [0.0, -0.5, 0.4],
-        "logit_bias": [{}, {0: 5.0}, {0: -1e6, 2: 0.1}],
-        "banned": [(), (0,), (0, 3)],
-        "end_tokens": [(), (1,)],
-        "min_new_tokens": [0, 3],
-    },
-}
-ROWS = 10_000  # per combination of settings, over all vocabularies
-
-
-def logits_of(kind: str, rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
-    """Rows ``[rows, vocab]`` float32."""
-    values = rng.normal(0, {"flat": 0.01, "far apart": 1e6, "nearly equal": 1e-12}.get(kind, 3), (rows, vocab))
-    if kind == "peaked":
-        values[np.arange(rows), rng.integers(0, vocab, rows)] += 15
-    elif kind == "few values":
-        values = rng.integers(-3, 4, (rows, vocab)).astype(float)
-    elif kind == "equal":
-        values = np.full((rows, vocab), rng.normal())
-    elif kind == "mostly -inf":
-        values[rng.random((rows, vocab)) < 0.9] = -np.inf
-        values[:, rng.integers(vocab)] = 1.0
-    elif kind == "quarters":
-        values = np.round(values * 4) / 4
-    return values.astype(np.float32)
-
-
-def random_case(
-    rng: np.random.Generator, settings: dict[str, list[Any]], vocab: int
-) -> tuple[np.ndarray, tuple[int, ...], Context]:
-    """Logits, drafted tokens, and a context with a ``Sampling``."""
-    rows = int(rng.integers(1, 4))
-    values: dict[str, Any] = {name: options[rng.integers(len(options))] for name, options in settings.items()}
-    if vocab < 5:
-        values = {name: value for name, value in values.items() if name not in ("logit_bias", "banned", "end_tokens")}
-    elif settings and rng.random() < 0.02:  # all banned but one
-        kept = int(rng.integers(vocab))
-        values["banned"] = tuple(token for token in range(vocab) if token != kept)
-    temperature = float(rng.choice([0.0, 1e-6, 0.05, 0.3, 0.8, 1.0, 1.7, 100.0], p=[0.1, *[0.1] * 2, *[0.14] * 5]))
-    sampling = Sampling(temperature=temperature, seed=int(rng.integers(0, 2**62)), **values)
-    history = rng.integers(0, vocab, int(rng.integers(1, 60))).tolist()
-    logits = logits_of(str(rng.choice(KINDS)), rng, rows, vocab)
-    if 0.01 < temperature < 10 and vocab > 1 and rng.random() < 0.5 and np.isfinite(logits).all():
-        if "top_p" in values and not sampling.top_k and rng.random() < 0.5:
-            sampling = attrs.evolve(sampling, top_p=close_mass(logits[0], sampling, rng))
-        else:
-            close_score(logits[0], sampling, len(history), rng)
-    context = Context(history, sampling, generated_from=int(rng.integers(0, len(history) + 1)))
-    return logits, tuple(rng.integers(0, vocab, rows - 1).tolist()), context
-
-
-def close_mass(row: np.ndarray, sampling: Sampling, rng: np.random.Generator) -> float:
-    """A ``top_p`` that ends the nucleus within rounding of a token's boundary."""
-    probs = np.sort(np.exp((row - row.max()).astype(np.float64) / sampling.temperature))[::-1]
-    mass = np.cumsum(probs / probs.sum())[rng.integers(min(len(probs), 6))]
-    return float(np.clip(mass * (1 + rng.choice([-1e-7, 0.0, 1e-16, 1e-9])), 1e-6, 1.0))
-
-
-def close_score(row: np.ndarray, sampling: Sampling, position: int, rng: np.random.Generator) -> None:
-    """Change the logit of a token so that its score is that of the best one, within float32."""
-    noise = gumbel(sampling.seed, position, np.arange(len(row)), Purpose.TOKEN)
-    scores = row / sampling.temperature + noise
-    token = int(rng.integers(len(row)))
-    row[token] = (np.delete(scores, token).max() - noise[token]) * sampling.temperature
-
-
-def outcome(call: Callable[[], int]) -> int | str:
-    """A token, or the kind of the refusal."""
-    try:
-        return call()
-    except SpecdecError as refusal:
-        return type(refusal).__name__
-
-
-def wrong_rows(
-    choose: Callable[[Choosing], Any], values: np.ndarray, drafted: tuple[int, ...], context: Context
-) -> tuple[list[str], int]:
-    """Descriptions of rows whose certain token is not the reference's, and how many rows were undecided."""
-    reference = Rows(HostLogits(values), drafted, context)
-    found = choose(Choosing(drafted, context))
-    assert len(found) == len(values)
-    wrong = [
-        f"row {row}: {token}, {context.sampling}"
-        for row, token in enumerate(found)
-        if token is not None and token != outcome(lambda row=row: reference.choose(row))
-    ]
-    return wrong, list(found).count(None)
 
 
 @pytest.fixture(scope="module")
@@ -164,31 +62,6 @@ def test_few_rows_are_left_to_the_reference(ops: NativeOps, name: str) -> None:
         tokens = ops.logits(torch.from_numpy(values)).choose(Choosing((4, 5), context))
         undecided += list(tokens).count(None)
     assert undecided <= 2
-
-
-@st.composite
-def tied(draw: st.DrawFn) -> tuple[np.ndarray, tuple[int, ...], Context]:
-    """Rows of a few values that differ by much, by one unit in the last place, or not at all."""
-    vocab = draw(st.integers(1, 40))
-    base = draw(st.sampled_from([0.0, 1.0, -7.25, 1e-30, 3e5]))
-    near = float(np.nextafter(np.float32(base), np.float32(np.inf)))
-    values = st.sampled_from([base, base, near, base - 1, base + 0.5, -np.inf])
-    rows = draw(st.lists(st.lists(values, min_size=vocab, max_size=vocab), min_size=1, max_size=3))
-    ids = st.integers(0, vocab - 1)
-    sampling = Sampling(
-        temperature=draw(st.sampled_from([0.0, 1e-6, 0.7, 1.0, 100.0])),
-        seed=draw(st.integers(0, 2**63 - 1)),
-        top_k=draw(st.sampled_from([0, 0, 1, 2, 7])),
-        top_p=draw(st.sampled_from([1.0, 1.0, 0.25, 0.5, 0.75, 1e-6])),
-        min_p=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 2.0])),
-        frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
-        logit_bias=draw(st.dictionaries(ids, st.sampled_from([0.5, -1.0, 1e-9]), max_size=3)),
-        banned=draw(st.lists(ids, max_size=3).map(tuple)),
-    )
-    history = draw(st.lists(ids, min_size=1, max_size=6))
-    drafted = draw(st.lists(ids, min_size=len(rows) - 1, max_size=len(rows) - 1).map(tuple))
-    return np.array(rows, np.float32), drafted, Context(history, sampling, generated_from=draw(st.integers(0, 1)))
 
 
 @given(case=tied())

@@ -236,7 +236,7 @@ def test_all_of_it_runs_on_the_host(
     tmp_path: pathlib.Path, lab: timing.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The stand-in device, a toy, a few tokens: checks pass, figures are there and say that they are none."""
-    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check,models,kernels,demo"]
+    arguments = ["--smoke", "--out", str(tmp_path), "--stage", "check,models,kernels,tiles,demo"]
     assert script.main(arguments) == 0
     output = capsys.readouterr().out
     assert "not a measurement" in output

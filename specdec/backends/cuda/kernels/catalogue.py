@@ -27,6 +27,12 @@ from specdec.backends.cuda.kernels.launch import interpreting, recording
 from specdec.errors import UnsupportedError
 
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> shared memory that one block may have, bytes
+_SHARED = (
+    1024  # bytes of shared memory that every block takes beside its own; a multiprocessor has so much above a block
+)
+_REGISTERS = 65536  # of 32 bits, per multiprocessor; given to warps by 8 for each of 32 threads
+_WARPS = 64  # of one multiprocessor
+_BLOCKS = 32
 
 # name -> a function that calls wrappers; memory that is allocated but not touched costs nothing
 EXAMPLES: dict[str, Callable[[], object]] = {}
@@ -66,8 +72,41 @@ class Compiled:
     spilled: int  # bytes of local memory per thread, stack included
     copies: tuple[int, ...]  # widths of cp.async in bytes, ascending
     loads: tuple[int, ...]  # widths of ld.global in bytes, ascending
+    parameters: tuple[str, ...]  # names of the kernel's parameters that are not constants, in order
     ttir: str = attrs.field(repr=False)
     ptx: str = attrs.field(repr=False)
+
+    @property
+    def resident(self) -> int:
+        """Programs that one multiprocessor runs at a time, by registers, shared memory and warps.
+
+        Source: NVIDIA, "CUDA C++ programming guide", technical specifications per compute capability.
+        """
+        registers = 32 * 8 * -(-self.registers // 8)
+        by_registers = _REGISTERS // registers // self.warps
+        by_shared = (ARCHITECTURES[self.architecture] + _SHARED) // (self.shared + _SHARED)
+        return min(by_registers, by_shared, _WARPS // self.warps, _BLOCKS)
+
+    def before_access(self, parameter: str) -> int | None:
+        """PTX instructions, in the order of the text, before the first access through a pointer; None without one."""
+        if parameter not in self.parameters:
+            return None
+        source = f"_param_{self.parameters.index(parameter)}]"
+        derived: set[str] = set()
+        count = 0
+        for line in self.ptx.splitlines():
+            text = line.strip()
+            if not text.endswith(";") or text.startswith((".", "//")):
+                continue
+            names = re.findall(r"%\w+", text)
+            access = re.search(r"\b(?:cp\.async\.c[ag]|ld\.global|prefetch\.global)", text)
+            if access and not derived.isdisjoint(names):
+                return count
+            target = re.match(r"(?:@!?%\w+\s+)?[\w.:]+\s+(%\w+),", text)
+            if target and (source in text or not derived.isdisjoint(names[names.index(target[1]) + 1 :])):
+                derived.add(target[1])
+            count += 1
+        return None
 
 
 class _Catcher:
@@ -95,7 +134,8 @@ def compile_launch(name: str, launch: Launch, architecture: int) -> Compiled:
         raise UnsupportedError(
             "kernels cannot be compiled while TRITON_INTERPRET is set", try_="unset it, in a fresh process"
         )
-    signature, constants, attributes = _specialisation(launch).parts()
+    specialisation = _specialisation(launch)
+    signature, constants, attributes = specialisation.parts()
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {name: launch.options[name] for name in _OPTIONS}
     binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -112,6 +152,7 @@ def compile_launch(name: str, launch: Launch, architecture: int) -> Compiled:
         spilled=usage["STACK"] + usage["LOCAL"],
         copies=_copies(ptx),
         loads=_loads(ptx),
+        parameters=tuple(name for name, kind in specialisation.kinds if kind != "constexpr"),
         ttir=binary.asm["ttir"],
         ptx=ptx,
     )
@@ -216,12 +257,13 @@ def _loads(ptx: str) -> tuple[int, ...]:
 def table(rows: list[Compiled]) -> str:
     """Format the results as a table."""
     head = f"{'example':<39}{'kernel':<20}{'sm':>3} {'grid':>14} {'warps':>5} {'regs':>5} {'shared':>7} {'spilled':>7}"
-    lines = [head + "  cp.async  ld.global"]
+    lines = [head + " per SM  cp.async  ld.global"]
     for row in rows:
         grid = "x".join(map(str, row.grid))
         lines.append(
             f"{row.name:<39}{row.kernel:<20}{row.architecture:>3} {grid:>14} {row.warps:>5} {row.registers:>5} "
-            f"{row.shared:>7} {row.spilled:>7}  {'/'.join(map(str, row.copies)):<8}  {'/'.join(map(str, row.loads))}"
+            f"{row.shared:>7} {row.spilled:>7} {row.resident:>6}  {'/'.join(map(str, row.copies)):<8}  "
+            f"{'/'.join(map(str, row.loads))}"
         )
     return "\n".join(lines)
 
@@ -315,6 +357,15 @@ def _sampling_head() -> object:
     noise = head.Noise.of(1, 100, 0.8, torch.device("cpu"))
     ids = torch.empty(16384, dtype=torch.int32)
     return head.sample(_act(3, 4096), _weight("bf16", 16384, 4096), noise=noise, ids=ids)
+
+
+@example("noise on 248320 logits")
+def _noise() -> object:
+    from specdec.backends.cuda.kernels import head
+
+    noise = head.Noise.of(1, 100, 1.0, torch.device("cpu"))
+    ids = torch.empty(16384, dtype=torch.int32)
+    return head.perturbed(_float(3, 248320), noise), head.perturbed(_float(3, 16384), noise, ids=ids)
 
 
 @example("float32 linear 1000->100")

@@ -144,6 +144,7 @@ def product_kernel(
     SPLITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     NORM_BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
 ):
     """Compute ``out [T, N]``. Programs: tiles of N times slices of K, the slices of a tile adjacent."""
     tile = tl.program_id(0) // SPLITS
@@ -151,13 +152,16 @@ def product_kernel(
     rows = tl.arange(0, 16)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(columns, N - 1).to(tl.int64)  # past N, the last row is read again and not stored
-    if PROLOGUE == RMS:
+    length = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
+    if PROLOGUE == RMS:  # memory works while the norm is computed
+        packed.ask(w_ptr, inside, piece * length, K, FORMAT, LINES)
+        if PAIR:
+            packed.ask(w2_ptr, inside, piece * length, K, FORMAT, LINES)
         scale = norm.inverse_rms(x_ptr, x_stride, rows, T, K, eps, NORM_BLOCK)
     else:
         scale = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, BLOCK_N), tl.float32)
     second = tl.zeros((16, BLOCK_N), tl.float32)
-    length = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
     for start in range(piece * length, tl.minimum((piece + 1) * length, K), BLOCK_K):
         x = x_tile(x_ptr, x_stride, z_ptr, z_stride, norm_ptr, eps, scale, rows, T, start, K, PROLOGUE, BLOCK_K, EVEN_K)
         acc = packed.multiply(
@@ -298,10 +302,17 @@ def _product(
         SPLITS=tile.splits,
         EVEN_K=k % tile.block_k == 0,
         NORM_BLOCK=norm.block_of(k),
+        LINES=lines(tile, layout.bits),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     return out
+
+
+def lines(tile: Tile, bits: int) -> int:
+    """Lines of memory of one row of a weight that a program asks for before its norm: those of its blocks in flight."""
+    nbytes = (tile.stages - 1) * tile.block_k * bits // 8
+    return int(triton.next_power_of_2(max(1, nbytes // packed.LINE.value)))
 
 
 def before(x: Tensor, prologue: Prologue | None, most_k: int) -> tuple[Tensor, int, Prologue | None]:

@@ -226,6 +226,47 @@ def fold_kernel(floats_ptr, tile_ids_ptr, tiles, ids_ptr, values_ptr, log_sum_pt
     tl.store(log_sum_ptr + row, tl.where(wrong > 0, float("nan"), largest + tl.log(total)))
 
 
+@triton.jit(do_not_specialize=["T"])
+def _perturbed_kernel(x_ptr, T, ids_ptr, key_ptr, scale_ptr, out_ptr, N, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.arange(0, 16)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows < T)[:, None] & (columns < N)[None, :]
+    at = rows[:, None].to(tl.int64) * N + columns[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    ids = columns
+    if MAPPED:
+        ids = tl.load(ids_ptr + columns, mask=columns < N, other=0)
+    position = (tl.load(key_ptr + 1) + rows)[:, None] + tl.zeros((16, BLOCK), tl.int64)
+    noise = gumbel(word(ids[None, :] + tl.zeros((16, BLOCK), tl.int32), position, tl.load(key_ptr)))
+    tl.store(out_ptr + at, _fused(x, tl.load(scale_ptr) + tl.zeros((16, BLOCK), tl.float32), noise), mask=mask)
+
+
+def perturbed(x: Tensor, noise: Noise, *, ids: Tensor | None = None) -> Tensor:
+    """``x [T, N] * noise.scale + G(seed, position, id)`` as in ``sample``: float32 ``[T, N]``.
+
+    ``ids`` int32 ``[N]``: token ids of the columns; without it, 0 to N - 1. Raises: ShapeError above 16 rows.
+    """
+    check_rows(len(x))
+    x = x.contiguous()
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    block = 1024 if interpreting() else 128
+    launch(
+        _perturbed_kernel,
+        (-(-size // block),),
+        x,
+        rows,
+        x if ids is None else ids,
+        noise.key,
+        noise.scale,
+        out,
+        size,
+        MAPPED=ids is not None,
+        BLOCK=block,
+    )
+    return out
+
+
 def logits(
     x: Tensor, weight: Weight, *, prologue: Rms | None = None, tile: Tile | None = None, out: Tensor | None = None
 ) -> Tensor:

@@ -196,6 +196,25 @@ def multiply(
         return dot(odd, high, dot(even, low, acc))
 
 
+LINE = tl.constexpr(128)  # bytes that memory moves at a time
+
+
+@triton.jit
+def ask(w_ptr, rows, start, K, FORMAT: tl.constexpr, LINES: tl.constexpr):
+    """Ask for the first ``LINES`` lines of a slice of each of a weight's ``rows``, so that L2 has them when needed.
+
+    Nothing waits for them and no result depends on them; interpreted, there is nothing to ask.
+    """
+    if not RAISE:
+        VALUES: tl.constexpr = LINE * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
+        CODES: tl.constexpr = 2 if FORMAT == NVFP4 else 1  # values of a byte
+        columns = tl.minimum(start // CODES + tl.arange(0, LINES) * VALUES, K // CODES - 1)
+        at = w_ptr + rows[:, None] * (K // CODES) + columns[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @triton.jit
 def finish(acc, global_ptr, rows, FORMAT: tl.constexpr):
     """Finish a complete sum ``[16, BLOCK_N]``: multiply by NVFP4's scale of each row of the weight."""
