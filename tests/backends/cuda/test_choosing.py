@@ -139,19 +139,12 @@ def test_a_row_that_is_not_finite_is_not_chosen(bad: float, device: torch.device
 
 _SORT = "below.sort(dim=1, descending=True, stable=True)"
 MUTANTS = {
-    "the token at the boundary is certain": ("before < sampling.top_p - bound", "before < sampling.top_p + 1e-3"),
     "the token that crosses top-p is dropped": ("(mass.cumsum(1) - mass)", "mass.cumsum(1)"),
     "ties go to the highest id": (_SORT, f"_last_first(below.flip(1).{_SORT.removeprefix('below.')})"),
     "top-k keeps one more": ("sampling.top_k or size, size", "sampling.top_k + 1 if sampling.top_k else size, size"),
     "top-p of a mass that does not sum to 1": ("/ mass.sum(1, keepdim=True)", "/ below.exp().sum(1, keepdim=True)"),
-    "min-p of a quarter": ("share >= sampling.min_p * (1 + _SHARE)", "share >= sampling.min_p / 4"),
     "a float32 score decides": ("score >= floor - _NOISE", "score >= floor"),
     "noise of the next position": ("+ choosing.first\n    noise", "+ choosing.first + 1\n    noise"),
-    "drafted tokens are others": (
-        "[*choosing.context, *choosing.drafted]",
-        "[*choosing.context, *choosing.context, *choosing.drafted]",
-    ),
-    "a history that is a row short": ("history[: length + row]", "history[:length]"),
     "the winner has the most noise": ("below[rows, columns]", "0 * below[rows, columns]"),
 }
 """What is changed in choosing.py."""
