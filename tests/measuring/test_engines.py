@@ -96,7 +96,8 @@ class LLM:
         if "broken" in model:
             raise RuntimeError("Engine core initialization failed")
         named = chosen_drafter() if settings["speculative_config"] and "SPECDEC_DRAFTER" in os.environ else None
-        self.made.append({**settings, "model": model, "drafter": named})
+        log = os.environ.get("VLLM_LOGGING_STREAM")
+        self.made.append({**settings, "model": model, "drafter": named, "log": log})
         self.llm_engine = types.SimpleNamespace(model_config=types.SimpleNamespace(dtype=torch.bfloat16))
 
     def generate(self, prompts: list[str], settings: Any, *, use_tqdm: bool) -> list[Any]:
@@ -129,6 +130,8 @@ def _hosts(monkeypatch):
     vllm = types.ModuleType("vllm")
     vllm.LLM, vllm.SamplingParams = LLM, types.SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setattr(LLM, "made", [])
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
+    monkeypatch.delenv("VLLM_LOGGING_STREAM")  # and put back as it was
     for module in (llama, lookup, vllm):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     installed = importlib.metadata.version
@@ -219,6 +222,7 @@ def test_the_engines_own_speculation_has_the_configured_depth(pair):
     plain, speculative = pair("vllm", depth=3)
     assert (plain.dtype, speculative.name) == ("bfloat16", "vllm 0.32.0, n-gram speculation of 3 tokens")
     first, second = LLM.made
+    assert first["log"] == "ext://sys.stderr", "its log would stand in --json's output"
     assert first["speculative_config"] is None
     assert second["speculative_config"]["method"] == "ngram"
     assert second["speculative_config"]["num_speculative_tokens"] == 3

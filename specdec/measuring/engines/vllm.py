@@ -77,6 +77,7 @@ class VllmEngine:
 
 def _loaded(config: RunConfig, speculation: Mapping[str, Any] | None) -> Any:
     """A ``vllm.LLM``. Raises: UnsupportedError."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is the report's
     try:
         return importlib.import_module("vllm").LLM(
             config.target.model,
