@@ -145,6 +145,11 @@ MUTANTS = {
     "top-p of a mass that does not sum to 1": ("/ mass.sum(1, keepdim=True)", "/ below.exp().sum(1, keepdim=True)"),
     "a float32 score decides": ("score >= floor - _NOISE", "score >= floor"),
     "noise of the next position": ("+ choosing.first\n    noise", "+ choosing.first + 1\n    noise"),
+    "drafted tokens are others": (
+        "[*choosing.context, *choosing.drafted]",
+        "[*choosing.context, *choosing.context, *choosing.drafted]",
+    ),
+    "a history that is a row short": ("history[: length + row]", "history[:length]"),
     "the winner has the most noise": ("below[rows, columns]", "0 * below[rows, columns]"),
 }
 """What is changed in choosing.py."""
@@ -167,9 +172,8 @@ def _changed(old: str, new: str) -> Any:
 def _wrong(module: Any, device: torch.device) -> bool:
     rng = np.random.default_rng(11)
     for number in range(200):
-        values, drafted, context = random_case(
-            rng, SETTINGS[list(SETTINGS)[number % len(SETTINGS)]], (5, 64, V)[number % 3]
-        )
+        setting = SETTINGS[list(SETTINGS)[number % len(SETTINGS)]]
+        values, drafted, context = random_case(rng, setting, (5, 64, V)[number % 3], MAX_ROWS)
         if wrong_rows(choices(module, values, device), values, drafted, context)[0]:
             return True
     return False
