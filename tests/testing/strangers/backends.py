@@ -270,19 +270,6 @@ class TruncateLies(RightOps):
             return bool(super().truncate(near))
 
 
-@broken("edge")
-class EmptySave(RightOps):
-    """A cache that was saved empty is loaded with one row.
-
-    "``save`` and ``load`` copy" (O14).
-    """
-
-    class Rows(FIRST.RowCache):  # type: ignore[misc]
-        def load(self, arrays: Any, length: int) -> None:
-            super().load(arrays, length)
-            self.length = max(length, 1)
-
-
 @broken("resources")
 class NoBytes(RightOps):
     """Its caches say that they take no memory.

@@ -554,18 +554,3 @@ class KeepsBlocks(Streak):
     def record(self, cycle: CycleRecord) -> None:
         super().record(cycle)
         self.blocks.add(cycle.emitted)
-
-
-@broken("edge")
-class DividesByDeviceTime(Streak):
-    """Divides by the seconds of a device's cycles, which may be 0.
-
-    "Records of any kind and number are accepted in any order: unasked, of zero seconds, from a device" (P3).
-    """
-
-    rate = 0.0
-
-    def record(self, cycle: CycleRecord) -> None:
-        super().record(cycle)
-        if cycle.on_device and cycle.offered:
-            self.rate = cycle.accepted / cycle.verify_seconds

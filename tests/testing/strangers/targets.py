@@ -823,17 +823,3 @@ class GrowsWhenFull(Toy):
         whole = self.Growing(len(state.tokens), NO_NEEDS)
         whole.asked, whole.held = len(state.tokens), state.held
         super().check(whole, tokens)
-
-
-@broken("edge")
-class RewindKeepsPass(Toy):
-    """A rewind leaves the rows of the last pass uncommitted, and a commit takes them in.
-
-    "Misuse raises StateError, ShapeError or PromptError as documented" (F7).
-    """
-
-    def rewind(self, state: Any, length: int) -> int:
-        drafted, hidden = state.drafted, state.hidden
-        reached = super().rewind(state, length)
-        state.drafted, state.hidden = drafted, hidden
-        return reached

@@ -794,19 +794,3 @@ class ArgmaxDespiteBans(Exact):
 
     def is_argmax(self, sampling: Sampling) -> bool:
         return super().is_argmax(attrs.evolve(sampling, min_new_tokens=0))
-
-
-@broken("settings")
-class SmallNucleus(Exact):
-    """Where top-p is below one half, it leaves out the least probable token of the nucleus.
-
-    "EXACT: the emitted tokens are those of plain decoding" (V6).
-    """
-
-    def law(self, rows: Rows, row: int, context: Context) -> Any:
-        law = super().law(rows, row, context)
-        if context.sampling.top_p < 0.5 and (law > 0).sum() > 1:
-            law = law.copy()
-            law[np.where(law > 0, law, 2).argmin()] = 0
-            law /= law.sum()
-        return law
