@@ -57,6 +57,5 @@ def test_a_broken_plugin_is_caught_by_the_whole_kit(name: str) -> None:
 
 @pytest.mark.parametrize("kind", cases(correct.CORRECT, sample=0, name=lambda kind: kind.__name__))
 def test_a_right_plugin_passes(kind: Any) -> None:
-    for seed in range(3):
-        check_plugin(checkable(correct.spec(kind)), effort="sample", seed=seed).raise_for_failures()
+    check_plugin(checkable(correct.spec(kind)), effort="sample").raise_for_failures()
     check_plugin(checkable(correct.spec(kind)), seed=3).raise_for_failures()

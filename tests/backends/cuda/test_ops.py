@@ -48,7 +48,8 @@ def make(new_device: Callable[[], Any]) -> Callable[..., CudaOps]:
     "clause", [pytest.param(clause, marks=pytest.mark.slow) if clause in LONG else clause for clause in CLAUSES]
 )
 def test_the_contract_of_operations(make: Callable[..., CudaOps], clause: str) -> None:
-    check_subjects("cuda", {Subject.OPS: OpsSubject(make=make)}, only=[clause]).raise_for_failures()
+    effort = "sample" if clause in LONG else "quick"
+    check_subjects("cuda", {Subject.OPS: OpsSubject(make=make)}, only=[clause], effort=effort).raise_for_failures()
 
 
 @pytest.mark.gpu

@@ -326,16 +326,16 @@ __attribute__((noinline)) void packed_tile(const Packed& w, const C& codes, cons
     typedef std::conditional_t<WHOLE_X<X>, vu, vf> Sum;
     const C own = codes;
     const bool offset = w.needs_sums();
-    for (int64_t first = 0; first < FEATURES; first += V * W) {
-        const char* side = groups.side;
-        const char* stream = groups.codes + first * WORD;
-        int64_t at = 0;
-        for (int64_t g = 0; g < groups.count; ++g, side += groups.side_step, stream += groups.codes_step) {
+    const char* side = groups.side;
+    const char* stream = groups.codes;
+    for (int64_t g = 0; g < groups.count; ++g, side += groups.side_step, stream += groups.codes_step) {
+        const int64_t end = std::min((g + 1) * w.group, groups.columns);
+        for (int64_t first = 0; first < FEATURES; first += V * W) {
             Sum sum[A * M * V];
 #pragma GCC unroll 64
             for (int i = 0; i < A * M * V; ++i) sum[i] = Sum{};
-            const int64_t end = std::min(at + w.group, groups.columns);
-            for (const char* p = stream; at < end; at += 2 * PAIRS, p += STEP<C>) {
+            const char* p = stream + first * WORD;
+            for (int64_t at = g * w.group; at < end; at += 2 * PAIRS, p += STEP<C>) {
                 if (ahead)
 #pragma GCC unroll 8
                     for (int64_t line = 0; line < V * W * WORD; line += 64) __builtin_prefetch(p + ahead + line);
