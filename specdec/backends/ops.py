@@ -26,7 +26,7 @@ import attrs
 from specdec.backends.arrays import ArrayHidden
 from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
 from specdec.backends.passes import Body, EagerPasses, ExecutorSetup, Pass, Passes
-from specdec.contract import Executor, Hidden, Logits, Parity
+from specdec.contract import Executor, Hidden, Logits, Parity, Sampling
 from specdec.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -445,6 +445,10 @@ class Ops(abc.ABC):
         return hidden.array
 
     # --- how passes are launched -----------------------------------------------------------------------------------
+
+    def device_samples(self, sampling: Sampling) -> bool:
+        """Whether ``device_executor`` takes a setup with this sampling (temperature above 0)."""
+        return False
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> Executor | None:
         """Return an executor that runs cycles on the device, over passes bound by these ops; None if unsupported.

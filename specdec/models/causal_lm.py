@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
-from specdec.backends.passes import ExecutorSetup, Pass, Passes, WaitingPairs
+from specdec.backends.passes import ExecutorSetup, Pass, Passes, Sampled, WaitingPairs
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
@@ -25,6 +25,7 @@ from specdec.contract import (
     ModelInfo,
     MtpPairs,
     Needs,
+    Sampling,
     SharedWeights,
     Snapshot,
     State,
@@ -33,7 +34,7 @@ from specdec.contract import (
 )
 from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 from specdec.models.decoder import Layer, MtpHead, Norm
-from specdec.sampling import CoupledDraft
+from specdec.sampling import CoupledDraft, Rows
 
 PREFILL_ROWS = 512  # prompt rows per pass; bounds the memory of a long prompt
 
@@ -359,13 +360,18 @@ class CausalLM(ForwardPass):
             pairs.resume(fed, tokens[:-1], hidden)
         return drafted
 
+    def device_samples(self, sampling: Sampling) -> bool:
+        return self.ops.device_samples(sampling)
+
     def device_executor(
         self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
     ) -> Executor | None:
         state = _own(state)
         head, pairs, mtp = draft.head, state.pairs if draft.mtp else None, state.mtp
+        settings = context.sampling
         if (
-            state.needs.hidden
+            (settings.temperature > 0 and not self.device_samples(settings))
+            or state.needs.hidden
             or state.boundaries
             or (draft.mtp and (pairs is None or pairs.length != state.length or not pairs.waiting))
         ):
@@ -390,6 +396,9 @@ class CausalLM(ForwardPass):
                 first = mtp.length + 1
                 pairs.resume(mtp.length, context[first : first + len(left) - 1], self.ops.hidden(left))
 
+        def choose(row: Array) -> int:
+            return Rows(self.ops.head(row, self.model.lm_head), (), context).choose(0)
+
         setup = ExecutorSetup(
             pending=context[-1],
             waiting=waiting,
@@ -397,6 +406,7 @@ class CausalLM(ForwardPass):
             stop_tokens=tuple(stop_tokens),
             limit=limit,
             closed=closed,
+            sampling=Sampled(settings=settings, choose=choose) if settings.temperature > 0 else None,
         )
         executor = self.ops.device_executor(state.target_pass, None if pairs is None else state.mtp_pass, setup)
         if executor is None and pairs is not None and waiting is not None:

@@ -42,9 +42,10 @@ from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeig
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body, ExecutorSetup, Pass
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
-from specdec.contract import Logits, Parity
+from specdec.contract import Logits, Parity, Sampling
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
 from specdec.logs import get_logger
+from specdec.sampling import keeps_logits
 
 log = get_logger(__name__)
 
@@ -80,6 +81,10 @@ class CudaOps(Ops):
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> CudaPasses:
         """Return passes that are captured as graphs on their first run, one per number of rows."""
         return CudaPasses(self.device, self.dtype, body, len(caches), hidden_size, self.eager_reason)
+
+    def device_samples(self, sampling: Sampling) -> bool:
+        """With temperature and filters alone: bans, biases and penalties change logits on the host."""
+        return keeps_logits(sampling)
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
         return device_executor(target, head, setup)
