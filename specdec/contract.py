@@ -537,6 +537,13 @@ class ForwardPass(abc.ABC):
             )
         return state.pairs
 
+    def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
+        """Tokens of one new state that fit the memory of the device as it is now, 0 or more; None: it sets no limit.
+
+        The default is None.
+        """
+        return None
+
     def device_samples(self, sampling: Sampling) -> bool:
         """Whether ``device_executor`` also offers cycles that sample under these settings (temperature above 0).
 

@@ -36,6 +36,8 @@ from specdec.errors import ContractError, PromptError, ShapeError, StateError, U
 from specdec.models.decoder import Layer, MtpHead, Norm
 from specdec.sampling import CoupledDraft, Rows
 
+CACHE_SHARE = 0.9  # of the free memory, for one session's caches; the rest is for graphs, activations and growth
+MORE_STATES = 3  # times the memory of new recurrent states that they may grow to
 PREFILL_ROWS = 512  # prompt rows per pass; bounds the memory of a long prompt
 
 
@@ -136,6 +138,23 @@ class CausalLM(ForwardPass):
         target = self._passes_with(boundaries).bind(caches)
         head = None if mtp is None else self._mtp_passes.bind([mtp])
         return SequenceState(capacity, needs, caches, mtp, target, head, boundaries)
+
+    def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
+        free = self.ops.free_bytes()
+        if free is None:
+            return None
+        one, two = (self._cache_bytes(capacity, needs) for capacity in (1, 2))
+        each = two - one
+        fixed = max(0, one - each)  # states of a recurrent layer, of which a longer draft takes more
+        left = int(CACHE_SHARE * free) - MORE_STATES * fixed
+        return self.info.max_positions if each <= 0 else max(0, min(left // each, self.info.max_positions))
+
+    def _cache_bytes(self, capacity: int, needs: Needs) -> int:
+        """Bytes of the caches of a new state."""
+        caches = self._new_caches(capacity)
+        if needs.mtp:
+            caches.append(self._new_mtp_cache(capacity))
+        return sum(cache.nbytes() for cache in caches)
 
     def _new_caches(self, capacity: int) -> list[Cache]:
         return [layer.new_cache(capacity) for layer in self.model.layers]

@@ -71,6 +71,8 @@ class CudaOps(Ops):
             parity_reason=f"one compiled kernel serves 1 to {MAX_ROWS} rows and sums in one order, so that "
             "verification has the bits of decoding; longer prompt chunks are computed in bulk, so that another "
             "chunking of a prompt may round differently",
+            parity_needs_probe=device.place.type == "cuda",
+            probed_context=attention.PROBED,
             max_rows=MAX_ROWS,
             packed_formats=frozenset({"fp8-block", "nvfp4"}),
         )
@@ -147,6 +149,9 @@ class CudaOps(Ops):
 
     def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
         return (tensor.to(torch.float32) + plus).to(self.device.place)
+
+    def free_bytes(self) -> int:
+        return self.device.memory()[0]
 
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> CudaKVCache:
         return CudaKVCache(self.device, capacity, kv_heads, head_dim, self.dtype)
