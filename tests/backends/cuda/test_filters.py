@@ -241,13 +241,18 @@ def test_open_rows_are_chosen_by_the_host(
     every: int,
 ) -> None:
     """In whole generations, with a cycle ahead and without: text, end and state are those of the host's cycles."""
-    monkeypatch.setattr(filters, "choose", _open_rows(filters.choose, every))
-    target, folder = build(FAMILY, **WIDE), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE})
+    original, opened = filters.choose, []
+    monkeypatch.setattr(filters, "choose", _open_rows(original, every))
+    decide = executor.CudaExecutor._decide
+    monkeypatch.setattr(executor.CudaExecutor, "_decide", lambda self: opened.append(1) or decide(self))
+    shape = {**WIDE, "seed": 20 + every}  # graphs of its own, with this ``choose``
+    target, folder = build(FAMILY, **shape), checkpoint(FAMILY, **{**TINY[FAMILY], **shape})
     options = {"seed": every, **SAMPLINGS["filters"]}
     wanted, plainly = generate(folder, OnHost(target), PROMPT, 14, [0], **options)
     result, session = generate(folder, target, PROMPT, 14, depths, **options)
     assert result.tokens == wanted.tokens
     assert result.stats.whole_cycles == result.stats.cycles
+    assert len(opened) >= 14 // every - 1
     tiny.assert_same_bits(
         tiny.state_arrays(target, session._sequence.state), tiny.state_arrays(target, plainly._sequence.state)
     )
