@@ -551,12 +551,10 @@ def _cycle() -> object:
 def _filters() -> object:
     from specdec.backends.cuda.kernels import filters
 
-    key, settings, out = (
-        torch.zeros(2, dtype=torch.int64),
-        torch.ones(4, dtype=torch.float64),
-        torch.empty(3, dtype=torch.int32),
-    )
-    return filters.choose(_float(3, 248320), key, settings, out)
+    key, settings = torch.zeros(2, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
+    out = torch.empty(3, dtype=torch.int32)
+    filters.choose(_float(3, 248320), key, settings, out)
+    return out
 
 
 @example("draft under filters, keys of a cycle")
@@ -565,14 +563,9 @@ def _filters_of_a_draft() -> object:
 
     key, settings = torch.zeros(16, 2, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
     filters.keys(torch.empty(24, dtype=torch.int32), key[0, :1], key)
-    return filters.choose(
-        _float(1, 32768),
-        key[0],
-        settings,
-        torch.empty(1, dtype=torch.int32),
-        ids=torch.empty(32768, dtype=torch.int32),
-        guess=True,
-    )
+    ids, out = torch.empty(32768, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+    filters.choose(_float(1, 32768), key[0], settings, out, ids=ids, guess=True)
+    return out
 
 
 def main() -> None:
