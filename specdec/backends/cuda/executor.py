@@ -50,6 +50,7 @@ STOPS = 64  # stop tokens that the device can look for
 _CONTROL = FIELDS.value + MAX_ROWS
 _FED_ROWS = (2, 4, 8, MAX_ROWS)  # allowed row counts of the head's pass: few graphs, little waste
 _ADDED_ROWS = (256, 1024, 4096)  # allowed numbers of rows added to a pruned head, likewise
+_HEADS = 4  # sets of heads whose graphs are kept
 _IN_FLIGHT = 2  # one cycle runs while the host processes another
 
 
@@ -92,6 +93,14 @@ class _Buffers:
         return _Buffers(**{name: held.clone() for name, held in attrs.asdict(self, recurse=False).items()})
 
 
+@attrs.frozen
+class _Captured:
+    """The graphs of one set of heads, which they know by address only."""
+
+    heads: tuple[Any, ...]
+    graphs: dict[tuple[Any, ...], Graph] = attrs.field(factory=dict)
+
+
 class CycleGraphs:
     """The graphs of one model's cycles, with or without its MTP head, and their buffers."""
 
@@ -123,10 +132,8 @@ class CycleGraphs:
             row=torch.zeros(1, width, dtype=dtype, device=place),
         )
         self._keys = torch.zeros(MAX_ROWS, 2, dtype=torch.int64, device=place)  # of the noise of a cycle's rows
-        self._graphs: dict[tuple[Any, ...], Graph] = {}
-        self._heads: tuple[Any, ...] = (None,) * 4
-        self._added: DenseWeight | None = None  # rows that the current sequence added to a pruned head
-        self._added_ids: Tensor | None = None
+        self._graphs: dict[tuple[int, ...], _Captured] = {}  # by the identities of the heads, the last used one last
+        self._added: dict[int, tuple[DenseWeight, Tensor]] = {}  # for rows added to a pruned head, by their number
         self.owner: CudaExecutor | None = None  # the sequence whose state is in the buffers
 
     @contextlib.contextmanager
@@ -150,15 +157,31 @@ class CycleGraphs:
         """Copy a sequence's added rows to the graphs' buffer, padded with copies of the first row."""
         if added is None:
             return
+        (rows, ids), (held, held_ids) = added, self._room_for_added(added)
+        held.tensor[: len(ids)] = rows
+        held.tensor[len(ids) :] = rows[:1]
+        held_ids[: len(ids)] = ids
+        held_ids[len(ids) :] = ids[:1]
+
+    def _room_for_added(self, added: tuple[Tensor, Tensor]) -> tuple[DenseWeight, Tensor]:
+        """The graphs' buffers for so many added rows and their ids."""
         rows, ids = added
         size = next(size for size in _ADDED_ROWS if size >= len(ids))
-        if self._added is None or self._added_ids is None or len(self._added_ids) != size:
-            self._added = DenseWeight(torch.empty(size, rows.shape[1], dtype=rows.dtype, device=rows.device))
-            self._added_ids = torch.empty(size, dtype=torch.int32, device=rows.device)
-        self._added.tensor[: len(ids)] = rows
-        self._added.tensor[len(ids) :] = rows[:1]
-        self._added_ids[: len(ids)] = ids
-        self._added_ids[len(ids) :] = ids[:1]
+        if size not in self._added:
+            made = torch.empty(size, rows.shape[1], dtype=rows.dtype, device=rows.device)
+            self._added[size] = DenseWeight(made), torch.empty(size, dtype=torch.int32, device=rows.device)
+        return self._added[size]
+
+    def _captured(self, executor: CudaExecutor) -> dict[tuple[Any, ...], Graph]:
+        """The graphs of this sequence's heads. Those of other heads are kept, for sequences that take turns."""
+        added = None if executor.added is None else self._room_for_added(executor.added)[0]
+        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)
+        key = tuple(map(id, heads))
+        found = self._graphs.pop(key, None) or _Captured(heads)
+        self._graphs[key] = found
+        while len(self._graphs) > _HEADS:
+            del self._graphs[next(iter(self._graphs))]
+        return found.graphs
 
     def settle(self) -> None:
         """Launch only the settle step of a cycle."""
@@ -171,13 +194,9 @@ class CycleGraphs:
 
     def graph(self, executor: CudaExecutor, fed: int, depth: int) -> Graph:
         """Return the graph of a cycle of ``depth`` draft tokens, whose head pass takes up to ``fed`` pairs."""
-        added = None if executor.added is None else self._added
-        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)  # graphs hold only addresses
-        if any(new is not old for new, old in zip(heads, self._heads, strict=True)):
-            self._graphs.clear()
-            self._heads = heads
+        graphs = self._captured(executor)
         key = (fed, depth, *executor.bounds, executor.choice)
-        if key not in self._graphs:
+        if key not in graphs:
             caches = executor.target.caches, executor.mtp.caches if executor.mtp else []
             of_target, of_mtp = (
                 [CapturedCache(held, row, bound) for held, row in zip(of, table, strict=True)]
@@ -185,9 +204,9 @@ class CycleGraphs:
             )
             before = self.buffers.copy()  # capturing runs the cycle for real first
             with self.device.guarded(f"the CUDA graph of a cycle of {depth} draft tokens", None, "SPECDEC_EAGER=1"):
-                self._graphs[key] = self.device.capture(lambda: self._cycle(executor, of_target, of_mtp, fed, depth))
+                graphs[key] = self.device.capture(lambda: self._cycle(executor, of_target, of_mtp, fed, depth))
             self.buffers.fill(before)
-        return self._graphs[key]
+        return graphs[key]
 
     def _cycle(
         self, executor: CudaExecutor, target: list[CapturedCache], mtp: list[CapturedCache], fed: int, depth: int
@@ -246,8 +265,8 @@ class CycleGraphs:
         else:
             first = second = head.best(x, executor.draft_head, ids=executor.draft_ids)
         if executor.added is not None:
-            assert self._added is not None
-            second = head.best(x, self._added, ids=self._added_ids)
+            rows, ids = self._room_for_added(executor.added)
+            second = head.best(x, rows, ids=ids)
         cycle.winner(first.ids, first.values, second.ids, second.values, out)
 
 
