@@ -23,6 +23,7 @@ from specdec.errors import PluginError, PromptError, ShapeError, StateError
 from specdec.sampling import Rows
 from tests import tiny
 from tests.backends.choices import SETTINGS, logits_of, outcome, random_case, tied
+from tests.backends.cuda.kernels import open_rows_kernel
 from tests.backends.cuda.tables import mutated
 from tests.backends.cuda.test_cuda_executor import FAMILY, WIDE, generate
 from tests.backends.cuda.test_models import PROMPT, TINY, OnHost, _short_caches, build  # noqa: F401  (two are fixtures)
@@ -196,16 +197,9 @@ def _open_rows(original: Any, every: int) -> Any:
     def choose(logits: Any, key: Any, settings: Any, out: Any, **options: Any) -> None:
         original(logits, key, settings, out, **options)
         if not options.get("guess"):
-            filters.launch(_now_and_then, (1,), key, out, len(out), EVERY=every, BLOCK=16)
+            filters.launch(open_rows_kernel, (1,), key, out, len(out), EVERY=every, BLOCK=16)
 
     return choose
-
-
-@filters.triton.jit
-def _now_and_then(key, out, rows, EVERY: filters.tl.constexpr, BLOCK: filters.tl.constexpr):  # type: ignore[no-untyped-def]
-    row = filters.tl.arange(0, BLOCK)
-    position = filters.tl.load(key + 1) + row
-    filters.tl.store(out + row, -2 + row * 0, mask=(row < rows) & (position % EVERY == 0))
 
 
 def both_ways(target: Any, sampling: Sampling, depths: list[int], *, ahead: bool) -> list[Any]:
@@ -284,8 +278,7 @@ def test_a_head_in_two_parts_drafts_step_by_step(build: Callable[..., Any]) -> N
     sequence.context.change("sampling", Sampling(temperature=0.8))
     assert fake_device.on_device(sequence, draft) is None
     assert fake_device.left_behind(sequence)[:2] == (2, 2)
-    sequence.context.change("sampling", Sampling())
-    assert fake_device.on_device(sequence, draft) is not None
+    assert fake_device.on_device(fake_device.prefilled(target, [3, 1, 5], draft, 64), draft) is not None
 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
