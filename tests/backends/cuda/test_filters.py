@@ -64,7 +64,7 @@ def wrong_rows(module: Any, values: np.ndarray, context: Context, device: torch.
     return wrong, found.count(OPEN.value)
 
 
-@pytest.mark.parametrize("share", cases([0.02, 0.3], sample=1, mark="slow"))
+@pytest.mark.parametrize("share", cases([0.02, 0.15], sample=1, mark="slow"))
 @pytest.mark.parametrize("name", FILTERS)
 def test_tokens_are_the_references_or_open(name: str, share: float, device: torch.device) -> None:
     """Every kind of row, near ties and nuclei that end within rounding of a boundary among them."""
@@ -337,8 +337,6 @@ CYCLE_MUTANTS = {
     "another row is left to the host": ("b.row.copy_(x[:1])", "b.row.copy_(x[-1:])"),
     "cycles behind an open row are lost": ("self.submit(flight.depth)", "self._flights.append(flight)"),
     "the host's token is not kept": ("                kept=1,\n", "                kept=0,\n"),
-    "the position stays": ("position=last.position + 1", "position=last.position"),
-    "the limit is forgotten": ("remaining=last.remaining - 1,", "remaining=last.remaining,"),
     "the first token's noise for all drafts": ("self._keys[step]", "self._keys[0]"),
     "the next token's noise": ("noise=head.Noise(self._keys[0], b.scale)", "noise=head.Noise(self._keys[1], b.scale)"),
 }
