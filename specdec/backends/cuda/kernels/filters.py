@@ -100,7 +100,7 @@ def _nats(x, temperature, top):
 
 
 @triton.jit
-def _choose(
+def _select(
     x_ptr, scores_ptr, ids_ptr, settings, out_ptr, N, MAPPED: tl.constexpr, GUESS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
@@ -239,6 +239,6 @@ def choose(
         MAPPED=mapped, BLOCK=spread,
     )  # fmt: skip
     launch(
-        _choose, (rows,), logits, scores, named, settings, out, size,
+        _select, (rows,), logits, scores, named, settings, out, size,
         MAPPED=mapped, GUESS=guess, BLOCK=block, num_warps=16,
     )  # fmt: skip
