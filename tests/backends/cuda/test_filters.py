@@ -64,7 +64,7 @@ def wrong_rows(module: Any, values: np.ndarray, context: Context, device: torch.
     return wrong, found.count(OPEN.value)
 
 
-@pytest.mark.parametrize("share", cases([0.02, 0.3], sample=1, mark="slow"))
+@pytest.mark.parametrize("share", cases([0.02, 0.15], sample=1, mark="slow"))
 @pytest.mark.parametrize("name", FILTERS)
 def test_tokens_are_the_references_or_open(name: str, share: float, device: torch.device) -> None:
     """Every kind of row, near ties and nuclei that end within rounding of a boundary among them."""
@@ -216,17 +216,15 @@ def both_ways(target: Any, sampling: Sampling, depths: list[int], *, ahead: bool
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(("name", "ahead"), [("temperature", True), ("filters", False), ("hot", True)])
 def test_cycles_are_those_of_the_host(build: Callable[..., Any], name: str, ahead: bool) -> None:  # noqa: F811
     """Drafts, acceptance, tokens, caches and waiting pairs."""
-    for seed, depths in ((4, [3, 0, 2, 0, 0, 1]), (2**63 - 1, [0, 0, 0])):
-        device, host = both_ways(build(FAMILY, **WIDE), Sampling(seed=seed, **SAMPLINGS[name]), depths, ahead=ahead)
-        assert device == host
+    sampling = Sampling(seed=2**63 - 1 if ahead else 4, **SAMPLINGS[name])
+    device, host = both_ways(build(FAMILY, **WIDE), sampling, [3, 0, 2, 0, 0], ahead=ahead)
+    assert device == host
 
 
-@pytest.mark.parametrize("every", [2, 3, 5])
-@pytest.mark.parametrize("depths", [[4], [2, 0, 5, 1], [0]])
+@pytest.mark.parametrize(("depths", "every"), [([2, 0, 2], 2), ([3], 3)])
 def test_open_rows_are_chosen_by_the_host(
     build: Callable[..., Any],  # noqa: F811
     checkpoint: Callable[..., pathlib.Path],
@@ -242,17 +240,17 @@ def test_open_rows_are_chosen_by_the_host(
     shape = {**WIDE, "seed": 20 + every}  # graphs of its own, with this ``choose``
     target, folder = build(FAMILY, **shape), checkpoint(FAMILY, **{**TINY[FAMILY], **shape})
     options = {"seed": every, **SAMPLINGS["filters"]}
-    wanted, plainly = generate(folder, OnHost(target), PROMPT, 14, [0], **options)
-    result, session = generate(folder, target, PROMPT, 14, depths, **options)
+    wanted, plainly = generate(folder, OnHost(target), PROMPT, 9, [0], **options)
+    result, session = generate(folder, target, PROMPT, 9, depths, **options)
     assert result.tokens == wanted.tokens
     assert result.stats.whole_cycles == result.stats.cycles
-    assert len(opened) >= 14 // every - 1
+    assert len(opened) >= 9 // every - 1
     tiny.assert_same_bits(
         tiny.state_arrays(target, session._sequence.state), tiny.state_arrays(target, plainly._sequence.state)
     )
     stop = (wanted.text[3:5],)
-    plainly, _ = generate(folder, OnHost(target), PROMPT, 14, [0], stop=stop, **options)
-    ours, session = generate(folder, target, PROMPT, 14, depths, stop=stop, **options)
+    plainly, _ = generate(folder, OnHost(target), PROMPT, 9, [0], stop=stop, **options)
+    ours, session = generate(folder, target, PROMPT, 9, depths, stop=stop, **options)
     assert plainly.finish_reason == "stop_string"
     assert (ours.tokens, ours.text, ours.finish_reason) == (plainly.tokens, plainly.text, plainly.finish_reason)
     rest = session.generate(max_new_tokens=4, ignore_eos=True, **options).tokens
@@ -337,8 +335,6 @@ CYCLE_MUTANTS = {
     "another row is left to the host": ("b.row.copy_(x[:1])", "b.row.copy_(x[-1:])"),
     "cycles behind an open row are lost": ("self.submit(flight.depth)", "self._flights.append(flight)"),
     "the host's token is not kept": ("                kept=1,\n", "                kept=0,\n"),
-    "the position stays": ("position=last.position + 1", "position=last.position"),
-    "the limit is forgotten": ("remaining=last.remaining - 1,", "remaining=last.remaining,"),
     "the first token's noise for all drafts": ("self._keys[step]", "self._keys[0]"),
     "the next token's noise": ("noise=head.Noise(self._keys[0], b.scale)", "noise=head.Noise(self._keys[1], b.scale)"),
 }
@@ -357,15 +353,15 @@ def test_mutants_of_cycles_are_found(
     if name != "none":
         copy = mutated(executor, tmp_path, CYCLE_MUTANTS[name])
         monkeypatch.setattr(cuda_ops, "device_executor", copy.device_executor)
-    monkeypatch.setattr(filters, "choose", _open_rows(filters.choose, 4))
+    monkeypatch.setattr(filters, "choose", _open_rows(filters.choose, 3))
     options = {"seed": 3, **SAMPLINGS["filters"]}
     seed = 3 + ["none", *CYCLE_MUTANTS].index(name)  # graphs of its own
     target, folder = build(FAMILY, **WIDE, seed=seed), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE}, seed=seed)
-    wanted, plainly = generate(folder, OnHost(target), PROMPT, 14, [0], **options)
+    wanted, plainly = generate(folder, OnHost(target), PROMPT, 8, [0], **options)
     try:
-        device, host = both_ways(target, Sampling(seed=4, **SAMPLINGS["temperature"]), [3, 0, 2], ahead=True)
+        device, host = both_ways(target, Sampling(seed=4, **SAMPLINGS["temperature"]), [2, 2], ahead=True)
         same = device == host
-        result, session = generate(folder, target, PROMPT, 14, [2, 0, 4, 1], **options)
+        result, session = generate(folder, target, PROMPT, 8, [2, 0], **options)
         same &= result.tokens == wanted.tokens
         tiny.assert_same_bits(
             tiny.state_arrays(target, session._sequence.state), tiny.state_arrays(target, plainly._sequence.state)

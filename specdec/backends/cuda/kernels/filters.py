@@ -198,7 +198,8 @@ def _choose(
         stays = stays & ((nats == 0.0) | (share >= min_p * (1.0 + _SHARE)))
         goes = (rank >= kept) | ((rank > 0) & (top_p < 1.0) & (ahead >= (top_p + slack) * mass))
         goes = goes | ((nats < 0.0) & (share < min_p * (1.0 - _SHARE)))
-        certain = (near == 0) & (goes | (stays & (score - second > _NOISE)))
+        found = score > float("-inf")  # always: the best token stays
+        certain = found & (near == 0) & (goes | (stays & (score - second > _NOISE)))
         searching = certain & goes
         last_nats = nats
         last_id = token
