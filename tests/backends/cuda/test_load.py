@@ -12,7 +12,7 @@ import torch
 from specdec import pipeline
 from specdec.backends.cuda.kernels import attention
 from specdec.backends.cuda.ops import CudaOps
-from specdec.config import RunConfig
+from specdec.config import Choice, RunConfig
 from specdec.contract import Needs
 from specdec.errors import PluginError, UnsupportedError
 from specdec.models.causal_lm import CACHE_SHARE, CausalLM
@@ -79,7 +79,7 @@ def test_the_most_tokens_are_those_that_memory_holds(
 
 def load(monkeypatch: pytest.MonkeyPatch, answer: Any, **target: Any) -> Any:
     monkeypatch.setattr(CausalLM, "most_tokens", lambda self, needs: answer)
-    config = RunConfig(drafter="none")
+    config = RunConfig(drafter=Choice("none"))
     return pipeline.build(attrs.evolve(config, target=attrs.evolve(config.target, **target)))
 
 
