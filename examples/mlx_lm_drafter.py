@@ -1,8 +1,9 @@
 """A drafter of specdec in mlx-lm, as an object that poses as its draft model. mlx-lm offers no place for drafters.
 
 mlx-lm calls its draft model with the tokens that are new, and takes the next draft token from the logits. Nothing
-promises that it will go on doing so: this works with mlx-lm 0.32.2, which has to be installed.
+promises that it will go on doing so: this works with mlx-lm 0.32.2. In a clone of the repository, on a Mac:
 
+    pip install -c constraints.txt . plugins/specdec-suffix mlx-lm    # on Linux also: 'mlx[cpu]'
     python examples/mlx_lm_drafter.py
 
 What it costs: every pass verifies ``num_draft_tokens``, also where the drafter has no opinion, and one call of Python

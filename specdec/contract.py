@@ -537,10 +537,26 @@ class ForwardPass(abc.ABC):
             )
         return state.pairs
 
+    def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
+        """Tokens of one new state that fit the memory of the device as it is now, 0 or more; None: it sets no limit.
+
+        The default is None.
+        """
+        return None
+
+    def device_samples(self, sampling: Sampling) -> bool:
+        """Whether ``device_executor`` also offers cycles that sample under these settings (temperature above 0).
+
+        Their tokens are those that plain decoding chooses, with the noise of their positions. The default is False.
+        """
+        return False
+
     def device_executor(
         self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
     ) -> Executor | None:
-        """Greedy cycles without filters that the device runs by itself; None if this target does not offer them.
+        """Cycles that the device runs by itself; None if this target does not offer them.
+
+        They are greedy without filters, or sampled where ``device_samples`` says so.
 
         The state belongs to the executor until ``close``. Generation ends on the device after the first of
         ``stop_tokens`` and after ``limit`` >= 1 tokens; later cycles emit nothing and change nothing. Tokens, state and
@@ -609,7 +625,9 @@ class ForwardPass(abc.ABC):
 
 @attrs.frozen
 class DeviceDraft:
-    """Drafting that a device can do by itself: greedy, with the target's MTP head.
+    """Drafting that a device can do by itself: with the target's MTP head, the best token of every step.
+
+    At a temperature above 0 it is the token that the settings and the noise of its position choose (COUPLED).
 
     Attributes:
         mtp: False if nothing is ever drafted, so that all cycles have depth 0.
@@ -1038,7 +1056,8 @@ class Verifier(abc.ABC):
     def is_argmax(self, sampling: Sampling) -> bool:
         """Whether, with these settings, it accepts exactly the tokens that equal the target's argmax.
 
-        A device may then take the decision by itself. The default is False.
+        A device may then take the decision by itself; if the guarantee is EXACT, also with the same settings at a
+        temperature above 0 and with filters, since those tokens are plain decoding's. The default is False.
         """
         return False
 

@@ -13,7 +13,7 @@ from specdec.config import Choice, GenerationSettings, RunConfig, TargetConfig
 from specdec.contract import OTHER_HEAD, ForwardPass, Guarantee, Needs, Parity, PrepareEnv
 from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
 from specdec.decoding.notebook import html_table
-from specdec.decoding.parts import DepthPart, DrafterPart, Parts, Prompt, make_verifier
+from specdec.decoding.parts import DepthPart, DrafterPart, Parts, Prompt, make_verifier, target_guard
 from specdec.decoding.result import Result
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
@@ -21,6 +21,7 @@ from specdec.errors import PromptError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
 from specdec.records.cost_table import CostTable
+from specdec.registry import answers
 from specdec.text import Tokenizer
 
 log = get_logger(__name__)
@@ -127,7 +128,13 @@ def build(config: RunConfig) -> LanguageModel:
     drafter = drafter.prepared(env)
     _check_needs(drafter, drafter.needs, target)
     lm = LanguageModel(
-        config=config, target=target, tokenizer=loaded.tokenizer, drafter=drafter, verifier=verifier, depth=depth
+        config=config,
+        target=target,
+        tokenizer=loaded.tokenizer,
+        drafter=drafter,
+        verifier=verifier,
+        depth=depth,
+        room=_room(target, drafter.needs, config.target.capacity, notices),
     )
     lm.session()  # fail now if a drafter or policy cannot start
     known = functools.cache(lambda file: costs_of(lm, notices, file))
@@ -153,6 +160,28 @@ def build(config: RunConfig) -> LanguageModel:
     for notice in notices:
         log.info("notice", text=notice)
     return attrs.evolve(lm, depth=depth, notices=tuple(notices))
+
+
+def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[str]) -> int | None:
+    """Tokens of a session that the device's memory has room for; a notice if they are fewer than the model takes.
+
+    Raises: UnsupportedError if that is less than what ``target.capacity`` asks for, or nothing.
+    """
+    room: int | None = target_guard(target).call(target, "most_tokens", needs, check=answers.room)
+    wanted = target.info.max_positions if asked is None else min(asked, target.info.max_positions)
+    if room is None or room >= wanted:
+        return room
+    smaller = "a smaller or quantised checkpoint, or a device with more free memory"
+    if asked is not None or room < 1:
+        raise UnsupportedError(
+            f"a session of {wanted if asked else 1} tokens does not fit the free memory of {target.info.device}",
+            fits=f"{room} tokens beside the weights",
+            try_=f"target.capacity = {room}, {smaller}" if room else smaller,
+        )
+    notices.append(
+        f"a session holds {room} of the model's {wanted} tokens: there is no more free memory on {target.info.device}"
+    )
+    return room
 
 
 def _may_adapt(lm: Parts, costs: Callable[[], CostTable], notices: list[str]) -> bool:

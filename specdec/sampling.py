@@ -84,11 +84,14 @@ def gumbel(seed: int, position: int, ids: NDArray[np.int64], purpose: Purpose, c
 def is_plain(sampling: Sampling) -> bool:
     """Whether a row's distribution is the softmax (or argmax) of its raw logits: no history, bans or filters."""
     s = sampling
+    return s.top_k == 0 and s.top_p >= 1.0 and s.min_p <= 0.0 and keeps_logits(s)
+
+
+def keeps_logits(sampling: Sampling) -> bool:
+    """Whether temperature and filters get the raw logits: no history, bias, bans or processors change them."""
+    s = sampling
     return (
-        s.top_k == 0
-        and s.top_p >= 1.0
-        and s.min_p <= 0.0
-        and s.repetition_penalty == 1.0
+        s.repetition_penalty == 1.0
         and s.presence_penalty == 0.0
         and s.frequency_penalty == 0.0
         and not s.logit_bias

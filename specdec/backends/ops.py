@@ -26,7 +26,7 @@ import attrs
 from specdec.backends.arrays import ArrayHidden
 from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
 from specdec.backends.passes import Body, EagerPasses, ExecutorSetup, Pass, Passes
-from specdec.contract import Executor, Hidden, Logits, Parity
+from specdec.contract import Executor, Hidden, Logits, Parity, Sampling
 from specdec.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ class Capabilities:
         parity_reason: the justification of the declared parity.
         parity_needs_probe: BITWISE is expected but untested on this device, so it counts only with a stored probe
             (``specdec.records.probes``).
+        probed_context: committed rows that attention starts from in the probe at every load, so that it covers more
+            than one of the parts that the kernels cut a context into.
         max_rows: rows of the longest pass that ``parity`` covers.
         packed_formats: quantised formats whose weights stay packed ("fp8-block", "nvfp4", "mlx-affine"); weights in
             other formats arrive decoded. See ``Ops.weight``.
@@ -172,6 +174,7 @@ class Capabilities:
     parity: Parity
     parity_reason: str = ""
     parity_needs_probe: bool = False
+    probed_context: int = 0
     max_rows: int = 16
     packed_formats: frozenset[str] = frozenset()
     slow: bool = False
@@ -444,7 +447,15 @@ class Ops(abc.ABC):
             raise ContractError(f"hidden states of another backend: {type(hidden).__name__}")
         return hidden.array
 
+    def free_bytes(self) -> int | None:
+        """The bytes of device memory that caches may still take; None if only the host's memory limits them."""
+        return None
+
     # --- how passes are launched -----------------------------------------------------------------------------------
+
+    def device_samples(self, sampling: Sampling) -> bool:
+        """Whether ``device_executor`` takes a setup with this sampling (temperature above 0)."""
+        return False
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> Executor | None:
         """Return an executor that runs cycles on the device, over passes bound by these ops; None if unsupported.

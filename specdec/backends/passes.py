@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import attrs
 
 from specdec.backends.caches import Array, Cache, HeadRows
-from specdec.contract import Choosing
+from specdec.contract import Choosing, Sampling
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
@@ -72,6 +72,20 @@ class WaitingPairs:
 
 
 @attrs.frozen(kw_only=True)
+class Sampled:
+    """How a device executor samples tokens.
+
+    Attributes:
+        settings: with a temperature above 0.
+        choose: the token after the committed ones, chosen on the host from the hidden state ``[1, H]`` of the last of
+            them. For tokens that the device cannot be sure of.
+    """
+
+    settings: Sampling
+    choose: Callable[[Array], int]
+
+
+@attrs.frozen(kw_only=True)
 class ExecutorSetup:
     """The initial state of a device executor.
 
@@ -83,6 +97,7 @@ class ExecutorSetup:
         limit: the number of tokens after which generation ends.
         closed: called by ``close`` with the hidden states ``[n, H]`` of the pairs still waiting (None without
             ``waiting``), once all caches are as single passes would have left them.
+        sampling: None if every token is the best one.
     """
 
     pending: int
@@ -91,6 +106,7 @@ class ExecutorSetup:
     stop_tokens: tuple[int, ...]
     limit: int
     closed: Callable[[Array | None], None]
+    sampling: Sampled | None = None
 
 
 class EagerPass(Pass):

@@ -12,7 +12,9 @@ import types
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from specdec.contract import CycleRecord, Deviation, DeviceDraft, Executor, Outcome
+import attrs
+
+from specdec.contract import CycleRecord, Deviation, DeviceDraft, Executor, Guarantee, Outcome, Sampling
 from specdec.decoding.cycle import HostExecutor, LiveSequence
 from specdec.decoding.statistics import RunStats
 from specdec.registry import Guard, answers
@@ -88,10 +90,7 @@ class DecodingLoop:
     def _open(self, room: int) -> Executor:
         """The device's executor if target, drafter, verifier and settings allow it, else the host's."""
         sequence, device = self._sequence, None
-        sampling = sequence.context.sampling
-        if sampling.logprobs is None and sequence.verifying.call(
-            sequence.verifier, "is_argmax", sampling, check=answers.flag
-        ):
+        if self._decided_on_device(sequence.context.sampling):
             draft = self._device_draft()
             if draft is not None:
                 make = functools.partial(sequence.target.device_executor, stop_tokens=self._stop_tokens, limit=room)
@@ -104,6 +103,20 @@ class DecodingLoop:
             HostExecutor(sequence, self._stats) if device is None else _GuardedExecutor(device, sequence.running)
         )
         return self._executor
+
+    def _decided_on_device(self, sampling: Sampling) -> bool:
+        """Whether verifier and target leave the decision to the device under these settings."""
+        sequence = self._sequence
+        if sampling.logprobs is not None:
+            return False
+        if sampling.temperature > 0:
+            if sequence.verifier.guarantee is not Guarantee.EXACT or not sequence.running.call(
+                sequence.target, "device_samples", sampling, check=answers.flag
+            ):
+                return False
+            sampling = attrs.evolve(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        argmax: bool = sequence.verifying.call(sequence.verifier, "is_argmax", sampling, check=answers.flag)
+        return argmax
 
     def _device_draft(self) -> DeviceDraft | None:
         """How the device would draft; a failed drafter drafts nothing."""

@@ -134,6 +134,7 @@ class Parts:
         target: the loaded model.
         tokenizer: text to token ids and back.
         notices: notices about this load (a downgrade, unused tensors, a fallback), one sentence each.
+        room: tokens of one session that the device's memory had room for at the load; None: no such limit.
     """
 
     config: RunConfig
@@ -143,6 +144,7 @@ class Parts:
     verifier: Verifier
     depth: DepthPart
     notices: tuple[str, ...] = ()
+    room: int | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -151,9 +153,9 @@ class Parts:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a session can hold: the model's limit, or ``target.capacity`` if that is lower."""
-        asked = self.config.target.capacity
-        return self.info.max_positions if asked is None else min(asked, self.info.max_positions)
+        """Tokens that a session can hold: the least of the model's limit, ``target.capacity`` and ``room``."""
+        limits = (self.info.max_positions, self.config.target.capacity, self.room)
+        return min(limit for limit in limits if limit is not None)
 
     @checked(PromptError)
     def encode(self, prompt: Prompt) -> list[int]:

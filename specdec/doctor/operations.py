@@ -51,7 +51,7 @@ ROW_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 }  # arguments with an axis of T rows
 NO_ROWS = (
     *("weight", "stack", "vector", "to_host", "from_host", "hidden", "array", "head_rows"),
-    *("new_kv", "new_latent", "new_delta", "record_passes", "device_executor"),
+    *("new_kv", "new_latent", "new_delta", "record_passes", "device_executor", "device_samples", "free_bytes"),
     *("append", "attend_from"),
 )
 """Operations without rows, that only wrap rows, or that only draft heads run: a draft cannot change the output."""

@@ -35,7 +35,7 @@ from specdec.drafters.gate import DraftGate
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary
 from specdec.errors import ConfigError, StateError
 from specdec.hookspecs import hookimpl
-from specdec.sampling import CoupledDraft, draft_token, is_plain
+from specdec.sampling import CoupledDraft, draft_token, is_plain, keeps_logits
 
 
 @attrs.frozen(kw_only=True)
@@ -105,7 +105,8 @@ class MtpDrafter(Drafter):
         return Draft(drafted, None if point_masses else np.stack(distributions))
 
     def device_draft(self, context: Context) -> DeviceDraft | None:
-        return DeviceDraft(head=self._head(context)) if self._is_greedy(context) else None
+        coupled = context.sampling.temperature > 0 and keeps_logits(context.sampling) and self._is_point_mass(context)
+        return DeviceDraft(head=self._head(context)) if coupled or self._is_greedy(context) else None
 
     def rewind(self, length: int) -> None:
         if self._choice is not None:

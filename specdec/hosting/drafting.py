@@ -363,7 +363,7 @@ def named_part(choice: Choice, info: ModelInfo) -> DrafterPart:
     part = DrafterPart.of(choice)
     static = part.spec.needs
     if not callable(static):
-        _check(part, static.unmet(info), info)
+        _check(part, static, info)
     return part
 
 
@@ -375,11 +375,12 @@ def hosted_part(choice: Choice, target: ForwardPass, tokenizer: Any = None) -> D
         return loaded.target, loaded.tokenizer
 
     part = named_part(choice, target.info).prepared(PrepareEnv(target=target, tokenizer=tokenizer, load=load))
-    _check(part, part.needs.unmet(target.info), target.info)
+    _check(part, part.needs, target.info)
     return part
 
 
-def _check(part: DrafterPart, unmet: str | None, info: ModelInfo) -> None:
+def _check(part: DrafterPart, needs: Needs, info: ModelInfo) -> None:
+    unmet = "an MTP head, which no host gives to a drafter" if needs.mtp and not info.mtp_layers else needs.unmet(info)
     if unmet is not None:
         raise UnsupportedError(
             f"the drafter {part.spec.name!r} cannot run in {info.family}: it needs {unmet}",

@@ -29,7 +29,6 @@ def host_info(
         hidden_size=hidden_size,
         max_positions=max_positions,
         mtp_layers=0,
-        mtp_reason="the host gives it to no drafter from outside",
         layers=layers,
         gives_hidden=gives_hidden,
         max_rows=max_rows,

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
-from specdec.backends.passes import ExecutorSetup, Pass, Passes, WaitingPairs
+from specdec.backends.passes import ExecutorSetup, Pass, Passes, Sampled, WaitingPairs
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
@@ -25,6 +25,7 @@ from specdec.contract import (
     ModelInfo,
     MtpPairs,
     Needs,
+    Sampling,
     SharedWeights,
     Snapshot,
     State,
@@ -33,8 +34,10 @@ from specdec.contract import (
 )
 from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 from specdec.models.decoder import Layer, MtpHead, Norm
-from specdec.sampling import CoupledDraft
+from specdec.sampling import CoupledDraft, Rows
 
+CACHE_SHARE = 0.9  # of the free memory, for one session's caches; the rest is for graphs, activations and growth
+MORE_STATES = 3  # times the memory of new recurrent states that they may grow to
 PREFILL_ROWS = 512  # prompt rows per pass; bounds the memory of a long prompt
 
 
@@ -135,6 +138,23 @@ class CausalLM(ForwardPass):
         target = self._passes_with(boundaries).bind(caches)
         head = None if mtp is None else self._mtp_passes.bind([mtp])
         return SequenceState(capacity, needs, caches, mtp, target, head, boundaries)
+
+    def most_tokens(self, needs: Needs = NO_NEEDS) -> int | None:
+        free = self.ops.free_bytes()
+        if free is None:
+            return None
+        one, two = (self._cache_bytes(capacity, needs) for capacity in (1, 2))
+        each = two - one
+        fixed = max(0, one - each)  # states of a recurrent layer, of which a longer draft takes more
+        left = int(CACHE_SHARE * free) - MORE_STATES * fixed
+        return self.info.max_positions if each <= 0 else max(0, min(left // each, self.info.max_positions))
+
+    def _cache_bytes(self, capacity: int, needs: Needs) -> int:
+        """Bytes of the caches of a new state."""
+        caches = self._new_caches(capacity)
+        if needs.mtp:
+            caches.append(self._new_mtp_cache(capacity))
+        return sum(cache.nbytes() for cache in caches)
 
     def _new_caches(self, capacity: int) -> list[Cache]:
         return [layer.new_cache(capacity) for layer in self.model.layers]
@@ -359,13 +379,18 @@ class CausalLM(ForwardPass):
             pairs.resume(fed, tokens[:-1], hidden)
         return drafted
 
+    def device_samples(self, sampling: Sampling) -> bool:
+        return self.ops.device_samples(sampling)
+
     def device_executor(
         self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
     ) -> Executor | None:
         state = _own(state)
         head, pairs, mtp = draft.head, state.pairs if draft.mtp else None, state.mtp
+        settings = context.sampling
         if (
-            state.needs.hidden
+            (settings.temperature > 0 and not self.device_samples(settings))
+            or state.needs.hidden
             or state.boundaries
             or (draft.mtp and (pairs is None or pairs.length != state.length or not pairs.waiting))
         ):
@@ -390,6 +415,9 @@ class CausalLM(ForwardPass):
                 first = mtp.length + 1
                 pairs.resume(mtp.length, context[first : first + len(left) - 1], self.ops.hidden(left))
 
+        def choose(row: Array) -> int:
+            return Rows(self.ops.head(row, self.model.lm_head), (), context).choose(0)
+
         setup = ExecutorSetup(
             pending=context[-1],
             waiting=waiting,
@@ -397,6 +425,7 @@ class CausalLM(ForwardPass):
             stop_tokens=tuple(stop_tokens),
             limit=limit,
             closed=closed,
+            sampling=Sampled(settings=settings, choose=choose) if settings.temperature > 0 else None,
         )
         executor = self.ops.device_executor(state.target_pass, None if pairs is None else state.mtp_pass, setup)
         if executor is None and pairs is not None and waiting is not None:

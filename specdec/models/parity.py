@@ -26,10 +26,16 @@ def probe_rows(lm: CausalLM) -> str | None:
         layers.setdefault(_kind(layer), layer)
     if model.mtp is not None:
         layers["the MTP layer"] = model.mtp.layer
+    context = min(ops.capabilities.probed_context, lm.info.max_positions - rows)
+    before = None
+    if context > 0:
+        before = model.embed([(5 * i + 2) % lm.info.vocab_size for i in range(context)], 0)
+        embedded = model.embed(tokens, context)
     for name, layer in layers.items():
-        singly = _by_rows(layer, embedded, 1)
+        committed = _committed(layer, before)
+        singly = _by_rows(layer, embedded, 1, committed)
         for count in PROBED_ROWS:
-            if count <= rows and not _same(_by_rows(layer, embedded, count), singly):
+            if count <= rows and not _same(_by_rows(layer, embedded, count, committed), singly):
                 return f"{name}: a pass of {count} rows has other bits than {count} passes of one row"
     singly = [ops.head(embedded[t : t + 1], model.lm_head).rows() for t in range(rows)]
     for count in PROBED_ROWS:
@@ -45,9 +51,22 @@ def _kind(layer: Layer) -> str:
     return type(layer).__name__
 
 
-def _by_rows(layer: Layer, x: Any, count: int) -> list[Any]:
-    """The layer's output rows for x in passes of ``count`` rows."""
-    cache = layer.new_cache(PROBE_CAPACITY)
+def _committed(layer: Layer, before: Any | None) -> tuple[Any, int]:
+    """The contents of the layer's cache after a prompt of these rows, and their number."""
+    if before is None:
+        return None, 0
+    cache, rows = layer.new_cache(before.shape[0]), before.shape[0]
+    layer(before, cache)
+    cache.commit(rows)
+    return cache.save(), rows
+
+
+def _by_rows(layer: Layer, x: Any, count: int, committed: tuple[Any, int]) -> list[Any]:
+    """The layer's output rows for x after what is committed, in passes of ``count`` rows."""
+    arrays, held = committed
+    cache = layer.new_cache(PROBE_CAPACITY + held)
+    if held:
+        cache.load(arrays, held)
     out = []
     for at in range(0, x.shape[0], count):
         part = layer(x[at : at + count], cache)

@@ -89,7 +89,7 @@ def sentences(answer: Any) -> tuple[str, ...]:
 
 
 def flag(answer: Any) -> bool:
-    """``Verifier.is_argmax``."""
+    """``Verifier.is_argmax`` and ``ForwardPass.device_samples``."""
     if not isinstance(answer, bool):
         raise Refused(typed(answer), "True or False")
     return answer
@@ -175,6 +175,13 @@ def executor(answer: Any) -> Executor | None:
     """``ForwardPass.device_executor``."""
     if answer is not None and not isinstance(answer, Executor):
         raise Refused(typed(answer), "a specdec.Executor or None")
+    return answer
+
+
+def room(answer: Any) -> int | None:
+    """``ForwardPass.most_tokens``."""
+    if answer is not None and (type(answer) is not int or answer < 0):
+        raise Refused(shown(answer), "a number of tokens, or None")
     return answer
 
 

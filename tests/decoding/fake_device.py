@@ -15,6 +15,7 @@ from specdec.contract import Context, DeviceDraft, Draft, Drafter, DrafterEnv, E
 from specdec.decoding.cycle import HostExecutor, LiveSequence
 from specdec.decoding.statistics import RunStats
 from specdec.errors import StateError
+from specdec.sampling import CoupledDraft
 from specdec.verifiers.strict import StrictVerifier
 
 
@@ -93,7 +94,7 @@ class OnDevice:
 
 
 class HeadDrafter(Drafter):
-    """Drafts greedily with the target's MTP head, or rows of it."""
+    """Drafts with the target's MTP head, or rows of it: greedily, or with the noise that decides the position."""
 
     def __init__(self, env: DrafterEnv, draft: DeviceDraft) -> None:
         self._env = env
@@ -102,7 +103,9 @@ class HeadDrafter(Drafter):
     def propose(self, context: Context, depth: int) -> Draft:
         if not self._draft.mtp:
             return Draft(())
-        return Draft(self._env.target.draft_mtp(self._env.state, context[-1], depth, head=self._draft.head))
+        choose = CoupledDraft(context) if context.sampling.temperature > 0 else None
+        draft_mtp = self._env.target.draft_mtp
+        return Draft(draft_mtp(self._env.state, context[-1], depth, head=self._draft.head, choose=choose))
 
 
 def prefilled(target: Any, tokens: Sequence[int], draft: DeviceDraft, capacity: int = 100) -> LiveSequence:

@@ -121,19 +121,20 @@ def test_what_is_cut_is_counted_and_logged_once(fault, counted, caplog):
     assert sum(counted in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("name", ["reads layers", "reads states", "mtp", "never starts", "nobody"])
+@pytest.mark.parametrize("name", ["reads layers", "reads states", "mtp", "eagle3", "never starts", "nobody"])
 def test_a_drafter_that_cannot_run_in_a_host_is_refused_with_the_reason(name):
     with pytest.raises(SpecdecError) as caught:
         hosted(name)
     said = {
         "reads layers": "cannot run in a host: it needs hidden states between layers",
         "reads states": "cannot run in a host: it needs hidden states after the final norm",
-        "mtp": "cannot run in a host: it needs an MTP head",
+        "mtp": "cannot run in a host: it needs an MTP head, which no host gives to a drafter",
+        "eagle3": "a head reads the target's hidden states, and a host gives them to no drafter",
         "never starts": "failed in factory: RuntimeError: no such file",
         "nobody": "no drafter is called 'nobody'",
     }
     assert said[name] in str(caught.value)
-    assert isinstance(caught.value, UnsupportedError) == (name in ("reads layers", "reads states", "mtp"))
+    assert isinstance(caught.value, UnsupportedError) == (name in ("reads layers", "reads states", "mtp", "eagle3"))
 
 
 class Clock:

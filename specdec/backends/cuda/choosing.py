@@ -22,7 +22,7 @@ from torch import Tensor
 from specdec.backends.cuda.kernels import head
 from specdec.backends.cuda.kernels.launch import MAX_ROWS
 from specdec.contract import Choosing, Context, Sampling
-from specdec.sampling import Purpose, gumbel, is_plain, processed
+from specdec.sampling import Purpose, gumbel, keeps_logits, processed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -141,7 +141,7 @@ def _near(values: Tensor, at: Tensor) -> Tensor:
 def _edited(logits: Tensor, choosing: Choosing, ids: NDArray[np.int32] | None) -> Tensor:
     """Float64 logits ``[T, n]`` after ``specdec.sampling.processed``, which runs on the host for what it may change."""
     x = logits.double()
-    if is_plain(attrs.evolve(choosing.sampling, top_k=0, top_p=1.0, min_p=0.0)):
+    if keeps_logits(choosing.sampling):
         return x
     tokens, penalised = _changeable(choosing)
     if ids is None:

@@ -1,12 +1,16 @@
-"""The executor that runs each greedy cycle as one CUDA graph: settle, draft, verify, decide.
+"""The executor that runs each cycle as one CUDA graph: settle, draft, verify, decide.
 
     settle   commit the rows that the last cycle kept, and add their MTP pairs to the waiting ones
     draft    run the head's pass over all waiting pairs, choose its token, and run K - 1 chained steps
-    verify   run the target's pass over the pending token and the draft, and find the best token of every row
+    verify   run the target's pass over the pending token and the draft, and choose the token of every row
     decide   ``kernels.accept``: determine the emitted, kept and pending tokens, and whether generation ends
 
 A cycle of depth 0 drafts nothing, and its pairs keep waiting until there is no room for more. Without an MTP head there
 are no pairs, and all cycles have depth 0.
+
+Tokens are the best ones, or sampled with the noise of their positions: by the head itself, or from its logits where
+top-k, top-p or min-p apply (``kernels.filters``). If rounding could decide a token, the device keeps those before it
+and stops. The host then chooses that one token, and launches the cycles behind it again.
 
 All inputs of a cycle are on the device, so the next cycle is launched before the host has read the last decision. The
 host reads a copy of the decision in pinned memory.
@@ -19,6 +23,7 @@ is never read and that the chained steps overwrite.
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,21 +35,38 @@ from torch import Tensor
 from specdec.backends.cuda.arrays import CudaHeadRows, checked
 from specdec.backends.cuda.caches import CapturedCache, CudaDeltaCache, DeviceCache, Kind, write_rows
 from specdec.backends.cuda.device import Graph, Marker
-from specdec.backends.cuda.kernels import accept, cycle, head
-from specdec.backends.cuda.kernels.accept import FAULT, FIELDS, KEPT, PENDING, Decision
+from specdec.backends.cuda.kernels import accept, cycle, filters, head
+from specdec.backends.cuda.kernels.accept import FAULT, FIELDS, KEPT, LIMIT, PENDING, RUNNING, STOP, UNDECIDED, Decision
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
 from specdec.backends.cuda.passes import CudaPass
 from specdec.backends.cuda.weights import DenseWeight, Weight
 from specdec.backends.passes import ExecutorSetup, Pass
-from specdec.contract import Executor, Outcome
+from specdec.contract import Executor, Outcome, Sampling
 from specdec.errors import StateError
+from specdec.sampling import is_plain
 
 STOPS = 64  # stop tokens that the device can look for
 _CONTROL = FIELDS.value + MAX_ROWS
 _FED_ROWS = (2, 4, 8, MAX_ROWS)  # allowed row counts of the head's pass: few graphs, little waste
 _ADDED_ROWS = (256, 1024, 4096)  # allowed numbers of rows added to a pruned head, likewise
+_HEADS = 4  # sets of heads whose graphs are kept
 _IN_FLIGHT = 2  # one cycle runs while the host processes another
+
+
+class Choice(enum.Enum):
+    """How the tokens of a cycle are chosen."""
+
+    BEST = enum.auto()  # temperature 0
+    NOISE = enum.auto()  # temperature alone
+    FILTERS = enum.auto()  # top-k, top-p and min-p
+
+    @classmethod
+    def under(cls, sampling: Sampling | None) -> Choice:
+        """The choice under these settings; None: greedy."""
+        if sampling is None:
+            return cls.BEST
+        return cls.NOISE if is_plain(sampling) else cls.FILTERS
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +79,10 @@ class _Buffers:
     waiting_ids: Tensor  # [16] int32
     fresh: Tensor  # [16, H]: hidden states of the last verification
     stops: Tensor  # [64] int32, padded with -1
+    seed: Tensor  # [1] int64
+    scale: Tensor  # [1] float32, 1 / temperature
+    settings: Tensor  # [4] float64, kernels.filters
+    row: Tensor  # [1, H]: the last verification's first row, for a token that the host has to choose
 
     def fill(self, other: _Buffers) -> None:
         """Copy the contents of ``other``."""
@@ -67,10 +93,19 @@ class _Buffers:
         return _Buffers(**{name: held.clone() for name, held in attrs.asdict(self, recurse=False).items()})
 
 
+@attrs.frozen
+class _Captured:
+    """The graphs of one set of heads, which they know by address only."""
+
+    heads: tuple[Any, ...]
+    graphs: dict[tuple[Any, ...], Graph] = attrs.field(factory=dict)
+
+
 class CycleGraphs:
     """The graphs of one model's cycles, with or without its MTP head, and their buffers."""
 
-    def __init__(self, target: CudaPass, mtp: CudaPass | None) -> None:
+    def __init__(self, target: CudaPass, mtp: CudaPass | None, width: int) -> None:
+        """Args: ``width``: H of the target."""
         self.device, dtype = target.passes.device, target.passes.dtype
         place = self.device.place
         self._target, self._kinds = target.passes, target.kinds
@@ -91,11 +126,14 @@ class CycleGraphs:
             waiting_ids=torch.zeros(MAX_ROWS, dtype=torch.int32, device=place),
             fresh=torch.zeros(MAX_ROWS, hidden_size, dtype=dtype, device=place),
             stops=torch.full((STOPS,), -1, dtype=torch.int32, device=place),
+            seed=torch.zeros(1, dtype=torch.int64, device=place),
+            scale=torch.zeros(1, dtype=torch.float32, device=place),
+            settings=torch.zeros(filters.SETTINGS, dtype=torch.float64, device=place),
+            row=torch.zeros(1, width, dtype=dtype, device=place),
         )
-        self._graphs: dict[tuple[int, ...], Graph] = {}
-        self._heads: tuple[Any, ...] = (None,) * 4
-        self._added: DenseWeight | None = None  # rows that the current sequence added to a pruned head
-        self._added_ids: Tensor | None = None
+        self._keys = torch.zeros(MAX_ROWS, 2, dtype=torch.int64, device=place)  # of the noise of a cycle's rows
+        self._graphs: dict[tuple[int, ...], _Captured] = {}  # by the identities of the heads, the last used one last
+        self._added: dict[int, tuple[DenseWeight, Tensor]] = {}  # for rows added to a pruned head, by their number
         self.owner: CudaExecutor | None = None  # the sequence whose state is in the buffers
 
     @contextlib.contextmanager
@@ -119,15 +157,31 @@ class CycleGraphs:
         """Copy a sequence's added rows to the graphs' buffer, padded with copies of the first row."""
         if added is None:
             return
+        (rows, ids), (held, held_ids) = added, self._room_for_added(added)
+        held.tensor[: len(ids)] = rows
+        held.tensor[len(ids) :] = rows[:1]
+        held_ids[: len(ids)] = ids
+        held_ids[len(ids) :] = ids[:1]
+
+    def _room_for_added(self, added: tuple[Tensor, Tensor]) -> tuple[DenseWeight, Tensor]:
+        """The graphs' buffers for so many added rows and their ids."""
         rows, ids = added
         size = next(size for size in _ADDED_ROWS if size >= len(ids))
-        if self._added is None or self._added_ids is None or len(self._added_ids) != size:
-            self._added = DenseWeight(torch.empty(size, rows.shape[1], dtype=rows.dtype, device=rows.device))
-            self._added_ids = torch.empty(size, dtype=torch.int32, device=rows.device)
-        self._added.tensor[: len(ids)] = rows
-        self._added.tensor[len(ids) :] = rows[:1]
-        self._added_ids[: len(ids)] = ids
-        self._added_ids[len(ids) :] = ids[:1]
+        if size not in self._added:
+            made = torch.empty(size, rows.shape[1], dtype=rows.dtype, device=rows.device)
+            self._added[size] = DenseWeight(made), torch.empty(size, dtype=torch.int32, device=rows.device)
+        return self._added[size]
+
+    def _captured(self, executor: CudaExecutor) -> dict[tuple[Any, ...], Graph]:
+        """The graphs of this sequence's heads. Those of other heads are kept, for sequences that take turns."""
+        added = None if executor.added is None else self._room_for_added(executor.added)[0]
+        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)
+        key = tuple(map(id, heads))
+        found = self._graphs.pop(key, None) or _Captured(heads)
+        self._graphs[key] = found
+        while len(self._graphs) > _HEADS:
+            del self._graphs[next(iter(self._graphs))]
+        return found.graphs
 
     def settle(self) -> None:
         """Launch only the settle step of a cycle."""
@@ -140,13 +194,9 @@ class CycleGraphs:
 
     def graph(self, executor: CudaExecutor, fed: int, depth: int) -> Graph:
         """Return the graph of a cycle of ``depth`` draft tokens, whose head pass takes up to ``fed`` pairs."""
-        added = None if executor.added is None else self._added
-        heads = (executor.lm_head, executor.draft_head, executor.draft_ids, added)  # graphs hold only addresses
-        if any(new is not old for new, old in zip(heads, self._heads, strict=True)):
-            self._graphs.clear()
-            self._heads = heads
-        key = (fed, depth, *executor.bounds)
-        if key not in self._graphs:
+        graphs = self._captured(executor)
+        key = (fed, depth, *executor.bounds, executor.choice)
+        if key not in graphs:
             caches = executor.target.caches, executor.mtp.caches if executor.mtp else []
             of_target, of_mtp = (
                 [CapturedCache(held, row, bound) for held, row in zip(of, table, strict=True)]
@@ -154,22 +204,36 @@ class CycleGraphs:
             )
             before = self.buffers.copy()  # capturing runs the cycle for real first
             with self.device.guarded(f"the CUDA graph of a cycle of {depth} draft tokens", None, "SPECDEC_EAGER=1"):
-                self._graphs[key] = self.device.capture(lambda: self._cycle(executor, of_target, of_mtp, fed, depth))
+                graphs[key] = self.device.capture(lambda: self._cycle(executor, of_target, of_mtp, fed, depth))
             self.buffers.fill(before)
-        return self._graphs[key]
+        return graphs[key]
 
     def _cycle(
         self, executor: CudaExecutor, target: list[CapturedCache], mtp: list[CapturedCache], fed: int, depth: int
     ) -> None:
         b, rows = self.buffers, depth + 1
         self.settle()
+        if executor.choice is not Choice.BEST:
+            filters.keys(b.control, b.seed, self._keys)
         if fed:
             self._draft(executor, mtp, fed, depth)
         x = self._target.launched(target, self._verified[:rows], None)
         if self._mtp is not None:
             b.fresh[:rows].copy_(x)
-        best = head.best(x, executor.lm_head)
-        accept.accept(self._drafted[:depth], best.ids, b.stops, b.control, fed=fed > 0 or self._mtp is None)
+        chosen = self._chosen(executor, x)
+        accept.accept(self._drafted[:depth], chosen, b.stops, b.control, fed=fed > 0 or self._mtp is None)
+
+    def _chosen(self, executor: CudaExecutor, x: Tensor) -> Tensor:
+        """The target's choice for every row, or OPEN."""
+        b = self.buffers
+        if executor.choice is Choice.BEST:
+            return head.best(x, executor.lm_head).ids
+        if executor.choice is Choice.NOISE:
+            return head.sample(x, executor.lm_head, noise=head.Noise(self._keys[0], b.scale)).ids
+        b.row.copy_(x[:1])
+        out = torch.empty(len(x), dtype=torch.int32, device=x.device)
+        filters.choose(head.logits(x, executor.lm_head), self._keys[0], b.settings, out)
+        return out
 
     def _draft(self, executor: CudaExecutor, mtp: list[CapturedCache], fed: int, depth: int) -> None:
         """Feed the waiting pairs to the head, and draft."""
@@ -183,22 +247,35 @@ class CycleGraphs:
             if step:
                 x = self._mtp.launched(mtp, self._drafted[step - 1 : step], x)
                 accept.commit_rows(table, self._mtp_kinds, 1)
-            self._choose(executor, x, self._drafted[step : step + 1])
+            self._choose(executor, x, step)
         if depth > 1:
             accept.commit_rows(table, self._mtp_kinds, 1 - depth)  # chained rows are provisional
 
-    def _choose(self, executor: CudaExecutor, x: Tensor, out: Tensor) -> None:
+    def _choose(self, executor: CudaExecutor, x: Tensor, step: int) -> None:
+        """Draft the token of ``step``, with the noise that will decide it."""
         assert executor.draft_head is not None
-        first = second = head.best(x, executor.draft_head, ids=executor.draft_ids)
+        out, key = self._drafted[step : step + 1], self._keys[step]
+        if executor.choice is Choice.FILTERS:
+            logits = head.logits(x, executor.draft_head)
+            filters.choose(logits, key, self.buffers.settings, out, ids=executor.draft_ids, guess=True)
+            return
+        if executor.choice is Choice.NOISE:
+            noise = head.Noise(key, self.buffers.scale)
+            first = second = head.sample(x, executor.draft_head, noise=noise, ids=executor.draft_ids)
+        else:
+            first = second = head.best(x, executor.draft_head, ids=executor.draft_ids)
         if executor.added is not None:
-            assert self._added is not None
-            second = head.best(x, self._added, ids=self._added_ids)
+            rows, ids = self._room_for_added(executor.added)
+            second = head.best(x, rows, ids=ids)
         cycle.winner(first.ids, first.values, second.ids, second.values, out)
 
 
 @attrs.frozen
 class _Flight:
-    """A cycle that the host has not collected; without a report if it was submitted after the end of generation."""
+    """A cycle that the host has not collected.
+
+    Without a report it is not launched: generation has ended, or a token before it is undecided.
+    """
 
     depth: int
     fed: bool
@@ -218,6 +295,7 @@ class CudaExecutor(Executor):
         kept: this sequence's copy of the graphs' buffers while another sequence runs.
         lm_head, draft_head, draft_ids, added: heads; ``added`` are the sequence's own rows of a pruned head, with ids.
         bounds: the stages of cache growth that the graphs are captured for.
+        choice: how tokens are chosen.
     """
 
     def __init__(self, graphs: CycleGraphs, target: CudaPass, mtp: CudaPass | None, setup: ExecutorSetup) -> None:
@@ -234,6 +312,7 @@ class CudaExecutor(Executor):
             drafting = drafting.parts[0]
         self.draft_head: Weight | None = drafting
         self.bounds: tuple[int, int] = (0, 0)
+        self.choice = Choice.under(None if setup.sampling is None else setup.sampling.settings)
         self._rows = self._slots = 0  # positions and states known to fit; the first cycle makes room
         self._flights: list[_Flight] = []
         device = graphs.device
@@ -256,6 +335,12 @@ class CudaExecutor(Executor):
         target_table.copy_(target.table)
         self._write(self.kept.control)
         device.upload([*setup.stop_tokens, *[-1] * (STOPS - len(setup.stop_tokens))], torch.int32, self.kept.stops)
+        if setup.sampling is not None:
+            sampling, place = setup.sampling.settings, device.place
+            signed = (sampling.seed + 2**63) % 2**64 - 2**63
+            self.kept.seed.copy_(torch.tensor([signed], dtype=torch.int64))
+            self.kept.scale.copy_(torch.tensor([1.0 / sampling.temperature], dtype=torch.float32))
+            self.kept.settings.copy_(torch.tensor(filters.settings_of(sampling), dtype=torch.float64, device=place))
         if mtp is not None and setup.waiting is not None:
             mtp_table.copy_(mtp.table)
             rows = len(setup.waiting.tokens)
@@ -274,8 +359,9 @@ class CudaExecutor(Executor):
             raise StateError(f"a cycle on the device drafts 0 to {MAX_ROWS - 1} tokens, got {depth}")
         if len(self._flights) == _IN_FLIGHT:
             raise StateError(f"{_IN_FLIGHT} cycles are already in flight")
-        if self._last.halted:
-            self._flights.append(_Flight(0, fed=False))
+        undecided = self._last.halted == UNDECIDED.value
+        if (self._last.halted and not undecided) or (undecided and self._flights):
+            self._flights.append(_Flight(depth, fed=False))
             return
         waiting = self._last.waiting + self._last.kept  # an upper bound while a cycle is in flight
         for flight in self._flights:
@@ -301,10 +387,41 @@ class CudaExecutor(Executor):
         self._last = last = Decision.of(values)
         if last.halted == FAULT.value:
             checked([-1])
+        drafted = tuple(values[_CONTROL + 1 :][: flight.depth])
+        if last.halted == UNDECIDED.value:
+            if not last.kept:
+                return Outcome((), 0, (self._decide(),))
+            # the last token before the open one ends the cycle, as if the draft had been so much shorter
+            return Outcome(drafted[: last.kept - 1], last.kept - 1, last.emitted)
         if not last.kept:
             return Outcome((), 0, ())
-        drafted = values[_CONTROL + 1 :][: flight.depth]
-        return Outcome(tuple(drafted), last.accepted, last.emitted)
+        return Outcome(drafted, last.accepted, last.emitted)
+
+    def _decide(self) -> int:
+        """Choose the next token on the host, and launch the cycles in flight again, which have kept nothing.
+
+        All of them had this token's row as their first: of the last pass that ran, it is the row to keep.
+        """
+        last, setup = self._last, self._setup
+        assert setup.sampling is not None
+        behind, self._flights = self._flights, []
+        with self._graphs.turn_of(self) as buffers:
+            token = setup.sampling.choose(buffers.row.clone())
+            ended = STOP if token in setup.stop_tokens else LIMIT if last.remaining == 1 else RUNNING
+            self._last = attrs.evolve(
+                last,
+                halted=ended.value,
+                remaining=last.remaining - 1,
+                pending=token,
+                position=last.position + 1,
+                kept=1,
+                accepted=0,
+                emitted=(token,),
+            )
+            self._write(buffers.control)
+            for flight in behind:
+                self.submit(flight.depth)
+        return token
 
     def keep(self, tokens: int) -> None:
         last = self._last
@@ -381,6 +498,8 @@ def device_executor(target: Pass, mtp: Pass | None, setup: ExecutorSetup) -> Cud
         if mtp.passes.eager_reason or any(held.kind is Kind.STATES for held in mtp.caches) or setup.waiting is None:
             return None
         rows = setup.waiting.head
+        if isinstance(rows, CudaHeadRows) and len(rows.parts) > 1 and setup.sampling is not None:
+            return None  # the noise would have to be compared across two products
         if isinstance(rows, CudaHeadRows) and any(len(ids) > _ADDED_ROWS[-1] for ids in rows.part_ids[1:]):
             return None
         if len(setup.waiting.tokens) > MAX_ROWS:
@@ -388,7 +507,7 @@ def device_executor(target: Pass, mtp: Pass | None, setup: ExecutorSetup) -> Cud
     graphs = target.passes.cycle_graphs
     key = None if mtp is None else mtp.passes
     if key not in graphs:
-        graphs[key] = CycleGraphs(target, mtp)
+        graphs[key] = CycleGraphs(target, mtp, setup.lm_head.shape[1])
     return CudaExecutor(graphs[key], target, mtp, setup)
 
 

@@ -42,9 +42,10 @@ from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeig
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
 from specdec.backends.passes import Body, ExecutorSetup, Pass
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
-from specdec.contract import Logits, Parity
+from specdec.contract import Logits, Parity, Sampling
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
 from specdec.logs import get_logger
+from specdec.sampling import keeps_logits
 
 log = get_logger(__name__)
 
@@ -70,6 +71,8 @@ class CudaOps(Ops):
             parity_reason=f"one compiled kernel serves 1 to {MAX_ROWS} rows and sums in one order, so that "
             "verification has the bits of decoding; longer prompt chunks are computed in bulk, so that another "
             "chunking of a prompt may round differently",
+            parity_needs_probe=device.place.type == "cuda",
+            probed_context=attention.PROBED,
             max_rows=MAX_ROWS,
             packed_formats=frozenset({"fp8-block", "nvfp4"}),
         )
@@ -80,6 +83,10 @@ class CudaOps(Ops):
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> CudaPasses:
         """Return passes that are captured as graphs on their first run, one per number of rows."""
         return CudaPasses(self.device, self.dtype, body, len(caches), hidden_size, self.eager_reason)
+
+    def device_samples(self, sampling: Sampling) -> bool:
+        """With temperature and filters alone: bans, biases and penalties change logits on the host."""
+        return keeps_logits(sampling)
 
     def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
         return device_executor(target, head, setup)
@@ -142,6 +149,9 @@ class CudaOps(Ops):
 
     def vector(self, tensor: Tensor, *, plus: float = 0.0) -> Tensor:
         return (tensor.to(torch.float32) + plus).to(self.device.place)
+
+    def free_bytes(self) -> int:
+        return self.device.memory()[0]
 
     def new_kv(self, capacity: int, kv_heads: int, head_dim: int) -> CudaKVCache:
         return CudaKVCache(self.device, capacity, kv_heads, head_dim, self.dtype)

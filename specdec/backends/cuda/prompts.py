@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Weight
 
+# torch's own choice among its kernels changes with its version and with what is installed; the second one takes shapes
+# that the first refuses
+_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _MASK = 2**26  # entries of the largest attention mask built at once
 
 
@@ -80,13 +84,14 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, position: int, scale: float)
         part = q[first : first + count].view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
         at = torch.arange(position + first, end, device=q.device)
         seen = torch.arange(end, device=q.device) <= at[:, None]
-        mixed = F.scaled_dot_product_attention(
-            part.reshape(1, kv_heads, group * count, dim),
-            keys[:end].transpose(0, 1)[None],
-            values[:end].transpose(0, 1)[None],
-            attn_mask=seen.repeat(group, 1),
-            scale=scale,
-        )
+        with sdpa_kernel(_ATTENTION, set_priority=True):
+            mixed = F.scaled_dot_product_attention(
+                part.reshape(1, kv_heads, group * count, dim),
+                keys[:end].transpose(0, 1)[None],
+                values[:end].transpose(0, 1)[None],
+                attn_mask=seen.repeat(group, 1),
+                scale=scale,
+            )
         out.append(mixed.view(kv_heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1))
     return out[0] if len(out) == 1 else torch.cat(out)
 

@@ -211,6 +211,10 @@ class Layout:
 
     def check_target(self, info: ModelInfo) -> None:
         """Refuse a head for another target. Raises: UnsupportedError with both figures."""
+        if not info.layers and not info.gives_hidden:
+            raise UnsupportedError(
+                f"a head reads the target's hidden states, and {info.family} gives them to no drafter"
+            )
         for what, own, theirs in (
             ("hidden size", self.target_hidden, info.hidden_size),
             ("vocabulary", self.target_vocab, info.vocab_size),

@@ -17,6 +17,7 @@ import numpy as np
 
 from specdec.contract import Context, Draft, Drafter, DrafterEnv, DrafterSnapshot, DraftNoise, Sampling
 from specdec.hosting.engines import HostState, HostTarget, host_info
+from specdec.sampling import CoupledDraft
 from specdec.testing import strategies
 from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable
 from specdec.testing.draws import Draws
@@ -701,7 +702,10 @@ def device_drafts(subject: DrafterSubject, run: Run) -> None:
                 else:
                     what = "a device is to draft with the MTP head, which needs does not declare"
                     expect(subject.needs.mtp, what)
-                    drafted = twin.model.draft_mtp(twin.state, twin.tokens[-1], depth, head=device.head)
+                    context = twin.context()
+                    choose = CoupledDraft(context) if context.sampling.temperature > 0 else None
+                    pending = twin.tokens[-1]
+                    drafted = twin.model.draft_mtp(twin.state, pending, depth, head=device.head, choose=choose)
                     what = "propose drafts something else than the MTP head that a device is to draft with"
                     expect_equal(tuple(draft.tokens), tuple(drafted), what, tokens=session.tokens)
             session.finish(usable(draft, depth, VOCAB), 1, 2)

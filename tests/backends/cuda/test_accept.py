@@ -179,7 +179,7 @@ def _kill_by_text(module: Any) -> None:
 
 
 MUTANTS = {
-    "the stop id is dropped": ("tl.minimum(accepted, stopped_at) + 1", "tl.minimum(accepted + 1, stopped_at)"),
+    "the stop id is dropped": ("(accepted - open_end, stopped_at) + 1", "(accepted - open_end + 1, stopped_at)"),
     "the limit is forgotten": ("stopped_at) + 1, remaining)", "stopped_at) + 1, remaining + 1)"),
     "any agreement is accepted": (
         "accepted = tl.min(tl.where(confirmed, BLOCK_K, i), 0)",

@@ -140,18 +140,14 @@ def narrow_products(ttir: str) -> list[str]:
 def test_no_address_is_a_32_bit_product(compiled: dict[str, list[dict[str, Any]]]) -> None:
     """Rows times a stride can pass 2^31 elements; the factor that is known when compiling cannot."""
     assert narrow_products(compiled["narrow"][0]["ttir"]), "the check does not see what it is there for"
-    for row in compiled["rows"]:
-        if row["kernel"] in _DENSE and row["architecture"] == 90:
-            found = narrow_products(row["ttir"])
-            assert not found, f"{_name(row)}: {found[0]}"
+    checked = [row for row in compiled["rows"] if row["kernel"] not in _BOUNDED and row["architecture"] == 90]
+    assert {"product_kernel", "_attend_splits", "_write_rows", "_delta_rows", "_select"} <= {
+        row["kernel"] for row in checked
+    }
+    for row in checked:
+        found = narrow_products(row["ttir"])
+        assert not found, f"{_name(row)}: {found[0]}"
 
 
-_DENSE = (
-    "product_kernel",
-    "head_kernel",
-    "fold_kernel",
-    "experts_kernel",
-    "combine_kernel",
-    "_rms_kernel",
-    "_gated_kernel",
-)
+# they multiply at most 512 rows of a prompt with the width of a hidden state, or 16 rows with a number of experts
+_BOUNDED = ("_choose", "_concat", "_embed", "_last_row", "_project_heads", "_settle")

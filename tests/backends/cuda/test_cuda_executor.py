@@ -285,6 +285,36 @@ def test_a_pruned_head_drafts_what_it_drafts_step_by_step(
         assert {token for outcome in device[0] for token in outcome.drafted} <= set(ours.tokens)
 
 
+def test_sequences_with_other_heads_take_turns_without_new_graphs(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full head, a pruned one, and two that sequences extended by few and by more rows; and few sets are kept."""
+    monkeypatch.setattr(executor_module, "_ADDED_ROWS", (4, 16))
+    target = build(FAMILY, **WIDE, seed=31)
+    head = target.draft_head(range(30, 90, 2))
+    drafts = [DeviceDraft(head=one) for one in (None, head, head.extended([3, 5]), head.extended([3, 5, 7, 9, 11, 13]))]
+
+    def generated() -> list[list[int]]:
+        sequences = [fake_device.prefilled(target, [3, 1, 5], draft, 64) for draft in drafts]
+        executors = [fake_device.on_device(one, draft) for one, draft in zip(sequences, drafts, strict=True)]
+        for _ in range(3):
+            for sequence, one in zip(sequences, executors, strict=True):
+                fake_device.run(sequence, one, [2])
+        for one in executors:
+            one.close()
+        return [list(sequence.tokens) for sequence in sequences]
+
+    first = generated()
+    captured = len(target.ops.device.graphs) if hasattr(target.ops.device, "graphs") else 0
+    assert generated() == first
+    if captured:
+        assert len(target.ops.device.graphs) == captured
+    monkeypatch.setattr(executor_module, "_HEADS", 2)
+    assert generated() == first
+    if captured:
+        assert len(target.ops.device.graphs) > captured
+
+
 def test_what_does_not_fit_goes_step_by_step(build: Callable[..., Any]) -> None:
     draft = DeviceDraft()
     sequence = fake_device.prefilled(build(FAMILY, **WIDE), [1, 2, 5], draft, 64)

@@ -1,10 +1,11 @@
-"""Greedy acceptance and commit on the device, without the host.
+"""Acceptance and commit on the device, without the host.
 
 The control block is an int32 device tensor of ``FIELDS + depth + 1`` values, one block per sequence:
 
 | field | value |
 |---|---|
-| HALTED | RUNNING, or why generation ended: STOP (a stop id), LIMIT (no token remains), FAULT (logits not finite) |
+| HALTED | RUNNING, or why generation ended: STOP (a stop id), LIMIT (no token remains), FAULT (logits not finite), or |
+|   | UNDECIDED (the host has to choose the next token) |
 | REMAINING | tokens that may still be emitted |
 | PENDING | the last emitted token: row 0 of the next pass |
 | POSITION | position of the pending token: rows in every cache once KEPT rows are committed |
@@ -45,6 +46,9 @@ RUNNING = tl.constexpr(0)
 STOP = tl.constexpr(1)
 LIMIT = tl.constexpr(2)
 FAULT = tl.constexpr(3)
+UNDECIDED = tl.constexpr(4)
+
+OPEN = tl.constexpr(-2)  # in place of a token: only the host can say which it is
 
 ROWS, STATES = 0, 1  # kinds of caches: only rows (keys and values, latent rows), or rows and state slots (delta rule)
 
@@ -95,25 +99,27 @@ def _accept(
     i = tl.arange(0, BLOCK_K)
     draft = tl.load(drafted + i, mask=i < K, other=-1)
     target = tl.load(best + i, mask=i <= K, other=-1)
-    confirmed = (draft == target) & (draft >= 0)  # an id below 0 means that the logits are not finite
+    confirmed = (draft == target) & (draft >= 0)  # an id below 0 is no token
     accepted = tl.min(tl.where(confirmed, BLOCK_K, i), 0)  # at most K: row K has no draft
     decided = i <= accepted  # target[:accepted] equal the accepted drafts, target[accepted] follows them
+    open_end = tl.max(tl.where(decided & (target == OPEN), 1, 0), 0)  # only the last of them can be
     running = tl.load(control + HALTED) == 0
     waiting = tl.load(control + WAITING) + tl.load(control + KEPT)
     if FED:
         waiting = tl.where(running, 0, waiting)
-    fault = tl.min(tl.where(decided, target, 0), 0) < 0
+    fault = tl.max(tl.where(decided & (target < 0) & (target != OPEN), 1, 0), 0) > 0
 
     s = tl.arange(0, BLOCK_S)
     stop = tl.load(stop_ids + s, mask=s < stops, other=-1)
     stopping = tl.max(((target[:, None] == stop[None, :]) & (target[:, None] >= 0)).to(tl.int32), 1) > 0
     stopped_at = tl.min(tl.where(stopping & decided, i, BLOCK_K), 0)
     remaining = tl.load(control + REMAINING)
-    kept = tl.minimum(tl.minimum(accepted, stopped_at) + 1, remaining)
+    kept = tl.minimum(tl.minimum(accepted - open_end, stopped_at) + 1, remaining)
     kept = tl.where(running & (fault == 0), kept, 0)
 
     last = tl.max(tl.where(i == kept - 1, target, -1), 0)
-    halted = tl.where(fault, 3, tl.where(stopped_at < kept, 1, tl.where(remaining == kept, 2, 0)))
+    ended = tl.where(stopped_at < kept, 1, tl.where(remaining == kept, 2, open_end * 4))
+    halted = tl.where(fault, 3, ended)
     tl.store(control + FIELDS + i, tl.where(i < kept, target, -1), mask=i <= K)
     tl.store(control + WAITING, waiting)
     tl.store(control + KEPT, kept)
@@ -127,7 +133,7 @@ def _accept(
 
 
 def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor, *, fed: bool = True) -> None:
-    """Decide a greedy cycle and write the decision into ``control`` (its fields: the module's docstring).
+    """Decide a cycle and write the decision into ``control`` (its fields: the module's docstring).
 
     The longest prefix of the draft that equals the target's choices is accepted, followed by the target's next choice.
     The emitted tokens are cut after the first stop id and at the number of tokens that remain. As many rows are kept as
@@ -135,13 +141,15 @@ def accept(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: Tensor, *, 
 
     Args:
         drafted: int32 ``[K]``, K >= 0.
-        best: int32 ``[K + 1]``, the target's best ids; below 0 where its logits are not finite. If this happens in a
-            row that decides, the cycle is a FAULT and nothing is kept, as when the host rejects such logits.
+        best: int32 ``[K + 1]``, the target's choices; below 0 where its logits are not finite. If this happens in a
+            row that decides, the cycle is a FAULT and nothing is kept, as when the host rejects such logits. OPEN where
+            the host has to choose: the tokens before it are kept, and if they do not end generation it is UNDECIDED.
         stop_ids: int32 ``[n]``, n >= 0.
         control: the sequence's control block.
         fed: whether the cycle began with a pass of the MTP head over all pairs that waited.
 
-    Source: greedy case of Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
+    With choices that are argmaxes this is the greedy case of Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1; with
+    those of position-keyed noise, draft and decision share the noise.
     Raises: ShapeError.
     """
     K = drafted.shape[0]
@@ -176,10 +184,11 @@ def accept_reference(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: T
     running = values[HALTED.value] == RUNNING.value
     values[WAITING.value] = 0 if running and fed else values[WAITING.value] + values[KEPT.value]
     if running:
-        if min(choices[: accepted + 1]) < 0:
+        is_open = choices[accepted] == OPEN.value
+        if min(choices[: accepted + 1]) < 0 and not is_open:
             values[HALTED.value] = FAULT.value
         else:
-            for token in choices[: min(accepted + 1, values[REMAINING.value])]:
+            for token in choices[: min(accepted + (not is_open), values[REMAINING.value])]:
                 kept.append(token)
                 if token in stops:
                     break
@@ -188,6 +197,8 @@ def accept_reference(drafted: Tensor, best: Tensor, stop_ids: Tensor, control: T
                 values[HALTED.value] = STOP.value
             elif values[REMAINING.value] == 0:
                 values[HALTED.value] = LIMIT.value
+            elif is_open:
+                values[HALTED.value] = UNDECIDED.value
             if kept:
                 values[PENDING.value] = kept[-1]
         values[POSITION.value] += len(kept)

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.launch import FIRST, LENGTH, SECOND, launch, raised, rounded
+from specdec.backends.cuda.kernels.launch import FIRST, LENGTH, SECOND, interpreting, launch, raised, rounded
 from specdec.errors import ShapeError
 
 FINE = tl.constexpr(128)
@@ -38,6 +38,7 @@ COARSE = tl.constexpr(512)
 
 BLOCK_M = 16  # pairs of row and head in one program
 FOLD = 8  # splits whose sums are added at once
+PROBED = 8 + int(FINE.value) * (1 if interpreting() else FOLD)  # rows with a second split, or more than one fold
 PROGRAMS = 256  # programs of a launch, over all KV heads: two for every SM
 
 

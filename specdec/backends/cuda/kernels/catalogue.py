@@ -547,6 +547,27 @@ def _cycle() -> object:
     return cycle.last_row(_act(16, 4096), counters)
 
 
+@example("choose under filters, 248320 logits")
+def _filters() -> object:
+    from specdec.backends.cuda.kernels import filters
+
+    key, settings = torch.zeros(2, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
+    out = torch.empty(3, dtype=torch.int32)
+    filters.choose(_float(3, 248320), key, settings, out)
+    return out
+
+
+@example("draft under filters, keys of a cycle")
+def _filters_of_a_draft() -> object:
+    from specdec.backends.cuda.kernels import filters
+
+    key, settings = torch.zeros(16, 2, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
+    filters.keys(torch.empty(24, dtype=torch.int32), key[0, :1], key)
+    ids, out = torch.empty(32768, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+    filters.choose(_float(1, 32768), key[0], settings, out, ids=ids, guess=True)
+    return out
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Compile the kernels ahead of time, without a GPU, and print a table.")

@@ -80,7 +80,7 @@ def choose(n: int, k: int, bits: int, device: torch.device, *, pair: bool = Fals
         return Tile(min(256, _power(n)), block_k, _split(k, block_k, 2 if k > 256 else 1))
     best: tuple[float, Tile] | None = None
     for cost, tile in candidates(n, k, bits, device, pair=pair, most_k=most_k):
-        if best is None or cost < 0.97 * best[0]:  # prefers wider and fewer slices if nearly as fast
+        if best is None or cost < 0.99 * best[0]:  # prefers wider and fewer slices if as fast
             best = (cost, tile)
     assert best is not None
     return best[1]

@@ -1,0 +1,113 @@
+"""What a load promises on a device: bits only where they were probed, and sessions that fit its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from specdec import pipeline
+from specdec.backends.cuda.kernels import attention
+from specdec.backends.cuda.ops import CudaOps
+from specdec.config import Choice, RunConfig
+from specdec.contract import Needs
+from specdec.errors import PluginError, UnsupportedError
+from specdec.models.causal_lm import CACHE_SHARE, CausalLM
+from specdec.models.parity import probe_rows
+from tests.backends.cuda.fake import FakeDevice
+from tests.backends.cuda.test_models import _short_caches, build  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
+def test_equal_bits_on_a_gpu_count_only_with_a_stored_probe(place: str) -> None:
+    device: Any = FakeDevice()
+    device.place = torch.device(place)
+    assert CudaOps(device, torch.float32).capabilities.parity_needs_probe is (place == "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_probe_at_a_load_reaches_a_second_split(
+    build: Callable[..., Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    differs: bool,
+) -> None:
+    """Attention whose rows hang on their number, but only behind the first split."""
+    target, original = build("llama"), attention.attend
+
+    def attend(query: Any, row: Any, **options: Any) -> Any:
+        mixed = original(query, row, **options)
+        beyond = int(row[0]) + len(query) > int(attention.FINE.value)
+        return mixed + (1e-3 * len(query) if differs and beyond else 0.0)
+
+    monkeypatch.setattr(attention, "attend", attend)
+    assert (probe_rows(target) is None) is not differs
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_the_most_tokens_are_those_that_memory_holds(
+    build: Callable[..., Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    mtp: bool,
+) -> None:
+    """The caches of a state that is full take at most their share, and a quarter more tokens would take more."""
+    target, needs = build("qwen3_5", max_positions=4000), Needs(mtp=mtp)
+    monkeypatch.setattr(type(target.ops), "free_bytes", lambda self: 500_000)
+    most = target.most_tokens(needs)
+    assert 500 < most < 4000
+
+    def taken(tokens: int) -> int:
+        state = target.new_state(tokens, needs)
+        caches = [*state.caches, *([state.mtp] if mtp else [])]
+        for cache in caches:
+            cache.make_room(tokens, 16)
+        return sum(cache.nbytes() for cache in caches)
+
+    assert taken(most) <= CACHE_SHARE * 500_000 < taken(most + most // 4)
+    monkeypatch.setattr(type(target.ops), "free_bytes", lambda self: 1000)
+    assert target.most_tokens(needs) == 0
+    monkeypatch.setattr(type(target.ops), "free_bytes", lambda self: 2**40)
+    assert target.most_tokens(needs) == 4000
+    monkeypatch.setattr(type(target.ops), "free_bytes", lambda self: None)
+    assert target.most_tokens(needs) is None
+
+
+def load(monkeypatch: pytest.MonkeyPatch, answer: Any, **target: Any) -> Any:
+    monkeypatch.setattr(CausalLM, "most_tokens", lambda self, needs: answer)
+    config = RunConfig(drafter=Choice("none"))
+    return pipeline.build(attrs.evolve(config, target=attrs.evolve(config.target, **target)))
+
+
+def test_a_session_takes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load(monkeypatch, 40)
+    assert lm.capacity == 40
+    (notice,) = (one for one in lm.notices if "session" in one)
+    assert notice.startswith(f"a session holds 40 of the model's {lm.info.max_positions} tokens: ")
+    result = lm.generate("abc", max_new_tokens=60, ignore_eos=True)
+    assert result.finish_reason == "context"
+    assert len(result.tokens) + result.prompt_tokens == 40
+
+
+def test_what_fits_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = load(monkeypatch, 40, capacity=30)
+    assert lm.capacity == 30
+    assert not any("session" in one for one in lm.notices)
+
+
+@pytest.mark.parametrize(("room", "capacity", "remedy"), [(40, 41, "target.capacity = 40"), (0, None, "a smaller")])
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, room: int, capacity: Any, remedy: str) -> None:
+    with pytest.raises(UnsupportedError, match="does not fit the free memory") as refused:
+        load(monkeypatch, room, capacity=capacity)
+    assert refused.value.facts["fits"] == f"{room} tokens beside the weights"
+    assert str(refused.value.facts["try"]).startswith(remedy)
+
+
+@pytest.mark.parametrize("answer", [-1, 2.5, True, "many"])
+def test_an_answer_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    with pytest.raises(PluginError, match="most_tokens"):
+        load(monkeypatch, answer)
