@@ -173,8 +173,9 @@ def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[st
         return room
     smaller = "a smaller or quantised checkpoint, or a device with more free memory"
     if asked is not None or room < 1:
+        tokens = "a session of one token" if asked is None else f"a session of {wanted} tokens"
         raise UnsupportedError(
-            f"a session of {wanted if asked else 1} tokens does not fit the free memory of {target.info.device}",
+            f"{tokens} does not fit the free memory of {target.info.device}",
             fits=f"{room} tokens beside the weights",
             try_=f"target.capacity = {room}, {smaller}" if room else smaller,
         )

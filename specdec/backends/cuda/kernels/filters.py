@@ -6,8 +6,8 @@ candidate, and one pass over the row says whether the filters keep it. If they s
 either, and the next candidate is the best score before it.
 
 Probabilities are float64, with the operations of the reference up to ``exp``. Sums and logarithms are rounded in
-another order than there, and the noise is float32. A row that this could decide is OPEN, and the host chooses its token
-(about one row in ten thousand).
+another order than there, and the noise is float32. A row that this could decide is OPEN, and the host chooses its
+token.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
