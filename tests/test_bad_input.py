@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -284,6 +285,15 @@ def test_a_bad_prompt_or_setting(prompt: Any, settings: dict[str, Any], words: l
     with pytest.raises(PromptError) as caught:
         lm.generate(prompt, **settings)
     check(caught.value, *words)
+
+
+@pytest.mark.parametrize(("limits", "words"), [({"capacity": 9}, "target.capacity"), ({}, "the free memory")])
+def test_a_prompt_that_is_too_long_names_what_limits_it(lm: Any, limits: dict[str, int], words: str) -> None:
+    config = attrs.evolve(lm.config, target=attrs.evolve(lm.config.target, **limits))
+    small = attrs.evolve(lm, config=config, room=20 if limits else 9)
+    with pytest.raises(PromptError) as caught:
+        small.generate([1] * 9)
+    check(caught.value, f"9 tokens ({words}", "at most 8")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ SHORT = 24  # characters of a token there
 @click.option(
     "--per-class", type=click.IntRange(1, LARGEST), metavar="N", help="The first N prompts of each class; 4 if unset."
 )
-@click.option("--timeout", type=Number(0.001), metavar="S", help="For an answer of a server; 300 if unset.")
+@click.option("--timeout", type=Number(0.001, LARGEST), metavar="S", help="For an answer of a server; 300 if unset.")
 @click.option(
     "--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="For servers. Better as SPECDEC_API_KEY."
 )

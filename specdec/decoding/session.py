@@ -129,9 +129,11 @@ class Session:
     def _check_fits(self, total: int) -> None:
         capacity = self._lm.capacity
         if total >= capacity:
+            most = self._lm.info.max_positions
+            reason = {most: f"max_position_embeddings {most}", self._lm.config.target.capacity: "target.capacity"}
             raise PromptError(
                 f"the prompt is too long: {total} tokens, and at least one more must fit",
-                limit=f"{capacity} tokens (max_position_embeddings {self._lm.info.max_positions})",
+                limit=f"{capacity} tokens ({reason.get(capacity, 'the free memory of the device')})",
                 try_=f"a prompt of at most {capacity - 1} token{'' if capacity == 2 else 's'}",
             )
 

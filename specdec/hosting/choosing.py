@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.config import Choice, Override, load_config, structure_options
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.text import Tokenizer
 
 CONFIG = "SPECDEC_CONFIG"
@@ -40,14 +40,21 @@ def chosen_drafter(
     if named and file:
         raise ConfigError(f"both {DRAFTER} and {CONFIG} name a drafter", try_="one of them")
     if named:
-        value = Override.parse(f"drafter={named}").value
+        try:
+            value = Override.parse(f"drafter={named}").value
+        except ConfigError as error:
+            raise ConfigError(
+                f"{DRAFTER} is a name or a TOML table, got {shown(named)}",
+                try_=f"{DRAFTER}='{{ name = \"suffix\", min_match = 2 }}'",
+            ) from error
         table = {"name": value} if isinstance(value, str) else value
-        return structure_options(table, Choice, "drafter", DRAFTER)
-    choice = load_config(file).drafter if file else Choice("auto")
+        choice = structure_options(table, Choice, "drafter", DRAFTER)
+    else:
+        choice = load_config(file).drafter if file else Choice("auto")
     if choice.name == "auto":
         raise ConfigError(
             "no drafter is named for this host",
-            asked_for_by=f"{CONFIG}={file}" if file else None,
+            asked_for_by=f"{DRAFTER}={named}" if named else f"{CONFIG}={file}" if file else None,
             try_=f"{DRAFTER}=suffix, or {CONFIG}=FILE with the table [drafter]",
         )
     return choice

@@ -1,7 +1,7 @@
 """The trace format: what a host asked of a drafter, what it drafted, and what was committed, as JSON lines.
 
-The first line of a section is its header; a file that several processes appended to has several. Every other line
-belongs to a request of its section:
+The first line of a section is its header; a file that several processes appended to, one after another, has several.
+Every other line belongs to a request of its section:
 
     {"specdec": "trace", "version": 1, "host": "vllm", "drafter": {"name": "suffix"}, "vocab_size": 32000, ...}
     {"request": 0, "prompt": [1, 2, 3]}
@@ -18,6 +18,7 @@ later version may add some.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -77,6 +78,9 @@ class Trace:
 class TraceWriter:
     """Appends a section to a file. A file that cannot be written later ends the recording, not the host.
 
+    A last line that an ended process left incomplete is taken away first. A request with an id outside the vocabulary
+    is recorded up to there. Two processes that write at the same time need a file each.
+
     Args:
         path: created if it does not exist.
         host: what runs the target: "specdec", "vllm", ...
@@ -86,7 +90,7 @@ class TraceWriter:
     Attributes:
         failure: why the recording ended early; None while it works.
 
-    Raises: UnsupportedError if the file cannot be opened.
+    Raises: UnsupportedError if the file cannot be opened, or ``append`` finds one that is no trace.
     """
 
     def __init__(
@@ -94,9 +98,13 @@ class TraceWriter:
     ) -> None:
         self._path = path
         self._requests = 0
+        self._vocab_size = vocab_size
+        self._closed: set[int] = set()  # requests of which no more is recorded
         self.failure: UnsupportedError | None = None
         self._file: TextIO | None = None
         try:
+            if append and os.path.isfile(path):
+                _whole_lines(path)
             self._file = open(path, "a" if append else "w", encoding="utf-8")
         except OSError as error:
             raise self._cannot(error) from error
@@ -111,24 +119,29 @@ class TraceWriter:
         number = self._requests
         self._requests += 1
         extra = {"settings": dict(settings)} if settings else {}
-        self._write({"request": number, "prompt": list(prompt), **extra})
+        if self._known(number, prompt):
+            self._write({"request": number, "prompt": list(prompt), **extra})
         return number
 
     def draft(self, request: int, position: int, depth: int, tokens: Sequence[int]) -> None:
         """A draft of at most ``depth`` tokens was asked for after ``position`` tokens."""
-        self._write({"request": request, "position": position, "depth": depth, "draft": list(tokens)})
+        if self._known(request, tokens):
+            self._write({"request": request, "position": position, "depth": depth, "draft": list(tokens)})
 
     def commit(self, request: int, tokens: Sequence[int]) -> None:
         """Tokens were committed."""
-        self._write({"request": request, "commit": list(tokens)})
+        if self._known(request, tokens):
+            self._write({"request": request, "commit": list(tokens)})
 
     def rewind(self, request: int, length: int) -> None:
         """Only the first ``length`` tokens stay."""
-        self._write({"request": request, "rewind": length})
+        if self._known(request):
+            self._write({"request": request, "rewind": length})
 
     def end(self, request: int) -> None:
         """No more tokens will come."""
-        self._write({"request": request, "end": True})
+        if self._known(request):
+            self._write({"request": request, "end": True})
 
     def close(self) -> None:
         """Close the file."""
@@ -138,6 +151,12 @@ class TraceWriter:
             except OSError as error:
                 self.failure = self.failure or self._cannot(error)
             self._file = None
+
+    def _known(self, request: int, tokens: Sequence[int] = ()) -> bool:
+        """Whether a line of the request is recorded; not after tokens that the reader would refuse."""
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            self._closed.add(request)
+        return request not in self._closed
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -153,6 +172,34 @@ class TraceWriter:
     def _cannot(self, error: Exception) -> UnsupportedError:
         reason = getattr(error, "strerror", None) or error
         return UnsupportedError(f"the trace cannot be written: {reason}", file=self._path)
+
+
+def _whole_lines(path: str | Path) -> None:
+    """Cut off an incomplete last line, or end a complete one.
+
+    Raises: UnsupportedError if the file has lines and is no trace.
+    """
+    with open(path, "rb+") as file:
+        first = file.readline()
+        if not first:
+            return
+        try:
+            header = json.loads(first)
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict) or header.get("specdec") != "trace":
+            raise UnsupportedError(
+                "a trace is not appended to a file of another kind", file=path, try_="the name of a new file"
+            )
+        file.seek(0)
+        *_, last = file
+        if last.endswith(b"\n"):
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(file.tell() - len(last))
 
 
 class StreamTrace:

@@ -101,6 +101,49 @@ def test_a_trace_that_cannot_be_opened_is_refused_and_one_that_breaks_later_ends
     writer.commit(0, [1])
 
 
+@given(cut=st.integers(0, 400))
+def test_a_recording_goes_on_after_one_that_was_cut_anywhere(tmp_path_factory, cut):
+    path = tmp_path_factory.mktemp("cut") / "t"
+
+    def record(prompt):
+        writer = TraceWriter(path, host="h", drafter=Choice("ngram"), vocab_size=10)
+        writer.commit(writer.begin(prompt), [7])
+        writer.close()
+
+    record([1, 2])
+    whole = path.read_bytes()
+    header = whole.index(b"\n")
+    path.write_bytes(whole[: header + cut % (len(whole) - header + 1)])
+    earlier = read_trace(path).requests
+    record([3, 4])
+    *kept, last = read_trace(path).requests
+    assert [(one.prompt, one.tokens) for one in kept] == [(one.prompt, one.tokens) for one in earlier]
+    assert (last.prompt, last.tokens) == ((3, 4), (7,))
+
+
+@pytest.mark.parametrize("text", ["a shopping list\nmilk", '{"specdec": "costs"}\n', '{"specdec":"tra', "[1]\n"])
+def test_a_trace_is_not_appended_to_another_file(tmp_path, text):
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(UnsupportedError, match="a file of another kind"):
+        TraceWriter(path, host="h", drafter=Choice("ngram"), vocab_size=10)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("wrong", [-1, 10, 2**70])
+def test_an_id_outside_the_vocabulary_ends_the_recording_of_its_request_only(tmp_path, wrong):
+    writer = TraceWriter(tmp_path / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
+    never, begun, right = writer.begin([1, wrong]), writer.begin([2]), writer.begin([3])
+    for number in (never, begun, right):
+        writer.commit(number, [4])
+        writer.draft(number, 2, 2, [5, wrong] if number == begun else [5])
+        writer.commit(number, [6])
+        writer.rewind(number, 1)
+        writer.end(number)
+    requests = read_trace(tmp_path / "t").requests
+    assert [(one.prompt, one.tokens) for one in requests] == [((2,), (4,)), ((3,), (4, 6)), ((3,), ())]
+
+
 def test_a_replay_finds_a_draft_that_is_not_the_engines(tmp_path):
     writer = TraceWriter(tmp_path / "t", host="h", drafter=Choice("ngram"), vocab_size=10)
     number = writer.begin([1, 2, 3, 1, 2])
