@@ -308,6 +308,8 @@ def _compare(
         comparison = Comparison(plain, speculative, prompts, settings, tolerance=tolerance, progress=advance)
         with interruptible(comparison):
             report = comparison.run()
+    if report.done and not report.tokens and not report.divergences:
+        raise PromptError("every answer is empty: nothing was compared", try_="--ignore-eos, or other prompts")
     if plot_file is not None:
         plot_audit(report, plot_file)
     if as_json:

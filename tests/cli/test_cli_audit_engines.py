@@ -88,6 +88,7 @@ def test_a_lossy_verifier_of_ours_shows_its_tolerance(audit):
         (["--server", "{}", "--server", "{}", "-p", "a", "--per-class", "1"], "leave them out"),
         (["--server", "{}", "--engine", "specdec"], "give one of them"),
         (["--engine", "specdec", "--timeout", "3"], "--timeout: it needs --server"),
+        (["--server", "{}", "--server", "{}", "--timeout", "1e300"], "is not in the range"),
         (["--engine", "nemo"], "'nemo' is not one of"),
         (["--prompts", "x"], "--prompts: it needs --server or --engine"),
     ],
@@ -106,6 +107,15 @@ def test_a_server_without_log_probabilities_is_refused(audit, plain):
         done = audit("--server", plain, "--server", other, "-p", "a", "--json")
     assert done.exit_code == 2
     assert json.loads(done.stdout)["error"]["message"] == "the answer has no log-probabilities"
+
+
+def test_empty_answers_are_no_audit(audit):
+    rows = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    body = {"choices": [{"text": "", "finish_reason": "stop", "logprobs": rows}]}
+    with stub(lambda asked: json_reply(body)) as url:
+        done = audit("--server", url, "--server", url, "-p", "a", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"]["message"] == "every answer is empty: nothing was compared"
 
 
 def test_a_missing_host_is_a_sentence(audit, monkeypatch):
