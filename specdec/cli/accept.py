@@ -124,6 +124,12 @@ _OF_A_MODEL = (
     "passive",
     "ablate",
     "log_file",
+    "max_new_tokens",
+    "temperature",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "verifier_part",
 )
 
 
@@ -131,10 +137,19 @@ def _judge_traffic(
     ctx: click.Context, config: RunConfig, trace_file: pathlib.Path, depth: int, *, as_json: bool
 ) -> None:
     """``accept --trace``."""
-    given = [name for name in _OF_A_MODEL if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    given = [
+        "--" + name.removesuffix("_file").removesuffix("_part").replace("_", "-")
+        for name in _OF_A_MODEL
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    used = {"drafter", "target.model", "target.revision"}
+    given += [
+        override.source
+        for override in map(Override.parse, ctx.params["settings"])
+        if used.isdisjoint((override.path[0], ".".join(override.path)))
+    ]
     if given:
-        option = "--" + given[0].removesuffix("_file").replace("_", "-")
-        raise click.UsageError(f"{option}: with --trace no model runs, and the prompts are the file's.")
+        raise click.UsageError(f"{given[0]}: with --trace no model runs, and the prompts are the file's.")
     if config.drafter.name == "auto":
         raise click.UsageError("--trace: name the drafter to judge, such as --drafter ngram.")
     from specdec.checkpoints import locate

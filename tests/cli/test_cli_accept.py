@@ -272,6 +272,9 @@ def test_a_drafter_is_judged_on_recorded_traffic(invoke, accept, tmp_path):
         ((), "name the drafter to judge"),
         (("-s", "drafter.name=mtp"), "cannot run in recorded traffic: it needs an MTP head"),
         (("-s", "drafter.name=ngram", "--passive"), "--passive: with --trace no model runs"),
+        (("--drafter", "ngram", "-n", "5"), "--max-new-tokens: with --trace no model runs"),
+        (("--drafter", "ngram", "--verifier", "rejection"), "--verifier: with --trace no model runs"),
+        (("--drafter", "ngram", "-s", "target.weights=int4"), "-s target.weights=int4: with --trace no model runs"),
         (("-s", "drafter.name=ngram"), "the trace cannot be read"),
     ],
 )
