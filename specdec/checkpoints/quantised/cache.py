@@ -32,12 +32,22 @@ _VERSION = 1  # of files and decoders; other versions are rebuilt
 _PIECE = 2**21  # values of a plain tensor copied per step
 
 
+def _states(folder: Path) -> dict[str, list[int] | None]:
+    """Size and modification time in nanoseconds of an entry's files, None for a missing one."""
+    found: dict[str, list[int] | None] = dict.fromkeys((SINGLE_FILE, "config.json", "generation_config.json"))
+    for name in found:
+        with contextlib.suppress(OSError):
+            state = os.stat(folder / name)
+            found[name] = [state.st_size, state.st_mtime_ns]
+    return found
+
+
 class DecodedCache:
     """The cache entry of one checkpoint.
 
     The entry is named after the checkpoint's folder and the dtype, or the integers. It holds an ordinary checkpoint
     with canonical names and a marker with the source's fingerprint (see ``fingerprint``) and the size and modification
-    time of every file. Weights that were rounded are in compressed-tensors' packed layout.
+    time of every file, its own too. Weights that were rounded are in compressed-tensors' packed layout.
 
     Args:
         folder: the cache; created on the first write.
@@ -72,9 +82,12 @@ class DecodedCache:
             return None, []
         try:
             marker = read_json(self.path / MARKER)
-            if marker.get("source") == self._stamp():
+            if marker.get("source") != self._stamp():
+                reason = "the checkpoint has changed since it was written"
+            elif marker["files"] != _states(self.path):
+                reason = "its own files have changed since then"
+            else:
                 return Checkpoint.open(self.path), [*marker["notices"], f"weights taken from the cache {self.path}"]
-            reason = "the checkpoint has changed since it was written"
         except (CheckpointError, KeyError, TypeError) as error:
             reason = error.message if isinstance(error, CheckpointError) else f"{MARKER} is not as it was written"
         return None, [f"the cache {self.path} is stale and is rewritten: {reason}"]
@@ -102,7 +115,8 @@ class DecodedCache:
                 os.fsync(stream.fileno())
             write_json(partial / "config.json", _plain_config(self._source.config) | self._quantisation())
             write_json(partial / "generation_config.json", self._source.generation_config)
-            write_json(partial / MARKER, {"source": self._stamp(), "notices": list(notices)})
+            marker = {"source": self._stamp(), "files": _states(partial), "notices": list(notices)}
+            write_json(partial / MARKER, marker)
             self._publish(partial)
         except (OSError, ValueError) as error:  # the latter for a name that no file can have
             raise CheckpointError(

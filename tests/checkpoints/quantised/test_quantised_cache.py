@@ -113,7 +113,19 @@ def _spoil_marker(source: Path) -> None:
     (only(source.parent / "cache") / "decoded.json").write_text("[]", encoding="utf-8")
 
 
-@pytest.mark.parametrize("change", [_edit_weights, _edit_config, _cut, _spoil_marker])
+def _edit_own_weights(source: Path) -> None:
+    with open(only(source.parent / "cache") / "model.safetensors", "rb+") as file:
+        file.seek(-8, 2)
+        file.write(b"\x7f" * 8)
+
+
+def _edit_own_config(source: Path) -> None:
+    tiny.edit_config(only(source.parent / "cache"), num_hidden_layers=1)
+
+
+@pytest.mark.parametrize(
+    "change", [_edit_weights, _edit_config, _cut, _edit_own_weights, _edit_own_config, _spoil_marker]
+)
 def test_a_stale_cache_is_said_and_written_anew(source: Path, tmp_path: Path, change: Any) -> None:
     load(source, tmp_path / "cache")
     change(source)
