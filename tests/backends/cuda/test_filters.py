@@ -76,7 +76,7 @@ def test_tokens_are_the_references_or_open(name: str, share: float, device: torc
             wrong, unsure = wrong_rows(filters, values, bare(context), device)
             assert not wrong, wrong[0]
             undecided, done = undecided + unsure, done + 2
-    assert undecided < 0.2 * done  # half of the cases are made to end within rounding
+    assert undecided < 0.5 * done  # about half of the cases are made to end within rounding
 
 
 @given(case=tied())
@@ -357,7 +357,7 @@ def test_mutants_of_cycles_are_found(
     target, folder = build(FAMILY, **WIDE, seed=seed), checkpoint(FAMILY, **{**TINY[FAMILY], **WIDE}, seed=seed)
     wanted, plainly = generate(folder, OnHost(target), PROMPT, 8, [0], **options)
     try:
-        device, host = both_ways(target, Sampling(seed=4, **SAMPLINGS["temperature"]), [2, 2], ahead=True)
+        device, host = both_ways(target, Sampling(seed=4, temperature=3.0), [2, 2], ahead=True)
         same = device == host
         result, session = generate(folder, target, PROMPT, 8, [2, 0], **options)
         same &= result.tokens == wanted.tokens
