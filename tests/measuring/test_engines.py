@@ -226,6 +226,7 @@ def test_the_engines_own_speculation_has_the_configured_depth(pair):
     assert first["speculative_config"] is None
     assert second["speculative_config"]["method"] == "ngram"
     assert second["speculative_config"]["num_speculative_tokens"] == 3
+    assert second["drafter"] is None
     assert (first["max_model_len"], first["enable_prefix_caching"]) == (64, False)
 
 

@@ -51,7 +51,7 @@ class VllmEngine:
             speculation |= {"method": "custom_class", "model": "specdec_vllm.Proposer"}
             drafted = f"specdec's {config.drafter.name} of {depth} tokens"
         plain = cls(_loaded(config, None), f"{version}, plain")
-        with _named(config.drafter):
+        with contextlib.nullcontext() if config.drafter.name == "auto" else _named(config.drafter):
             return plain, cls(_loaded(config, speculation), f"{version}, {drafted}")
 
     def answer(self, prompt: str, asked: Asked) -> Answer:
