@@ -33,6 +33,7 @@ BUDGET_S = 1.0  # start no further depth after this long, once the first and las
 STEADY = 1.25  # largest ratio of the second smallest time to the smallest
 CONTEXT = 32  # tokens before the measured passes
 DOUBTED = 2.0  # times what a plain pass takes now: a kept table that says more is measured again
+NEXT_TO_NOTHING = 1.2  # times a later cycle: the first one of a depth may then fall into a generation
 
 
 def cost_identity(lm: Parts) -> CostIdentity:
@@ -143,13 +144,18 @@ def warm_up(lm: Parts, depths: Iterable[int]) -> None:
     """Run a cycle of every depth, and an MTP pass of every length that may follow it, in a separate session.
 
     The first pass of each row count is slow: a backend may record it, and weights may still have to be read from disk.
-    Neither a generation nor the timings of a policy should include that.
+    Neither a generation nor the timings of a policy should include that. Where passes take so long that recording adds
+    next to nothing, two cycles of the greatest depth show it, and the others are left to the generation.
     """
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if not allowed:
         return
     measured = _Measured(lm, 1)
-    for depth in allowed:
+    *others, deepest = allowed
+    first, later = (measured.cycle(deepest, keep=False) for _ in range(2))
+    if first < NEXT_TO_NOTHING * later:
+        return
+    for depth in others:
         measured.cycle(depth, keep=False)
     if lm.drafter.needs.mtp:
         target_guard(lm.target).bind("prefill_mtp", _warm_up_head)(lm.target, max(allowed) + 1)
@@ -176,8 +182,8 @@ class _Measured:
         self._draft: dict[int, list[float]] = {}
         self._commit: list[float] = []
 
-    def cycle(self, depth: int, *, keep: bool = True) -> None:
-        """Run one cycle, plus a separate pass if the drafter gave fewer tokens than asked for."""
+    def cycle(self, depth: int, *, keep: bool = True) -> float:
+        """Run one cycle, plus a separate pass if the drafter gave fewer tokens than asked for; returns its seconds."""
         session, stats = self._session, self._stats
         if len(session.tokens) + depth + 1 > self._capacity:
             session.rewind(self._context)
@@ -196,6 +202,7 @@ class _Measured:
             if record.offered:
                 self._draft.setdefault(record.offered, []).append(record.draft_seconds)
             self._commit.append(record.commit_seconds)
+        return seconds + record.draft_seconds + record.commit_seconds
 
     def table(self) -> CostTable:
         """The measurements so far."""

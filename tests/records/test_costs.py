@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.decoding import cycle_timing
-from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, plain_pass
+from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, plain_pass, warm_up
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.records.cost_table import COSTS, CostTable, plausible, read_costs, write_costs
 
@@ -98,6 +98,20 @@ def test_one_row_that_was_measured_in_a_busy_moment_is_seen_through(true, data):
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recording", "warmed"), [(0.1, [3, 3]), (10.0, [3, 3, 0, 1, 2])])
+def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(demo, monkeypatch, recording, warmed):
+    """Long passes that are recorded at once are left to the generation; short ones are all recorded before it."""
+    ran: list[int] = []
+
+    def cycle(_: Any, depth: int, *, keep: bool) -> float:
+        ran.append(depth)
+        return 1.0 + recording * (ran.count(depth) == 1)
+
+    monkeypatch.setattr(cycle_timing._Measured, "cycle", cycle)
+    warm_up(demo, range(4))
+    assert ran == warmed
 
 
 def test_measuring_prices_every_depth_and_changes_nothing(demo):
