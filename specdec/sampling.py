@@ -333,8 +333,9 @@ def _best(logits: Float64) -> int:
     token = int(np.argmax(logits))  # NaN wins
     if logits[token] == -np.inf:
         raise ConfigError(
-            "no token is allowed here: bans and processors together forbid the whole vocabulary",
-            try_="fewer bans, or a grammar that can end",
+            "no token is allowed here: bans, min_new_tokens (no end yet) and processors together forbid the whole "
+            "vocabulary",
+            try_="fewer bans, a smaller min_new_tokens, or a grammar that can end",
         )
     if not np.isfinite(logits[token]):
         raise ContractError(f"the target's logits are not finite (token {token}: {logits[token]})")

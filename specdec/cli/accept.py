@@ -182,6 +182,8 @@ def _show_traffic(report: TrafficReport) -> None:
     ]
     if report.failed:
         rows.append(("switched off", f"in {report.failed} requests: {report.reason}"))
+    if report.cut_line:
+        rows.append(("left out", f"line {report.cut_line}, the last one, which is incomplete"))
     console.print(output.facts(rows))
     places = [
         (str(at), str(offered), str(reached), str(accepted), *map(output.share, _rates(offered, reached, accepted)))

@@ -436,6 +436,9 @@ def _comparison(report: ComparisonReport) -> Iterator[tuple[str, str]]:
     yield "plain", report.plain
     yield "speculative", report.speculative
     yield "asked", f"{output.count(report.done, 'request')}, {how}, {asked.max_new_tokens} tokens at most"
+    if report.drafted is not None:
+        nothing = "nothing, so this says nothing about speculation"
+        yield "drafted", output.count(report.drafted, "token") if report.drafted else nothing
     yield "differ", _differ(len(report.divergences), report)
     if report.divergences:
         yield "verdicts", ", ".join(f"{number} {verdict.value}" for verdict, number in report.verdicts().items())

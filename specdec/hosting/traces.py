@@ -73,6 +73,8 @@ class Trace:
     """The requests of a file, in the order they began."""
 
     requests: tuple[TracedRequest, ...]
+    cut: int = 0
+    """The line, the last one, that is incomplete and left out; 0 if none is."""
 
 
 class TraceWriter:
@@ -272,7 +274,7 @@ class _Open:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace. Its last line may be incomplete, as a process that was ended leaves it.
+    """Read a trace. Its last line may be incomplete, as a process that was ended leaves it (``Trace.cut``).
 
     Raises: PromptError that names the line.
     """
@@ -283,11 +285,13 @@ def read_trace(path: str | Path) -> Trace:
     header: Mapping[str, Any] | None = None
     current: dict[int, _Open] = {}
     opened: list[_Open] = []
+    cut = 0
     for number, raw in enumerate(lines, start=1):
         try:
             line = json.loads(raw)
         except (ValueError, RecursionError) as error:
             if number == len(lines) and number > 1:
+                cut = number
                 break
             raise _wrong(path, number, f"is not JSON: {error}") from error
         if not isinstance(line, dict):
@@ -301,7 +305,7 @@ def read_trace(path: str | Path) -> Trace:
             raise _wrong(path, number, f"breaks the format: {error}") from error
     if header is None:
         raise PromptError("the trace is empty", file=path, try_="specdec generate --trace FILE")
-    return Trace(tuple(one.finished() for one in opened))
+    return Trace(tuple(one.finished() for one in opened), cut)
 
 
 def _header(line: Mapping[str, Any], path: object, number: int) -> Mapping[str, Any]:

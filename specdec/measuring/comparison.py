@@ -137,6 +137,7 @@ class ComparisonReport(GapReport):
         asked: how the answers were generated.
         done, planned: requests.
         tokens: of the plain answers.
+        drafted: tokens that were drafted for the others; None if the engine does not say.
         gaps: the top-two gap of each, where the engine lists alternatives.
         speculation: plain against speculative.
         control: plain against plain.
@@ -150,6 +151,7 @@ class ComparisonReport(GapReport):
     done: int
     planned: int
     tokens: int
+    drafted: int | None
     gaps: tuple[float, ...]
     speculation: Pairing
     control: Pairing
@@ -239,6 +241,7 @@ class ComparisonReport(GapReport):
             "planned": self.planned,
             "partial": self.partial,
             "tokens": self.tokens,
+            "drafted": self.drafted,
             "differ": {"count": len(self.divergences), "share": len(self.divergences) / self.done},
             "control": {
                 "count": len(self.control.differences),
@@ -301,6 +304,7 @@ class Comparison:
         speculation, control = Pairing(), Pairing()
         gaps: list[float] = []
         tokens = done = 0
+        drafted: int | None = 0
         failure: SpecdecError | None = None
         for number, prompt in enumerate(self._prompts):
             if self._stopped and done:
@@ -317,6 +321,7 @@ class Comparison:
             speculation = speculation.after(number, prompt.name, plain, other, greedy=greedy)
             control = control.after(number, prompt.name, plain, again, greedy=greedy)
             tokens += len(plain.steps)
+            drafted = None if drafted is None or other.drafted is None else drafted + other.drafted
             gaps += [best - second for best, second in map(_two_best, plain.steps) if second > -math.inf]
             done += 1
             if self._progress is not None:
@@ -328,6 +333,7 @@ class Comparison:
             done=done,
             planned=len(self._prompts),
             tokens=tokens,
+            drafted=drafted,
             gaps=tuple(gaps),
             speculation=speculation,
             control=control,

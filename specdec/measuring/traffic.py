@@ -37,6 +37,7 @@ class TrafficReport:
     draft_seconds: float  # that drafting took here
     failed: int  # requests in which the drafter was switched off
     reason: str  # of the first one
+    cut_line: int  # the recording's last line, incomplete and left out; 0 if it is whole
 
     @property
     def saved(self) -> int:
@@ -81,7 +82,8 @@ class TrafficReplay:
         tokenizer: Any = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._requests = [one for one in read_trace(path).requests if one.tokens and one.prompt]
+        trace = read_trace(path)
+        self._requests, self._cut = [one for one in trace.requests if one.tokens and one.prompt], trace.cut
         if not self._requests:
             raise PromptError("the trace has no request that generated a token", file=path)
         self._choice, self._depth, self._tokenizer = choice, depth, tokenizer
@@ -131,4 +133,5 @@ class TrafficReplay:
             draft_seconds=seconds,
             failed=len(failures),
             reason=failures[0] if failures else "",
+            cut_line=self._cut,
         )

@@ -264,6 +264,11 @@ def test_a_drafter_is_judged_on_recorded_traffic(invoke, accept, tmp_path):
     assert report["passes"] == 48 - sum(report["accepted"]) == 48 - report["saved"]
     done = accept("--trace", trace, "-s", "drafter.name=none")
     assert "48 instead of 48: 1.00 tokens per pass" in " ".join(done.stdout.split())
+    assert "left out" not in done.stdout
+    whole = trace.read_text()
+    trace.write_text(whole[:-3])
+    done = accept("--trace", trace, "-s", "drafter.name=none")
+    assert f"line {whole.count(chr(10))}, the last one, which is incomplete" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,16 @@ def test_our_own_engine_is_one_of_them(audit):
     told = json.loads(done.stdout)
     assert (told["requests"], told["tokens"], told["differ"]["count"], told["logprobs_apart"]) == (5, 40, 0, 0.0)
     assert told["rounding"]["tie_up_to"] == told["rounding"]["real_above"]
+    assert told["drafted"] > 0
+
+
+def test_an_audit_without_drafts_says_so(audit, plain):
+    depth = ("-s", "depth.name=fixed", "-s", "depth.depth=0")
+    done = audit("--engine", "specdec", "-n", "4", "-p", "def f(", *depth)
+    assert done.exit_code == 0, done.stderr
+    assert "nothing, so this says nothing about speculation" in done.stdout
+    done = audit("--server", plain, "--server", plain, "-p", "one", "-n", "2", "--json")
+    assert json.loads(done.stdout)["drafted"] is None
 
 
 def test_a_lossy_verifier_of_ours_shows_its_tolerance(audit):

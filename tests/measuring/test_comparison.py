@@ -211,6 +211,7 @@ def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None
         done=2,
         planned=3,
         tokens=4,
+        drafted=None,
         gaps=(0.5, math.inf),
         speculation=pairing,
         control=Pairing(),

@@ -51,11 +51,13 @@ class Answer:
         steps: one for each token.
         text: all of it.
         ended: whether the engine ended it before the limit.
+        drafted: tokens that were drafted on the way; None if the engine does not say.
     """
 
     steps: tuple[Step, ...]
     text: str
     ended: bool
+    drafted: int | None = None
 
 
 class Engine(Protocol):

@@ -34,4 +34,4 @@ class OwnEngine:
         )
         assert result.logprobs is not None
         steps = tuple(Step(one.token, one.logprob, dict(one.top)) for one in result.logprobs)
-        return Answer(steps, result.text, result.finish_reason != "length")
+        return Answer(steps, result.text, result.finish_reason != "length", sum(result.stats.offered))
