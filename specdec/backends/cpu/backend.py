@@ -27,7 +27,12 @@ class CpuBackend(Backend):
         facts = [platform.machine()]
         if not isinstance(self.kernels, KernelsUnavailable):
             facts.append(self.kernels.instruction_set)
-        count = self.threads.count()
+        count, given = self.threads.count(), self.threads.given
+        if count > given:
+            processors = f"{given} processor{'s' * (given > 1)}"
+            self.notices = (
+                f"target.threads is {count}, and this process may use {processors}: more threads make no pass faster",
+            )
         facts.append(f"{count} thread{'s' * (count > 1)}")
         self.device = f"cpu ({', '.join(facts)})"
 

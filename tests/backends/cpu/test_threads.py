@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec
+from specdec.backends.cpu.backend import CpuBackend
 from specdec.backends.cpu.library import KernelsUnavailable, load_kernels
 from specdec.backends.cpu.native import NativeOps
 from specdec.backends.cpu.threads import Threads, given_processors
@@ -43,6 +44,14 @@ def test_callers_share_the_team(callers: int, threads: int, features: int, round
 
     with ThreadPoolExecutor(callers) as pool:
         assert all(pool.map(call, range(callers)))
+
+
+def test_more_threads_than_processors_are_said() -> None:
+    given = given_processors()
+    for threads in (None, given):
+        assert not any("target.threads" in notice for notice in CpuBackend(threads).notices)
+    (said,) = (notice for notice in CpuBackend(given + 1).notices if "target.threads" in notice)
+    assert f"is {given + 1}, and this process may use {given} processor" in said
 
 
 FORKED = """
