@@ -52,13 +52,16 @@ def moe(
     """Add the experts of every row in slot order, reading each expert once; then ``common`` float32."""
     gates, ups, downs = experts
     rows, slots = ids.shape
-    places: dict[int, list[int]] = {}  # expert -> places t * k + slot that chose it, ascending
-    for place, expert in enumerate(ids.flatten().tolist()):
-        places.setdefault(expert, []).append(place)
-    out = torch.empty(rows * slots, x.shape[1], dtype=x.dtype, device=x.device)
-    for expert, at in sorted(places.items()):
-        index = torch.tensor(at, device=x.device)
-        out[index] = linear(swiglu(x[index // slots], gates[expert], ups[expert]), downs[expert])
+    chosen = ids.flatten().long()
+    order = chosen.argsort(stable=True)  # places t * k + slot, those of one expert together
+    gathered = x[order // slots]
+    out = torch.empty_like(gathered)
+    end = 0
+    for expert, count in enumerate(chosen.bincount(minlength=len(gates)).tolist()):
+        if count:
+            start, end = end, end + count
+            part = swiglu(gathered[start:end], gates[expert], ups[expert])
+            out[order[start:end]] = linear(part, downs[expert])
     parts = out.view(rows, slots, -1)
     total = weights[:, :1] * parts[:, 0].float()
     for slot in range(1, slots):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.backends.cuda import prompts
 from specdec.backends.cuda.kernels import moe
 from specdec.backends.cuda.kernels.launch import recording
 from specdec.backends.cuda.weights import ExpertStack
@@ -92,6 +93,22 @@ class _Counting:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.places.append((kernel.__name__, grid))
+
+
+@pytest.mark.parametrize("form", ["dense", "fp8 128x128", "nvfp4"])
+@pytest.mark.parametrize("unused", [(), (0,), (2, E - 1)])
+def test_experts_of_a_prompt(form: str, unused: tuple[int, ...], device: torch.device) -> None:
+    """Rows that share an expert, slots of one row with the same expert, and experts that no row chose."""
+    rows = 19
+    scale = 1.0 if form == "dense" else 1e-3
+    x, residual = rows_of(rows, H, torch.float32, device) * scale, rows_of(rows, H, torch.float32, device, seed=1)
+    stacks, some = _stacks(form, torch.float32, device), torch.Generator().manual_seed(3)
+    left = torch.tensor([e for e in range(E) if e not in unused])
+    ids = left[torch.randint(len(left), (rows, CHOSEN), generator=some)].int().to(device)
+    weights = torch.rand(rows, CHOSEN, generator=some).to(device)
+    y = prompts.moe(x, ids, weights, stacks, residual, None)
+    expected = moe.experts_reference(x, ids, weights, *stacks, residual)
+    assert (y.double() - expected.double()).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_the_host_reads_nothing(device: torch.device) -> None:
