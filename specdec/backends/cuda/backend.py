@@ -13,6 +13,7 @@ try:
 except ImportError as error:
     raise UnsupportedError(f"triton cannot be loaded: {error}", try_="pip install 'specdec-framework[cuda]'") from error
 
+from specdec.backends.cuda.compiling import announce_compilation
 from specdec.backends.cuda.ops import CudaOps
 
 
@@ -28,6 +29,7 @@ class CudaBackend(Backend):
     def __init__(self, device: Device | None = None) -> None:
         self._device = open_device() if device is None else device
         self.device = self._device.name
+        announce_compilation()
 
     def ops(self, dtype: str) -> CudaOps:
         return CudaOps(

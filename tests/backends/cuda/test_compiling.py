@@ -1,0 +1,51 @@
+"""What is said while triton compiles: the first kernel, then now and then; nothing about kernels from its cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_python
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.sample]
+
+# In a process of its own, which compiles: three kernels, then the same three from the cache.
+_SCRIPT = """
+import json, logging, sys
+import torch, triton
+from specdec.backends.cuda import compiling
+from specdec.backends.cuda.kernels import catalogue
+from specdec.backends.cuda.kernels.launch import launch
+from tests.backends.cuda.kernels import narrow_kernel
+
+compiling.EVERY = float(sys.argv[1])
+hits = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+compiling.announce_compilation()
+compiling.announce_compilation()
+assert isinstance(triton.knobs.compilation.listener, compiling.CompilationListener)
+catalogue.EXAMPLES.clear()
+x = torch.empty(64)
+for block in (16, 32, 64):
+    catalogue.example(str(block))(lambda block=block: launch(narrow_kernel, (1,), x, x, 48, 17, BLOCK=block))
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append([record.levelname, record.event, record.facts])
+logging.getLogger("specdec").addHandler(handler)
+list(catalogue.compiled((90,)))
+first = len(said)
+list(catalogue.compiled((90,)))
+json.dump({"hits": hits, "said": said, "first": first}, sys.stdout)
+"""
+
+
+@pytest.mark.parametrize(("every", "lines"), [(0.0, [None, 2, 3]), (1e9, [None])])
+def test_compiling_is_said_and_loading_is_not(tmp_path: Path, every: float, lines: list[int | None]) -> None:
+    run = run_python("-c", _SCRIPT, every, without=["TRITON_INTERPRET"], env={"TRITON_CACHE_DIR": str(tmp_path)})
+    found = json.loads(run.stdout)
+    assert found["hits"] == [False] * 3 + [True] * 3
+    assert [facts.get("done") for _, _, facts in found["said"]] == lines
+    assert found["first"] == len(lines)
+    assert {(level, event) for level, event, _ in found["said"]} == {("WARNING", "compiling_kernels")}
