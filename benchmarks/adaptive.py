@@ -27,6 +27,7 @@ from benchmarks.common import arguments, encoded_prompts, median, save
 from specdec.checkpoints import Checkpoint, locate
 from specdec.checkpoints.writer import write_checkpoint
 from specdec.contract import CycleRecord, Stats
+from specdec.measuring.runs import plain
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt
 from specdec.records.cost_table import CostTable
 
@@ -98,7 +99,7 @@ def random_head(prompts: dict[str, list[int]], options: argparse.Namespace) -> d
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or str(with_random_head(Path(folder)))
         adaptive = specdec.load(path, drafter="mtp", depth="adaptive")
-        arms = {"plain": specdec.load(path, drafter="none"), "adaptive": adaptive}
+        arms = {"plain": plain(adaptive), "adaptive": adaptive}  # where weights lie in memory must not decide
     result: dict[str, Any] = {"costs": cost_figures(adaptive)}
     result["from_the_start"] = compare(arms, prompts["code"], options, keep=False)
     warm_up(adaptive, prompts["code"], options)

@@ -363,9 +363,10 @@ class Ops(abc.ABC):
     def append(self, k: Array, v: Array, cache: KVCache) -> None:
         """Append k, v ``[T, nkv, D]`` to the cache as provisional rows, without queries.
 
-        For draft heads whose keys and values come from another model's hidden states.
+        For draft heads whose keys and values come from another model's hidden states, and for prompts whose output
+        nobody reads. By default ``attend`` with the keys as queries.
         """
-        raise self._lacks("append")
+        self.attend(k, k, v, cache, scale=1.0)
 
     def attend_from(
         self, q: Array, k: Array, v: Array, cache: KVCache, *, scale: float, first: Sequence[int], causal: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -291,7 +292,9 @@ class CausalLM(ForwardPass):
     def _run_mtp(self, caches: Sequence[Any], tokens: Sequence[int], hidden: Array | None) -> Array:
         assert self.model.mtp is not None
         table = self.model.embed_tokens if self.model.mtp_embed_tokens is None else self.model.mtp_embed_tokens
-        return self.model.mtp(self.ops.embed(table, tokens), hidden, caches[0])
+        prompt = len(tokens) > self.ops.capabilities.max_rows  # of which nobody reads the output
+        run = self.model.mtp.fill if prompt else self.model.mtp
+        return run(self.ops.embed(table, tokens), hidden, caches[0])
 
     def _forward_mtp(self, state: SequenceState, tokens: Sequence[int], hidden: Hidden, *, provisional: bool) -> Array:
         cache, mtp_pass, pairs = state.mtp, state.mtp_pass, state.pairs
@@ -327,10 +330,17 @@ class CausalLM(ForwardPass):
         provisional: bool = False,
         head: DraftHead | None = None,
     ) -> ForwardOutput:
-        rows = None if head is None else self._own_head(head).rows
-        x = self._forward_mtp(_own(state), tokens, hidden, provisional=provisional)
+        rows, most = None if head is None else self._own_head(head).rows, self.ops.capabilities.max_rows
+        forward = functools.partial(self._forward_mtp, _own(state), provisional=provisional)
+        if len(tokens) <= most:
+            parts = [forward(tokens, hidden)]
+        else:
+            self._check_pairs(tokens, hidden)
+            parts = [forward(tokens[at : at + most], hidden[at : at + most]) for at in range(0, len(tokens), most)]
+        x = parts[-1]
         logits = self.ops.head(x[-1:], self._mtp_lm_head) if rows is None else self.ops.pruned_head(x[-1:], rows)
-        return ForwardOutput(rows=len(tokens), logits=logits, hidden=self.ops.hidden(x))
+        first, *others = map(self.ops.hidden, parts)
+        return ForwardOutput(rows=len(tokens), logits=logits, hidden=first.join(others) if others else first)
 
     def draft_mtp(
         self,

@@ -7,7 +7,7 @@ operation as it is: it cannot be calculated with.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -24,6 +24,14 @@ class Mixer(Protocol):
 
     def __call__(self, x: Array, residual: Array, cache: Any) -> Array:
         """``residual + mixer(x)``; ``cache`` comes from ``new_cache`` of the same mixer."""
+
+
+@runtime_checkable
+class FillsCache(Protocol):
+    """A mixer that can do without its output: rows of a prompt that only later rows will look at."""
+
+    def fill(self, x: Array, cache: Any) -> None:
+        """Append what ``__call__`` appends to the cache, with the same bits."""
 
 
 class Mlp(Protocol):
@@ -153,10 +161,20 @@ class Attention:
         else:
             q = q.reshape(rows, shape.heads, dim)
         q = ops.norm_rope(q, self.q_norm, self.eps, shape.rope, cache.length)
-        k = ops.norm_rope(k.reshape(rows, shape.kv_heads, dim), self.k_norm, self.eps, shape.rope, cache.length)
-        v = v.reshape(rows, shape.kv_heads, dim)
+        k, v = self._entries(k, v, cache)
         mixed = ops.attend(q, k, v, cache, scale=shape.scale, gate=gate)
         return ops.linear(mixed, self.o_proj, residual)
+
+    def fill(self, x: Array, cache: KVCache) -> None:
+        """See ``FillsCache``."""
+        k, v = self.ops.project(x, (self.k_proj, self.v_proj), self.biases[1:])
+        self.ops.append(*self._entries(k, v, cache), cache)
+
+    def _entries(self, k: Array, v: Array, cache: KVCache) -> tuple[Array, Array]:
+        """What the cache holds of projected keys and values ``[T, nkv * D]``: each ``[T, nkv, D]``."""
+        shape, form = self.shape, (k.shape[0], self.shape.kv_heads, self.shape.head_dim)
+        k = self.ops.norm_rope(k.reshape(*form), self.k_norm, self.eps, shape.rope, cache.length)
+        return k, v.reshape(*form)
 
 
 @attrs.frozen(kw_only=True)
@@ -277,6 +295,13 @@ class DecoderLayer:
         x = self.mixer(self.input_norm(x), x, cache)
         return self.mlp(self.post_norm(x), x)
 
+    def fill(self, x: Array, cache: Cache) -> None:
+        """Append what ``__call__`` appends to the cache, at less cost where the mixer can."""
+        if isinstance(self.mixer, FillsCache):
+            self.mixer.fill(self.input_norm(x), cache)
+        else:
+            self(x, cache)
+
 
 @attrs.frozen(kw_only=True)
 class MtpHead:
@@ -297,6 +322,14 @@ class MtpHead:
     norm: Norm
 
     def __call__(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
-        ops = self.ops
-        pair = ops.concat(self.embed_norm(embedded), self.hidden_norm(hidden))
-        return self.norm(self.layer(ops.linear(pair, self.fc), cache))
+        return self.norm(self.layer(self._pairs(embedded, hidden), cache))
+
+    def fill(self, embedded: Array, hidden: Array, cache: Cache) -> Array:
+        """Append the pairs to the cache without drafting from any; returns u ``[T, H]``."""
+        pairs = self._pairs(embedded, hidden)
+        self.layer.fill(pairs, cache)
+        return pairs
+
+    def _pairs(self, embedded: Array, hidden: Array) -> Array:
+        pair = self.ops.concat(self.embed_norm(embedded), self.hidden_norm(hidden))
+        return self.ops.linear(pair, self.fc)

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from specdec.contract import Needs
 from tests.comparisons import record
 from tests.drafters.test_mtp_drafts import Run, check, prompt_of
 from tests.models.mtp_oracle import MtpOracle, _sigmoid, _silu
@@ -255,3 +257,35 @@ def test_drafts_equal_the_oracle(
         run.verify([5, 6, 7], length % 3, 11)
         worst = max(worst, check(run, oracle, 2))
     record(record_property, family, "MTP drafts", "a float64 oracle in numpy", name, worst)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_pairs_leave_the_same_bits_however_they_are_fed(
+    family: str, name: str, dtype: str, kernels: str, make_target: Callable[..., Any]
+) -> None:
+    """A pass over a prompt fills the head's cache and computes no more; its rows are read with logits all the same."""
+    target = make_target(family, kernels=kernels, dtype=dtype, **SHAPES[family][name])
+    count, needs = 41, Needs(mtp=True, final_hidden=True)
+    tokens = prompt_of(count)
+    hidden = target.prefill(target.new_state(count, needs), tokens).need_hidden()
+    found = []
+    for sizes in ([41], [16, 16, 9], [1, 17, 3, 20]):
+        state, read, at = target.new_state(count, needs), target.new_state(count, needs), 0
+        rows = []
+        for size in sizes:
+            target.prefill_mtp(state, tokens[at : at + size], hidden[at : at + size])
+            output = target.decode_mtp(read, tokens[at : at + size], hidden[at : at + size])
+            rows.append(target.ops.to_host(target.ops.array(output.need_hidden())))
+            at += size
+        logits = output.need_logits().rows().copy()
+        assert logits.shape[0] == 1
+        caches = [[target.ops.to_host(part) for part in one.mtp.save().values()] for one in (state, read)]
+        found.append([*caches[0], *caches[1], torch.cat(rows), torch.from_numpy(logits)])
+    first, *others = found
+    assert len(first[-2]) == count
+    bound = 0.0 if kernels == "native" else 1e-5  # torch sums long blocks in another order
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0.0, atol=bound)
+    half = len(caches[0])
+    torch.testing.assert_close(first[half : 2 * half], first[:half], rtol=0.0, atol=bound)
