@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes import run_python
 
-pytestmark = [pytest.mark.interpreter, pytest.mark.sample]
+pytestmark = pytest.mark.interpreter
 
 # In a process of its own, which compiles: three kernels, then the same three from the cache.
 _SCRIPT = """
@@ -41,7 +41,7 @@ json.dump({"hits": hits, "said": said, "first": first}, sys.stdout)
 """
 
 
-@pytest.mark.parametrize(("every", "lines"), [(0.0, [None, 2, 3]), (1e9, [None])])
+@pytest.mark.parametrize(("every", "lines"), [pytest.param(0.0, [None, 2, 3], marks=pytest.mark.sample), (1e9, [None])])
 def test_compiling_is_said_and_loading_is_not(tmp_path: Path, every: float, lines: list[int | None]) -> None:
     run = run_python("-c", _SCRIPT, every, without=["TRITON_INTERPRET"], env={"TRITON_CACHE_DIR": str(tmp_path)})
     found = json.loads(run.stdout)
