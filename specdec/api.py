@@ -121,5 +121,5 @@ def _taken_by(config: Mapping[str, Any]) -> str:
     plugin, _ = PUBLISHED[Kind.MODEL, None]
     installed = registry().has_distribution(plugin)
     return f"the plugin {plugin}, if transformers has a causal language model for it" + (
-        " (installed)" if installed else f" (pip install {plugin})"
+        " (installed)" if installed else " (plugins/ in specdec's repository)"
     )

@@ -33,7 +33,7 @@ BUDGET_S = 1.0  # start no further depth after this long, once the first and las
 STEADY = 1.25  # largest ratio of the second smallest time to the smallest
 CONTEXT = 32  # tokens before the measured passes
 DOUBTED = 2.0  # times what a plain pass takes now: a kept table that says more is measured again
-NEXT_TO_NOTHING = 1.2  # times a later cycle: the first one of a depth may then fall into a generation
+NEXT_TO_NOTHING = 1.2  # a first cycle of at most so many later ones: the other depths are not warmed up
 
 
 def cost_identity(lm: Parts) -> CostIdentity:
@@ -144,19 +144,18 @@ def warm_up(lm: Parts, depths: Iterable[int]) -> None:
     """Run a cycle of every depth, and an MTP pass of every length that may follow it, in a separate session.
 
     The first pass of each row count is slow: a backend may record it, and weights may still have to be read from disk.
-    Neither a generation nor the timings of a policy should include that. Where passes take so long that recording adds
-    next to nothing, two cycles of the greatest depth show it, and the others are left to the generation.
+    That would distort a short generation and the timings of a policy. Where passes take much longer than recording
+    them, the first cycle of a depth that no measurement has run shows it; then the other depths are left to the
+    generation, which takes that much longer once.
     """
     allowed = [depth for depth in depths if depth < min(lm.info.max_rows, lm.capacity - 2)]
     if not allowed:
         return
     measured = _Measured(lm, 1)
-    *others, deepest = allowed
-    first, later = (measured.cycle(deepest, keep=False) for _ in range(2))
-    if first < NEXT_TO_NOTHING * later:
-        return
-    for depth in others:
-        measured.cycle(depth, keep=False)
+    for depth in sorted(allowed, key=lambda depth: (depth in DEPTHS, depth)):  # what may have been run comes later
+        first = measured.cycle(depth, keep=False)
+        if depth not in DEPTHS and first <= NEXT_TO_NOTHING * min(measured.cycle(depth, keep=False) for _ in range(2)):
+            return
     if lm.drafter.needs.mtp:
         target_guard(lm.target).bind("prefill_mtp", _warm_up_head)(lm.target, max(allowed) + 1)
 

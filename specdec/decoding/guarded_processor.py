@@ -82,9 +82,10 @@ class GuardedProcessor(LogitsProcessor):
         answer: Float32 = self._process(logits, list(history))
         if answer.max() == -np.inf and logits.max() > -np.inf:
             error = ConfigError(
-                f"no token is allowed here: {self._guard} forbids every token after a history of {len(history)}",
+                f"no token is allowed here: {self._guard} forbids every token that is left after a history of "
+                f"{len(history)}",
                 plugin=self._guard.label,
-                try_="fewer bans, or a grammar that can end",
+                try_="fewer bans, a smaller min_new_tokens (no end before that), or a grammar that can end",
             )
             error.plugin = self._guard.kind, self._guard.name
             raise error

@@ -279,9 +279,11 @@ def read_trace(path: str | Path) -> Trace:
     Raises: PromptError that names the line.
     """
     try:
-        lines = Path(path).read_bytes().splitlines()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise PromptError(f"the trace cannot be read: {error.strerror or error}", file=path) from error
+    lines = content.splitlines()
+    whole = content.endswith(b"\n")
     header: Mapping[str, Any] | None = None
     current: dict[int, _Open] = {}
     opened: list[_Open] = []
@@ -290,7 +292,7 @@ def read_trace(path: str | Path) -> Trace:
         try:
             line = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            if number == len(lines) and number > 1:
+            if number == len(lines) > 1 and not whole:
                 cut = number
                 break
             raise _wrong(path, number, f"is not JSON: {error}") from error

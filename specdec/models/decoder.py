@@ -7,7 +7,7 @@ operation as it is: it cannot be calculated with.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import attrs
 
@@ -23,15 +23,11 @@ class Mixer(Protocol):
         """An empty cache for one sequence."""
 
     def __call__(self, x: Array, residual: Array, cache: Any) -> Array:
-        """``residual + mixer(x)``; ``cache`` comes from ``new_cache`` of the same mixer."""
+        """``residual + mixer(x)``; ``cache`` comes from ``new_cache`` of the same mixer.
 
-
-@runtime_checkable
-class FillsCache(Protocol):
-    """A mixer that can do without its output: rows of a prompt that only later rows will look at."""
-
-    def fill(self, x: Array, cache: Any) -> None:
-        """Append what ``__call__`` appends to the cache, with the same bits."""
+        The class that defines it may also define ``fill(x, cache)``, which leaves the same bits in the cache without
+        any output. It is for rows of a prompt that only later rows will look at.
+        """
 
 
 class Mlp(Protocol):
@@ -166,7 +162,7 @@ class Attention:
         return ops.linear(mixed, self.o_proj, residual)
 
     def fill(self, x: Array, cache: KVCache) -> None:
-        """See ``FillsCache``."""
+        """See ``Mixer.__call__``."""
         k, v = self.ops.project(x, (self.k_proj, self.v_proj), self.biases[1:])
         self.ops.append(*self._entries(k, v, cache), cache)
 
@@ -297,8 +293,9 @@ class DecoderLayer:
 
     def fill(self, x: Array, cache: Cache) -> None:
         """Append what ``__call__`` appends to the cache, at less cost where the mixer can."""
-        if isinstance(self.mixer, FillsCache):
-            self.mixer.fill(self.input_norm(x), cache)
+        calls = next(kind for kind in type(self.mixer).__mro__ if "__call__" in vars(kind))
+        if "fill" in vars(calls):
+            self.mixer.fill(self.input_norm(x), cache)  # type: ignore[attr-defined]
         else:
             self(x, cache)
 

@@ -223,7 +223,7 @@ class Registry:
         remedy = f'set {key} = "{match}", or install the plugin that provides {name!r}' if key and match else None
         plugin, why = PUBLISHED.get((kind, name)) or PUBLISHED.get((kind, None)) or ("", "")
         if plugin and not self.has_distribution(plugin):
-            remedy = f"pip install {plugin}, {why}"
+            remedy = f"install {plugin} (plugins/ in specdec's repository), {why}"
         return UnknownNameError(
             f"no {kind.value} {what} {name!r}.{did_you_mean(name, [*known, *sorted(failed)])}",
             asked_for_by=asked_by,

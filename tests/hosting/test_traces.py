@@ -101,14 +101,6 @@ def test_a_trace_that_cannot_be_opened_is_refused_and_one_that_breaks_later_ends
     writer.commit(0, [1])
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
 @given(cut=st.integers(0, 400))
 def test_a_recording_goes_on_after_one_that_was_cut_anywhere(tmp_path_factory, cut):
     path = tmp_path_factory.mktemp("cut") / "t"
@@ -122,14 +114,25 @@ def test_a_recording_goes_on_after_one_that_was_cut_anywhere(tmp_path_factory, c
     whole = path.read_bytes()
     header = whole.index(b"\n")
     path.write_bytes(whole[: header + cut % (len(whole) - header + 1)])
-    lines = path.read_bytes().splitlines()
-    left_out = len(lines) if len(lines) > 1 and not _is_json(lines[-1]) else 0
+    left = path.read_bytes()
     found = read_trace(path)
-    assert found.cut == left_out
+    cut_line = left.rpartition(b"\n")[2]
+    assert found.cut == (left.count(b"\n") + 1 if cut_line and cut_line + b"\n" not in whole else 0)
     record([3, 4])
     *kept, last = read_trace(path).requests
     assert [(one.prompt, one.tokens) for one in kept] == [(one.prompt, one.tokens) for one in found.requests]
     assert (last.prompt, last.tokens) == ((3, 4), (7,))
+
+
+def test_a_whole_last_line_that_is_not_json_is_refused(tmp_path):
+    path = tmp_path / "t"
+    writer = TraceWriter(path, host="h", drafter=Choice("ngram"), vocab_size=10)
+    writer.commit(writer.begin([1, 2]), [7])
+    writer.close()
+    with path.open("a") as file:
+        file.write("garbage\n")
+    with pytest.raises(PromptError, match=r"line \d+ of the trace is not JSON"):
+        read_trace(path)
 
 
 @pytest.mark.parametrize("text", ["a shopping list\nmilk", '{"specdec": "costs"}\n', '{"specdec":"tra', "[1]\n"])

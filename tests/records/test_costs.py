@@ -100,18 +100,47 @@ def test_one_row_that_was_measured_in_a_busy_moment_is_seen_through(true, data):
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("recording", "warmed"), [(0.1, [3, 3]), (10.0, [3, 3, 0, 1, 2])])
-def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(demo, monkeypatch, recording, warmed):
+@pytest.mark.parametrize(
+    ("depths", "recording", "warmed", "head"),
+    [
+        (range(7), 0.1, [5, 5, 5], False),
+        (range(7), 10.0, [5, 5, 5, 0, 1, 2, 3, 4, 6], True),
+        (range(4), 0.1, [0, 1, 2, 3], True),  # all of them may have been run by a measurement, so none tells
+    ],
+)
+def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(
+    demo, monkeypatch, depths, recording, warmed, head
+):
     """Long passes that are recorded at once are left to the generation; short ones are all recorded before it."""
     ran: list[int] = []
+    heads: list[int] = []
 
     def cycle(_: Any, depth: int, *, keep: bool) -> float:
         ran.append(depth)
         return 1.0 + recording * (ran.count(depth) == 1)
 
     monkeypatch.setattr(cycle_timing._Measured, "cycle", cycle)
-    warm_up(demo, range(4))
+    monkeypatch.setattr(cycle_timing, "_warm_up_head", lambda target, rows: heads.append(rows))
+    warm_up(demo, depths)
     assert ran == warmed
+    assert heads == [max(depths) + 1] * head
+
+
+def test_a_load_that_measures_costs_warms_up_as_one_that_finds_them(folder, monkeypatch):
+    """Whatever the measurement has recorded already. What is new to a backend takes ten times as long here."""
+    measured = cycle_timing._Measured.cycle
+    recorded = []
+
+    def cycle(self: Any, depth: int, *, keep: bool = True) -> float:
+        before = self._session.sequence.target._target_passes[()].recordings.keys() - set()
+        measured(self, depth, keep=keep)
+        return 10.0 if self._session.sequence.target._target_passes[()].recordings.keys() - before else 1.0
+
+    monkeypatch.setattr(cycle_timing._Measured, "cycle", cycle)
+    for _ in range(2):
+        target = specdec.load(drafter="mtp", depth="adaptive").target
+        recorded.append([set(passes.recordings) for passes in (target._target_passes[()], target._mtp_passes)])
+    assert all(set(range(1, 8)) <= rows for found in recorded for rows in found)
 
 
 def test_measuring_prices_every_depth_and_changes_nothing(demo):

@@ -13,13 +13,14 @@ from specdec.logs import get_logger
 log = get_logger(__name__)
 
 EVERY = 5.0  # seconds between two lines
+OURS = __name__.split(".")[0] + "."  # modules
 
 
 @attrs.define
 class CompilationListener:
     """Triton's listener (``triton.knobs.compilation.listener``): a line for the first kernel, then how many are done.
 
-    Kernels that triton finds in its cache are not mentioned.
+    Kernels that triton finds in its cache, and those of other packages, are not mentioned.
 
     Args:
         earlier: the listener that was set before; it is still called.
@@ -30,17 +31,18 @@ class CompilationListener:
     _seconds: float = attrs.field(default=0.0, init=False)
     _said: float = attrs.field(default=0.0, init=False)
 
-    def __call__(self, *, times: Any, cache_hit: bool, **what: Any) -> None:
+    def __call__(self, *, src: Any, times: Any, cache_hit: bool, **what: Any) -> None:
         """Count a kernel that was compiled or found; ``times`` has microseconds."""
         if self.earlier is not None:
-            self.earlier(times=times, cache_hit=cache_hit, **what)
-        if cache_hit:
+            self.earlier(src=src, times=times, cache_hit=cache_hit, **what)
+        module = getattr(getattr(src, "fn", None), "__module__", None) or ""
+        if cache_hit or not module.startswith(OURS):
             return
         self._kernels, self._seconds = self._kernels + 1, self._seconds + times.total / 1e6
         if self._kernels == 1:  # warnings, to be seen
             log.warning("compiling_kernels", backend="cuda", reason="first use: later starts load them from the cache")
         elif monotonic() - self._said >= EVERY:
-            log.warning("compiling_kernels", backend="cuda", done=self._kernels, elapsed_s=round(self._seconds, 1))
+            log.warning("compiling_kernels", backend="cuda", done=self._kernels, compile_s=round(self._seconds, 1))
         else:
             return
         self._said = monotonic()

@@ -86,5 +86,5 @@ def adapter(module: str, host: str) -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"{host} gets specdec's drafters by a plugin, which is not installed",
-            try_=f"pip install {module.replace('_', '-')}, or no drafter for {host}'s own one",
+            try_=f"{module.replace('_', '-')} (plugins/ in specdec's repository), or no drafter for {host}'s own one",
         ) from error
