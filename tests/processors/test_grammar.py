@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
+import specdec
 from specdec.contract import Context, Draft, Drafter, Sampling
 from specdec.decoding.cycle import LiveSequence
 from specdec.decoding.loop import run_cycle
@@ -336,3 +337,16 @@ def test_a_grammar_that_no_token_can_spell_says_so():
     assert processor.process(np.zeros(2, np.float32), []).tolist() == [0.0, -np.inf]
     with pytest.raises(UnsupportedError, match="cannot continue after 1 tokens"):
         processor.process(np.zeros(2, np.float32), [0])
+
+
+def test_an_end_that_is_not_allowed_yet_is_named_as_a_reason():
+    lm = specdec.load(drafter="none")
+    with pytest.raises(ConfigError) as caught:
+        lm.generate(
+            "yes or no: ", max_new_tokens=40, min_new_tokens=30, processors=[{"name": "grammar", "regex": "yes|no"}]
+        )
+    assert "a smaller min_new_tokens" in str(caught.value)
+    words = [token for token in range(lm.info.vocab_size) if token not in lm.tokenizer.eos_ids]
+    with pytest.raises(ConfigError, match="no token is allowed here: bans, min_new_tokens") as caught:
+        lm.generate("yes or no: ", max_new_tokens=4, min_new_tokens=2, banned=words)
+    assert "a smaller min_new_tokens" in str(caught.value)

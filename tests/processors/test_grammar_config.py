@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import specdec
 from specdec.config import structure_options
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors import grammar
@@ -52,16 +51,3 @@ def test_a_missing_extra_says_what_to_install(monkeypatch):
     with pytest.raises(UnsupportedError) as caught:
         registry.call(spec, "factory", GrammarConfig(regex="a"), words.env())
     assert caught.value.facts["try"] == "pip install 'specdec-framework[grammar]'"
-
-
-def test_an_end_that_is_not_allowed_yet_is_named_as_a_reason():
-    lm = specdec.load(drafter="none")
-    with pytest.raises(ConfigError) as caught:
-        lm.generate(
-            "yes or no: ", max_new_tokens=40, min_new_tokens=30, processors=[{"name": "grammar", "regex": "yes|no"}]
-        )
-    assert "a smaller min_new_tokens" in str(caught.value)
-    words = [token for token in range(lm.info.vocab_size) if token not in lm.tokenizer.eos_ids]
-    with pytest.raises(ConfigError, match="no token is allowed here: bans, min_new_tokens") as caught:
-        lm.generate("yes or no: ", max_new_tokens=4, min_new_tokens=2, banned=words)
-    assert "a smaller min_new_tokens" in str(caught.value)
