@@ -76,7 +76,7 @@ def test_tokens_are_the_references_or_open(name: str, share: float, device: torc
             wrong, unsure = wrong_rows(filters, values, bare(context), device)
             assert not wrong, wrong[0]
             undecided, done = undecided + unsure, done + 2
-    assert undecided < 0.5 * done  # about half of the cases are made to end within rounding
+    assert undecided < 0.3 * done  # at most 0.23 of these cases, many of which are made to end within rounding
 
 
 @given(case=tied())
