@@ -3,7 +3,7 @@
     python -m benchmarks.acceptance [--tokens 64] [--depth 4] [--json FILE]
 
 Prints counters, rates and intervals by class. The prompts were held out from training
-(``tools/train_demo/held_out_prompts.json``) and are decoded greedily. ``specdec accept`` does the same for other
+(``benchmarks/held_out_prompts.json``) and are decoded greedily. ``specdec accept`` does the same for other
 prompts.
 """
 
@@ -17,7 +17,7 @@ import specdec
 from benchmarks.common import arguments, save
 from specdec.measuring import Prompt, measure_acceptance
 
-PROMPTS = Path(__file__).parents[1] / "tools" / "train_demo" / "held_out_prompts.json"
+PROMPTS = Path(__file__).parent / "held_out_prompts.json"
 SHOWN = ("offered", "reached", "accepted", "cumulative", "cumulative_interval", "conditional")
 
 

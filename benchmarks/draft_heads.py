@@ -18,7 +18,7 @@ import attrs
 
 import specdec
 
-PROMPTS = Path(__file__).parent.parent / "tools" / "train_demo" / "held_out_prompts.json"
+PROMPTS = Path(__file__).parent / "held_out_prompts.json"
 DRAFTERS: dict[str, dict[str, Any]] = {
     "none": {"name": "none"},
     "ngram": {"name": "ngram"},

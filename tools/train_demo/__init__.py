@@ -1,1 +1,0 @@
-"""Recipe for the demonstration model: data, tokenizer, model, training, export and acceptance."""

@@ -1,1 +1,0 @@
-"""Trains draft heads for the embedded model; see README.md."""
