@@ -1,7 +1,7 @@
 """Compile the CPU kernels into the wheel, one library per instruction set, where there is a C++ compiler.
 
 Without one the wheel is pure Python. An editable installation has no libraries either: its kernels are compiled on
-first use (docs/decisions/016-kernels-in-the-wheel.md).
+first use (docs/decisions.md).
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class NativeOps(ReferenceOps):
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def weight(self, tensor: Tensor | StoredMatrix) -> Tensor:
-        """Convert a weight and pack matrices for the kernels (docs/decisions/006-prepacked-weights.md).
+        """Convert a weight and pack matrices for the kernels (docs/decisions.md).
 
         A quantised matrix stays packed; the result is a tensor without data, too.
 

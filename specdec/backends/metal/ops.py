@@ -1,6 +1,6 @@
 """The ops on MLX arrays. Graphs are lazy, so no op waits for the device.
 
-Two modes (docs/decisions/010-metal-modes.md). ``exact`` computes passes of up to ``max_rows`` rows with specdec's own
+Two modes (docs/decisions.md). ``exact`` computes passes of up to ``max_rows`` rows with specdec's own
 kernels, which are row-invariant; ``fast`` uses MLX's stock kernels throughout.
 """
 
