@@ -5,8 +5,6 @@ the records of a run and writes the page. The tests that record something are en
 
     SPECDEC_MODELS_MAP=docs/models.md pytest tests/models tests/drafters/test_mtp_drafts.py \\
         tests/checkpoints/quantised -k "equal or after_prefill or decoded"
-
-``tests/models/test_models_map.py`` compares the committed page with what the tests know, but for the figures.
 """
 
 from __future__ import annotations

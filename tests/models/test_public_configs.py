@@ -7,7 +7,9 @@ few, and a size read from the wrong key, at the real scale.
 from __future__ import annotations
 
 import functools
+import json
 import math
+import pathlib
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -83,183 +85,9 @@ def moe(inner: int, experts: int, top_k: int) -> dict[str, int]:
     }
 
 
-QWEN3_NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "output_router_logits": False,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000000,
-    "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "initializer_range": 0.02,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-GLM_4_5_AIR: dict[str, Any] = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": [151329, 151336, 151338],
-    "first_k_dense_replace": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "max_position_embeddings": 131072,
-    "model_type": "glm4_moe",
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 96,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 46,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "pad_token_id": 151329,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_qk_norm": False,
-    "vocab_size": 151552,
-}
-LLAMA_3_1_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
-QWEN2_5_7B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "model_type": "qwen2",
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
-
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    pathlib.Path(__file__).with_name("public_configs.json").read_text(encoding="utf-8")
+)
 # name: config, billions of parameters without MTP as published (three decimals), millions of the MTP head
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float | None]] = {
     "Qwen3.5-0.8B": (qwen3_5(24, 1024, 8, 2, 16, tied=True, intermediate_size=3584), 0.752, 20.5),
@@ -270,11 +98,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float | None]] = {
     "Qwen3.6-35B-A3B": (qwen3_5(40, 2048, 16, 2, 32, tied=False, **moe(512, 256, 8)), 34.661, 844.6),
     "Qwen3.5-122B-A10B": (qwen3_5(48, 3072, 32, 2, 64, tied=False, **moe(1024, 256, 8)), 122.112, 2523.7),
     "Qwen3.5-397B-A17B": (qwen3_5(60, 4096, 32, 2, 64, tied=False, **moe(1024, 512, 10)), 396.346, 6595.6),
-    "Qwen3-Next-80B-A3B": (QWEN3_NEXT, 79.674, 1650.5),
-    "DeepSeek-V3": (DEEPSEEK_V3, 671.026, None),  # "671B"
-    "GLM-4.5-Air": (GLM_4_5_AIR, 106.852, None),  # "106B"
-    "Llama-3.1-8B": (LLAMA_3_1_8B, 8.030, None),
-    "Qwen2.5-7B": (QWEN2_5_7B, 7.616, None),  # "7.61B"
+    "Qwen3-Next-80B-A3B": (CONFIGS["QWEN3_NEXT"], 79.674, 1650.5),
+    "DeepSeek-V3": (CONFIGS["DEEPSEEK_V3"], 671.026, None),  # "671B"
+    "GLM-4.5-Air": (CONFIGS["GLM_4_5_AIR"], 106.852, None),  # "106B"
+    "Llama-3.1-8B": (CONFIGS["LLAMA_3_1_8B"], 8.030, None),
+    "Qwen2.5-7B": (CONFIGS["QWEN2_5_7B"], 7.616, None),  # "7.61B"
 }
 
 
@@ -371,7 +199,7 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ("DeepSeek-V3", {"n_group": 7}, "n_group"),
         ("DeepSeek-V3", {"topk_group": 9}, "topk_group"),
         ("DeepSeek-V3", {"kv_lora_rank": None}, "kv_lora_rank"),
-        ("DeepSeek-V3", {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}}, "mscale"),
+        ("DeepSeek-V3", {"rope_scaling": CONFIGS["DEEPSEEK_V3"]["rope_scaling"] | {"mscale": 0.7}}, "mscale"),
         (
             "GLM-4.5-Air",
             {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 4096}},
@@ -384,7 +212,11 @@ def test_deepseek_v3_has_the_published_yarn() -> None:
         ),
         ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias"),
         ("Llama-3.1-8B", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
-        ("Llama-3.1-8B", {"rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"low_freq_factor": 4.0}}, "low_freq_factor"),
+        (
+            "Llama-3.1-8B",
+            {"rope_scaling": CONFIGS["LLAMA_3_1_8B"]["rope_scaling"] | {"low_freq_factor": 4.0}},
+            "low_freq_factor",
+        ),
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
