@@ -182,6 +182,7 @@ def test_completions_take_text_and_token_ids(client, lm):
         client.completions.create(model="demo", prompt=["a", "b"])
 
 
+@pytest.mark.slow
 def test_the_command_line_tool_llm_talks_to_it(server, lm, tmp_path):
     """``llm`` is an ordinary program for any OpenAI-compatible server; its file of models names ours."""
     pytest.importorskip("llm")
