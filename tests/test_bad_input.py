@@ -88,87 +88,9 @@ def test_the_sound_checkpoint_loads(folder: pathlib.Path) -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def no_folder(folder: pathlib.Path) -> None:
-    shutil.rmtree(folder)
-
-
-def not_a_checkpoint(folder: pathlib.Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def no_weights(folder: pathlib.Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def no_tokenizer(folder: pathlib.Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def broken_tokenizer(folder: pathlib.Path) -> None:
-    (folder / "tokenizer.json").write_text('{"model": 7}')
-
-
-def large_tokenizer(folder: pathlib.Path) -> None:
-    tiny.edit_config(folder, vocab_size=200)
-    change(folder, lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()}))
-
-
-def broken_config(folder: pathlib.Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "qwen3_5_text",')
-
-
-def no_model_type(folder: pathlib.Path) -> None:
-    tiny.edit_config(folder, model_type=None)
-
-
-def unknown_model_type(folder: pathlib.Path) -> None:
-    tiny.edit_config(folder, model_type="qwen3_6_text")
-
-
-def missing_key(folder: pathlib.Path) -> None:
-    tiny.edit_config(folder, num_attention_heads=None)
-
-
-def wrong_key(folder: pathlib.Path) -> None:
-    tiny.edit_config(folder, hidden_size="32")
-
-
-def other_variant(folder: pathlib.Path) -> None:
-    tiny.edit_config(folder, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
-
-
-def truncated(folder: pathlib.Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def truncated_in_the_header(folder: pathlib.Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:60])
-
-
-def foreign(folder: pathlib.Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"GGUF" + bytes(1000))
-
-
-def pickled(folder: pathlib.Path) -> None:
-    torch.save({"a": torch.zeros(3)}, folder / "model.safetensors")
-
-
-def missing_tensor(folder: pathlib.Path) -> None:
-    change(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-
-
-def misshaped_tensor(folder: pathlib.Path) -> None:
-    change(folder, lambda t: t.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(16, 32)}))
-
-
-def nan_tensor(folder: pathlib.Path) -> None:
-    change(folder, lambda tensors: tensors["model.layers.0.linear_attn.out_proj.weight"][3].fill_(torch.nan))
-
-
-def infinite_tensor(folder: pathlib.Path) -> None:
-    change(folder, lambda tensors: tensors["model.norm.weight"][0].fill_(torch.inf))
+def rewrite(folder: pathlib.Path, name: str, content: Callable[[bytes], bytes]) -> None:
+    file = folder / name
+    file.write_bytes(content(file.read_bytes()))
 
 
 def no_mtp_tensors(folder: pathlib.Path) -> None:
@@ -182,42 +104,106 @@ def absent_shard(folder: pathlib.Path) -> None:
     tiny.write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
 
 
-CHECKPOINTS: dict[Callable[[pathlib.Path], None], tuple[type[SpecdecError], tuple[str, ...]]] = {
-    no_folder: (CheckpointError, ("there is no folder", "tiny", "try:")),
-    not_a_checkpoint: (CheckpointError, ("it has no config.json", "tiny", "try:")),
-    no_weights: (CheckpointError, ("neither model.safetensors nor model.safetensors.index.json", "try:")),
-    no_tokenizer: (CheckpointError, ("no tokenizer.json", "try:")),
-    broken_tokenizer: (CheckpointError, ("tokenizer.json cannot be read", "try:")),
-    large_tokenizer: (CheckpointError, (f"tokenizer.json has {tiny.TOKENIZER_SIZE} tokens", "only 200")),
-    broken_config: (CheckpointError, ("config.json is not valid JSON", "line:")),
-    no_model_type: (CheckpointError, ("config.json has no 'model_type'",)),
-    unknown_model_type: (UnknownNameError, ("qwen3_6_text", "qwen3_5", "config.json")),
-    missing_key: (CheckpointError, ("config.json lacks 'num_attention_heads'",)),
-    wrong_key: (CheckpointError, ("'hidden_size'", "'32'")),
-    other_variant: (CheckpointError, ("config.json", "'yarn'", "'default'")),
-    truncated: (CheckpointError, ("model.safetensors is truncated", "bytes", "try:")),
-    truncated_in_the_header: (CheckpointError, ("model.safetensors is truncated", "try:")),
-    foreign: (CheckpointError, ("model.safetensors is a GGUF file", "try:")),
-    pickled: (CheckpointError, ("model.safetensors is a pickled PyTorch file", "try:")),
-    missing_tensor: (CheckpointError, ("layers.1.mlp.up_proj.weight",)),
-    misshaped_tensor: (CheckpointError, ("layers.1.self_attn.q_proj.weight", "[16, 32]", "[32, 32]")),
-    nan_tensor: (CheckpointError, ("layers.0.linear_attn.out_proj.weight",)),
-    infinite_tensor: (CheckpointError, ("model.norm.weight",)),
-    absent_shard: (CheckpointError, ("model.safetensors.index.json", "model-00002-of-00002.safetensors", "try:")),
+def large_tokenizer(folder: pathlib.Path) -> None:
+    tiny.edit_config(folder, vocab_size=200)
+    change(folder, lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:200].clone()}))
+
+
+WEIGHTS = "model.safetensors"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+Q_PROJ, OUT_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.linear_attn.out_proj.weight"
+CHECKPOINTS: dict[str, tuple[Callable[[pathlib.Path], Any], type[SpecdecError], list[str]]] = {
+    "no folder": (shutil.rmtree, CheckpointError, ["there is no folder", "tiny", "try:"]),
+    "no config": (lambda at: (at / "config.json").unlink(), CheckpointError, ["it has no config.json", "tiny", "try:"]),
+    "no weights": (lambda at: (at / WEIGHTS).unlink(), CheckpointError, [f"neither {WEIGHTS} nor", "try:"]),
+    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), CheckpointError, ["no tokenizer.json", "try:"]),
+    "broken tokenizer": (
+        lambda at: rewrite(at, "tokenizer.json", lambda _: b'{"model": 7}'),
+        CheckpointError,
+        ["tokenizer.json cannot be read", "try:"],
+    ),
+    "large tokenizer": (
+        large_tokenizer,
+        CheckpointError,
+        [f"tokenizer.json has {tiny.TOKENIZER_SIZE} tokens", "only 200"],
+    ),
+    "broken config": (
+        lambda at: rewrite(at, "config.json", lambda text: text[:-3]),
+        CheckpointError,
+        ["config.json is not valid JSON", "line:"],
+    ),
+    "no type": (lambda at: tiny.edit_config(at, model_type=None), CheckpointError, ["config.json has no 'model_type'"]),
+    "unknown type": (
+        lambda at: tiny.edit_config(at, model_type="qwen3_6_text"),
+        UnknownNameError,
+        ["qwen3_6_text", "qwen3_5", "config.json"],
+    ),
+    "missing key": (
+        lambda at: tiny.edit_config(at, num_attention_heads=None),
+        CheckpointError,
+        ["config.json lacks 'num_attention_heads'"],
+    ),
+    "wrong key": (lambda at: tiny.edit_config(at, hidden_size="32"), CheckpointError, ["'hidden_size'", "'32'"]),
+    "yarn": (lambda at: tiny.edit_config(at, rope_parameters=YARN), CheckpointError, ["'yarn'", "'default'"]),
+    "cut": (
+        lambda at: rewrite(at, WEIGHTS, lambda data: data[:-100]),
+        CheckpointError,
+        [f"{WEIGHTS} is truncated", "bytes", "try:"],
+    ),
+    "cut header": (
+        lambda at: rewrite(at, WEIGHTS, lambda data: data[:60]),
+        CheckpointError,
+        [f"{WEIGHTS} is truncated", "try:"],
+    ),
+    "gguf": (
+        lambda at: rewrite(at, WEIGHTS, lambda _: b"GGUF" + bytes(1000)),
+        CheckpointError,
+        [f"{WEIGHTS} is a GGUF file", "try:"],
+    ),
+    "pickle": (
+        lambda at: torch.save({"a": torch.zeros(3)}, at / WEIGHTS),
+        CheckpointError,
+        [f"{WEIGHTS} is a pickled PyTorch file", "try:"],
+    ),
+    "missing tensor": (
+        lambda at: change(at, lambda tensors: tensors.pop(Q_PROJ)),
+        CheckpointError,
+        [Q_PROJ.removeprefix("model.")],
+    ),
+    "shape": (
+        lambda at: change(at, lambda tensors: tensors.update({Q_PROJ: torch.ones(16, 32)})),
+        CheckpointError,
+        [Q_PROJ.removeprefix("model."), "[16, 32]", "[32, 32]"],
+    ),
+    "nan": (
+        lambda at: change(at, lambda tensors: tensors[OUT_PROJ][3].fill_(torch.nan)),
+        CheckpointError,
+        [OUT_PROJ.removeprefix("model.")],
+    ),
+    "infinity": (
+        lambda at: change(at, lambda tensors: tensors["model.norm.weight"][0].fill_(torch.inf)),
+        CheckpointError,
+        ["model.norm.weight"],
+    ),
+    "absent shard": (
+        absent_shard,
+        CheckpointError,
+        ["model.safetensors.index.json", "model-00002-of-00002.safetensors", "try:"],
+    ),
 }
 
 
-@pytest.mark.parametrize("damage", CHECKPOINTS, ids=lambda damage: damage.__name__)
-def test_a_bad_checkpoint(damage: Callable[[pathlib.Path], None], folder: pathlib.Path) -> None:
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_bad_checkpoint(name: str, folder: pathlib.Path) -> None:
+    damage, kind, words = CHECKPOINTS[name]
     damage(folder)
-    error, words = CHECKPOINTS[damage]
     with pytest.raises(SpecdecError) as caught:
         specdec.load(str(folder))
-    assert type(caught.value) is error
+    assert type(caught.value) is kind
     check(caught.value, *words)
 
 
-@pytest.mark.parametrize("counted", [1, 0])
+@pytest.mark.parametrize("counted", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_advice_for_a_missing_head_works(counted: int, folder: pathlib.Path) -> None:
     """Everything but the drafter that needs the head runs, and "auto" drafts with another one."""
     no_mtp_tensors(folder)
@@ -245,38 +231,25 @@ def lm(checkpoint: Callable[..., pathlib.Path]) -> Any:
         ([], {}, ["the prompt is empty", "try:"]),
         ([1] * 64, {}, ["the prompt is too long: 64 tokens", "max_position_embeddings 64", "at most 63"]),
         ([1, 277], {}, ["token id 277 is outside the vocabulary (0 to 276)"]),
-        ([1, -1], {}, ["token id -1 is outside the vocabulary"]),
         ([1, 2.0], {}, ["prompt[1]", "takes an integer, got 2.0"]),
-        ([True], {}, ["prompt[0]", "takes an integer, got True"]),
         ("\ud800", {}, ["lone surrogate", "try:"]),
         ("the", {"max_new_tokens": 0}, ["max_new_tokens", "0"]),
-        ("the", {"max_new_tokens": 2.5}, ["max_new_tokens", "2.5"]),
         ("the", {"temperature": -1.0}, ["temperature", "-1.0"]),
         ("the", {"stop": [""]}, ["stop", "one character"]),
         ("the", {"max_tokens": 5}, ["max_tokens", "max_new_tokens"]),
         ("the", {"stop": 5}, ["stop", "takes a string or a list of strings, got 5"]),
-        ("the", {"stop": b"x"}, ["stop", "takes a string or a list of strings, got b'x'"]),
         ("the", {"stop": "\ud800"}, ["stop", "without lone surrogates"]),
         ("the", {"min_new_tokens": 200}, ["min_new_tokens", "at most generation.max_new_tokens (128), got 200"]),
-        ("the", {"min_new_tokens": 2, "max_new_tokens": 1}, ["min_new_tokens", "max_new_tokens (1), got 2"]),
         ("the", {"logprobs": 100_000}, ["logprobs", "the size of the vocabulary (", "got 100000"]),
         ("the", {"banned": [5.5]}, ["banned[0]", "takes an integer, got 5.5"]),
-        ("the", {"banned": "123"}, ["banned", "takes a list, got '123'"]),
         ("the", {"banned": [277]}, ["banned", "0 to 276"]),
         ("the", {"ignore_eos": "no"}, ["ignore_eos", "takes True or False, got 'no'"]),
         ("the", {"logit_bias": {1: math.nan}}, ["logit_bias[1]", "a finite number"]),
-        ("the", {"logit_bias": {1: math.inf}}, ["logit_bias", "-1000000.0 to 1000000.0"]),
         ("the", {"logit_bias": {1: 1.0, "1": 2.0}}, ["logit_bias", "twice"]),
-        ("the", {"logit_bias": {" 1": 1.0}}, ["logit_bias", "' 1'"]),
         ("the", {"seed": True}, ["seed", "takes an integer, got True"]),
-        ("the", {"seed": 2**64}, ["seed", "0 to"]),
-        ("the", {"temperature": 1e38}, ["temperature", "0.0 to 100.0"]),
-        ("the", {"temperature": math.inf}, ["temperature", "0.0 to 100.0"]),
-        ("the", {"top_p": 5e-324}, ["top_p", "1e-06 to 1.0"]),
         ("the", {"chat": 1}, ["chat", "takes True or False, got 1"]),
         (b"the", {}, ["prompt", "takes a string or a list, got b'the'"]),
         ({1, 2}, {}, ["prompt", "takes a string or a list, got {1, 2}"]),
-        ({1: 2}, {}, ["prompt", "takes a string or a list, got {1: 2}"]),
         (torch.tensor([1.0]), {}, ["prompt[0]", "takes an integer, got 1.0"]),
         (torch.tensor([[1]]), {}, ["prompt", "takes a string or a list, got tensor([[1]])"]),
     ],
@@ -338,21 +311,15 @@ def test_unknown_names_and_options(folder: pathlib.Path) -> None:
     for arguments, error, words in [
         ({"drafter": "mpt"}, UnknownNameError, ["'mpt'", "'mtp'", "ngram"]),
         ({"verifier": "stricd"}, UnknownNameError, ["'stricd'", "'strict'"]),
-        ({"depth": "fixd"}, UnknownNameError, ["'fixd'", "'fixed'"]),
         ({"backend": "cpuu"}, UnknownNameError, ["'cpuu'", "'cpu'"]),
         ({"drafter": {"name": "ngram", "max_ordr": 3}}, ConfigError, ["max_ordr", "max_order"]),
         ({"drafter": {"name": "ngram", "max_order": "3"}}, ConfigError, ["max_order", "'3'"]),
         ({"depth": 99}, ConfigError, ["depth", "99"]),
         ({"depth": 1.5}, ConfigError, ["depth", "takes an integer, a string or a mapping, got 1.5"]),
-        ({"depth": True}, ConfigError, ["depth", "got True"]),
         ({"drafter": 5}, ConfigError, ["drafter", "takes a string or a mapping, got 5"]),
         ({"drafter": {"name": 3}}, ConfigError, ["drafter.name", "takes the name of a plugin, got 3"]),
-        ({"drafter": {"max_order": 3}}, ConfigError, ["drafter.name", "takes the name of a plugin, got None"]),
-        ({"verifier": ["strict"]}, ConfigError, ["verifier", "got ['strict']"]),
         ({"config": {"seed": 1}}, ConfigError, ["config", "takes a RunConfig"]),
         ({"verifier": "xyzzy"}, UnknownNameError, ["try:", 'verifier.name = "strict"']),
-        ({"drafter": "xyzzy"}, UnknownNameError, ['drafter.name = "ngram"']),
-        ({"depth": "xyzzy"}, UnknownNameError, ['depth.name = "fixed"']),
         ({"dtype": "float15"}, ConfigError, ["dtype", "'float15'", "float16"][:2]),
     ]:
         with pytest.raises(SpecdecError) as caught:
@@ -361,8 +328,7 @@ def test_unknown_names_and_options(folder: pathlib.Path) -> None:
         check(caught.value, *words)
 
 
-def test_a_path_is_a_folder(folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert specdec.load(folder).config == specdec.load(str(folder)).config
+def test_a_path_is_a_folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="there is no folder"):
         specdec.load(pathlib.Path("demo"))  # not the embedded model
@@ -370,7 +336,7 @@ def test_a_path_is_a_folder(folder: pathlib.Path, tmp_path: pathlib.Path, monkey
 
 def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
     """The plugin is named, with its own error; other names go on working."""
-    from specdec.contract import DepthPolicySpec, DrafterSpec, VerifierSpec
+    from specdec.contract import DrafterSpec, VerifierSpec
     from specdec.hookspecs import hookimpl
     from specdec.registry import Registry, use_registry
 
@@ -382,17 +348,12 @@ def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
         def specdec_drafters(self) -> list[DrafterSpec]:
             return [
                 DrafterSpec(name="broken", factory=broken),
-                DrafterSpec(name="heavy", factory=broken, prepare=broken),
                 DrafterSpec(name="other", factory=lambda config, env: object()),  # type: ignore[arg-type,return-value]
             ]
 
         @hookimpl
         def specdec_verifiers(self) -> list[VerifierSpec]:
             return [VerifierSpec(name="broken", factory=broken)]
-
-        @hookimpl
-        def specdec_depth_policies(self) -> list[DepthPolicySpec]:
-            return [DepthPolicySpec(name="broken", factory=broken)]
 
     registry = Registry()
     registry.load()
@@ -401,15 +362,12 @@ def test_a_plugin_that_raises_in_its_constructor(folder: pathlib.Path) -> None:
     try:
         for arguments, words in [
             ({"drafter": "broken"}, ["drafter 'broken'", "ZeroDivisionError: its own bug"]),
-            ({"drafter": "heavy"}, ["drafter 'heavy'", "ZeroDivisionError: its own bug"]),
             ({"drafter": "other"}, ["drafter 'other'", "object"]),
             ({"verifier": "broken"}, ["verifier 'broken'", "ZeroDivisionError: its own bug"]),
-            ({"depth": "broken"}, ["'broken'", "ZeroDivisionError: its own bug"]),
         ]:
             with pytest.raises(PluginError) as caught:
                 specdec.load(str(folder), **arguments)
             check(caught.value, *words)
-        assert specdec.load(str(folder)).generate([1], max_new_tokens=2, ignore_eos=True).tokens
     finally:
         use_registry(previous)
 
@@ -428,37 +386,24 @@ def check_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_refuses_a_truncated_file(folder: pathlib.Path) -> None:
-    truncated(folder)
-    done = run("generate", "-m", str(folder), "-p", "the")
-    check_refused(done, "CheckpointError: model.safetensors is truncated", "try:")
-    assert done.stdout == ""
+def test_the_command_line_refuses_and_says_so_in_json(folder: pathlib.Path) -> None:
+    def run(*arguments: str, status: int = 2) -> subprocess.CompletedProcess[str]:
+        return run_specdec(*arguments, status=status, env={"SPECDEC_CPU_KERNELS": "torch"})
 
-
-def test_the_command_line_refuses_a_setting_and_says_so_in_json(folder: pathlib.Path) -> None:
-    done = run("generate", "-m", str(folder), "-p", "the", "-n", "0", "--json")
-    check_refused(done, "max_new_tokens", "0")
-    told = json.loads(done.stdout)
-    assert told["error"]["type"] == "ConfigError"
-    assert "max_new_tokens" in told["error"]["message"]
-
-
-@pytest.mark.slow
-def test_the_command_line_refuses_an_unknown_key_and_a_token_outside(folder: pathlib.Path) -> None:
-    check_refused(run("generate", "-m", str(folder), "-p", "the", "-s", "drafter.nmae=ngram"), "nmae")
-    check_refused(
-        run("generate", "-m", str(folder), "--prompt-tokens", "1,999"), "PromptError: token id 999 is outside"
-    )
-
-
-@pytest.mark.slow
-def test_the_command_line_generates_from_the_sound_checkpoint(folder: pathlib.Path) -> None:
-    """The way to the errors above is the way that works."""
-    done = run("generate", "-m", str(folder), "-p", "the", "-n", "5", "--ignore-eos", "--json", status=0)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert len(told["tokens"]) == 5
-    assert told["stats"]["rows"] == sum(told["stats"]["offered"]) + told["stats"]["cycles"]
+    usual = ("generate", "-m", str(folder))
+    done = run(*usual, "-p", "the", "-n", "5", "--ignore-eos", "--json", status=0)
+    assert len(json.loads(done.stdout)["tokens"]) == 5  # the way to the errors below is the way that works
+    done = run(*usual, "-p", "the", "-n", "0", "--json")
+    assert json.loads(done.stdout)["error"]["type"] == "ConfigError"
+    CHECKPOINTS["cut"][0](folder)
+    for arguments, words in (
+        (("-p", "the"), "CheckpointError: model.safetensors is truncated"),
+        (("-p", "the", "-s", "drafter.nmae=ngram"), "nmae"),
+    ):
+        done = run(*usual, *arguments)
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
 
 
 @pytest.mark.parametrize("other", [None, 5, "demo"])

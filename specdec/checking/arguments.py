@@ -12,10 +12,9 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import attrs
 
-from specdec.checking.conversion import Mismatch, converter_for
-from specdec.checking.problems import Problem, dotted, problems_of
+from specdec.checking.conversion import Mismatch, Problem, convert, dotted, error_of
 from specdec.checking.validators import FieldError
-from specdec.errors import ConfigError, SpecdecError, typed
+from specdec.errors import ConfigError, SpecdecError, described
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,19 +29,8 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        named = {
-            name: parameter
-            for name, parameter in signature.parameters.items()
-            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            and parameter.annotation is not parameter.empty
-        }
-
-        @functools.cache
-        def kinds() -> dict[str, Any]:
-            hints = get_type_hints(
-                function, include_extras=True
-            )  # not before the first call: modules are complete by then
-            return {name: hints[name] for name in named}
+        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [name for name, parameter in signature.parameters.items() if parameter.kind not in variable]
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,14 +39,23 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
             except TypeError:
                 return function(*args, **kwargs)  # Python's own TypeError, with the function's name
             wrong: list[Problem] = []
-            for name, kind in kinds().items():
-                if name in bound.arguments:
+            kinds = _hints(function)
+            for name in named:
+                if name in bound.arguments and name in kinds:
                     try:
-                        bound.arguments[name] = convert(bound.arguments[name], kind)
+                        bound.arguments[name] = convert(bound.arguments[name], kinds[name])
+                    except Mismatch as error:
+                        wrong += [problem.inside(name) for problem in error.problems]
                     except Exception as error:  # noqa: BLE001 - of the caller's object: a sequence that raises
-                        wrong += problems_of(error, (name,), kind, typed)
+                        wrong.append(Problem((name,), text=f"cannot be used: {described(error)}"))
             if wrong:
-                raise _error(error_class, f"{function.__qualname__.removesuffix('.__init__')}()", wrong)
+                who = f"{function.__qualname__.removesuffix('.__init__')}()"
+                raise error_of(
+                    wrong,
+                    error_class,
+                    lambda one: f"argument {dotted(one.path)} of {who} {_in_words(one.sentence())}",
+                    f"arguments of {who}",
+                )
             return function(*bound.args, **bound.kwargs)
 
         return call
@@ -66,22 +63,13 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
     return decorate
 
 
-def convert(value: Any, kind: Any) -> Any:
-    """A caller's value as ``kind``. Raises: what ``problems_of`` reads."""
-    return converter_for(files=False).structure(value, kind)
+@functools.cache
+def _hints(owner: Any) -> dict[str, Any]:
+    """Annotations by name, read at the first call: modules are complete by then."""
+    return get_type_hints(owner, include_extras=True)
 
 
-def _error(error_class: type[SpecdecError], who: str, wrong: list[Problem]) -> SpecdecError:
-    def sentence(problem: Problem) -> str:
-        return f"argument {dotted(problem.path)} of {who} {in_words(problem.text)}"
-
-    if len(wrong) == 1:
-        return error_class(sentence(wrong[0]), try_=wrong[0].hint)
-    lines = (f"\n  {sentence(one)}{f' (try: {one.hint})' if one.hint else ''}" for one in wrong)
-    return error_class(f"{len(wrong)} arguments of {who} cannot be used{''.join(lines)}")
-
-
-def in_words(text: str) -> str:
+def _in_words(text: str) -> str:
     """What a TOML type is called in Python."""
     return text.replace("a table", "a mapping").replace("true or false", "True or False")
 
@@ -98,19 +86,16 @@ def _strict(field: attrs.Attribute[Any]) -> Any:
     own: Any = field.converter or (lambda value: value)
 
     def converted(value: Any, owner: Any, field: attrs.Attribute[Any]) -> Any:
-        kind = _hints(owner.__class__)[field.name]
         try:
-            return convert(own(value), kind)
+            return convert(own(value), _hints(owner.__class__)[field.name])
         except Mismatch as error:
-            raise FieldError(owner, field.name, in_words(error.takes), error.got, try_=error.hint) from None
-        except Exception as error:
-            wrong = list(problems_of(error, (field.name,), kind, typed))
-            text = "; ".join(f"{type(owner).__name__}.{dotted(one.path)} {in_words(one.text)}" for one in wrong)
-            raise ConfigError(text, try_=wrong[0].hint) from error
+            first = error.problems[0]
+            name = dotted((field.name, *first.path))
+            if first.takes:
+                raise FieldError(owner, name, _in_words(first.takes), first.got, try_=first.hint) from None
+            text = f"{type(owner).__name__}.{name} {_in_words(first.sentence())}"
+            raise ConfigError(text, try_=first.hint) from error
+        except Exception as error:  # of a field's own converter
+            raise ConfigError(f"{type(owner).__name__}.{field.name} cannot be used: {described(error)}") from error
 
     return attrs.Converter(converted, takes_self=True, takes_field=True)
-
-
-@functools.cache
-def _hints(owner: type) -> dict[str, Any]:
-    return get_type_hints(owner)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import enum
-import functools
 import inspect
 import math
 import numbers
@@ -17,80 +16,139 @@ import operator
 import os
 import pathlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
-import cattrs
-from cattrs.cols import is_any_set, is_mapping, list_structure_factory, mapping_structure_factory
-from cattrs.errors import ClassValidationError, IterableValidationError
-from cattrs.gen import make_dict_structure_fn
 
 from specdec.checking.validators import FieldError
-from specdec.errors import nearest, shown
+from specdec.errors import ConfigError, SpecdecError, did_you_mean, nearest, shown, typed
 
-Hook = Callable[[Any, Any], Any]
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.MutableSequence)
 _ANY_ORDER = (set, frozenset, AbstractSet, collections.abc.Iterable, collections.abc.Collection)
 
 
-class Mismatch(Exception):
-    """A value of the wrong type; ``problems_of`` turns it into text."""
+@attrs.frozen
+class Problem:
+    """What is wrong at one path.
 
-    def __init__(self, takes: str, got: object, hint: str | None = None) -> None:
-        self.takes, self.got, self.hint = takes, got, hint
+    Attributes:
+        takes: what the place takes instead of ``got``.
+        text: what is wrong, where that is not the type.
+    """
+
+    path: tuple[str, ...]
+    takes: str = ""
+    got: object = None
+    hint: str | None = None
+    text: str = ""
+
+    def sentence(self, as_text: Callable[[object], str] = typed) -> str:
+        """What follows the place in a sentence."""
+        return self.text or f"takes {self.takes}, got {as_text(self.got)}"
+
+    def inside(self, place: str) -> Problem:
+        """The problem of a value that holds this one's."""
+        return attrs.evolve(self, path=(place, *self.path))
+
+
+def dotted(path: Sequence[str]) -> str:
+    """``("generation", "stop", "[0]")`` as ``generation.stop[0]``."""
+    return ".".join(path).replace(".[", "[")
+
+
+class Mismatch(Exception):
+    """A value that cannot be converted, or several inside one value: ``problems``."""
+
+    def __init__(self, takes: str, got: object = None, hint: str | None = None) -> None:
+        self.problems = [Problem((), takes, got, hint)]
         super().__init__(takes)
 
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> Mismatch:
+        """Several at once."""
+        made = cls("")
+        made.problems = list(problems)
+        return made
 
-@functools.cache
-def converter_for(*, files: bool) -> cattrs.Converter:
-    """The converter for data from files, where records are tables, or for values in a program, where they are objects.
+
+def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
+    """``value`` as ``kind``. In files records are tables, in programs they are objects of their class.
 
     A class with a method ``from_table`` converts a table by itself, in files and in programs.
+    Raises: Mismatch; TypeError for a kind that a file cannot hold.
     """
-    converter = (
-        cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
-        if files
-        else cattrs.Converter(structure_fallback_factory=_instance_factory)
-    )
-    converter.register_structure_hook(bool, _bool)
-    converter.register_structure_hook(int, _int)
-    converter.register_structure_hook(str, _string)
-    converter.register_structure_hook(float, _number)
-    converter.register_structure_hook(pathlib.Path, lambda value, _: pathlib.Path(_path(value)))
-    if not files:
-        converter.register_structure_hook_factory(_originates_in(collections.abc.Callable), lambda kind: _callable)
-    for predicate, factory in (
-        (_is_collection, _collection_factory),
-        (_is_fixed_tuple, _fixed_tuple_factory),
-        (is_mapping, _mapping_factory),
-        (_originates_in(os.PathLike), lambda kind, _: lambda value, _: _path(value)),
-        (lambda kind: inspect.isclass(kind) and issubclass(kind, enum.Enum), _enum_factory),
-        (lambda kind: bool(attrs.has(kind)) or dataclasses.is_dataclass(kind), _record_factory if files else _object),
-        (lambda kind: hasattr(kind, "from_table"), _own_factory),
-        (_originates_in(Union, types.UnionType), _union_factory),
-        (_originates_in(Literal), _literal_factory),
-        (_originates_in(Annotated), _annotated_factory),
-    ):
-        converter.register_structure_hook_factory(predicate, factory)
-    return converter
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if kind is Any or kind is object or isinstance(kind, TypeVar):
+        return value
+    if origin in _PLAIN:
+        return _PLAIN[origin](value)
+    if origin in (Union, types.UnionType):
+        return _of_union(value, inner, files)
+    if origin is Literal:
+        return _choice(value, inner)
+    if origin is Annotated:
+        return _annotated(value, inner, files)
+    if origin in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+        return _mapping(value, *(inner or (Any, Any)), files=files)
+    if origin in _LISTS or origin in _ANY_ORDER:
+        return _collection(value, origin, inner, files)
+    if inspect.isclass(origin) and issubclass(origin, enum.Enum):
+        return value if isinstance(value, origin) else origin(_choice(value, [member.value for member in origin]))
+    if hasattr(origin, "from_table"):
+        return value if isinstance(value, origin) else _built(lambda: origin.from_table(value))
+    if files:
+        if inspect.isclass(origin) and (attrs.has(origin) or dataclasses.is_dataclass(origin)):
+            return _record(value, origin)
+        raise TypeError(f"a value of type {getattr(kind, '__name__', kind)} cannot be written in a file")
+    if inspect.isclass(kind) and not isinstance(value, kind):
+        raise Mismatch(f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}", value)
+    return value
 
 
-def _originates_in(*origins: Any) -> Callable[[Any], bool]:
-    return lambda kind: (get_origin(kind) or kind) in origins
+def error_of(
+    problems: Sequence[Problem],
+    error_class: type[SpecdecError],
+    sentence: Callable[[Problem], str],
+    several: str,
+    **facts: object,
+) -> SpecdecError:
+    """The error that names every problem; ``several`` is what more than one of them are problems of."""
+    if len(problems) == 1:
+        return error_class(sentence(problems[0]), **facts, try_=problems[0].hint)
+    lines = (f"\n  {sentence(one)}{f' (try: {one.hint})' if one.hint else ''}" for one in problems)
+    return error_class(f"{len(problems)} {several} cannot be used{''.join(lines)}")
+
+
+class _Inside:
+    """Converts the items of a value, and raises at the end what was wrong with all of them."""
+
+    def __init__(self, files: bool) -> None:
+        self._files = files
+        self.problems: list[Problem] = []
+
+    def convert(self, place: str, value: Any, kind: Any) -> Any:
+        try:
+            return convert(value, kind, files=self._files)
+        except Mismatch as error:
+            self.problems += [problem.inside(place) for problem in error.problems]
+
+    def check(self) -> None:
+        if self.problems:
+            raise Mismatch.of(self.problems)
 
 
 # --- single values ---------------------------------------------------------------------------------------------------
 
 
-def _bool(value: Any, _: Any) -> bool:
+def _bool(value: Any) -> bool:
     if type(value) is not bool:
         raise Mismatch("true or false", value)
     return value
 
 
-def _int(value: Any, _: Any) -> int:
+def _int(value: Any) -> int:
     if type(value) is int:
         return value
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # NumPy's integers, subclasses of int
@@ -98,7 +156,7 @@ def _int(value: Any, _: Any) -> int:
     raise Mismatch("an integer", value)
 
 
-def _number(value: Any, _: Any) -> float:
+def _number(value: Any) -> float:
     """A float; another number if float64 holds it exactly, because people write ``temperature = 1``."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
@@ -110,7 +168,7 @@ def _number(value: Any, _: Any) -> float:
     raise Mismatch("a finite number" if isinstance(value, float) else "a number", value)
 
 
-def _string(value: Any, _: Any) -> str:
+def _string(value: Any) -> str:
     if isinstance(value, str):
         return str.__str__(value)
     hint = None
@@ -126,37 +184,29 @@ def _path(value: Any) -> Any:
     return value
 
 
-def _callable(value: Any, _: Any) -> Any:
+def _callable(value: Any) -> Any:
     if not callable(value):
         raise Mismatch("a function", value)
     return value
 
 
-def _enum_factory(kind: Any, _: cattrs.Converter) -> Hook:
-    members = {member.value: member for member in kind}
-
-    def structure(value: Any, _: Any) -> Any:
-        if isinstance(value, kind):
-            return value
-        for known, member in members.items():
-            if type(known) is type(value) and known == value:
-                return member
-        raise Mismatch(", ".join(map(repr, members)), value)
-
-    return structure
+_PLAIN: Mapping[Any, Callable[[Any], Any]] = {
+    bool: _bool,
+    int: _int,
+    float: _number,
+    str: _string,
+    pathlib.Path: lambda value: pathlib.Path(_path(value)),
+    os.PathLike: _path,
+    collections.abc.Callable: _callable,
+}
 
 
-def _literal_factory(kind: Any, _: cattrs.Converter) -> Hook:
-    choices = get_args(kind)
-
-    def structure(value: Any, _: Any) -> Any:
-        for choice in choices:
-            if type(choice) is type(value) and choice == value:  # True == 1, but 1 is not one of the choices
-                return choice
-        hint = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
-        raise Mismatch(", ".join(map(repr, choices)), value, repr(hint) if hint else None)
-
-    return structure
+def _choice(value: Any, choices: Sequence[Any]) -> Any:
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:  # True == 1, but 1 is not one of the choices
+            return choice
+    hint = nearest(value, [c for c in choices if isinstance(c, str)]) if isinstance(value, str) else None
+    raise Mismatch(", ".join(map(repr, choices)), value, repr(hint) if hint else None)
 
 
 @attrs.frozen
@@ -166,49 +216,62 @@ class Before:
     check: Callable[[Any], None]
 
 
-def _annotated_factory(kind: Any, converter: cattrs.Converter) -> Hook:
+def _annotated(value: Any, inner: Sequence[Any], files: bool) -> Any:
     """``Annotated[int, between(1, 8)]``: the validators of a field, for a parameter."""
-    inner, *others = get_args(kind)
-    before = [other for other in others if isinstance(other, Before)]
-    validators = [other for other in others if not isinstance(other, Before)]
-    field: Any = types.SimpleNamespace(name="")
-
-    def structure(value: Any, _: Any) -> Any:
-        for one in before:
-            one.check(value)
-        made = converter.structure(value, inner)
-        for validator in validators:
+    kind, *others = inner
+    for other in others:
+        if isinstance(other, Before):
+            other.check(value)
+    converted = convert(value, kind, files=files)
+    for validator in others:
+        if not isinstance(validator, Before):
             try:
-                validator(None, field, made)
+                validator(None, types.SimpleNamespace(name=""), converted)
             except FieldError as error:
                 raise Mismatch(error.takes, value, error.facts.get("try")) from None
-        return made
-
-    return structure
+    return converted
 
 
-# --- collections -----------------------------------------------------------------------------------------------------
+def _of_union(value: Any, members: Sequence[Any], files: bool) -> Any:
+    """The first member that takes the value wins. ``None`` means an omitted key."""
+    if value is None and type(None) in members:
+        return None
+    takes: list[Problem] = []
+    inside: list[Mismatch] = []
+    for member in members:
+        if member is not type(None):
+            try:
+                return convert(value, member, files=files)
+            except Mismatch as error:
+                if any(problem.path or problem.text for problem in error.problems):
+                    inside.append(error)
+                else:
+                    takes += error.problems
+    if len(inside) == 1 or (inside and not takes):  # one member has the value's shape: what is wrong is inside
+        raise inside[0]
+    *others, last = dict.fromkeys(problem.takes for problem in takes)
+    hint = takes[0].hint if len(takes) == 1 else None
+    raise Mismatch(f"{', '.join(others)} or {last}" if others else last, value, hint)
 
 
-def _is_collection(kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    return is_any_set(kind) or (origin in (*_LISTS, *_ANY_ORDER) and not _is_fixed_tuple(kind))
+# --- values with items -----------------------------------------------------------------------------------------------
 
 
-def _collection_factory(kind: Any, converter: cattrs.Converter) -> Hook:
-    """Lists, tuples of one type, and sets, all from a TOML list."""
-    origin = get_origin(kind) or kind
-    build = next((build for build in (tuple, frozenset, set) if origin is build), list)
-    item = (get_args(kind) or (Any,))[0]
-    inner = list_structure_factory(list[item], converter)  # type: ignore[valid-type]
-
-    def structure(value: Any, _: Any) -> Any:
-        values = items_of(value, any_order=origin in _ANY_ORDER)
-        if item is not int or not set(map(type, values)) <= {int}:  # a long prompt need not be read one by one
-            values = inner(values, list[item])  # type: ignore[valid-type]
-        return build(values)
-
-    return structure
+def _collection(value: Any, origin: Any, inner: Sequence[Any], files: bool) -> Any:
+    """Lists, tuples and sets, all from a TOML list."""
+    values = items_of(value, any_order=origin in _ANY_ORDER)
+    if origin is tuple and inner and inner[-1] is not ...:
+        if len(values) != len(inner):
+            raise Mismatch(f"a list of {len(inner)}", value)
+        kinds = list(inner)
+    else:
+        kinds = [inner[0] if inner else Any] * len(values)
+    if set(kinds) != {int} or not set(map(type, values)) <= {int}:  # a long prompt need not be read one by one
+        items = _Inside(files)
+        pairs = enumerate(zip(values, kinds, strict=True))
+        values = [items.convert(f"[{index}]", item, kind) for index, (item, kind) in pairs]
+        items.check()
+    return origin(values) if origin in (tuple, frozenset, set) else values
 
 
 def items_of(value: Any, *, any_order: bool = False) -> list[Any]:
@@ -227,101 +290,58 @@ def items_of(value: Any, *, any_order: bool = False) -> list[Any]:
     raise Mismatch("a list", value)
 
 
-def _is_fixed_tuple(kind: Any) -> bool:
-    return get_origin(kind) is tuple and get_args(kind)[-1:] != (...,)
-
-
-def _fixed_tuple_factory(kind: Any, converter: cattrs.Converter) -> Hook:
-    kinds = get_args(kind)
-
-    def structure(value: Any, _: Any) -> Any:
-        values = items_of(value)
-        if len(values) != len(kinds):
-            raise Mismatch(f"a list of {len(kinds)}", value)
-        return tuple(converter.structure(item, wanted) for item, wanted in zip(values, kinds, strict=True))
-
-    return structure
-
-
-def _mapping_factory(kind: Any, converter: cattrs.Converter) -> Hook:
-    inner = mapping_structure_factory(kind, converter)
-
-    def structure(value: Any, wanted: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise Mismatch("a table", value)
-        return inner(dict(value), wanted)
-
-    return structure
-
-
-# --- records ---------------------------------------------------------------------------------------------------------
-
-
-def _record_factory(kind: Any, converter: cattrs.Converter) -> Hook:
-    keys = known_fields(kind)
-    hidden: Any = {name: cattrs.gen.override(omit=True) for name in _fields(kind) if name not in keys}
-    inner = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **hidden)
-
-    def structure(value: Any, wanted: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise Mismatch("a table", value, f"{keys[0]} = ... inside the table" if keys else None)
-        return inner(value, wanted)
-
-    return structure
+def _mapping(value: Any, key_kind: Any, value_kind: Any, *, files: bool) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise Mismatch("a table", value)
+    items, converted = _Inside(files), {}
+    for key, item in value.items():
+        place = f"[{key}]" if isinstance(key, int) else key if isinstance(key, str) else shown(key, 60)
+        converted[items.convert(place, key, key_kind)] = items.convert(place, item, value_kind)
+    items.check()
+    return converted
 
 
 def known_fields(kind: Any) -> list[str]:
     """The keys of a table with the fields of an attrs class or dataclass."""
-    return [name for name, metadata in _fields(kind).items() if metadata.get("key", True)]
-
-
-def _fields(kind: Any) -> dict[str, Mapping[Any, Any]]:
     fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
-    return {field.name: field.metadata for field in fields}
+    return [field.name for field in fields if field.init and field.metadata.get("key", True)]
 
 
-def _own_factory(kind: Any, _: cattrs.Converter) -> Hook:
-    return lambda value, _: value if isinstance(value, kind) else kind.from_table(value)
+def _record(table: Any, kind: Any) -> Any:
+    """An object of an attrs class or dataclass, from a table with its fields."""
+    keys = known_fields(kind)
+    if not isinstance(table, Mapping):
+        raise Mismatch("a table", table, f"{keys[0]} = ... inside the table" if keys else None)
+    hints = get_type_hints(kind, include_extras=True)
+    values, items = {}, _Inside(files=True)
+    fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
+    for field in fields:
+        if field.name in keys and field.name in table:
+            name = getattr(field, "alias", field.name)
+            values[name] = items.convert(field.name, table[field.name], hints.get(field.name, field.type or Any))
+        elif field.name in keys and _required(field):
+            items.problems.append(Problem((field.name,), text="is required and missing"))
+    takes = f"Known keys: {', '.join(keys)}." if keys else "There are no options."
+    for key in sorted(map(str, table.keys() - set(keys))):
+        items.problems.append(Problem((key,), text=f"is unknown.{did_you_mean(key, keys)} {takes}"))
+    items.check()
+    return _built(lambda: kind(**values))
 
 
-def _instance_factory(kind: Any) -> Hook:
-    """An object of a class that has no other form, unconverted."""
-    checkable = inspect.isclass(kind)
-
-    def structure(value: Any, _: Any) -> Any:
-        if checkable and not isinstance(value, kind):
-            raise Mismatch(f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}", value)
-        return value
-
-    return structure
+def _required(field: Any) -> bool:
+    missing = (attrs.NOTHING, dataclasses.MISSING)
+    return field.default in missing and getattr(field, "default_factory", dataclasses.MISSING) is dataclasses.MISSING
 
 
-def _object(kind: Any, _: cattrs.Converter) -> Hook:
-    return _instance_factory(kind)
-
-
-def _union_factory(kind: Any, converter: cattrs.Converter) -> Hook:
-    """Tries the members in order; the first that takes the value wins. ``None`` means an omitted key."""
-    members = [member for member in get_args(kind) if member is not type(None)]
-    optional = len(members) < len(get_args(kind))
-
-    def structure(value: Any, _: Any) -> Any:
-        if value is None and optional:
-            return None
-        if len(members) == 1:
-            return converter.structure(value, members[0])
-        takes: list[str] = []
-        inside: list[Exception] = []
-        for member in members:
-            try:
-                return converter.structure(value, member)
-            except Mismatch as error:
-                takes += [error.takes] if error.takes not in takes else []
-            except (ClassValidationError, IterableValidationError, FieldError) as error:
-                inside.append(error)
-        if len(inside) == 1:  # one member has the value's shape: what is wrong is inside
-            raise inside[0]
-        *others, last = takes or [str(kind)]
-        raise Mismatch(f"{', '.join(others)} or {last}" if others else last, value)
-
-    return structure
+def _built(make: Callable[[], Any]) -> Any:
+    """``make()``, whose validators may refuse a value. Raises: Mismatch."""
+    try:
+        return make()
+    except Mismatch:
+        raise
+    except FieldError as error:
+        raise Mismatch.of([Problem((error.field,), error.takes, error.got, error.facts.get("try"))]) from error
+    except Exception as error:  # a class's own validator: its text is more specific
+        # attrs' own validators append the field and its settings to the message
+        text = str(error if isinstance(error, ConfigError) or not error.args else error.args[0])
+        raise Mismatch.of([Problem((), text=f"cannot be used: {text or type(error).__name__}")]) from error

@@ -17,7 +17,7 @@ from specdec.errors import ConfigError, UnsupportedError
 from specdec.serving.address import is_loopback
 
 ANSWER_TOKENS = 1024
-NEEDED = ("starlette", "uvicorn", "prometheus_client")
+NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
 
 
 def check_access(host: str, api_key: str | None) -> None:

@@ -72,9 +72,8 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Sequence[str 
     data = {} if path is None else read_toml(path)
     wins = [_named(Override.parse(text) if isinstance(text, str) else text) for text in overrides]
     config = _layered(data, str(path), wins)
-    # a value that a later layer overrides is checked too: what comes before an override must be usable by itself
-    for count in range(len(wins)):
-        config = _remembering(config, _layered(data, str(path), wins[:count]))
+    for count in range(len(wins)):  # a value that a later layer overrides is checked too
+        _layered(data, str(path), wins[:count])
     for table, kind, example in (("drafter", "drafter", "ngram"), ("depth", "depth policy", "adaptive")):
         choice: Choice = getattr(config, table)
         if choice.name == "auto" and choice.options:
@@ -110,16 +109,6 @@ def _layered(data: Mapping[str, Any], file: str, overrides: Sequence[Override]) 
     if ("depth", "depth") in sources and ("depth", "name") not in sources and isinstance(merged["depth"], dict):
         merged["depth"]["name"] = "fixed"  # a depth alone implies the policy, as in specdec.load(depth=4)
     return _with_sources(structure(merged, RunConfig, (), lambda key: _source_of(key, sources)), sources)
-
-
-def _remembering(config: RunConfig, lower: RunConfig) -> RunConfig:
-    """``config``, whose plugin tables keep what ``lower`` layers set for the same plugin; the plugin checks it."""
-    choices: dict[str, Any] = {}
-    for table in PLUGIN_TABLES:
-        choice, below = getattr(config, table), getattr(lower, table)
-        if below.name == choice.name and below.options and below != choice and below not in choice.earlier:
-            choices[table] = attrs.evolve(choice, earlier=(*choice.earlier, below))
-    return attrs.evolve(config, **choices)
 
 
 def read_toml(path: str | pathlib.Path) -> dict[str, Any]:

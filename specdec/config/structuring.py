@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from cattrs.errors import StructureHandlerNotFoundError
-
-from specdec.checking import CANNOT_CONVERT, converter_for, dotted, problems_of
+from specdec.checking import Mismatch, Problem, convert, dotted, error_of
 from specdec.config.values import Choice
-from specdec.errors import ConfigError, PluginError, shown
+from specdec.errors import ConfigError, PluginError
 
 T = TypeVar("T")
 
@@ -29,9 +26,7 @@ def structure_options(options: Mapping[str, Any], config_class: type[T], path: s
 
 
 def structure_choice(choice: Choice, config_class: type[T], path: str) -> T:
-    """``structure_options`` for a ``Choice``. Options that a later layer has overridden are checked as well."""
-    for overridden in choice.earlier:
-        structure_options(overridden.options, config_class, path, overridden.source)
+    """``structure_options`` for a ``Choice``."""
     return structure_options(choice.options, config_class, path, choice.source)
 
 
@@ -45,38 +40,22 @@ def structure(data: Any, config_class: type[T], path: tuple[str, ...], source: C
     Raises: ConfigError that names every wrong key; PluginError when the class cannot be read from TOML.
     """
     try:
-        return converter_for(files=True).structure(data, config_class)
-    except StructureHandlerNotFoundError as error:
+        made: T = convert(data, config_class, files=True)
+    except (TypeError, NameError) as error:
         raise PluginError(
             f"{config_class.__module__}.{config_class.__qualname__} cannot be read from TOML: {error}",
             try_="fields of int, float, bool, str, list, dict, attrs classes, or None beside one of them",
         ) from error
-    except CANNOT_CONVERT as error:
-        problems = list(problems_of(error, path, config_class, _in_toml))
-        cause = error
-    first = problems[0]
-    if len(problems) == 1:
-        raise ConfigError(
-            f"key {dotted(first.path)} {first.text}" if first.path else f"the configuration {first.text}",
-            asked_for_by=source(first.path) or None,
-            try_=first.hint,
-        ) from cause
-    lines = []
-    for problem in problems:
-        origin = source(problem.path)
-        hint = f" (try: {problem.hint})" if problem.hint else ""
-        lines.append(f"\n  {f'{origin}: ' if origin else ''}key {dotted(problem.path)} {problem.text}{hint}")
-    raise ConfigError(f"{len(problems)} keys of the configuration cannot be used{''.join(lines)}") from cause
+    except Mismatch as error:
+        several = len(error.problems) > 1
 
+        def sentence(problem: Problem) -> str:
+            key = (*path, *problem.path)
+            where = f"{source(key)}: " if several and source(key) else ""
+            return f"{where}{f'key {dotted(key)}' if key else 'the configuration'} {problem.sentence()}"
 
-def _in_toml(value: object) -> str:
-    """A value with its TOML type: ``'4' (a string)``."""
-    kinds: dict[type, str] = {str: "a string", bool: "a boolean", int: "an integer", float: "a number"}
-    kinds |= {dict: "a table", list: "a list", datetime.date: "a date", datetime.time: "a time"}
-    kinds |= {datetime.datetime: "a date and time"}
-    text = shown(value, 60)
-    if isinstance(value, bool):
-        text = str(value).lower()
-    elif isinstance(value, datetime.date | datetime.time):
-        text = value.isoformat()
-    return f"{text} ({kinds.get(type(value), type(value).__name__)})"
+        written = source((*path, *error.problems[0].path)) or None
+        raise error_of(
+            error.problems, ConfigError, sentence, "keys of the configuration", asked_for_by=written
+        ) from error
+    return made

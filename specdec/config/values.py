@@ -13,14 +13,9 @@ from specdec.contract import BIASES, SamplingSettings
 from specdec.errors import cut
 
 
-def _hidden(**how: Any) -> Any:
-    """A field that is not a key of its table."""
-    return attrs.field(eq=False, repr=False, metadata={"key": False}, **how)
-
-
 def _source() -> Any:
-    """Where a table was written: "run.toml", "-s drafter.name=ngram", or "" for a program."""
-    return _hidden(default="")
+    """Where a table was written: "run.toml", "-s drafter.name=ngram", or "" for a program; no key of its table."""
+    return attrs.field(default="", eq=False, repr=False, metadata={"key": False})
 
 
 def _filled(owner: object, field: attrs.Attribute[Any], value: str) -> None:
@@ -56,16 +51,11 @@ _INT32 = 2**31 - 1
 
 @attrs.frozen(field_transformer=checked_fields)
 class Choice:
-    """A plugin by name, and its options as written; the plugin's own class validates them later.
-
-    Attributes:
-        earlier: the same plugin with options that a later layer has overridden.
-    """
+    """A plugin by name, and its options as written; the plugin's own class validates them later."""
 
     name: str = attrs.field(validator=_filled)
     options: Mapping[str, Any] = attrs.field(factory=dict)
     source: str = _source()
-    earlier: tuple[Choice, ...] = _hidden(default=())
 
     @classmethod
     def from_table(cls, value: Any) -> Choice:

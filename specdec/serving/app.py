@@ -73,11 +73,11 @@ def application(service: Service) -> ASGIApp:
         return _json(card)
 
     data = {**described(service.lm, service.name), "plain_ms": service.plain_ms, "needs_key": bool(service.api_key)}
-    shown = page({**data, "prompt": service.prompt})
+    html = page({**data, "prompt": service.prompt})
     headers = {"content-security-policy": policy(), "cache-control": "no-store", "x-content-type-options": "nosniff"}
 
     async def index(_: HttpRequest) -> Response:
-        return Response(shown, headers=headers, media_type="text/html")
+        return Response(html, headers=headers, media_type="text/html")
 
     async def health(_: HttpRequest) -> Response:
         return _json({"status": "ok"})
@@ -167,8 +167,7 @@ class Guard:
             raise Refusal(403, "this server does not answer pages of another origin")
         if service.api_key and request.url.path not in ("/", "/health"):
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            given, expected = key.strip().encode(), service.api_key.encode()
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given, expected):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), service.api_key.encode()):
                 raise Refusal(
                     401,
                     "this server needs its API key: Authorization: Bearer ...",
@@ -202,12 +201,16 @@ class Generating:
             watch.add_done_callback(lambda _: turn.leave())
             try:
                 ready = await run_in_threadpool(prepared, request, service.lm, service.limits)
-                turn.start(ready)
+                service.engine.start(turn, ready)
                 reply = Reply(service.lm, request, service.name)
                 if request.stream:
                     await _stream(turn, reply, request, send)
                 else:
-                    await _whole(turn, reply, scope, receive, send)
+                    piece = await turn.next()
+                    result = await turn.next()
+                    assert isinstance(piece, Piece)
+                    assert isinstance(result, Result)
+                    await _json(reply.whole(piece, result))(scope, receive, send)
             except asyncio.CancelledError:
                 if not turn.gone:
                     raise
@@ -221,13 +224,6 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _whole(turn: Turn, reply: Reply, scope: Scope, receive: Receive, send: Send) -> None:
-    pieces = []
-    while isinstance(event := await turn.next(), Piece):
-        pieces.append(event)
-    await _json(reply.whole(pieces, event))(scope, receive, send)
-
-
 async def _stream(turn: Turn, reply: Reply, request: Request, send: Send) -> None:
     """Server-sent events. The status is sent with the first one, so that a failure before it has its own."""
     event: Piece | Result = await turn.next()
@@ -235,7 +231,7 @@ async def _stream(turn: Turn, reply: Reply, request: Request, send: Send) -> Non
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(*events: Any) -> None:
-        data = "".join(f"data: {one if isinstance(one, str) else json.dumps(one)}\n\n" for one in events)
+        data = "".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events)
         await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
 
     await write(*reply.opening())

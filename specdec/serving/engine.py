@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import math
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Self
 
@@ -47,7 +46,7 @@ class Piece:
 
 
 class Turn:
-    """A request's place in the queue, and what its generation produces. Made and read on the event loop.
+    """A request's place in the queue, and what its generation produces. Created and read on the event loop.
 
     As a context manager it gives the place back, and ends the generation after its current cycle.
     """
@@ -60,11 +59,10 @@ class Turn:
         self._stream: Stream | None = None
         self.streamed = streamed
         self.cycles = cycles
+        self.future: Future[None] | None = None  # of its generation
         self.gone = False  # the client no longer wants it
         self.ended_by_server = False
-        self.asked = perf_counter()
-        self.begun: float | None = None
-        self.prepared = Prepared([], {})
+        self.started = perf_counter()
 
     def __enter__(self) -> Self:
         return self
@@ -76,19 +74,14 @@ class Turn:
         """Give the place back: a waiting request is dropped, a running one ends after its current cycle."""
         self.gone = True
         self.stop()
-        self._engine.forget(self)
+        if self.future is None or self.future.cancel():
+            self._engine.forget(self)
         self._events.put_nowait(None)
 
     def stop(self) -> None:
         """End the generation after its current cycle; safe from any thread."""
-        stream = self._stream
-        if stream is not None:
-            stream.stop()
-
-    def start(self, prepared: Prepared) -> None:
-        """Join the line. Raises: Refusal when the server is shutting down."""
-        self.prepared = prepared
-        self._engine.line_up(self)
+        if self._stream is not None:
+            self._stream.stop()
 
     async def next(self) -> Piece | Result:
         """The next piece, and at last the result. Raises: Refusal if the generation failed; CancelledError if left."""
@@ -116,7 +109,7 @@ class Turn:
 
 
 class Engine:
-    """The thread that generates, and the line of requests before it.
+    """The thread that generates, and the queue of requests before it.
 
     Requests are served one at a time in the order of their arrival: a pass of one sequence uses the whole machine.
 
@@ -127,74 +120,55 @@ class Engine:
     """
 
     def __init__(self, lm: Parts, metrics: Metrics, *, most_waiting: int, kept_bytes: int) -> None:
-        self._lm = lm
         self._metrics = metrics
         self._places = most_waiting + 1
         self._sessions = Sessions(lm, kept_bytes)
-        self._condition = threading.Condition()
         self._turns: set[Turn] = set()  # that hold a place
-        self._line: collections.deque[Turn] = collections.deque()
         self._running: Turn | None = None
         self._closing = False
         self._seconds = 1.0  # of a request, a moving mean
-        self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="specdec-engine")
+        metrics.waiting.set_function(lambda: max(len(self._turns) - (self._running is not None), 0))
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue, the running one excluded."""
-        return len(self._turns) - (self._running is not None)
+    # --- called on the event loop ------------------------------------------------------------------------------------
 
     def turn(self, *, streamed: bool, cycles: bool = False) -> Turn:
         """A place in the queue. Raises: Refusal with status 429 when all are taken, 503 during a shutdown."""
-        with self._condition:
-            self._check_open()
-            if len(self._turns) >= self._places:
-                self._metrics.refused.inc()
-                seconds = min(RETRY_SECONDS, max(1, math.ceil(self._seconds)))
-                raise Refusal(
-                    429,
-                    f"the queue is full: {self._places - 1} requests wait",
-                    code="queue_full",
-                    headers={"retry-after": str(seconds)},
-                )
-            turn = Turn(self, streamed=streamed, cycles=cycles)
-            self._turns.add(turn)
-        self._metrics.waiting.set(self.waiting)
+        self._check_open()
+        if len(self._turns) >= self._places:
+            self._metrics.refused.inc()
+            seconds = min(RETRY_SECONDS, max(1, math.ceil(self._seconds)))
+            raise Refusal(
+                429,
+                f"the queue is full: {self._places - 1} requests wait",
+                code="queue_full",
+                headers={"retry-after": str(seconds)},
+            )
+        turn = Turn(self, streamed=streamed, cycles=cycles)
+        self._turns.add(turn)
         return turn
+
+    def start(self, turn: Turn, prepared: Prepared) -> None:
+        """Put a turn at the end of the queue, unless its client has gone. Raises: Refusal during a shutdown."""
+        self._check_open()
+        if not turn.gone:
+            turn.future = self._thread.submit(self._run, turn, prepared)
 
     def _check_open(self) -> None:
         if self._closing:
             raise Refusal(503, "the server is shutting down", headers={"retry-after": "1"})
 
-    def line_up(self, turn: Turn) -> None:
-        """Put a turn at the end of the line. Raises: Refusal during a shutdown."""
-        with self._condition:
-            self._check_open()
-            if turn in self._turns:
-                self._line.append(turn)
-                self._condition.notify()
-
     def forget(self, turn: Turn) -> None:
-        """Free a turn's place, unless it is running: then its place is free when it has ended."""
-        with self._condition:
-            if turn in self._line:
-                self._line.remove(turn)
-            if turn is not self._running:
-                self._turns.discard(turn)
-        self._metrics.waiting.set(self.waiting)
+        """Free a turn's place."""
+        self._turns.discard(turn)
 
     def close(self) -> None:
         """Take no more requests, and refuse those that wait; the running one may go on."""
-        with self._condition:
-            self._closing = True
-            waiting, self._line = self._line, collections.deque()
-            self._condition.notify()
-        for turn in waiting:
-            turn.send(Refusal(503, "the server is shutting down; this request has not begun"))
+        self._closing = True
+        for turn in list(self._turns):
+            if turn.future is not None and turn.future.cancel():
+                turn.send(Refusal(503, "the server is shutting down; this request has not begun"))
+        self._thread.shutdown(wait=False)
 
     def stop(self) -> None:
         """End the running generation after its current cycle; its client is told."""
@@ -203,73 +177,58 @@ class Engine:
             turn.ended_by_server = True
             turn.stop()
 
-    def join(self, seconds: float) -> None:
-        """Wait for the thread."""
-        self._thread.join(seconds)
-
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._running = None
-                while not self._line:
-                    if self._closing:
-                        return
-                    self._condition.wait()
-                turn = self._running = self._line.popleft()
-            self._metrics.waiting.set(self.waiting)
-            try:
-                self._serve(turn)
-            except SpecdecError as error:
-                log.warning("generation_failed", error=type(error).__name__, message=error.message)
-                turn.send(Refusal(500, f"the generation failed with a {type(error).__name__}"))
-            except Exception:  # a bug, or a plugin's; the server goes on
-                log.exception("generation_failed")
-                turn.send(Refusal(500, "the generation failed"))
-            finally:
-                with self._condition:
-                    self._running = None
-                    self._turns.discard(turn)
+    def _run(self, turn: Turn, prepared: Prepared) -> None:
+        self._running = turn
+        try:
+            self._generate(turn, prepared)
+        except SpecdecError as error:
+            log.warning("generation_failed", error=type(error).__name__, message=error.message)
+            turn.send(Refusal(500, f"the generation failed with a {type(error).__name__}"))
+        except Exception:  # a bug, or a plugin's; the server goes on
+            log.exception("generation_failed")
+            turn.send(Refusal(500, "the generation failed"))
+        finally:
+            self.forget(turn)
+            self._running = None
 
-    def _serve(self, turn: Turn) -> None:
-        turn.begun = began = perf_counter()
-        prompt = turn.prepared.prompt
-        session = self._sessions.take(prompt)
-        session.set_prompt(prompt)
-        stream = session.stream(**turn.prepared.settings)
+    def _generate(self, turn: Turn, prepared: Prepared) -> None:
+        began = perf_counter()
+        session = self._sessions.take(prepared.prompt)
+        session.set_prompt(prepared.prompt)
+        stream = session.stream(**prepared.settings)
         cycles: list[CycleRecord] = []
         if turn.cycles:
             stream.on_cycle = cycles.append
         turn.runs(stream)
         first = None
-        waits: list[str] = []
+        texts: list[str] = []
         sent, reported = 0.0, 0
 
-        def piece(reported: int) -> Piece:
-            """What is new after ``reported`` log-probabilities."""
-            made = Piece("".join(waits), tuple(session.sequence.logprobs[reported:]), tuple(cycles))
-            waits.clear()
+        def send_piece() -> None:
+            """What is new since the last piece."""
+            nonlocal reported
+            piece = Piece("".join(texts), tuple(session.sequence.logprobs[reported:]), tuple(cycles))
+            reported += len(piece.logprobs)
+            texts.clear()
             cycles.clear()
-            return made
+            turn.send(piece)
 
         for text in stream:
             now = perf_counter()
             first = first or now
-            waits.append(text)
+            texts.append(text)
             if turn.streamed and now - sent >= PIECE_SECONDS and not turn.gone:
-                made = piece(reported)
-                reported += len(made.logprobs)
+                send_piece()
                 sent = now
-                turn.send(made)
         result = stream.result
-        turn.send(piece(reported))
+        send_piece()
         ended = perf_counter()
         self._seconds += 0.2 * (ended - began - self._seconds)
-        self._sessions.keep(session, len(prompt))
-        self._metrics.generated(
-            result, queued=began - turn.asked, first=(first or ended) - turn.asked, took=ended - turn.asked
-        )
+        self._sessions.keep(session, len(prepared.prompt))
+        queued, took = began - turn.started, ended - turn.started
+        self._metrics.generated(result, queued=queued, first=(first or ended) - turn.started, took=took)
         self._metrics.kept(len(self._sessions), self._sessions.size)
         log.info(
             "served",
@@ -277,7 +236,7 @@ class Engine:
             prompt_tokens=result.prompt_tokens,
             prefilled=result.stats.prefilled,
             finish_reason=result.finish_reason,
-            queued_s=round(began - turn.asked, 6),
+            queued_s=round(queued, 6),
             elapsed_s=round(ended - began, 6),
         )
         if turn.ended_by_server:

@@ -6,7 +6,7 @@ import collections
 import itertools
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.decoding.parts import Parts
@@ -72,13 +72,11 @@ class Reply:
             return [last]
         return [last, {**self._head, "object": last["object"], "choices": [], "usage": _usage(result)}]
 
-    def whole(self, pieces: Iterable[Piece], result: Result) -> dict[str, Any]:
+    def whole(self, piece: Piece, result: Result) -> dict[str, Any]:
         """The response in one piece."""
-        found = [self._logprobs(piece) for piece in pieces]
-        logprobs = None
+        choice: dict[str, Any] = {"index": 0, "logprobs": None}
         if self._top is not None:
-            logprobs = _joined([one for one in found if one], chat=self._chat)
-        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs}
+            choice["logprobs"] = self._logprobs(piece) or self._entries([])
         choice["finish_reason"] = _REASONS.get(result.finish_reason, "stop")
         if self._chat:
             choice["message"] = {"role": "assistant", "content": result.text, "refusal": None}
@@ -115,21 +113,19 @@ class Reply:
         ready = []
         while self._pending and self._pending[0][0] < self._shown:
             ready.append(self._pending.popleft())
-        if not ready:
-            return None
-        return self._chat_entries(ready) if self._chat else self._completion_entries(ready)
+        return self._entries(ready) if ready else None
 
-    def _chat_entries(self, ready: list[tuple[int, TokenLogprobs, bytes]]) -> dict[str, Any]:
-        return {
-            "content": [
-                {
-                    **self._token(entry.token, entry.logprob),
-                    "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
-                }
-                for _, entry, _ in ready
-            ],
-            "refusal": None,
-        }
+    def _entries(self, ready: list[tuple[int, TokenLogprobs, bytes]]) -> dict[str, Any]:
+        if not self._chat:
+            return self._completion_entries(ready)
+        content = [
+            {
+                **self._token(entry.token, entry.logprob),
+                "top_logprobs": [self._token(token, logprob) for token, logprob in entry.top],
+            }
+            for _, entry, _ in ready
+        ]
+        return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         spelled = token_bytes(self._lm.tokenizer, token)
@@ -151,21 +147,14 @@ class Reply:
         }
 
 
-def _joined(found: list[dict[str, Any]], *, chat: bool) -> dict[str, Any]:
-    if chat:
-        return {"content": [entry for one in found for entry in one["content"]], "refusal": None}
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return {name: [entry for one in found for entry in one[name]] for name in names}
-
-
 def _usage(result: Result) -> dict[str, Any]:
     """Tokens of prompt and answer; drafts are OpenAI's predicted tokens."""
     stats = result.stats
-    drafted, accepted, made = sum(stats.offered), sum(stats.accepted), len(result.tokens)
+    drafted, accepted, completion = sum(stats.offered), sum(stats.accepted), len(result.tokens)
     return {
         "prompt_tokens": result.prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": result.prompt_tokens + made,
+        "completion_tokens": completion,
+        "total_tokens": result.prompt_tokens + completion,
         "prompt_tokens_details": {"cached_tokens": max(result.prompt_tokens - 1 - stats.prefilled, 0)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,

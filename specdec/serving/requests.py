@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from specdec.checking import (
-    CANNOT_CONVERT,
-    FieldError,
-    between,
-    checked_fields,
-    converter_for,
-    dotted,
-    known_fields,
-    problems_of,
-)
 from specdec.config import Choice
 from specdec.decoding.parts import Parts
 from specdec.decoding.parts import make_sampling, override_generation
@@ -26,10 +17,7 @@ from specdec.files.reading import parse_json
 from specdec.serving.refusal import Refusal
 
 R = TypeVar("R", bound="Request")
-
-LARGEST = 2**31 - 1
-STOPS = 16  # stop strings of a request
-TOP_LOGPROBS = 20
+T = TypeVar("T")
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -57,54 +45,81 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's API that are refused, and the values that ask for nothing."""
 
-
-def _strings(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-def _few(owner: object, field: attrs.Attribute[Any], value: Sequence[Any]) -> None:
-    if len(value) > STOPS or not all(value):
-        raise FieldError(owner, field.name, f"at most {STOPS} strings of one character or more", list(value))
-
-
-def _optional(low: float, high: float) -> Any:
-    return attrs.field(default=None, validator=attrs.validators.optional(between(low, high)))
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Top = Annotated[int, Field(ge=0, le=20)]
+_Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+_Stop = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1)]],
+    Field(max_length=16),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 
 
-@attrs.frozen(kw_only=True, field_transformer=checked_fields)
-class StreamOptions:
+class _Object(BaseModel):
+    """A JSON object: strict types, no unknown fields; a field that is null is left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {key: item for key, item in data.items() if item is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(_Object):
     """``stream_options``."""
 
     include_usage: bool = False
 
 
-@attrs.frozen(kw_only=True, field_transformer=checked_fields)
-class Request:
+class PlainFormat(_Object):
+    """A ``response_format`` without a schema of its own."""
+
+    type: Literal["text", "json_object"]
+
+
+class Schema(_Object):
+    """The schema of a ``response_format``, with what OpenAI's clients send beside it."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+    name: str = ""
+    strict: bool = True
+    description: str = ""
+
+
+class SchemaFormat(_Object):
+    """A ``response_format`` with a JSON schema."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+class Request(_Object):
     """What both endpoints take. ``None`` stands for the server's own setting."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = _optional(1, LARGEST)
-    min_tokens: int | None = _optional(0, LARGEST)
-    temperature: float | None = _optional(0.0, 2.0)
-    top_p: float | None = _optional(1e-6, 1.0)
-    top_k: int | None = _optional(0, LARGEST)
-    min_p: float | None = _optional(0.0, 1.0)
-    presence_penalty: float | None = _optional(-2.0, 2.0)
-    frequency_penalty: float | None = _optional(-2.0, 2.0)
-    repetition_penalty: float | None = _optional(0.01, 100.0)
-    seed: int | None = _optional(0, 2**63 - 1)
-    stop: tuple[str, ...] | None = attrs.field(
-        default=None, converter=_strings, validator=attrs.validators.optional(_few)
-    )
+    max_tokens: _Tokens | None = None
+    min_tokens: _Count | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(ge=1e-6, le=1.0)] | None = None
+    top_k: _Count | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop: _Stop | None = None
     ignore_eos: bool | None = None
-    logit_bias: Mapping[str, float] | None = None
-    response_format: Mapping[str, Any] | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     origins: bool = False  # for the page: how each token came to be
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         """How many tokens the answer may have."""
         return self.max_tokens
 
@@ -119,36 +134,30 @@ class Request:
 
     def settings(self) -> dict[str, Any]:
         """The settings of the generation. Raises: Refusal."""
-        return {
-            "max_new_tokens": self.most_tokens,
+        settings = {
+            "max_new_tokens": self.token_limit,
             "min_new_tokens": self.min_tokens,
-            "stop": self.stop,
-            "ignore_eos": self.ignore_eos,
-            "logit_bias": self.logit_bias,
             "logprobs": self.top,
-            "processors": _grammar(self.response_format),
-            **{
-                name: getattr(self, name)
-                for name in (
-                    "temperature",
-                    "top_p",
-                    "top_k",
-                    "min_p",
-                    "presence_penalty",
-                    "frequency_penalty",
-                    "repetition_penalty",
-                    "seed",
-                )
-            },
+            "processors": self._grammar(),
+            **{name: getattr(self, name) for name in (*_SAMPLING, "seed", "stop", "ignore_eos", "logit_bias")},
         }
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def _grammar(self) -> list[Choice] | None:
+        """The processors that ``response_format`` asks for."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        schema = {"type": "object"}
+        if isinstance(self.response_format, SchemaFormat):
+            schema = self.response_format.json_schema.json_schema
+        return [Choice("grammar", {"json_schema": json.dumps(schema), "whitespace": False})]
 
 
-@attrs.frozen(kw_only=True, field_transformer=checked_fields)
 class CompletionRequest(Request):
     """The body of ``/v1/completions``; a prompt is text or token ids."""
 
-    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
-    logprobs: int | None = _optional(0, TOP_LOGPROBS)
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: _Top | None = None
 
     @property
     def top(self) -> int | None:
@@ -163,20 +172,18 @@ class CompletionRequest(Request):
         return lm.encode(prompt)
 
 
-@attrs.frozen(kw_only=True, field_transformer=checked_fields)
-class TextPart:
+class TextPart(_Object):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-@attrs.frozen(kw_only=True, field_transformer=checked_fields)
-class Message:
+class Message(_Object):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[TextPart, ...]
+    content: str | list[TextPart]
 
     def rendered(self) -> dict[str, str]:
         """As a chat template takes it; templates know ``developer`` by its former name."""
@@ -184,18 +191,17 @@ class Message:
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-@attrs.frozen(kw_only=True, field_transformer=checked_fields)
 class ChatRequest(Request):
     """The body of ``/v1/chat/completions``."""
 
-    messages: tuple[Message, ...]
-    max_completion_tokens: int | None = _optional(1, LARGEST)
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
-    top_logprobs: int | None = _optional(0, TOP_LOGPROBS)
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    top_logprobs: _Top | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
-    def most_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         if self.max_completion_tokens is not None and self.max_tokens is not None:
             raise Refusal(400, "max_tokens and max_completion_tokens mean the same: give one", param="max_tokens")
         return self.max_completion_tokens or self.max_tokens
@@ -207,93 +213,54 @@ class ChatRequest(Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def tokens(self, lm: Parts) -> list[int]:
-        if not self.messages:
-            raise Refusal(400, "messages takes one message or more, got none", param="messages")
-        variables = dict(self.chat_template_kwargs or {})
-        taken = sorted({"self", "messages", "add_generation_prompt", "tools"} & variables.keys())
+        taken = sorted({"self", "messages", "add_generation_prompt", "tools"} & self.chat_template_kwargs.keys())
         if taken:
             raise Refusal(400, f"chat_template_kwargs cannot set {taken[0]!r}", param="chat_template_kwargs")
         messages = [message.rendered() for message in self.messages]
-        text = lm.tokenizer.apply_chat_template(messages, **variables)
+        text = lm.tokenizer.apply_chat_template(messages, **self.chat_template_kwargs)
         return lm.encode(lm.tokenizer.encode(text, add_special=False))
 
 
 def parsed(kind: type[R], body: bytes) -> R:
     """The request in a body. Raises: Refusal that names the field."""
     try:
-        data = parse_json(body)
+        data = parse_json(body)  # nesting, digits and repeated keys are checked before anything reads the values
     except UnicodeDecodeError:
         raise Refusal(400, "the body is not UTF-8") from None
     except ValueError as error:
         raise Refusal(400, f"the body is not JSON that can be read: {error}") from None
     if not isinstance(data, dict):
         raise Refusal(400, f"the body takes a JSON object, got {shown(data, 60)}")
-    given = {name: value for name, value in data.items() if value is not None and not _asks_nothing(name, value)}
-    known = known_fields(kind)
-    for name in given:
-        if name in UNSUPPORTED:
+    for name in UNSUPPORTED.keys() & data.keys():
+        value = data.pop(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in UNSUPPORTED[name]):
             raise Refusal(400, f"this server does not support {name!r}: leave it out", param=name, code="unsupported")
-        if name not in known:
-            named = shown(name, 60)
-            raise Refusal(400, f"the field {named} is unknown.{did_you_mean(name, known)}", param=name[:60])
     try:
-        made: R = converter_for(files=True).structure(_without_nulls(given), kind)
-    except CANNOT_CONVERT as error:
-        problem = next(iter(problems_of(error, (), kind, lambda value: shown(value, 60))))
-        hint = f" (try {problem.hint})" if problem.hint else ""
-        text = problem.text.replace("a table", "an object")
-        raise Refusal(400, f"{dotted(problem.path)} {text}{hint}", param=dotted(problem.path)) from None
-    return made
+        return kind.model_validate(data)
+    except ValidationError as error:
+        # in a union, the member that fits best fails farthest inside
+        worst = max(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
+        place = _place(worst["loc"], data, missing=worst["type"] == "missing")
+        if worst["type"] == "extra_forbidden":
+            known = kind.model_fields if place == worst["loc"][0] else ()
+            text = f"the field {shown(place, 60)} is unknown.{did_you_mean(place, known)}"
+        elif worst["type"] == "missing":
+            text = f"{place} is required and missing"
+        else:
+            text = f"{place}: {worst['msg']}, got {shown(worst['input'], 60)}"
+        raise Refusal(400, text, param=place[:60]) from None
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
-    return any(type(value) is type(one) and value == one for one in UNSUPPORTED.get(name, ()))
-
-
-def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, whose messages and options lose those that are null, which means the same as left out."""
-
-    def stripped(value: Any) -> Any:
-        return {key: one for key, one in value.items() if one is not None} if isinstance(value, dict) else value
-
-    made = dict(fields)
-    if isinstance(made.get("messages"), list):
-        made["messages"] = [stripped(message) for message in made["messages"]]
-    made |= {name: stripped(made[name]) for name in ("stream_options",) if name in made}
-    return made
-
-
-def _grammar(response_format: Mapping[str, Any] | None) -> list[Choice] | None:
-    """The processors that a ``response_format`` asks for. Raises: Refusal."""
-    if response_format is None:
-        return None
-    given = dict(response_format)
-    kind = given.pop("type", None)
-    schema: Any
-    if kind == "text":
-        schema = None
-    elif kind == "json_object":
-        schema = {"type": "object"}
-    elif kind == "json_schema":
-        described = given.pop("json_schema", None)
-        if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
-            raise Refusal(
-                400,
-                "response_format.json_schema takes an object with 'name' and 'schema'",
-                param="response_format.json_schema",
-            )
-        other = sorted(described.keys() - {"name", "schema", "strict", "description"})
-        if other:
-            raise Refusal(
-                400, f"the field 'response_format.json_schema.{other[0]}' is unknown", param="response_format"
-            )
-        schema = described["schema"]
-    else:
-        takes = "'text', 'json_object' or 'json_schema'"
-        raise Refusal(400, f"response_format.type takes {takes}, got {shown(kind, 60)}", param="response_format.type")
-    if given:
-        raise Refusal(400, f"the field 'response_format.{min(given)}' is unknown", param="response_format")
-    return None if schema is None else [Choice("grammar", {"json_schema": json.dumps(schema), "whitespace": False})]
+def _place(path: Sequence[str | int], data: Any, *, missing: bool) -> str:
+    """A field's path, such as ``messages[0].role``, without the names of types that pydantic puts into it."""
+    place = ""
+    for number, part in enumerate(path):
+        last = missing and number == len(path) - 1
+        if isinstance(data, dict) and (part in data or last):
+            place, data = f"{place}.{part}".lstrip("."), data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            place, data = f"{place}[{part}]", data[part]
+    return place
 
 
 @attrs.frozen
@@ -324,25 +291,19 @@ def prepared(request: Request, lm: Parts, limits: Limits) -> Prepared:
 
     Raises: Refusal; it may take as long as the tokenizer and a grammar need.
     """
-    asked = request.most_tokens
-    if asked is not None and asked > limits.new_tokens:
-        raise Refusal(400, f"max_tokens is at most {limits.new_tokens} here, got {asked}", param="max_tokens")
+    requested = request.token_limit
+    if requested is not None and requested > limits.new_tokens:
+        raise Refusal(400, f"max_tokens is at most {limits.new_tokens} here, got {requested}", param="max_tokens")
     prompt = _or_refusal(lambda: request.tokens(lm))
     most = min(limits.prompt_tokens or lm.capacity, lm.capacity - 1)
     if len(prompt) > most:
         raise Refusal(
             400, f"the prompt has {len(prompt)} tokens, and at most {most} fit", code="context_length_exceeded"
         )
-    settings = {name: value for name, value in request.settings().items() if value is not None}
-
-    def check() -> None:
-        make_sampling(lm, override_generation(lm.config.generation, settings), generated_from=len(prompt))
-
-    _or_refusal(check)
+    settings = request.settings()
+    generation = _or_refusal(lambda: override_generation(lm.config.generation, settings))
+    _or_refusal(lambda: make_sampling(lm, generation, generated_from=len(prompt)))
     return Prepared(prompt, settings)
-
-
-T = TypeVar("T")
 
 
 def _or_refusal(call: Callable[[], T]) -> T:

@@ -24,19 +24,19 @@ STOP_SECONDS = 10.0  # for what runs to end once it is asked to
 def bound_socket(host: str, port: int) -> socket.socket:
     """A listening address that nobody else has, before a model is loaded. Raises: ConfigError."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"--host {host!r} is no address of this machine", reason=reason) from error
-    family, kind, protocol, _, address = found[0]
-    made = socket.socket(family, kind, protocol)
+    family, kind, protocol, _, address = addresses[0]
+    bound = socket.socket(family, kind, protocol)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
-        made.close()
+        bound.close()
         raise _cannot_listen(host, port, error) from error
-    return made
+    return bound
 
 
 def listen(bound: socket.socket) -> None:
@@ -75,9 +75,7 @@ def serve(service: Service, listening: socket.socket, *, grace: float) -> None:
         h11_max_incomplete_event_size=2**15,
         timeout_graceful_shutdown=int(grace + STOP_SECONDS),
     )
-    service.engine.start()
     _Server(config, service, grace).run(sockets=[listening])
-    service.engine.join(STOP_SECONDS)
 
 
 class _Server(uvicorn.Server):

@@ -1,84 +1,67 @@
-"""Render chat templates: run as a script, in a process of its own, because a template is untrusted code.
-
-A template can loop for years or double a string thirty times, and Jinja's sandbox bounds neither: any filter, method or
-operator may be the one that takes the memory. Here the kernel counts both, so the list of such operations need not be
-complete. The process renders one request after the other until its input ends.
-
-A request is ``(source, variables)`` in marshal's format, a reply a JSON object with "text", or "error" and "line"; each
-follows its length in 8 bytes.
-"""
+"""Renders chat templates in Jinja's sandbox, with Hugging Face's environment and a bound on the text."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import json
-import marshal
-import resource
-import signal
-import sys
+from collections.abc import Mapping
 from typing import Any
 
-SECONDS = 3  # of processor time, for one template
-MEMORY = 2**30  # bytes of address space
-TEXT, TEXT_EACH = 2**16, 8  # most characters of a rendered conversation: a constant, and per byte of the request
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specdec.errors import described
+
+TEXT_LIMIT = 2**24  # characters of a rendered conversation, and of what an operator may build on the way
 
 
-def _serve() -> None:
-    # only from here on: the folders with Jinja come as arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    while header := source.read(8):
-        length = int.from_bytes(header, "little")
-        template, variables = marshal.loads(source.read(length))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        reply = json.dumps(_rendered(template, variables, TEXT + TEXT_EACH * length)).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sink.write(len(reply).to_bytes(8, "little") + reply)
-        sink.flush()
+def rendered(source: str, variables: Mapping[str, Any]) -> str:
+    """The text that a template makes of its variables. Raises: any Exception, which ``reason_and_line`` explains."""
+    pieces, length = [], 0
+    for piece in _compiled(source).generate(variables):
+        pieces.append(piece)
+        length += len(piece)
+        _check_length(length)
+    return "".join(pieces)
 
 
-def _rendered(source: str, variables: dict[str, Any], most: int) -> dict[str, Any]:
-    import jinja2
+class _Generation(Extension):
+    """``{% generation %}...{% endgeneration %}``, which marks the assistant's text for training."""
 
-    try:
-        text = _compiled(source).render(variables)
-    except MemoryError:
-        return {"error": f"it takes more than {MEMORY >> 20} MiB of memory"}
-    except jinja2.TemplateSyntaxError as error:
-        return {"error": error.message, "line": error.lineno}
-    except Exception as error:  # noqa: BLE001 - expressions in a template can raise anything
-        return {"error": _reason(error), "line": _template_line(error)}
-    if len(text) > most:
-        return {"error": f"it renders {len(text):,} characters, and {most:,} are taken for these messages"}
-    return {"text": text}
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """The body, without the two tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses the two operators that can build a huge value in one step."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for value, count in ((left, right), (right, left)):
+            if operator == "*" and isinstance(value, str | list | tuple) and isinstance(count, int):
+                _check_length(len(value) * count)
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_length(left.bit_length() * right)
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_length(length: int) -> None:
+    if length > TEXT_LIMIT:
+        raise jinja2.TemplateRuntimeError(f"it makes a text of more than {TEXT_LIMIT:,} characters")
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
-    """A compiled template in a sandboxed environment that matches Hugging Face's."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}...{% endgeneration %}``, which marks the assistant's text for training."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-            """The body, without the two tags."""
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
+def _compiled(source: str) -> jinja2.Template:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -97,28 +80,16 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> None:
-    import jinja2
-
     raise jinja2.TemplateError(message)
 
 
-def _reason(error: Exception) -> str:
-    import jinja2
-
-    text = (str(error) or type(error).__name__)[:TEXT]
-    return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
-
-
-def _template_line(error: BaseException) -> int | None:
-    """The innermost template line in a traceback; compiled templates keep their line numbers."""
+def reason_and_line(error: Exception) -> tuple[str, int | None]:
+    """Why a rendering failed, and the innermost template line; compiled templates keep their line numbers."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return error.message or "its syntax is wrong", error.lineno
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
             line = trace.tb_lineno
         trace = trace.tb_next
-    return line
-
-
-if __name__ == "__main__":
-    sys.path[:0] = sys.argv[1:]
-    _serve()
+    return str(error) if isinstance(error, jinja2.TemplateError) else described(error), line

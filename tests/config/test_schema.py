@@ -30,22 +30,16 @@ GOOD = [
 ]
 BAD = [
     {"targets": {}},
-    {"target": {"colour": "demo"}},
     {"target": {"threads": 0}},
     {"target": {"dtype": "float64"}},
     {"target": {"model": 3}},
-    {"drafter": "ngram"},
     {"drafter": {"name": "ngram", "max_ordr": 3}},
     {"drafter": {"name": "ngram", "max_order": "3"}},
-    {"drafter": {"name": "nothing-like-it"}},
-    {"drafter": {"max_order": 3}},
     {"verifier": {"name": "strict", "margin": 1}},
     {"depth": {"name": "fixed", "depth": -1}},
-    {"generation": {"temperature": "0.5"}},
     {"generation": {"top_p": 1.5}},
     {"generation": {"max_new_tokens": 2.5}},
     {"generation": {"banned": [-1]}},
-    {"generation": {"stop": [1]}},
     {"generation": {"processors": [{"regex": "a"}]}},
 ]
 
@@ -82,7 +76,7 @@ anything = scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.sampled_
 
 
 @given(st.sampled_from([TargetConfig, GenerationConfig]), st.data())
-@examples(400)
+@examples(200)
 def test_whatever_the_loader_takes_the_schema_takes(kind, data):
     known = sorted(table_schema(kind)["properties"])
     given_table = data.draw(st.dictionaries(st.sampled_from([*known, "other"]), anything, max_size=3))

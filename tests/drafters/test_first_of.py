@@ -223,8 +223,8 @@ def test_what_was_saved_comes_back_to_the_drafter_that_saved_it():
 
 BAD: dict[str, tuple[Any, list[str]]] = {
     "nothing": (None, ["drafter.drafters", "required and missing"]),
-    "an empty list": ([], ["drafter.drafters takes one drafter or more", "[] (a list)", "try", '{ name = "mtp" }']),
-    "a word": ("ngram", ["drafter.drafters takes a list", "'ngram' (a string)"]),
+    "an empty list": ([], ["drafter.drafters takes one drafter or more", "[] (list)", "try", '{ name = "mtp" }']),
+    "a word": ("ngram", ["drafter.drafters takes a list", "'ngram' (str)"]),
     "words": (["ngram"], ["drafter.drafters[0] takes a table", 'name = "ngram"']),
     "no name": ([{"min_order": 2}], ["drafter.drafters[0].name"]),
     "an unknown name": (

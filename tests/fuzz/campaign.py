@@ -13,7 +13,7 @@ from typing import Any
 from tests.selection import cases
 
 CASES = 300
-BLOCK = 25  # seeds of one test
+BLOCK = 10  # seeds of one test
 
 
 def blocks() -> list[Any]:

@@ -49,7 +49,7 @@ def bytes_of(path: pathlib.Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", cases(checkpoint_mutants.SUBJECTS, sample={"hybrid", "nvfp4", "latent, experts"}, mark="slow")
+    "name", cases(checkpoint_mutants.SUBJECTS, sample={"hybrid"}, mark="slow")
 )
 def test_every_subject_is_sound(name: str, subject: Callable[[str], pathlib.Path], loader: Loader) -> None:
     """Otherwise every mutant below could be refused for another reason."""

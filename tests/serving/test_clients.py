@@ -39,6 +39,9 @@ def test_the_model_is_listed(client):
         client.models.retrieve("gpt-5")
     with pytest.raises(openai.NotFoundError, match="only 'demo'"):
         client.chat.completions.create(model="gpt-5", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError, match="does not support 'user'") as refused:
+        client.chat.completions.create(model="demo", messages=QUESTION, user="me")
+    assert refused.value.param == "user"
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -120,24 +123,6 @@ def test_structured_output_is_parsed_by_the_client(client):
     assert made.choices[0].message.content.startswith("{")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tools", [{"type": "function", "function": {"name": "weather", "parameters": {}}}]),
-        ("n", 2),
-        ("user", "me"),
-        ("store", True),
-        ("reasoning_effort", "high"),
-        ("web_search_options", {}),
-        ("parallel_tool_calls", True),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(client, field, value):
-    with pytest.raises(openai.BadRequestError, match=f"does not support '{field}'") as refused:
-        client.chat.completions.create(model="demo", messages=QUESTION, **{field: value})
-    assert refused.value.param == field
-
-
 def test_values_that_ask_for_nothing_are_taken(client):
     made = client.chat.completions.create(
         model="demo", messages=QUESTION, max_tokens=1, n=1, tools=[], store=False, response_format={"type": "text"}
@@ -197,6 +182,7 @@ def test_completions_take_text_and_token_ids(client, lm):
         client.completions.create(model="demo", prompt=["a", "b"])
 
 
+@pytest.mark.slow
 def test_the_command_line_tool_llm_talks_to_it(server, lm, tmp_path):
     """``llm`` is an ordinary program for any OpenAI-compatible server; its file of models names ours."""
     pytest.importorskip("llm")

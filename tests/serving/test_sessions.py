@@ -1,0 +1,65 @@
+"""What a server keeps of earlier requests: within its bounds, and only where a kept state changes no output."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from specdec.contract import Guarantee, Parity
+from specdec.serving import sessions
+from specdec.serving.sessions import Sessions
+
+PROMPTS = [[number, *range(10, 30)] for number in range(6)]
+
+
+def run(kept, prompt):
+    session = kept.take(prompt)
+    session.set_prompt(prompt)
+    result = session.generate(max_new_tokens=4)
+    kept.keep(session, len(prompt))
+    return result
+
+
+def test_a_session_is_used_again_and_gives_the_same_tokens(lm):
+    kept = Sessions(lm, 2**30)
+    first = run(kept, PROMPTS[0])
+    again = run(kept, [*PROMPTS[0], *first.tokens, 40, 41])
+    assert again.stats.prefilled < len(PROMPTS[0]) + len(first.tokens)
+    assert again.tokens == lm.generate([*PROMPTS[0], *first.tokens, 40, 41], max_new_tokens=4).tokens
+    assert len(kept) == 1
+
+
+def test_the_oldest_go_when_there_are_too_many(lm, monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
+    by_number = Sessions(lm, 2**40)
+    for prompt in PROMPTS:
+        run(by_number, prompt)
+    assert len(by_number) == 3
+    assert by_number.take(PROMPTS[0]).tokens == ()
+    assert by_number.take(PROMPTS[-1]).tokens[:1] == (5,)
+    size = by_number.size // 2
+    by_bytes = Sessions(lm, 2 * size + size // 2)
+    for prompt in PROMPTS:
+        run(by_bytes, prompt)
+        assert by_bytes.size <= 2 * size + size // 2
+    assert len(by_bytes) == 2
+
+
+@pytest.mark.parametrize(
+    ("guarantee", "parity", "count"),
+    [
+        (Guarantee.EXACT, Parity.BITWISE, 1),
+        (Guarantee.DISTRIBUTION, Parity.BITWISE, 0),
+        (Guarantee.BOUNDED, Parity.BITWISE, 0),
+        (Guarantee.EXACT, Parity.NUMERIC, 0),
+    ],
+)
+def test_nothing_is_kept_where_it_could_change_the_output(lm, guarantee, parity, count):
+    verifier, info = types.SimpleNamespace(guarantee=guarantee), types.SimpleNamespace(parity=parity)
+    kept = Sessions(types.SimpleNamespace(verifier=verifier, info=info), 2**30)
+    session = lm.session()
+    session.feed(PROMPTS[0])
+    kept.keep(session, len(PROMPTS[0]))
+    assert len(kept) == count
+    assert (kept.size > 0) == (count > 0)
