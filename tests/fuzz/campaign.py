@@ -1,4 +1,4 @@
-"""How many seeds a fuzzer tries: a block by default, 300 in CI, as many as ``SPECDEC_FUZZ_CASES`` says by hand.
+"""How many seeds a fuzzer tries: a block by default, 150 in CI, as many as ``SPECDEC_FUZZ_CASES`` says by hand.
 
     SPECDEC_FUZZ_CASES=10000 pytest -m slow tests/fuzz/test_session_files.py
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.selection import cases
 
-CASES = 300
+CASES = 150
 BLOCK = 10  # seeds of one test
 
 

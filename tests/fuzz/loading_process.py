@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-HANG_S = 10
+HANG_S = 20
 BLOCKED_S = 120
 ROOM = 4 * 2**30  # bytes of address space beyond what the process has at its start
 
