@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import specdec
 from specdec.errors import SpecdecError
-from specdec.hosting import read_trace, recorded_part, replay
+from specdec.hosting import read_trace, recorded_drafter, replay
 from specdec.registry import registry
 
 from specdec_llamacpp import SpecdecDraft, recurrent_rollback
@@ -82,7 +82,7 @@ def test_the_output_is_plain_and_drafts_are_those_of_the_engine(file, tmp_path, 
     requests = read_trace(tmp_path / "trace").requests
     assert len(requests) == len(PROMPTS)
     for request in requests:
-        assert replay(request, recorded_part(request, tokenizer)) == []
+        assert replay(request, recorded_drafter(request.drafter, request.vocab_size, tokenizer)) == []
 
 
 def test_drafts_of_repeating_text_are_accepted(file):
