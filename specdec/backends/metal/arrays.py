@@ -86,17 +86,7 @@ class MetalLogits(HostLogits):
     __slots__ = ()
 
     def argmax(self) -> list[int]:
-        best = self.array.max(axis=-1, keepdims=True)
-        # ties go to the lowest id by definition of the operations, for any order of reduction on the device
-        ids = mx.arange(self.array.shape[1])
-        tokens = mx.where(self.array == best, ids, self.array.shape[1]).min(axis=-1)
-        broken = mx.isnan(self.array).any(axis=-1) | ~mx.isfinite(best[:, 0])
-        mx.eval(tokens, broken)
-        for row, wrong in enumerate(broken.tolist()):
-            if wrong:
-                raise not_finite(row)
-        found: list[int] = tokens.tolist()
-        return found
+        return read_tokens(lowest_best(self.array, mx.arange(self.array.shape[1])))
 
     def gather(self, tokens: Sequence[int]) -> list[float]:
         at = mx.array(list(tokens), mx.int32)[:, None]
@@ -108,23 +98,41 @@ class MetalLogits(HostLogits):
         return rows
 
 
+def lowest_best(logits: mx.array, ids: mx.array) -> mx.array:
+    """The id of the largest of ``logits [T, n]``, -1 where some logit is not finite: int32 ``[T]``. Lazy.
+
+    Ties go to the lowest id by definition of the operations, for any order of reduction on the device.
+    """
+    best = logits.max(axis=-1, keepdims=True)
+    winners = mx.where(logits == best, ids, 2**31 - 1).min(axis=-1)
+    broken = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(best[:, 0])
+    return mx.where(broken, -1, winners).astype(mx.int32)
+
+
+def read_tokens(best: mx.array) -> list[int]:
+    """Wait for the result of ``lowest_best``. Raises: ContractError for logits that are not finite."""
+    tokens: list[int] = best.tolist()
+    if -1 in tokens:
+        raise not_finite(tokens.index(-1))
+    return tokens
+
+
 class MetalHeadRows:
     """Gathered rows of a head: rows shared with other heads, then added ones.
 
     Attributes:
         parts: one or two weights ``[n, H]``, packed if the head is.
         ids: token id of every row ``[n]`` int32, in the order of the parts.
-        part_ids: the same ids for each part, on the device.
+        device_ids: the same ids on the device.
         vocab_size: V.
     """
 
-    __slots__ = ("ids", "part_ids", "parts", "tokens", "vocab_size")
+    __slots__ = ("device_ids", "ids", "parts", "tokens", "vocab_size")
 
     def __init__(self, parts: tuple[Matrix, ...], ids: NDArray[np.int32], vocab_size: int) -> None:
         self.parts = parts
         self.ids = ids
-        ends = np.cumsum([part.shape[0] for part in parts])
-        self.part_ids = tuple(mx.array(some) for some in np.split(ids, ends[:-1]))
+        self.device_ids = mx.array(ids)
         self.vocab_size = vocab_size
         self.tokens: tuple[int, ...] = tuple(np.sort(ids).tolist())
 
@@ -145,5 +153,5 @@ class MetalHeadRows:
     def spread(self, values: mx.array) -> MetalLogits:
         """Expand ``values [T, n]`` of these rows, float32, to logits over the vocabulary, with -inf elsewhere."""
         full = mx.full((values.shape[0], self.vocab_size), -mx.inf, dtype=mx.float32)
-        full[:, mx.array(self.ids)] = values
+        full[:, self.device_ids] = values
         return MetalLogits(full)

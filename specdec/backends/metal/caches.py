@@ -10,7 +10,6 @@ started to compute belongs to the thread that made it, and a session may continu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -18,7 +17,7 @@ import torch
 
 from specdec.backends.caches import Cache, MarkedCache
 from specdec.backends.metal.arrays import from_host, to_host
-from specdec.backends.metal.device import DeviceLength, number, rows_from
+from specdec.backends.metal.device import number
 from specdec.backends.metal.kernel_sets import Past
 from specdec.backends.ops import DeltaShape
 from specdec.errors import StateError
@@ -52,14 +51,12 @@ class RowCache(Cache):
             added = (_rows(held.shape[1], more, held.shape[3], held.dtype) for held in self.buckets)
             self.buckets = [mx.concatenate(pair, axis=2) for pair in zip(self.buckets, added, strict=True)]
 
-    def write(self, rows: tuple[mx.array, ...], at: mx.array) -> None:
-        """Write rows ``[T, n, D]`` at position ``at``, int32 ``[1]``; the buckets must be large enough."""
+    def _append(self, *rows: mx.array) -> None:
+        """Write rows ``[T, n, D]`` after the committed ones."""
+        self.reserve(self.length + rows[0].shape[0])
+        at = number(self.length)
         for i, new in enumerate(rows):
             self.buckets[i] = mx.slice_update(self.buckets[i], new.transpose(1, 0, 2)[None], at, axes=[2])
-
-    def _append(self, *rows: mx.array) -> None:
-        self.reserve(self.length + rows[0].shape[0])
-        self.write(rows, number(self.length))
 
     def arrays(self) -> list[mx.array]:
         """What a pass has to compute, besides its result."""
@@ -135,20 +132,6 @@ class MetalLatentCache(RowCache):
         super().load({"rows": arrays["rows"]}, length)
 
 
-class Placed:
-    """Stand-in for a row cache in a pass whose length only the device knows. Room must be made before."""
-
-    def __init__(self, cache: RowCache, length: DeviceLength) -> None:
-        self._cache = cache
-        self.length = length
-
-    def append(self, *rows: mx.array) -> Any:
-        """Append rows as the cache does."""
-        shaped = tuple(new if new.ndim == 3 else new[:, None] for new in rows)
-        self._cache.write(shaped, self.length.array)
-        return tuple(self._cache.buckets) if len(rows) > 1 else self._cache.buckets[0]
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class DeltaState:
     """The lazy state of a delta layer after a block of rows (see ``kernels.delta``).
@@ -157,13 +140,13 @@ class DeltaState:
         base: the matrix before the block, ``[Hv, Dv, Dk]`` float32 (MLX's order, S transposed).
         past: the block's rows; None if there is no block.
         raw: raw convolution rows ``[n, C]``: the kc - 1 before the block, then the block's.
-        kept: the number of committed rows of the block, int32 ``[1]``; 0 without a block.
+        kept: the number of committed rows of the block; 0 without a block.
     """
 
     base: mx.array
     past: Past | None
     raw: mx.array
-    kept: mx.array
+    kept: int = 0
 
     def matrix(self) -> mx.array:
         """The matrix after the kept rows. Lazy."""
@@ -171,10 +154,10 @@ class DeltaState:
 
     def window(self, taps: int) -> mx.array:
         """The last ``taps`` raw rows ``[taps, C]``, oldest first. Lazy."""
-        return rows_from(self.raw, self.kept, taps)
+        return self.raw[self.kept : self.kept + taps]
 
     def arrays(self) -> list[mx.array]:
-        return [self.base, self.raw, self.kept, *([] if self.past is None else self.past.arrays())]
+        return [self.base, self.raw, *([] if self.past is None else self.past.arrays())]
 
 
 class MetalDeltaCache(MarkedCache):
@@ -218,7 +201,7 @@ class MetalDeltaCache(MarkedCache):
         """End a pass with the result of ``kernel_sets.KernelSet.delta``."""
         assert self._raw is not None
         self._rows = self._raw.shape[0] - (self.shape.kernel - 1)
-        self.following = DeltaState(base=base, past=past, raw=self._raw, kept=number(0))
+        self.following = DeltaState(base=base, past=past, raw=self._raw)
 
     def follow_whole(self, matrix: mx.array) -> None:
         """End a prompt's pass, which is committed whole or not at all, with the matrix after it."""
@@ -238,14 +221,8 @@ class MetalDeltaCache(MarkedCache):
                 raise StateError("commit without a pass before it")
             if following.past is None and rows != self._rows:
                 raise StateError(f"a prompt of {self._rows} rows must be committed whole, got {rows}")
-            self.settle(number(rows if following.past is not None else 0))
+            self.state = attrs.evolve(following, kept=rows if following.past is not None else 0)
             self.length += rows
-        self._drop()
-
-    def settle(self, kept: mx.array) -> None:
-        """Commit the first ``kept`` rows, int32 ``[1]``. The caller updates ``length`` once it knows the number."""
-        assert self.following is not None
-        self.state = attrs.evolve(self.following, kept=kept)
         self._drop()
 
     # --- between passes --------------------------------------------------------------------------------------------
@@ -266,7 +243,7 @@ class MetalDeltaCache(MarkedCache):
 
 def _whole(matrix: mx.array, window: mx.array) -> DeltaState:
     """Return a state without a block."""
-    return DeltaState(base=matrix, past=None, raw=window, kept=number(0))
+    return DeltaState(base=matrix, past=None, raw=window)
 
 
 def _rows(heads: int, rows: int, dims: int, dtype: mx.Dtype) -> mx.array:

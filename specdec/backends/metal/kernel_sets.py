@@ -8,16 +8,14 @@ in MLX operations that both sets share.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 import mlx.core as mx
 
-from specdec.backends.metal.device import DeviceLength, Length, on_device
+from specdec.backends.metal.device import number
 from specdec.backends.metal.kernels import attention, delta
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec
-from specdec.backends.metal.kernels.greedy_head import greedy_head
 from specdec.backends.metal.kernels.kernel import Executor
 from specdec.backends.metal.kernels.matvec import matvec
 from specdec.backends.metal.kernels.quantised_matvec import quantised_matvec
@@ -27,8 +25,8 @@ from specdec.backends.metal.quantised import Matrix, PackedMatrix
 class Past(Protocol):
     """Rows of a delta-rule block that are not folded yet, until the number of kept rows is known."""
 
-    def fold(self, base: mx.array, kept: mx.array) -> mx.array:
-        """Return the matrix ``[Hv, Dv, Dk]`` float32 after ``base`` and the first ``kept`` (int32 ``[1]``) rows."""
+    def fold(self, base: mx.array, kept: int) -> mx.array:
+        """Return the matrix ``[Hv, Dv, Dk]`` float32 after ``base`` and the first ``kept`` rows."""
 
     def arrays(self) -> list[mx.array]:
         """The arrays it holds."""
@@ -59,7 +57,7 @@ class KernelSet(Protocol):
         q: mx.array,
         keys: mx.array,
         values: mx.array,
-        length: Length,
+        length: int,
         *,
         scale: float,
         dtype: mx.Dtype,
@@ -68,12 +66,9 @@ class KernelSet(Protocol):
         """Causal attention of ``q [T, nq, D]`` over buckets ``[1, nkv, bucket, ...]``: ``[T, nq, Dv]``."""
 
     def delta(
-        self, base: mx.array, past: Past | None, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
+        self, base: mx.array, past: Past | None, kept: int, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
         """Run a block after the kept rows of the last one; return its result, the matrix before it, and its rows."""
-
-    def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
-        """The greedy token of every row, -1 where the logits are not finite: int32 ``[T]``."""
 
 
 @attrs.frozen(eq=False)
@@ -95,28 +90,25 @@ class OwnKernels:
         q: mx.array,
         keys: mx.array,
         values: mx.array,
-        length: Length,
+        length: int,
         *,
         scale: float,
         dtype: mx.Dtype,
         value_dims: int | None = None,
     ) -> mx.array:
         return attention.attend(
-            q, keys, values, on_device(length), scale=scale, dtype=dtype, value_dims=value_dims, executor=self.executor
+            q, keys, values, number(length), scale=scale, dtype=dtype, value_dims=value_dims, executor=self.executor
         )
 
     def delta(
-        self, base: mx.array, past: Past | None, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
+        self, base: mx.array, past: Past | None, kept: int, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
         heads, value_dim, _ = base.shape
         before = past.rows if isinstance(past, OwnPast) else _no_rows(*rows.k.shape[1:], heads, value_dim)
         y, state, block = delta.gated_delta(
-            base, before, kept, rows.q, rows.k, rows.v, rows.g, rows.beta, dtype=dtype, executor=self.executor
+            base, before, number(kept), rows.q, rows.k, rows.v, rows.g, rows.beta, dtype=dtype, executor=self.executor
         )
         return y, state, OwnPast(block, self.executor)
-
-    def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
-        return greedy_head(x, parts, ids, executor=self.executor)
 
 
 @attrs.frozen(eq=False)
@@ -126,8 +118,8 @@ class OwnPast:
     rows: delta.DeltaRows
     executor: Executor | None
 
-    def fold(self, base: mx.array, kept: mx.array) -> mx.array:
-        return delta.flush(base, self.rows, kept, executor=self.executor)
+    def fold(self, base: mx.array, kept: int) -> mx.array:
+        return delta.flush(base, self.rows, number(kept), executor=self.executor)
 
     def arrays(self) -> list[mx.array]:
         return [self.rows.k, self.rows.g, self.rows.delta]
@@ -170,49 +162,39 @@ class StockKernels:
         q: mx.array,
         keys: mx.array,
         values: mx.array,
-        length: Length,
+        length: int,
         *,
         scale: float,
         dtype: mx.Dtype,
         value_dims: int | None = None,
     ) -> mx.array:
         rows = q.shape[0]
-        mask: Any = "causal" if rows > 1 else None
-        if isinstance(length, DeviceLength):  # unknown on the host: read the whole bucket and mask the rest
-            mask = mx.arange(keys.shape[2])[None] < length.array + 1 + mx.arange(rows)[:, None]
-        else:
-            keys, values = keys[:, :, : length + rows], values[:, :, : length + rows]
-        values = values[..., :value_dims]
+        keys, values = keys[:, :, : length + rows], values[:, :, : length + rows, :value_dims]
         if self.wide:
             q, keys, values = (array.astype(mx.float32) for array in (q, keys, values))
         heads = q.transpose(1, 0, 2)[None]
-        out = mx.fast.scaled_dot_product_attention(heads, keys, values, scale=scale, mask=mask)
+        out = mx.fast.scaled_dot_product_attention(
+            heads, keys, values, scale=scale, mask="causal" if rows > 1 else None
+        )
         return out[0].transpose(1, 0, 2).astype(dtype)
 
     def delta(
-        self, base: mx.array, past: Past | None, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
+        self, base: mx.array, past: Past | None, kept: int, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
         state = base if past is None else past.fold(base, kept)
         y, _ = updated(state, rows)
         return y.astype(dtype), state, StockPast(rows)
 
-    def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
-        logits = [self.product(x, part, dtype=mx.float32) for part in parts]
-        joined = mx.concatenate(logits, axis=1) if len(logits) > 1 else logits[0]
-        tokens = mx.arange(joined.shape[1], dtype=mx.int32) if ids is None else mx.concatenate(list(ids))
-        return lowest_best(joined, tokens)
-
 
 @attrs.frozen(eq=False)
 class StockPast:
-    """Rows that are recomputed. A row that is not kept has no effect: its decay is 1 and it adds nothing."""
+    """Rows that are recomputed."""
 
     rows: DeltaInputs
 
-    def fold(self, base: mx.array, kept: mx.array) -> mx.array:
-        stays = (mx.arange(self.rows.g.shape[0]) < kept)[:, None]
-        g, beta = mx.where(stays, self.rows.g, 1.0), mx.where(stays, self.rows.beta, 0.0)
-        return updated(base, attrs.evolve(self.rows, g=g, beta=beta))[1]
+    def fold(self, base: mx.array, kept: int) -> mx.array:
+        q, k, v, g, beta = (array[:kept] for array in self.arrays())
+        return updated(base, DeltaInputs(q=q, k=k, v=v, g=g, beta=beta))[1] if kept else base
 
     def arrays(self) -> list[mx.array]:
         rows = self.rows
@@ -224,11 +206,3 @@ def updated(state: mx.array, rows: DeltaInputs) -> tuple[mx.array, mx.array]:
     inputs = (array.astype(mx.float32)[None] for array in (rows.q, rows.k, rows.v, rows.g, rows.beta))
     y, after = mx.fast.gated_delta_update(*inputs, state[None])
     return y[0], after[0]
-
-
-def lowest_best(logits: mx.array, tokens: mx.array) -> mx.array:
-    """The token of the largest of ``logits [T, N]``; ties go to the lowest; -1 where some logit is not finite."""
-    best = logits.max(axis=-1, keepdims=True)
-    winners = mx.where(logits == best, tokens, 2**31 - 1).min(axis=-1)
-    broken = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(best[:, 0])
-    return mx.where(broken, -1, winners).astype(mx.int32)

@@ -7,8 +7,6 @@ kernels, which are row-invariant; ``fast`` uses MLX's stock kernels throughout.
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,26 +14,24 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, to_host
+from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, lowest_best, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
-from specdec.backends.metal.device import DeviceLength, DeviceTokens, Length, on_device, rows_from
-from specdec.backends.metal.executor import MetalExecutor, device_executor
+from specdec.backends.metal.device import DeviceTokens, number
 from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernels, StockKernels, updated
-from specdec.backends.metal.kernels import lanes
+from specdec.backends.metal.kernels import attention, lanes
 from specdec.backends.metal.kernels.kernel import Executor, OnMetal
 from specdec.backends.metal.passes import MetalPasses
 from specdec.backends.metal.quantised import PACKED_FORMATS, Matrix, PackedMatrix, packed, take
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
-from specdec.backends.passes import Body, ExecutorSetup, Pass
+from specdec.backends.passes import Body
 from specdec.checkpoints.quantised import StoredMatrix
 from specdec.contract import Parity
 from specdec.errors import ContractError
 
 Mode = Literal["exact", "fast"]
 MAX_ROWS = 16  # rows of the longest pass that is not a prompt, unless a kernel of ours sets a lower limit
-_ON_LINUX = (
-    "MLX's CPU device on Linux has been row-invariant wherever it was tried; MLX does not promise it, so every load "
-    "probes it"
+_REFERENCES = (
+    "MLX's CPU device has been row-invariant wherever it was tried; MLX does not promise it, so every load probes it"
 )
 _OWN = (
     f"specdec's kernels give a row the same bits in passes of 1 to {lanes.MAX_ROWS} rows; longer chunks of a "
@@ -90,18 +86,15 @@ class MetalOps(Ops):
         self.capabilities = Capabilities(
             kernels=kernels,
             parity=Parity.BITWISE,
-            parity_reason=_ON_LINUX if executor is None else _OWN,
-            parity_needs_probe=sys.platform != "linux" if executor is None else on_gpu,
+            parity_reason=_REFERENCES if executor is None else _OWN,
+            probed_context=attention.PART + lanes.MAX_ROWS if on_gpu else 0,
             max_rows=self._max_rows,
             packed_formats=PACKED_FORMATS,
         )
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> MetalPasses:
         """Return passes that build their graph each time (see ``specdec.backends.metal.passes``)."""
-        return MetalPasses(body)
-
-    def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> MetalExecutor | None:
-        return device_executor(self.best, self.capabilities.max_rows, target, head, setup)
+        return MetalPasses(body, self.best)
 
     def _set(self, rows: int) -> KernelSet:
         """Return the kernels for a pass of ``rows`` rows."""
@@ -185,8 +178,8 @@ class MetalOps(Ops):
         wide = x.astype(mx.float32)  # sigmoid(2 y) is (1 + tanh(y)) / 2
         return (wide * mx.sigmoid(wide * (1.5957691216057308 + 0.07135481627260025 * wide * wide))).astype(self.dtype)
 
-    def add_positions(self, x: mx.array, table: Matrix, position: Length) -> mx.array:
-        return self.add(x, self.embed(table, DeviceTokens(on_device(position) + mx.arange(x.shape[0], dtype=mx.int32))))
+    def add_positions(self, x: mx.array, table: Matrix, position: int) -> mx.array:
+        return self.add(x, self.embed(table, DeviceTokens(number(position) + mx.arange(x.shape[0], dtype=mx.int32))))
 
     def concat(self, a: mx.array, b: mx.array) -> mx.array:
         return mx.concatenate([a, b], axis=-1)
@@ -239,7 +232,7 @@ class MetalOps(Ops):
 
     # --- attention -------------------------------------------------------------------------------------------------
 
-    def norm_rope(self, x: mx.array, weight: mx.array | None, eps: float, rope: Rope, position: Length) -> mx.array:
+    def norm_rope(self, x: mx.array, weight: mx.array | None, eps: float, rope: Rope, position: int) -> mx.array:
         wide = x.astype(mx.float32)
         if weight is not None:
             wide = mx.fast.rms_norm(wide, weight, eps).astype(self.dtype).astype(mx.float32)
@@ -348,15 +341,19 @@ class MetalOps(Ops):
         return _own(base).extended(weight, tokens)
 
     def pruned_head(self, x: mx.array, rows: Any) -> MetalLogits:
-        return _own(rows).spread(mx.concatenate([self._float32_product(x, part) for part in _own(rows).parts], axis=1))
+        return _own(rows).spread(self._pruned_product(x, _own(rows)))
 
-    def best(self, x: mx.array, parts: Sequence[Matrix], ids: Sequence[mx.array] | None = None) -> mx.array:
-        """Compute ``head(x).argmax()`` or ``pruned_head(x).argmax()`` on the device: int32 ``[T]``.
+    def _pruned_product(self, x: mx.array, rows: MetalHeadRows) -> mx.array:
+        return mx.concatenate([self._float32_product(x, part) for part in rows.parts], axis=1)
 
-        -1 where those would raise. ``parts`` and ``ids`` are the whole head and None, or the parts of gathered rows and
-        their token ids.
+    def best(self, x: mx.array, head: Matrix | MetalHeadRows) -> mx.array:
+        """The best token of every row, -1 where logits are not finite: int32 ``[T]``. Lazy.
+
+        The logits are written to device memory: 4 bytes per token, beside the thousands of its row of the head.
         """
-        return self._set(x.shape[0]).best(x, parts, ids)
+        if isinstance(head, MetalHeadRows):
+            return lowest_best(self._pruned_product(x, head), head.device_ids)
+        return lowest_best(self._float32_product(x, head), mx.arange(head.shape[0]))
 
 
 def _own(rows: Any) -> MetalHeadRows:
@@ -395,60 +392,15 @@ def _best(values: mx.array, count: int) -> mx.array:
     return mx.argsort(keys, axis=-1)[..., :count].astype(mx.int32)
 
 
-def _turns(rope: Rope, position: Length, rows: int) -> tuple[mx.array, mx.array]:
-    """Cosines and sines ``[T, 1, R/2]`` float32, the same for all layers of a pass."""
-    if not isinstance(position, DeviceLength):
-        return _turns_at(rope, position, rows)
-    if (rope, rows) not in position.kept:
-        tables = _angles(rope).on_device(position.bound + rows)
-        cos, sin = (rows_from(table, position.array, rows) for table in tables)
-        position.kept[rope, rows] = cos, sin
-    found: tuple[mx.array, mx.array] = position.kept[rope, rows]
-    return found
-
-
 @functools.lru_cache(maxsize=8)
-def _turns_at(rope: Rope, position: int, rows: int) -> tuple[mx.array, mx.array]:
-    cos, sin = _angles(rope).on_host(position + rows)
-    made = mx.array(cos[position : position + rows]), mx.array(sin[position : position + rows])
-    mx.eval(made)
-    return made
+def _turns(rope: Rope, position: int, rows: int) -> tuple[mx.array, mx.array]:
+    """Cosines and sines ``[T, 1, R/2]`` float32, the same for all layers of a pass.
 
-
-@functools.lru_cache(maxsize=8)
-def _angles(rope: Rope) -> _Angles:
-    return _Angles(rope)
-
-
-class _Angles:
-    """Tables of cosines and sines for positions from 0 on, ``[S, 1, R/2]`` float32, extended on demand.
-
-    Computed on the host, because a GPU's functions lose precision at large angles.
+    Computed on the host, because a GPU's functions lose precision at large angles. Row by row, because numpy's bits may
+    depend on an element's place in an array.
     """
-
-    def __init__(self, rope: Rope) -> None:
-        self._frequencies = np.array(rope.inv_freq, np.float32)
-        empty = np.zeros((0, 1, len(rope.inv_freq)), np.float32)
-        self._tables = empty, empty
-        self._made: tuple[mx.array, mx.array] | None = None
-        self._lock = threading.RLock()
-
-    def on_host(self, size: int) -> tuple[Any, Any]:
-        """Return tables of at least ``size`` positions."""
-        with self._lock:
-            have = len(self._tables[0])
-            if have < size:
-                new = max(size, have + have // 2, 1024)
-                angles = np.arange(have, new, dtype=np.float32)[:, None, None] * self._frequencies
-                added = np.cos(angles), np.sin(angles)
-                self._tables = tuple(np.concatenate(pair) for pair in zip(self._tables, added, strict=True))  # type: ignore[assignment]
-            return self._tables
-
-    def on_device(self, size: int) -> tuple[mx.array, mx.array]:
-        """Return the same tables as MLX arrays."""
-        tables = self.on_host(size)
-        made = self._made
-        if made is None or made[0].shape[0] < size:
-            self._made = made = mx.array(tables[0]), mx.array(tables[1])
-            mx.eval(made)
-        return made
+    frequencies = np.array(rope.inv_freq, np.float32)
+    angles = [np.float32(position + row) * frequencies[None] for row in range(rows)]
+    turns = mx.array(np.stack([np.cos(row) for row in angles])), mx.array(np.stack([np.sin(row) for row in angles]))
+    mx.eval(turns)
+    return turns

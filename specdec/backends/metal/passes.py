@@ -1,16 +1,26 @@
-"""Passes on MLX: build the graph op by op, then start it without waiting for the device."""
+"""Passes on MLX: build the graph op by op, then start it without waiting for the device.
+
+A draft chain is one lazy graph over all of its passes: the choice of a token stays on the device, and the host reads
+the drafted tokens at its end.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from specdec.backends.ops import Array, Cache
+from specdec.backends.metal.arrays import read_tokens
+from specdec.backends.metal.caches import MetalDeltaCache
+from specdec.backends.metal.device import DeviceTokens
+from specdec.backends.ops import Array, Cache, HeadRows
 from specdec.backends.passes import Body, Pass
+from specdec.contract import Choosing
 from specdec.errors import UnsupportedError
+
+Best = Callable[[mx.array, Any], mx.array]  # ``MetalOps.best``
 
 
 class MetalPass(Pass):
@@ -20,24 +30,47 @@ class MetalPass(Pass):
     would build one graph over all its chunks and keep their intermediate results. A commit adds nothing to compute.
     """
 
-    def __init__(self, body: Body, caches: Sequence[Any]) -> None:
-        self.body = body
-        self.caches = caches
+    def __init__(self, body: Body, best: Best, caches: Sequence[Any]) -> None:
+        self._body = body
+        self._best = best
+        self._caches = caches
 
     def run(self, tokens: Sequence[int], hidden: Array | None = None) -> Array:
         with explained():
-            x = self.body(self.caches, tokens, hidden)
-            start([x], self.caches)
+            x = self._body(self._caches, tokens, hidden)
+            self._start(x)
         return x
 
     def commit(self, rows: int) -> None:
-        for cache in self.caches:
+        for cache in self._caches:
             cache.commit(rows)
 
+    def chain(
+        self, tokens: Sequence[int], hidden: Array, depth: int, head: Array | HeadRows, choosing: Choosing | None = None
+    ) -> tuple[int, ...] | None:
+        end = len(tokens) + depth - 1
+        for cache in self._caches:
+            # a recurrent state cannot drop its drafted rows; the pass that does not fit raises the error
+            if isinstance(cache, MetalDeltaCache) or cache.length + end > cache.capacity:
+                return None
+        if choosing is not None:
+            return None
+        drafted: list[mx.array] = []
+        with explained():
+            x = self._body(self._caches, tokens, hidden)[-1:]
+            self.commit(len(tokens))
+            drafted.append(self._best(x, head))
+            while len(drafted) < depth:
+                x = self._body(self._caches, DeviceTokens(mx.maximum(drafted[-1], 0)), x)
+                self.commit(1)
+                drafted.append(self._best(x, head))
+            found = mx.concatenate(drafted)
+            self._start(found)
+        return tuple(read_tokens(found))
 
-def start(arrays: Iterable[mx.array], caches: Iterable[Any]) -> None:
-    """Start computing the arrays and the contents of the caches; afterwards any thread may use them."""
-    mx.async_eval(*arrays, *(array for cache in caches for array in cache.arrays()))
+    def _start(self, result: mx.array) -> None:
+        """Start computing the result and the contents of the caches; afterwards any thread may use them."""
+        mx.async_eval(result, *(array for cache in self._caches for array in cache.arrays()))
 
 
 @contextlib.contextmanager
@@ -60,8 +93,9 @@ class MetalPasses:
 
     eager_reason = ""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, best: Best) -> None:
         self._body = body
+        self._best = best
 
     def bind(self, caches: Sequence[Cache]) -> MetalPass:
-        return MetalPass(self._body, caches)
+        return MetalPass(self._body, self._best, caches)

@@ -85,11 +85,6 @@ def packed(matrices: Sequence[StoredMatrix], dtype: mx.Dtype, *, wide: bool) -> 
     return PackedMatrix(codes=codes, scales=scales, biases=biases, group=meta["group"], bits=meta["bits"])
 
 
-def product(x: mx.array, weight: Matrix) -> mx.array:
-    """``x @ w.T`` in the dtype of x."""
-    return weight.product(x) if isinstance(weight, PackedMatrix) else x @ weight.swapaxes(-1, -2)
-
-
 def joined(weights: Sequence[Matrix]) -> Matrix:
     """Concatenate the rows of matrices of one layout, and compute the result."""
     one = weights[0]
