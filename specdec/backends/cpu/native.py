@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.backends.arrays import not_finite
 from specdec.backends.cpu.arrays import CPU, CpuLogits
 from specdec.backends.cpu.caches import CpuDeltaCache, CpuKVCache
 from specdec.backends.cpu.library import Kernels
 from specdec.backends.cpu.packed import FORMATS, Packer
-from specdec.backends.cpu.pruned import CHOICE_DRAFTED, HeadRows, NativePrunedLogits, SearchKernels, checked_rows
+from specdec.backends.cpu.pruned import CHOICE_DRAFTED, HeadRows, NativePrunedLogits, SearchedLogits, SearchKernels
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.cpu.tape import Kernel, RecordedTokens, Runner, current, record
 from specdec.backends.cpu.threads import Threads
@@ -58,7 +57,7 @@ def _stride(packed: Tensor) -> int:
     return 0 if packed.dtype is torch.uint8 else -packed.shape[1]
 
 
-class NativeLogits(CpuLogits):
+class NativeLogits(SearchedLogits, CpuLogits):
     """Logits that are searched and sampled by native kernels, in one pass over the row."""
 
     __slots__ = ("_best", "_search")
@@ -68,50 +67,18 @@ class NativeLogits(CpuLogits):
         self._best = best
         self._search = search
 
+    def _memory(self) -> tuple[int, int, int, int, int]:
+        rows, size = self.array.shape
+        return self.array.data_ptr(), rows, size, 0, size
+
     def argmax(self) -> list[int]:
         rows, size = self.array.shape
-        found = (ctypes.c_int64 * rows)()
-        self._best(self.array.data_ptr(), rows, size, found)
-        best = list(found)
+        tokens = (ctypes.c_int64 * rows)()
+        self._best(self.array.data_ptr(), rows, size, tokens)
+        best = list(tokens)
         if min(best) < 0:  # ~token: not finite
             return super().argmax()  # raises
         return best
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int:
-        at, size = self._addresses()[row]
-        token = self._search.noisy_argmax(at, size, scale, seed, position, 0, size)
-        if token < 0:
-            raise not_finite(row)
-        return token
-
-    def choose(self, choosing: Choosing) -> Sequence[int | None]:
-        rows, size = self.array.shape
-        tokens = self._search.choose(self.array.data_ptr(), rows, size, choosing)
-        return checked_rows(tokens, self.rows()) if None in tokens else tokens
-
-    def exponential_sum(self, row: int, best: float) -> int:
-        return self._search.exponential_sum(*self._addresses()[row], best)
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        if k > 2:
-            return super().topk(k)
-        ids: list[list[int]] = []
-        values: list[list[float]] = []
-        for at, size in self._addresses():
-            found = self._search.best(at, size)
-            if found is None:  # a NaN
-                return super().topk(k)
-            ids.append(found[0][:k])
-            values.append(found[1][:k])
-        return ids, values
-
-    def logsumexp(self) -> list[float]:
-        return [self._search.logsumexp(at, size) for at, size in self._addresses()]
-
-    def _addresses(self) -> list[tuple[int, int]]:
-        rows, size = self.array.shape
-        at = self.array.data_ptr()
-        return [(at + 4 * size * row, size) for row in range(rows)]
 
 
 class NativeOps(ReferenceOps):

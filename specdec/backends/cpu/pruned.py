@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import bisect
 import ctypes
 import struct
@@ -35,44 +36,35 @@ class SearchKernels:
     ``ids`` is the address of the int32 token ids of a pruned row, 0 for a full row.
     """
 
-    __slots__ = ("_best_two", "_choose_rows", "_exponential_sum", "_logsumexp", "_prepared")
+    __slots__ = ("_best_two", "_choose_rows", "_prepared", "logsumexp")
 
     def __init__(self, kernels: Kernels, choose_rows: Callable[..., None]) -> None:
         """``choose_rows``: the kernel of this name, without the number of threads."""
         self._best_two = kernels.function("best_two", "ppipp", ctypes.c_int64)
-        self._logsumexp = kernels.function("logsumexp", "pi", ctypes.c_double)
-        self._exponential_sum = kernels.function("exponential_sum", "pifp")
+        self.logsumexp = kernels.function("logsumexp", "pi", ctypes.c_double)
         self._choose_rows = choose_rows
         self._prepared: ChoiceSettings | None = None
 
     def best(self, at: int, size: int, ids: int = 0) -> tuple[list[int], list[float]] | None:
         """Return up to two best tokens and their logits; None for a row with a NaN."""
         tokens, values = _I64x2(), _F32x2()
-        found = self._best_two(at, ids, size, tokens, values)
-        return None if found < 0 else (tokens[:found], values[:found])
-
-    def logsumexp(self, at: int, size: int) -> float:
-        """Return the log-sum-exp; its bits do not depend on the order of the logits or on -inf entries."""
-        value: float = self._logsumexp(at, size)
-        return value
-
-    def noisy_argmax(self, at: int, size: int, scale: float, seed: int, position: int, ids: int, vocab: int) -> int:
-        """Sample a token from a row; negative if no logit is finite or one is NaN."""
-        choice = ChoiceSettings(Sampling(temperature=1.0)).fields(position=position)
-        choice[CHOICE_SEED] = seed
-        ctypes.c_double.from_buffer(choice).value = 1 / scale
-        token = ctypes.c_int64()
-        self._choose_rows(at, 1, size, ids, vocab, choice, ctypes.byref(token))
-        return token.value if token.value >= 0 or token.value <= NOT_FINITE else ~token.value
+        count = self._best_two(at, ids, size, tokens, values)
+        return None if count < 0 else (tokens[:count], values[:count])
 
     def choose(
         self, at: int, rows: int, size: int, choosing: Choosing, ids: int = 0, vocab: int = 0
     ) -> Sequence[int | None]:
-        """Return the token of every row; None for a row that the kernel cannot decide."""
+        """Return the token of every row; None where no token is allowed.
+
+        Raises: ContractError for logits that are not finite.
+        """
         choice, alive = self.choice(choosing)
         tokens = (ctypes.c_int64 * rows)()
         self._choose_rows(at, rows, size, ids, vocab or size, choice, tokens)
         del alive  # the kernel has read its addresses
+        for row, token in enumerate(tokens):
+            if token == _NOT_FINITE:
+                raise not_finite(row)
         return [token if token >= 0 else None for token in tokens]
 
     def choice(self, choosing: Choosing) -> tuple[Any, Any]:
@@ -82,25 +74,10 @@ class SearchKernels:
             prepared = self._prepared = ChoiceSettings(choosing.sampling)
         return prepared.of(choosing)
 
-    def exponential_sum(self, at: int, size: int, best: float) -> int:
-        """Return ``specdec.sampling.exponential_sum``."""
-        sums = _I64x2()
-        self._exponential_sum(at, size, best, sums)
-        return (sums[0] << 40) + sums[1]
 
-
-NOT_FINITE = -(2**63) + 1  # kernels/choice.cpp
+_NOT_FINITE = -2  # kernels/choice.cpp
 _Choice = ctypes.c_int64 * 22
-CHOICE_SEED, _SEEN, _GENERATED, _SEEN_COUNT, CHOICE_DRAFTED, _FIRST, _POSITION, _END_AFTER = (
-    7,
-    15,
-    16,
-    17,
-    18,
-    19,
-    20,
-    21,
-)
+_SEEN, _GENERATED, _SEEN_COUNT, CHOICE_DRAFTED, _FIRST, _POSITION, _END_AFTER = range(15, 22)
 
 
 class ChoiceSettings:
@@ -122,16 +99,11 @@ class ChoiceSettings:
             *[0] * 7,
         )
 
-    def fields(self, *, position: int) -> Any:
-        """Return a ``Choice`` without history."""
-        choice = _Choice.from_buffer_copy(self._bytes)
-        choice[_POSITION] = position
-        return choice
-
     def of(self, choosing: Choosing) -> tuple[Any, Any]:
         """Return the ``Choice`` of a pass, and what must live as long."""
         context, drafted = choosing.context, choosing.drafted
-        choice = self.fields(position=len(context) + choosing.first)
+        choice = _Choice.from_buffer_copy(self._bytes)
+        choice[_POSITION] = len(context) + choosing.first
         choice[_END_AFTER] = context.generated_from + self.sampling.min_new_tokens
         if not self._counts:
             return choice, self
@@ -141,6 +113,38 @@ class ChoiceSettings:
         choice[_GENERATED] = seen.generated.buffer_info()[0]
         choice[CHOICE_DRAFTED], choice[_FIRST] = ctypes.addressof(tokens), choosing.first
         return choice, (self, seen, tokens)
+
+
+class SearchedLogits(Logits):
+    """Logits whose rows are searched and sampled by native kernels; what those leave open goes to the next class."""
+
+    __slots__ = ()
+
+    _search: SearchKernels
+
+    @abc.abstractmethod
+    def _memory(self) -> tuple[int, int, int, int, int]:
+        """Address of the rows, their number, elements of a row, address of their token ids (or 0), and V."""
+
+    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        at, rows, size, of_ids, _ = self._memory()
+        ids: list[list[int]] = []
+        values: list[list[float]] = []
+        for row in range(rows if k <= 2 else 0):
+            best = self._search.best(at + 4 * size * row, size, of_ids)
+            if best is None or len(best[0]) < k or best[1][k - 1] == -np.inf:  # a NaN, or fewer than k finite logits
+                break
+            ids.append(best[0][:k])
+            values.append(best[1][:k])
+        return (ids, values) if len(ids) == rows else super().topk(k)  # type: ignore[safe-super]
+
+    def logsumexp(self) -> list[float]:
+        at, rows, size, _, _ = self._memory()
+        return [self._search.logsumexp(at + 4 * size * row, size) for row in range(rows)]
+
+    def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        at, rows, size, ids, vocab = self._memory()
+        return self._search.choose(at, rows, size, choosing, ids, vocab)
 
 
 class HeadRows:
@@ -283,60 +287,21 @@ class PrunedLogits(Logits):
         return self._full
 
 
-class NativePrunedLogits(PrunedLogits):
+class NativePrunedLogits(SearchedLogits, PrunedLogits):
     """Pruned logits that are searched and sampled by native kernels, without a full row."""
 
-    __slots__ = ("_kernels",)
+    __slots__ = ("_search",)
 
-    def __init__(self, values: Float32, head: HeadRows, kernels: SearchKernels) -> None:
+    def __init__(self, values: Float32, head: HeadRows, search: SearchKernels) -> None:
         super().__init__(np.ascontiguousarray(values), head.ids, head.vocab_size)
-        self._kernels = kernels
+        self._search = search
 
-    def _at(self, row: int) -> tuple[int, int]:
-        size = self._values.shape[1]
-        return self._values.ctypes.data + 4 * size * row, size
+    def _memory(self) -> tuple[int, int, int, int, int]:
+        return self._values.ctypes.data, *self._values.shape, self._ids.ctypes.data, self._vocab_size
 
     def argmax(self) -> list[int]:
-        tokens = []
-        for row in range(len(self)):
-            found = self._kernels.best(*self._at(row), self._ids.ctypes.data)
-            if found is None or not found[0] or not np.isfinite(found[1][0]):
+        ids, values = self.topk(1)
+        for row, (value,) in enumerate(values):
+            if not np.isfinite(value):
                 raise not_finite(row)
-            tokens.append(found[0][0])
-        return tokens
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        if k > 2:
-            return super().topk(k)
-        ids: list[list[int]] = []
-        values: list[list[float]] = []
-        for row in range(len(self)):
-            found = self._kernels.best(*self._at(row), self._ids.ctypes.data)
-            if found is None or len(found[0]) < k or found[1][k - 1] == -np.inf:
-                return super().topk(k)  # a NaN, or fewer than k finite logits
-            ids.append(found[0][:k])
-            values.append(found[1][:k])
-        return ids, values
-
-    def logsumexp(self) -> list[float]:
-        return [self._kernels.logsumexp(*self._at(row)) for row in range(len(self))]
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int:
-        at, size = self._at(row)
-        token = self._kernels.noisy_argmax(at, size, scale, seed, position, self._ids.ctypes.data, self._vocab_size)
-        if token < 0:
-            raise not_finite(row)
-        return token
-
-    def choose(self, choosing: Choosing) -> Sequence[int | None]:
-        (at, size), ids = self._at(0), self._ids.ctypes.data
-        return checked_rows(self._kernels.choose(at, len(self), size, choosing, ids, self._vocab_size), self._values)
-
-
-def checked_rows(tokens: Sequence[int | None], rows: Float32) -> Sequence[int | None]:
-    """``tokens``. Raises: ContractError where a row has no token because its logits are not finite."""
-    if None in tokens:
-        for number, (token, row) in enumerate(zip(tokens, rows, strict=True)):
-            if token is None and not (len(row) and np.isfinite(row.max())):
-                raise not_finite(number)
-    return tokens
+        return [token for (token,) in ids]

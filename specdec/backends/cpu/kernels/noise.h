@@ -1,4 +1,4 @@
-// The noise of sampling, and vector helpers for rows of logits. Reference: specdec.sampling (philox, uniforms, gumbel),
+// The noise of sampling, and vector helpers for rows of logits. Reference: specdec.sampling (philox, uniforms, gumbel) in
 // float64; here float32 after the counters.
 //
 // Bits contract: the noise of a token is a function of seed, position, purpose and token id.
@@ -120,9 +120,6 @@ INLINE vf gumbel(vu words) {
     const vf spent = select(tiny, w, select(small, near * (w / select(tiny, splat(1.0f), lost)), near));
     return -logarithm(spent);
 }
-
-// The same of one word in double precision; the reference's formula.
-inline double gumbel(uint32_t word) { return -std::log(-std::log1p(-((word + 0.5) * 0x1p-32))); }
 
 // An upper bound on the noise of the same words: -log1p(-w) >= w >= 2^e with e the binary exponent of w. The slack
 // covers the rounding of both sides.

@@ -18,8 +18,7 @@ constexpr int64_t TABLE = -1;  // as a slot: the argument is the address of an a
 // as in tape.py
 enum Slot { HIDDEN = 3, TOKENS = 4, OUT = 5, ROW = 8, BEST = 10, CHOICE = 11, FIRST_CACHE = 24, PER_CACHE = 4 };
 
-// As in choice.cpp: fields of a Choice, and the larger of the two values that are no token.
-constexpr int64_t CHOICE_FIRST = 19, CHOICE_POSITION = 20, NOT_FINITE = INT64_MIN + 1;
+constexpr int64_t CHOICE_FIRST = 19, CHOICE_POSITION = 20;  // fields of a Choice, as in choice.cpp
 
 struct Argument {
     int64_t slot;
@@ -140,8 +139,8 @@ struct Program {
 
 // Runs a pass of `rows` rows and then depth - 1 passes of one row, each followed by `best`, which writes the token for
 // the row in slot ROW to slot BEST. A pass takes the token and the output row of the one before it; outputs are
-// contiguous from slot OUT on. With a choice (slot CHOICE, see choice.cpp), guesses are taken as drafts, and its
-// position and number of drafted tokens advance. Returns the number of tokens: fewer than `depth` if the next is
+// contiguous from slot OUT on. The position and the number of drafted tokens of a choice (slot CHOICE, see choice.cpp)
+// advance. Returns the number of tokens: fewer than `depth` if the next is
 // negative (no token is allowed, or the logits were not finite) or its pass failed. Slots of lengths are advanced for
 // every pass that was followed by another.
 int64_t chain(const Program& first, const Program& next, const Program& best, int64_t* slots, int64_t caches,
@@ -155,7 +154,6 @@ int64_t chain(const Program& first, const Program& next, const Program& best, in
         slots[BEST] = (int64_t)(tokens + step);
         play(best);
         if (auto* choice = (int64_t*)slots[CHOICE]) {
-            if (tokens[step] < 0 && tokens[step] > NOT_FINITE) tokens[step] = ~tokens[step];
             ++choice[CHOICE_FIRST];
             ++choice[CHOICE_POSITION];
         }
