@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specdec.backends.arrays import HostLogits
 from specdec.contract import Choosing, Context, Sampling
 from specdec.errors import SpecdecError
-from specdec.sampling import Purpose, Rows, gumbel
+from specdec.sampling import Purpose, Rows, gumbel, processed
 
 KINDS = ("normal", "flat", "peaked", "few values", "equal", "mostly -inf", "far apart", "nearly equal", "quarters")
 SETTINGS: dict[str, dict[str, list[Any]]] = {
@@ -114,6 +114,56 @@ def wrong_rows(
         if token is not None and token != outcome(lambda row=row: reference.choose(row))
     ]
     return wrong, list(found).count(None)
+
+
+def misfit(row: np.ndarray, history: list[int], context: Context, token: int) -> str:
+    """Why a float32 sampler must not choose this token of a row ``[V]``, by the float64 reference; "" if it may.
+
+    What differs from the reference by no more than rounding is right: a score of almost the best one, and a token next
+    to the boundary of a filter.
+    """
+    sampling, logits = context.sampling, processed(row, history, context)
+    if not logits[token] > -np.inf:
+        return "a forbidden token"
+    top, ids = logits.max(), np.arange(len(logits))
+    heat = sampling.temperature or 1.0
+    slack = (1e-4 + 1e-6 * abs(top) / heat) * heat  # of a logit
+    if sampling.temperature == 0:
+        return "not the best token" if logits[token] < top - slack else ""
+    gap = (logits - top) / heat
+    probs = np.exp(gap)
+
+    def kept(slack: float, mass: float) -> np.ndarray:
+        """The tokens that filters keep with boundaries moved by so much."""
+        better = np.array([(logits > value + slack).sum() for value in logits]) if len(logits) < 600 else None
+        if better is None:
+            better = len(logits) - np.searchsorted(np.sort(logits), logits + slack, side="right")
+        keep = np.ones(len(logits), bool)
+        if sampling.top_k:
+            keep &= better < sampling.top_k
+            if slack < 0:  # ties at the boundary: the lowest ids, which this does not tell apart
+                keep &= better + 1 <= sampling.top_k
+        if sampling.top_p < 1:
+            inside = probs * (ranks(logits, ids) < (sampling.top_k or len(logits)))
+            order = np.argsort(-logits, kind="stable")
+            before = np.concatenate([[0.0], np.cumsum(inside[order])])[np.clip(better, 0, len(logits))]
+            keep &= (before < (sampling.top_p + mass) * inside.sum()) | (better == 0)
+        if sampling.min_p:
+            keep &= gap >= np.log(sampling.min_p) - slack / heat
+        return keep
+
+    if not kept(slack, 1e-4)[token]:
+        return "a filtered token"
+    scores = gap + gumbel(sampling.seed, len(history), ids, Purpose.TOKEN)
+    rivals = scores[kept(-slack, -1e-4)]
+    return "a worse score" if len(rivals) and scores[token] < rivals.max() - 1e-3 - 2 * slack / heat else ""
+
+
+def ranks(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The place of every token, best first, ties by ascending id."""
+    places = np.empty(len(logits), int)
+    places[np.lexsort((ids, -logits))] = ids
+    return places
 
 
 @st.composite

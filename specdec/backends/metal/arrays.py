@@ -55,7 +55,7 @@ class MetalHidden(ArrayHidden):
         return _started(mx.concatenate(arrays))
 
     def __init__(self, array: mx.array, rows: range | None = None) -> None:
-        self._array = array
+        self._array = array if rows is not None else _started(array)
         self._rows = range(array.shape[0]) if rows is None else rows
 
     @property

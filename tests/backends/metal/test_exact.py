@@ -1,4 +1,4 @@
-"""Exact mode with the kernels themselves: whole passes and cycles of a tiny model, run as Metal source.
+"""Exact mode with the kernels themselves: whole passes and draft chains of a tiny model, run as Metal source.
 
 On Linux the text that MLX would compile runs under emulation, on a Mac on its GPU.
 """
@@ -16,14 +16,14 @@ import pytest
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels import lanes  # noqa: E402
+from specdec.backends.metal.kernels.attention import PART  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.contract import DeviceDraft, Parity  # noqa: E402
+from specdec.contract import Parity  # noqa: E402
 from specdec.errors import UnsupportedError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.metal.kernel_runs import CONTRACTED, EMULATED, Mutated  # noqa: E402
 from tests.backends.metal.test_metal_families import arrays  # noqa: E402
-from tests.decoding.fake_device import on_device, prefilled, run  # noqa: E402
 
 pytestmark = pytest.mark.emulator
 
@@ -105,21 +105,27 @@ def test_a_kernel_that_depends_on_its_rows_is_found_out(made: Made) -> None:
     assert not np.array_equal(singly, together)
 
 
-def test_cycles_of_the_kernels_say_what_one_row_passes_say(made: Made) -> None:
-    """Rejected drafts, rows of the head behind the pairs that wait, folds by a count that only the device knows."""
-    counted = Counted(EMULATED)
-    target = made(counted)
-    prompt = TOKENS[:4]
-    truth = [*prompt, *tiny.plain_run(target, prompt, 9)]
-    sequence = prefilled(target, prompt, DeviceDraft(), 32)
-    executor = on_device(sequence, DeviceDraft())
-    counted.launches.clear()
-    run(sequence, executor, [2, 0, 3, 3], ahead=True)
-    executor.close()
-    assert counted.launches["specdec_gated_delta"] == 4  # a layer, four cycles
-    assert sequence.tokens == truth[: len(sequence.tokens)]
-    plain = tiny.held(target, prompt, sequence.tokens[len(prompt) :])
-    tiny.assert_same_bits(arrays(target, sequence.state), arrays(target, plain))
+def test_a_chain_of_the_kernels_drafts_what_their_steps_draft(made: Made) -> None:
+    target = made(EMULATED)
+    drafts = []
+    for choose in (None, lambda logits, drafted: logits.argmax()[0]):
+        state = target.new_state(32, tiny.needs_of(target))
+        target.prefill(state, TOKENS[:4])
+        drafts.append(target.draft_mtp(state, TOKENS[4], 3, choose=choose))
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) == 3
+
+
+@pytest.mark.sample
+def test_the_probe_at_load_sees_more_than_one_part_of_attention_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:
+        type = mx.DeviceType.gpu
+
+    monkeypatch.setattr(mx, "default_device", Gpu)
+    ops = MetalOps(mx.bfloat16)
+    assert ops.capabilities.probed_context > PART
+    assert (ops.capabilities.parity, ops.capabilities.max_rows) == (Parity.BITWISE, lanes.MAX_ROWS)
+    assert MetalOps(mx.bfloat16, mode="fast").capabilities.parity is Parity.NUMERIC
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
@@ -136,32 +142,8 @@ def test_what_each_mode_says_of_itself(made: Made) -> None:
 
 
 @pytest.mark.sample
-def test_a_gpu_needs_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact mode claims nothing there that no stored record shows; fast mode claims nothing at all."""
-
-    class Gpu:
-        type = mx.DeviceType.gpu
-
-    monkeypatch.setattr(mx, "default_device", Gpu)
-    ops = MetalOps(mx.bfloat16)
-    assert ops.capabilities.parity_needs_probe
-    assert ops.capabilities.parity is Parity.BITWISE
-    assert ops.capabilities.max_rows == lanes.MAX_ROWS
-    assert not MetalOps(mx.bfloat16, mode="fast").capabilities.parity_needs_probe
-
-
-@pytest.mark.sample
 @pytest.mark.skipif(mx.metal.is_available(), reason="its kernels can be built here")
 def test_a_kernel_that_cannot_be_built_is_an_error_with_a_way_out(made: Made) -> None:
     target = made(OnMetal())
     with pytest.raises(UnsupportedError, match=r"No Metal back-end(?s:.*)backend_options\.mode=fast"):
         target.prefill(target.new_state(8), TOKENS[:3])
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(("system", "needs"), [("linux", False), ("darwin", True)])
-def test_the_cpu_device_needs_one_but_on_linux(system: str, needs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if mx.default_device().type == mx.DeviceType.gpu:
-        pytest.skip("the device is a GPU")
-    monkeypatch.setattr("sys.platform", system)
-    assert MetalOps(mx.float32).capabilities.parity_needs_probe is needs

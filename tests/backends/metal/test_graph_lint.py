@@ -19,15 +19,12 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from specdec.backends.metal import executor, kernels  # noqa: E402
+from specdec.backends.metal import kernels, passes  # noqa: E402
 from specdec.backends.metal import ops as ops_module  # noqa: E402
-from specdec.backends.metal.caches import MetalDeltaCache, Placed  # noqa: E402
-from specdec.backends.metal.device import DeviceLength, DeviceTokens  # noqa: E402
+from specdec.backends.metal.device import DeviceTokens  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.backends.passes import ExecutorSetup, WaitingPairs  # noqa: E402
 from specdec.contract import Needs  # noqa: E402
-from specdec.errors import StateError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.backends.metal.kernel_runs import affine  # noqa: E402
 from tests.backends.metal.test_metal_families import TRIED  # noqa: E402
@@ -148,6 +145,12 @@ def forbidden(found: collections.Counter[str]) -> set[str]:
 Made = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that are not started."""
+    monkeypatch.setattr(passes.MetalPass, "_start", lambda self, result: None)
+
+
 @pytest.fixture(scope="module")
 def made(checkpoint: Callable[..., pathlib.Path]) -> Made:
     def get(family: str, *, mode: Any = "exact", executor: Executor | None = None) -> Any:
@@ -158,14 +161,11 @@ def made(checkpoint: Callable[..., pathlib.Path]) -> Made:
 
 
 def target_pass(target: Any) -> Callable[..., Any]:
-    """The pass with its head, from token ids and a length that the device knows."""
+    """The pass with its head, from token ids that only the device knows."""
 
-    def run(ids: Any, length: Any) -> Any:
-        passes = target.new_state(64).target_pass
-        at = DeviceLength(length, 20)
-        placed = [cache if isinstance(cache, MetalDeltaCache) else Placed(cache, at) for cache in passes.caches]
-        x = passes.body(placed, DeviceTokens(ids), None)
-        return target.ops.best(x, [target.model.lm_head]), target.ops.head(x, target.model.lm_head).array
+    def run(ids: Any) -> Any:
+        x = target.new_state(64).target_pass.run(DeviceTokens(ids))
+        return target.ops.best(x, target.model.lm_head)
 
     return run
 
@@ -177,19 +177,19 @@ def ids(rows: int) -> Any:
 @pytest.mark.parametrize("family", TRIED)
 def test_passes_of_any_length_launch_the_same_kernels_of_our_own(made: Made, family: str) -> None:
     target = made(family)
-    one = launched(target_pass(target), ids(1), mx.array([5], mx.int32))
+    one = launched(target_pass(target), ids(1))
     assert not forbidden(one)
-    assert {name for name in one if name in KERNELS} >= {"specdec_matvec", "specdec_greedy", "specdec_best_candidate"}
+    assert one["specdec_matvec"] > 2
     for rows in (2, 4, 8):
-        assert launched(target_pass(target), ids(rows), mx.array([5], mx.int32)) == one
+        assert launched(target_pass(target), ids(rows)) == one
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 def test_the_lint_sees_stock_kernels(made: Made, family: str) -> None:
     """In fast mode, in a prompt, and where an own kernel gives way to its reference."""
-    fast = launched(target_pass(made(family, mode="fast")), ids(4), mx.array([5], mx.int32))
+    fast = launched(target_pass(made(family, mode="fast")), ids(4))
     assert "!Matmul" in forbidden(fast)
-    prompt = launched(target_pass(made(family)), ids(9), mx.array([5], mx.int32))
+    prompt = launched(target_pass(made(family)), ids(9))
     assert "!Matmul" in forbidden(prompt)
     assert not {name for name in prompt if name in KERNELS}
 
@@ -202,58 +202,29 @@ def test_the_lint_sees_stock_kernels(made: Made, family: str) -> None:
             x, w, residual = inputs
             return [x @ w.T + residual]
 
-    slipped = launched(target_pass(made(family, executor=Without())), ids(4), mx.array([5], mx.int32))
+    slipped = launched(target_pass(made(family, executor=Without())), ids(4))
     assert forbidden(slipped) == {"!Matmul"}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize("pruned", [False, True], ids=["full", "pruned"])
-@pytest.mark.parametrize("depths", [(3, 2), (0, 2)])
-def test_a_whole_cycle_is_one_graph_of_the_same_kernels(
-    made: Made, family: str, pruned: bool, depths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_a_draft_chain_is_one_graph_of_our_own_kernels(
+    made: Made, family: str, pruned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draft chain, verification and decision: nothing is read between them, or MLX would refuse to export it."""
+    """Nothing is read between its passes, or MLX would refuse to export it."""
     target = made(family)
-    monkeypatch.setattr(executor, "start", lambda arrays, caches: None)
-    lm_head = target.model.lm_head
-    head = target.draft_head(range(0, 200, 3)).extended([4]).rows if pruned else lm_head
+    head = target.draft_head(range(0, 200, 3)).extended([4]).rows if pruned else target.model.lm_head
+    drafted: list[Any] = []
+    monkeypatch.setattr(passes, "read_tokens", lambda tokens: drafted.append(tokens) or [])
 
-    def cycle(hidden: Any) -> Any:
-        state = target.new_state(64, Needs(mtp=True))
-        pairs = WaitingPairs(tokens=(5, 6), hidden=hidden, head=head)
-        setup = ExecutorSetup(
-            pending=6, waiting=pairs, lm_head=lm_head, stop_tokens=(3, 4), limit=9, closed=lambda left: None
-        )
-        opened = target.ops.device_executor(state.target_pass, state.mtp_pass, setup)
-        for depth in depths:
-            opened.submit(depth)
-        return [flight.report for flight in opened._flights]
+    def chain(hidden: Any) -> Any:
+        mtp_pass = target.new_state(64, Needs(mtp=True)).mtp_pass
+        mtp_pass.chain([5, 6], hidden, 3, head)
+        return drafted.pop()
 
-    found = launched(cycle, mx.zeros((2, target.info.hidden_size), mx.bfloat16))
+    found = launched(chain, mx.zeros((2, target.info.hidden_size), mx.bfloat16))
     assert not forbidden(found)
-    assert ("specdec_greedy_map" in found) is pruned
-    # the head's layer and the target's, twice; the second launch of the delta rule folds what the first one left
-    layers = sum(isinstance(cache, MetalDeltaCache) for cache in target._new_caches(1))
-    assert found["specdec_gated_delta"] == 2 * layers
-    assert not found["specdec_flush_delta"]
-
-
-def test_a_pass_that_reads_the_device_cannot_be_exported(made: Made) -> None:
-    """So the tests above would fail if one did; and lengths of the device refuse the host's arithmetic."""
-    target = made("qwen3")
-
-    def reading(ids: Any, length: Any) -> Any:
-        int(length.item())
-        return target_pass(target)(ids, length)
-
-    with pytest.raises(ValueError, match=r"eval|item"):
-        launched(reading, ids(1), mx.array([5], mx.int32))
-    length = DeviceLength(mx.array([5], mx.int32), 8)
-    for use in (lambda: length + 1, lambda: int(length), lambda: length < 3, lambda: range(10)[length]):
-        with pytest.raises(StateError, match="used outside the kernels"):
-            use()
-    with pytest.raises(StateError, match="read outside embed"):
-        list(DeviceTokens(ids(2)))
+    assert found["specdec_attend_parts"] == 3
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -270,12 +241,11 @@ def test_packed_weights_have_kernels_of_our_own_too(rows: int) -> None:
             ops.linear(x, weight, residual),
             ops.swiglu(x, weight, weight),
             ops.head(x, weight).array,
-            ops.best(x, [weight]),
+            ops.best(x, weight),
             ops.pruned_head(x, head).array,
         )
 
     found = launched(run, mx.zeros((rows, 64), mx.bfloat16), mx.zeros((rows, 64), mx.bfloat16))
     assert not forbidden(found) - {"!Scatter", "!Full"}
-    assert found["specdec_quantised_matvec"] == 4
+    assert found["specdec_quantised_matvec"] == 5
     assert found["specdec_quantised_matvec_add"] == 1
-    assert found["specdec_quantised_greedy"] == 1

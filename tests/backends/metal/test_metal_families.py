@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,8 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from specdec.backends.metal.arrays import to_host  # noqa: E402
 from specdec.backends.metal.caches import BUCKET, MetalKVCache, MetalLatentCache  # noqa: E402
 from specdec.backends.metal.ops import MetalOps  # noqa: E402
-from specdec.contract import Drafter, Needs, Parity  # noqa: E402
+from specdec.contract import Choosing, Context, Drafter, Needs, Parity  # noqa: E402
+from specdec.errors import ContractError  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, ngram, oracle, partly_right, random  # noqa: E402
@@ -209,6 +211,44 @@ def test_every_accept_count_leaves_the_state_of_a_plain_run(metal: Targets, fami
 
 
 @exact
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3"])
+@given(data=st.data())
+@settings(max_examples=FEW)
+def test_a_chain_drafts_what_the_steps_draft(family: str, metal: Targets, data: st.DataObject) -> None:
+    """Full and pruned heads, 1 to 8 waiting pairs, one draft after the other; then the state goes on."""
+    target, prompt = metal(family), (3, 1, 4, 1, 5)
+    truth = [*prompt, *tiny.plain_run(target, prompt, 30)]
+    head = target.draft_head(range(0, VOCAB, 2)).extended([3, 9, 27]) if data.draw(st.booleans()) else None
+    states = [tiny.held(target, prompt) for _ in range(2)]
+    at = len(prompt)
+    for _ in range(data.draw(st.integers(1, 3))):
+        depth, kept = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+        drafts = []
+        for state, choose in zip(states, (None, lambda logits, drafted: logits.argmax()[0]), strict=True):
+            drafts.append(target.draft_mtp(state, truth[at - 1], depth, head=head, choose=choose))
+            target.decode(state, truth[at - 1 : at - 1 + kept])
+            target.commit(state, kept)
+        assert drafts[0] == drafts[1]
+        assert len(drafts[0]) == depth
+        at += kept
+    tiny.assert_same_bits(*(on_host(target.snapshot(state).arrays) for state in states))
+
+
+def test_a_chain_refuses_what_it_cannot_draft(metal: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the head that are not finite are an error; a chain that does not fit is left to the steps."""
+    target = metal("qwen3_5")
+    state = tiny.held(target, (3, 1, 4))
+    hidden = mx.zeros((1, target.info.hidden_size))
+    room = state.mtp.capacity - state.mtp.length
+    assert state.mtp_pass.chain([1], hidden, room + 1, target.model.lm_head) is None
+    assert state.mtp_pass.chain([1], hidden, 2, target.model.lm_head, Choosing((), Context([1]))) is None
+    bad = target.model.lm_head * mx.nan
+    monkeypatch.setattr(target, "model", attrs.evolve(target.model, mtp_lm_head=bad))
+    with pytest.raises(ContractError, match="are not finite"):
+        target.draft_mtp(state, 4, 3)
+
+
+@exact
 @pytest.mark.parametrize("family", TRIED)
 def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, family: str) -> None:
     target, prompt = metal(family), tuple(range(40, 52))
@@ -281,20 +321,6 @@ def test_a_session_may_go_on_in_another_thread(
             thread.start()
             thread.join()
     assert found == truth
-
-
-def test_hidden_states_may_be_cut_in_one_thread_and_used_in_another(metal: Targets) -> None:
-    target, found = metal("qwen3_5"), []
-    state = target.new_state(16, tiny.needs_of(target))
-    hidden = target.prefill(state, [1, 2, 3, 4]).need_hidden()[1:3]
-
-    def use() -> None:
-        found.append(target.ops.to_host(target.ops.array(hidden)).shape)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert found == [(2, target.info.hidden_size)]
 
 
 @pytest.mark.slow

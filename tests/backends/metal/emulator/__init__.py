@@ -21,12 +21,10 @@ from tests.backends.metal.emulator.errors import (
     ResourceError,
     Uninitialised,
 )
-from tests.backends.metal.emulator.knobs import ORDERS, TREES, Knobs, every_knob, some_knobs
-from tests.backends.metal.emulator.lint import Finding, forbidden, plain_multiply_adds
+from tests.backends.metal.emulator.knobs import ORDERS, Knobs, some_knobs
 
 __all__ = [
     "ORDERS",
-    "TREES",
     "ArithmeticFault",
     "CompileError",
     "Divergence",
@@ -34,7 +32,6 @@ __all__ = [
     "EmulatorUnavailable",
     "Endless",
     "Fault",
-    "Finding",
     "ForbiddenError",
     "KernelError",
     "Knobs",
@@ -44,9 +41,6 @@ __all__ = [
     "ResourceError",
     "Uninitialised",
     "emulate",
-    "every_knob",
-    "forbidden",
-    "plain_multiply_adds",
     "some_knobs",
     "unavailable",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Literal
 
 import attrs
@@ -55,15 +54,6 @@ class Knobs:
             left.remove(source)
             steps.append((into, source))
         return steps
-
-
-def every_knob(seeds: int = 1) -> Iterator[Knobs]:
-    """All combinations, random ones with ``seeds`` seeds each."""
-    for order in ORDERS:
-        for tree in TREES:
-            for contract in (False, True):
-                for seed in range(seeds if "random" in (order, tree) else 1):
-                    yield Knobs(order=order, tree=tree, contract=contract, seed=seed)
 
 
 def some_knobs() -> tuple[Knobs, ...]:

@@ -43,8 +43,3 @@ def tokens(text: str) -> list[Token]:
         found.append(Token(kind, match.group(), line))
         line += match.group().count("\n")
     return found
-
-
-def code(text: str) -> list[Token]:
-    """Without space, comments and directives."""
-    return [token for token in tokens(text) if token.kind not in ("space", "directive")]
