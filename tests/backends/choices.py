@@ -135,9 +135,7 @@ def misfit(row: np.ndarray, history: list[int], context: Context, token: int) ->
 
     def kept(slack: float, mass: float) -> np.ndarray:
         """The tokens that filters keep with boundaries moved by so much."""
-        better = np.array([(logits > value + slack).sum() for value in logits]) if len(logits) < 600 else None
-        if better is None:
-            better = len(logits) - np.searchsorted(np.sort(logits), logits + slack, side="right")
+        better = len(logits) - np.searchsorted(np.sort(logits), logits + slack, side="right")
         keep = np.ones(len(logits), bool)
         if sampling.top_k:
             keep &= better < sampling.top_k
@@ -152,7 +150,9 @@ def misfit(row: np.ndarray, history: list[int], context: Context, token: int) ->
             keep &= gap >= np.log(sampling.min_p) - slack / heat
         return keep
 
-    if not kept(slack, 1e-4)[token]:
+    near = np.abs(gap - gap[token]) * heat <= slack
+    tied = not (near & (logits != logits[token])).any()  # else float32 may order tokens in another way
+    if not kept(slack, 1e-4)[token] or (sampling.top_k and tied and ranks(logits, ids)[token] >= sampling.top_k):
         return "a filtered token"
     scores = gap + gumbel(sampling.seed, len(history), ids, Purpose.TOKEN)
     rivals = scores[kept(-slack, -1e-4)]

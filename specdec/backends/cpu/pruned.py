@@ -300,8 +300,11 @@ class NativePrunedLogits(SearchedLogits, PrunedLogits):
         return self._values.ctypes.data, *self._values.shape, self._ids.ctypes.data, self._vocab_size
 
     def argmax(self) -> list[int]:
-        ids, values = self.topk(1)
-        for row, (value,) in enumerate(values):
-            if not np.isfinite(value):
+        at, rows, size, ids, _ = self._memory()
+        tokens = []
+        for row in range(rows):
+            best = self._search.best(at + 4 * size * row, size, ids)
+            if best is None or not best[0] or not np.isfinite(best[1][0]):
                 raise not_finite(row)
-        return [token for (token,) in ids]
+            tokens.append(best[0][0])
+        return tokens
