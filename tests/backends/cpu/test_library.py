@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -156,38 +153,25 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return contents
 
 
-def flip(data: bytes, at: float) -> bytes:
-    place = int(at * len(data))
-    return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
-
-
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda data: b"",
-    "its magic number": lambda data: data[:4],
-    "a page": lambda data: data[:4096],
     "half": lambda data: data[: len(data) // 2],
     "the last byte": lambda data: data[:-1],
-    "zeros behind the first page": lambda data: data[:4096] + bytes(len(data[4096:])),
-    "another library": lambda data: b"\x7fELF" + data,
-    **{f"a bit at {at}": lambda data, at=at: flip(data, at) for at in (0.01, 0.2, 0.5, 0.8, 0.99)},  # type: ignore[misc]
+    "a bit": lambda data: data[:5000] + bytes([data[5000] ^ 0x10]) + data[5001:],
 }
 
 
-@pytest.mark.parametrize("part", ["library", "checksum"])
-def test_what_is_damaged_is_not_loaded_and_is_built_again(
-    trivial_sources: Path, loaded: list[bytes], part: str
-) -> None:
+def test_what_is_damaged_is_not_loaded_and_is_built_again(trivial_sources: Path, loaded: list[bytes]) -> None:
     """Catches: a library cut short by a full disk or changed by a bad one that ends every later start with a signal."""
     first = built(load_kernels())
     library, beside = first.path, first.path.with_name(f"{first.path.name}.sha256")
-    content, file = library.read_bytes(), library if part == "library" else beside
+    content = library.read_bytes()
     for name, damage in DAMAGES.items():
-        data = damage(file.read_bytes())
-        os.unlink(file)  # the old one is mapped into this process
-        file.write_bytes(data)
+        data = damage(content)
+        os.unlink(library)  # the old one is mapped into this process
+        library.write_bytes(data)
         assert built(load_kernels()).library.answer() == 42, name
         assert loaded[-1] == content, name
-        assert hashlib.sha256(library.read_bytes()).hexdigest() == beside.read_text().split()[0]
     for missing in (library, beside):
         os.unlink(missing)
         assert built(load_kernels()).library.answer() == 42
@@ -224,15 +208,6 @@ def give_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return give
 
 
-FIVE = (
-    "a folder that all may write",
-    "a folder that a group may write",
-    "a folder of another user",
-    "a link of another user",
-    "a library that all may write",
-)
-
-
 def plant(library: Path, sources: Path) -> None:
     """Put a foreign library in the place of one, with its right checksum beside it."""
     source = sources.with_name("planted.cpp")
@@ -254,11 +229,8 @@ def a_link(cache: Path) -> Path:
 
 UNSAFE: dict[str, Callable[[Path, Path, Callable[[Path], None]], object]] = {
     "a folder that all may write": lambda cache, file, give: cache.chmod(0o777),
-    "a sticky folder that all may write": lambda cache, file, give: cache.chmod(0o1777),
-    "a folder that a group may write": lambda cache, file, give: cache.chmod(0o775),
     "a folder of another user": lambda cache, file, give: give(cache),
     "a folder above it that all may write": lambda cache, file, give: cache.parent.chmod(0o777),
-    "a folder above it of another user": lambda cache, file, give: give(cache.parent),
     "a link of another user": lambda cache, file, give: give(a_link(cache)),
     "a link into a folder that all may write": lambda cache, file, give: a_link(cache).resolve().chmod(0o777),
     "a library that all may write": lambda cache, file, give: file.chmod(0o666),
@@ -267,7 +239,9 @@ UNSAFE: dict[str, Callable[[Path, Path, Callable[[Path], None]], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", cases(UNSAFE, sample=FIVE, mark="slow"))
+@pytest.mark.parametrize(
+    "name", cases(UNSAFE, sample=("a folder that all may write", "a link of another user"), mark="slow")
+)
 def test_a_planted_library_is_not_loaded(
     name: str,
     trivial_sources: Path,
@@ -307,23 +281,6 @@ def test_a_library_below_a_relative_folder_is_not_loaded(
     assert "relative path" in kernels.notice
 
 
-def test_links_and_folders_of_one_s_own_are_followed(
-    trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o1777)  # as /tmp
-    cache = tmp_path / "shared" / "mine" / "cache"
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache))
-    first = built(load_kernels())
-    (tmp_path / "link").symlink_to("shared/../shared/mine")
-    monkeypatch.setenv("SPECDEC_CACHE_DIR", str(tmp_path / "link" / "cache"))
-    second = built(load_kernels())
-    assert first.notice == second.notice == ""
-    assert second.path.stat().st_mtime_ns == first.path.stat().st_mtime_ns
-    (tmp_path / "loop").symlink_to("loop")
-    assert "links" in str(keeping.exposed(tmp_path / "loop" / "x"))
-
-
 def test_what_is_created_is_writable_by_its_owner_alone(trivial_sources: Path, tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
@@ -361,28 +318,9 @@ def read_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping.os, "open", refuse)
 
 
-def full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, data: bytes) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", refuse)
-
-
-def full_at_the_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(keeping.os, "fsync", refuse)
-
-
 def absent(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.with_name("file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(cache.with_name("file") / "cache"))
-
-
-def unreadable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPECDEC_CACHE_DIR")
-    monkeypatch.setenv("HOME", "/" + "x" * 300)  # the system refuses it to root too
 
 
 def homeless(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,14 +331,7 @@ def homeless(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", unknown)
 
 
-UNWRITABLE = {
-    read_only: "Read-only file system",
-    full: "No space left on device",
-    full_at_the_end: "No space left on device",
-    absent: "file",
-    unreadable: "File name too long",
-    homeless: "does not know this user's home",
-}
+UNWRITABLE = {read_only: "Read-only file system", absent: "file", homeless: "does not know this user's home"}
 
 
 @pytest.mark.parametrize("happens", UNWRITABLE, ids=lambda happens: happens.__name__)
@@ -423,15 +354,6 @@ def test_without_a_cache_the_kernels_are_built_and_the_reason_is_said(
     assert built(load_kernels()).notice == ""
 
 
-def test_a_cache_that_vanishes_is_made_again(trivial_sources: Path, tmp_path: Path) -> None:
-    first = built(load_kernels())
-    shutil.rmtree(tmp_path / "cache")
-    assert first.library.answer() == 42
-    second = built(load_kernels())
-    assert (second.library.answer(), second.notice) == (42, "")
-    assert second.path.exists()
-
-
 def test_a_notice_reaches_the_result_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "the CPU kernels are built at every start: for a test"
     found = load_kernels()
@@ -448,9 +370,7 @@ def test_a_notice_reaches_the_result_once(tmp_path: Path, monkeypatch: pytest.Mo
 # --- compilers, and processes that build -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "form", ["{folder}/a compiler", "'{folder}/a compiler' -O1", '"{folder}/a compiler"', "env {found}", " {found} "]
-)
+@pytest.mark.parametrize("form", ["{folder}/a compiler", "'{folder}/a compiler' -O1", "env {found}"])
 def test_the_compiler_may_be_a_command(
     form: str, trivial_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,18 +381,12 @@ def test_the_compiler_may_be_a_command(
     assert built(load_kernels()).library.answer() == 42
 
 
-@pytest.mark.parametrize("given", ["'", "c++ '", '"" -O2', "''", "/", "\\"])
+@pytest.mark.parametrize("given", ["c++ '", '"" -O2', "/"])
 def test_a_command_that_is_none_is_a_reason(given: str, trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", given)
     failed = load_kernels()
     assert isinstance(failed, KernelsUnavailable)
     assert f"CXX={given!r} is not " in failed.reason
-
-
-@pytest.mark.parametrize("given", ["", "  "])
-def test_an_empty_command_is_none(given: str, trivial_sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", given)
-    assert built(load_kernels()).library.answer() == 42
 
 
 @pytest.mark.slow
@@ -486,40 +400,6 @@ def test_two_processes_may_build_at_once(trivial_sources: Path, tmp_path: Path) 
     assert [process.communicate(timeout=HUNG)[0].split()[-1] for process in both] == ["42", "42"]
     assert len(list((tmp_path / "cache").glob("*.so"))) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_while_it_builds_leaves_nothing_that_is_loaded(
-    trivial_sources: Path, tmp_path: Path
-) -> None:
-    file = built(load_kernels()).path
-    for number in range(5):
-        for path in list((tmp_path / "cache").iterdir()):
-            path.unlink()
-        process = subprocess.Popen(
-            [sys.executable, "-c", BUILD, str(trivial_sources)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "building\n"
-        time.sleep(number * 0.05)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=HUNG)
-        kernels = built(load_kernels())
-        assert (kernels.library.answer(), kernels.notice, kernels.path) == (42, "", file)
-
-
-@pytest.mark.slow
-def test_a_process_that_may_not_write_large_files_runs_without_the_kernels(
-    trivial_sources: Path, tmp_path: Path
-) -> None:
-    """Every folder's disk is full: the compiler's temporary files as well."""
-    built(load_kernels()).path.unlink()
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", limit + BUILD, str(trivial_sources)], stdout=subprocess.PIPE, text=True, timeout=HUNG
-    )
-    assert done.returncode == 0
-    assert done.stdout.splitlines()[-1].startswith("none: ")
 
 
 def test_without_a_compiler_the_reason_is_recorded(
@@ -625,12 +505,3 @@ def test_a_compiler_that_does_not_know_the_widest_makes_a_narrower_one(trivial_s
     failed = load_kernels(RUNNABLE[0])  # by name, that one or none
     assert isinstance(failed, KernelsUnavailable)
     assert "of tomorrow" in failed.detail
-
-
-def test_the_switch_takes_three_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a misspelt SPECDEC_CPU_KERNELS that is ignored."""
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    assert load_kernels() == KernelsUnavailable("SPECDEC_CPU_KERNELS=torch")
-    monkeypatch.setenv("SPECDEC_CPU_KERNELS", "nativ")
-    with pytest.raises(ConfigError, match="auto, torch or native"):
-        load_kernels()
