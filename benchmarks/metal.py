@@ -30,7 +30,8 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.common import machine, seconds
-from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernels, StockKernels
+from specdec.backends.metal.kernel_sets import KernelSet, OwnKernels, StockKernels
+from specdec.backends.metal.kernels.delta import DeltaInputs
 from specdec.backends.metal.kernels.kernel import OnMetal
 from specdec.backends.metal.quantised import Matrix, PackedMatrix
 
