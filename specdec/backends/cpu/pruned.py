@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.backends.arrays import not_finite
+from specdec.backends.arrays import HostLogits, not_finite
 from specdec.backends.cpu.arrays import CPU
 from specdec.contract import Choosing, Logits, Sampling
 
@@ -229,61 +229,21 @@ def _contains(ascending: Sequence[int], value: int) -> bool:
     return at < len(ascending) and ascending[at] == value
 
 
-class PrunedLogits(Logits):
-    """Logits ``[T, n]`` float32 of n token ids; all other ids have -inf. The numpy reference."""
+class PrunedLogits(HostLogits):
+    """Logits ``[T, n]`` float32 of n token ids; all other ids have -inf. The numpy reference: full rows."""
 
-    __slots__ = ("_full", "_ids", "_values", "_vocab_size")
+    __slots__ = ("_full", "_ids", "_vocab_size")
 
     def __init__(self, values: Float32, ids: Int32, vocab_size: int) -> None:
-        self._values = values
+        super().__init__(values)
         self._ids = ids
         self._vocab_size = vocab_size
         self._full: Float32 | None = None
 
-    def __len__(self) -> int:
-        return int(self._values.shape[0])
-
-    def argmax(self) -> list[int]:
-        tokens = []
-        for row, values in enumerate(self._values):
-            best = values.max() if len(values) else -np.inf
-            if not np.isfinite(best):
-                raise not_finite(row)
-            tokens.append(int(self._ids[values == best].min()))
-        return tokens
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        ids: list[list[int]] = []
-        values: list[list[float]] = []
-        for row in self._values:
-            order = np.lexsort((self._ids, -row))[:k]
-            order = order[row[order] > -np.inf]
-            best = self._ids[order].tolist()
-            ids.append(best + self._others(best, min(k, self._vocab_size) - len(best)))
-            values.append(row[order].tolist() + [-np.inf] * (len(ids[-1]) - len(best)))
-        return ids, values
-
-    def _others(self, taken: Sequence[int], count: int) -> list[int]:
-        """Return the lowest ids not in ``taken``: they all have -inf, and ties are ordered by id."""
-        found: list[int] = []
-        token = 0
-        while len(found) < count:
-            if token not in taken:
-                found.append(token)
-            token += 1
-        return found
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        found = []
-        for row, token in enumerate(tokens):
-            at = np.flatnonzero(self._ids == token)
-            found.append(float(self._values[row, at[0]]) if len(at) else -np.inf)
-        return found
-
     def rows(self) -> Float32:
         if self._full is None:
             self._full = np.full((len(self), self._vocab_size), -np.inf, dtype=np.float32)
-            self._full[:, self._ids] = self._values
+            self._full[:, self._ids] = self.array
         return self._full
 
 
@@ -297,7 +257,7 @@ class NativePrunedLogits(SearchedLogits, PrunedLogits):
         self._search = search
 
     def _memory(self) -> tuple[int, int, int, int, int]:
-        return self._values.ctypes.data, *self._values.shape, self._ids.ctypes.data, self._vocab_size
+        return self.array.ctypes.data, *self.array.shape, self._ids.ctypes.data, self._vocab_size
 
     def argmax(self) -> list[int]:
         at, rows, size, ids, _ = self._memory()

@@ -8,13 +8,14 @@ in MLX operations that both sets share.
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import attrs
 import mlx.core as mx
 
 from specdec.backends.metal.device import number
 from specdec.backends.metal.kernels import attention, delta
+from specdec.backends.metal.kernels.delta import DeltaInputs
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec
 from specdec.backends.metal.kernels.kernel import Executor
 from specdec.backends.metal.kernels.matvec import matvec
@@ -32,57 +33,23 @@ class Past(Protocol):
         """The arrays it holds."""
 
 
-@attrs.frozen(kw_only=True)
-class DeltaInputs:
-    """A block of T rows of the delta rule, float32 except v; letters as in ``specdec.backends.ops.Ops.gated_delta``."""
-
-    q: mx.array  # [T, Hk, Dk], normalised and scaled
-    k: mx.array  # [T, Hk, Dk], normalised
-    v: mx.array  # [T, Hv, Dv]
-    g: mx.array  # [T, Hv], decay factors
-    beta: mx.array  # [T, Hv]
-
-
-class KernelSet(Protocol):
-    """The kernels of the operations. Shapes and letters as in ``specdec.backends.ops.Ops``; all results are lazy."""
-
-    def product(self, x: mx.array, weight: Matrix, residual: mx.array | None = None, *, dtype: mx.Dtype) -> mx.array:
-        """``x [T, K] @ w.T``, plus ``residual`` (``[T, N]`` or ``[N]``): ``[T, N]``."""
-
-    def expert_product(self, x: mx.array, stack: Matrix, ids: mx.array, *, dtype: mx.Dtype) -> mx.array:
-        """``x[t, j] @ stack[ids[t, j]].T``: ``[T, k, N]``; x is ``[T, k, K]``, or ``[T, 1, K]`` for all slots."""
-
-    def attend(
-        self,
-        q: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        length: int,
-        *,
-        scale: float,
-        dtype: mx.Dtype,
-        value_dims: int | None = None,
-    ) -> mx.array:
-        """Causal attention of ``q [T, nq, D]`` over buckets ``[1, nkv, bucket, ...]``: ``[T, nq, Dv]``."""
-
-    def delta(
-        self, base: mx.array, past: Past | None, kept: int, rows: DeltaInputs, *, dtype: mx.Dtype
-    ) -> tuple[mx.array, mx.array, Past]:
-        """Run a block after the kept rows of the last one; return its result, the matrix before it, and its rows."""
-
-
 @attrs.frozen(eq=False)
 class OwnKernels:
-    """specdec's kernels on an executor, or their references in MLX operations if it is None."""
+    """specdec's kernels on an executor, or their references in MLX operations if it is None.
+
+    Shapes and letters as in ``specdec.backends.ops.Ops``; all results are lazy.
+    """
 
     executor: Executor | None
 
     def product(self, x: mx.array, weight: Matrix, residual: mx.array | None = None, *, dtype: mx.Dtype) -> mx.array:
+        """``x [T, K] @ w.T``, plus ``residual`` (``[T, N]`` or ``[N]``): ``[T, N]``."""
         if isinstance(weight, PackedMatrix):
             return quantised_matvec(x, weight, residual, dtype=dtype, executor=self.executor)
         return matvec(x, weight, residual, dtype=dtype, executor=self.executor)
 
     def expert_product(self, x: mx.array, stack: Matrix, ids: mx.array, *, dtype: mx.Dtype) -> mx.array:
+        """``x[t, j] @ stack[ids[t, j]].T``: ``[T, k, N]``; x is ``[T, k, K]``, or ``[T, 1, K]`` for all slots."""
         return expert_matvec(x, stack, ids, dtype=dtype, executor=self.executor)
 
     def attend(
@@ -96,6 +63,7 @@ class OwnKernels:
         dtype: mx.Dtype,
         value_dims: int | None = None,
     ) -> mx.array:
+        """Causal attention of ``q [T, nq, D]`` over buckets ``[1, nkv, bucket, ...]``: ``[T, nq, Dv]``."""
         return attention.attend(
             q, keys, values, number(length), scale=scale, dtype=dtype, value_dims=value_dims, executor=self.executor
         )
@@ -103,11 +71,10 @@ class OwnKernels:
     def delta(
         self, base: mx.array, past: Past | None, kept: int, rows: DeltaInputs, *, dtype: mx.Dtype
     ) -> tuple[mx.array, mx.array, Past]:
+        """Run a block after the kept rows of the last one; return its result, the matrix before it, and its rows."""
         heads, value_dim, _ = base.shape
         before = past.rows if isinstance(past, OwnPast) else _no_rows(*rows.k.shape[1:], heads, value_dim)
-        y, state, block = delta.gated_delta(
-            base, before, number(kept), rows.q, rows.k, rows.v, rows.g, rows.beta, dtype=dtype, executor=self.executor
-        )
+        y, state, block = delta.gated_delta(base, before, number(kept), rows, dtype=dtype, executor=self.executor)
         return y, state, OwnPast(block, self.executor)
 
 
@@ -134,7 +101,7 @@ def _no_rows(key_heads: int, key_dim: int, value_heads: int, value_dim: int) -> 
 
 @attrs.frozen(eq=False)
 class StockKernels:
-    """MLX's kernels.
+    """MLX's kernels, with the methods of ``OwnKernels``.
 
     Attributes:
         wide: compute in float32 the products that MLX's CPU device lacks in other dtypes or would round in between.
@@ -206,3 +173,6 @@ def updated(state: mx.array, rows: DeltaInputs) -> tuple[mx.array, mx.array]:
     inputs = (array.astype(mx.float32)[None] for array in (rows.q, rows.k, rows.v, rows.g, rows.beta))
     y, after = mx.fast.gated_delta_update(*inputs, state[None])
     return y[0], after[0]
+
+
+KernelSet: TypeAlias = OwnKernels | StockKernels

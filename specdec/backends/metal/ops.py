@@ -17,8 +17,9 @@ import torch
 from specdec.backends.metal.arrays import MetalHeadRows, MetalHidden, MetalLogits, from_host, lowest_best, to_host
 from specdec.backends.metal.caches import MetalDeltaCache, MetalKVCache, MetalLatentCache
 from specdec.backends.metal.device import DeviceTokens, number
-from specdec.backends.metal.kernel_sets import DeltaInputs, KernelSet, OwnKernels, StockKernels, updated
+from specdec.backends.metal.kernel_sets import KernelSet, OwnKernels, StockKernels, updated
 from specdec.backends.metal.kernels import attention, lanes
+from specdec.backends.metal.kernels.delta import DeltaInputs
 from specdec.backends.metal.kernels.kernel import Executor, OnMetal
 from specdec.backends.metal.passes import MetalPasses
 from specdec.backends.metal.quantised import PACKED_FORMATS, Matrix, PackedMatrix, packed, take

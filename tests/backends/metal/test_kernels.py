@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels.attention import PART, attend  # noqa: E402
-from specdec.backends.metal.kernels.delta import DeltaRows, flush, gated_delta  # noqa: E402
+from specdec.backends.metal.kernels.delta import DeltaInputs, DeltaRows, flush, gated_delta  # noqa: E402
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor  # noqa: E402
 from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
@@ -362,8 +362,8 @@ class Rows:
             beta=rng.uniform(0, 1, (count, HV)).astype(np.float32),
         )
 
-    def arrays(self, rows: slice) -> tuple[Any, ...]:
-        return tuple(mx.array(array[rows]) for array in attrs.astuple(self))
+    def inputs(self) -> DeltaInputs:
+        return DeltaInputs(**{name: mx.array(array) for name, array in attrs.asdict(self).items()})
 
     def between(self, start: int, stop: int, junk: Rows, end: int) -> Rows:
         """Rows ``start`` to ``stop`` of these, then rows of ``junk`` up to ``end``."""
@@ -383,12 +383,7 @@ class Layer:
 
     def block(self, rows: Rows) -> Any:
         y, self.base, past = gated_delta(
-            self.base,
-            self.past,
-            mx.array([self.kept]),
-            *rows.arrays(slice(None)),
-            dtype=self.dtype,
-            executor=self.executor,
+            self.base, self.past, mx.array([self.kept]), rows.inputs(), dtype=self.dtype, executor=self.executor
         )
         self.past = past
         return y

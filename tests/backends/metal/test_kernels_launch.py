@@ -13,7 +13,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from specdec.backends.metal.kernels.attention import attend  # noqa: E402
-from specdec.backends.metal.kernels.delta import DeltaRows, flush, gated_delta  # noqa: E402
+from specdec.backends.metal.kernels.delta import DeltaInputs, DeltaRows, flush, gated_delta  # noqa: E402
 from specdec.backends.metal.kernels.expert_matvec import expert_matvec  # noqa: E402
 from specdec.backends.metal.kernels.kernel import Executor, Launch, MslKernel, OnMetal  # noqa: E402
 from specdec.backends.metal.kernels.matvec import matvec  # noqa: E402
@@ -40,6 +40,7 @@ def every_kernel(executor: Executor, rows: int) -> list[Any]:
     stack = attrs.evolve(quantised, codes=codes, scales=scales, biases=biases)
     base, past, kept = mx.zeros((6, 10, 24)), DeltaRows.none(3, 24, 6, 10), mx.array([0])
     keys, heads = mx.zeros((rows, 3, 24)), mx.zeros((rows, 6))
+    inputs = DeltaInputs(q=keys, k=keys, v=mx.zeros((rows, 6, 10)), g=heads, beta=heads)
     cache = mx.zeros((1, 3, 300, 24))
     return [
         matvec(x, w, dtype=mx.bfloat16, executor=executor),
@@ -51,9 +52,7 @@ def every_kernel(executor: Executor, rows: int) -> list[Any]:
         ),
         expert_matvec(x[:, None, :128], stack, mx.zeros((rows, 3), mx.int32), dtype=mx.bfloat16, executor=executor),
         attend(mx.zeros((rows, 9, 24)), cache, cache, kept, scale=1.0, dtype=mx.float32, executor=executor),
-        *gated_delta(
-            base, past, kept, keys, keys, mx.zeros((rows, 6, 10)), heads, heads, dtype=mx.bfloat16, executor=executor
-        )[:2],
+        *gated_delta(base, past, kept, inputs, dtype=mx.bfloat16, executor=executor)[:2],
         flush(base, past, kept, executor=executor),
     ]
 

@@ -130,15 +130,22 @@ class DeltaRows:
         )
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class DeltaInputs:
+    """A block of T rows of the delta rule, float32 except v; letters as in ``specdec.backends.ops.Ops.gated_delta``."""
+
+    q: mx.array  # [T, Hk, Dk], normalised and scaled by Dk^-0.5
+    k: mx.array  # [T, Hk, Dk], normalised
+    v: mx.array  # [T, Hv, Dv]
+    g: mx.array  # [T, Hv], decay factors
+    beta: mx.array  # [T, Hv], step sizes
+
+
 def gated_delta(
     base: mx.array,
     past: DeltaRows,
     kept: mx.array,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
+    rows: DeltaInputs,
     *,
     dtype: mx.Dtype,
     executor: Executor | None = None,
@@ -150,9 +157,7 @@ def gated_delta(
         past: rows of the previous block.
         kept: the number of them to keep, int32 ``[1]``, from 0 to all, unchecked. The first row of a block is a token
             that was already decided, so this is one more than the number of accepted drafts.
-        q, k: normalised queries (scaled by Dk^-0.5) and keys, ``[T, Hk, Dk]`` float32.
-        v: values ``[T, Hv, Dv]``, any float dtype.
-        g, beta: decay factors and step sizes ``[T, Hv]`` float32.
+        rows: the inputs.
         dtype: dtype of the result.
         executor: runs the kernel; None uses the reference in MLX operations.
 
@@ -161,47 +166,37 @@ def gated_delta(
         next block; and this block's rows.
     """
     if executor is None:
-        return gated_delta_reference(base, past, kept, q, k, v, g, beta, dtype=dtype)
+        return gated_delta_reference(base, past, kept, rows, dtype=dtype)
     heads, value_dim, _ = base.shape
     y, state, delta = executor.run(
         GATED_DELTA,
-        [base, past.k, past.g, past.delta, kept, q, k, v, g, beta],
+        [base, past.k, past.g, past.delta, kept, rows.q, rows.k, rows.v, rows.g, rows.beta],
         Launch(
-            template=(*_sizes(base, k), ("Y", dtype)),
+            template=(*_sizes(base, rows.k), ("Y", dtype)),
             grid=(LANES, value_dim, heads),
             threadgroup=(LANES, groups(value_dim), 1),
-            output_shapes=(v.shape, base.shape, v.shape),
+            output_shapes=(rows.v.shape, base.shape, rows.v.shape),
             output_dtypes=(dtype, mx.float32, mx.float32),
         ),
     )
-    return y, state, DeltaRows(k=k, g=g, delta=delta)
+    return y, state, DeltaRows(k=rows.k, g=rows.g, delta=delta)
 
 
 def gated_delta_reference(
-    base: mx.array,
-    past: DeltaRows,
-    kept: mx.array,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    *,
-    dtype: mx.Dtype,
+    base: mx.array, past: DeltaRows, kept: mx.array, rows: DeltaInputs, *, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, DeltaRows]:
     """``gated_delta`` in MLX operations."""
-    state = flush_reference(base, past, kept)
-    matrix = state
-    share = v.shape[1] // k.shape[1]
+    state = matrix = flush_reference(base, past, kept)
+    share = rows.v.shape[1] // rows.k.shape[1]
     outs, deltas = [], []
-    for t in range(q.shape[0]):
-        key, query = (mx.repeat(array[t], share, axis=0)[:, None] for array in (k, q))  # [Hv, 1, Dk]
-        known = (matrix * g[t][:, None, None] * key).sum(axis=-1)
-        delta = (v[t].astype(mx.float32) - known) * beta[t][:, None]
-        matrix = _folded(matrix, g[t], k[t], delta)
+    for q, k, v, g, beta in zip(rows.q, rows.k, rows.v, rows.g, rows.beta, strict=True):
+        key, query = (mx.repeat(array, share, axis=0)[:, None] for array in (k, q))  # [Hv, 1, Dk]
+        known = (matrix * g[:, None, None] * key).sum(axis=-1)
+        delta = (v.astype(mx.float32) - known) * beta[:, None]
+        matrix = _folded(matrix, g, k, delta)
         outs.append((matrix * query).sum(axis=-1))
         deltas.append(delta)
-    return mx.stack(outs).astype(dtype), state, DeltaRows(k=k, g=g, delta=mx.stack(deltas))
+    return mx.stack(outs).astype(dtype), state, DeltaRows(k=rows.k, g=rows.g, delta=mx.stack(deltas))
 
 
 def flush(base: mx.array, past: DeltaRows, kept: mx.array, *, executor: Executor | None = None) -> mx.array:
