@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 
-from specdec.checking.conversion import Mismatch, Problem, convert, dotted, error_of
+from specdec.checking.conversion import Mismatch, Problem, convert, dotted, error_of, hints_of
 from specdec.checking.validators import FieldError
 from specdec.errors import ConfigError, SpecdecError, described
 
@@ -39,7 +39,7 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
             except TypeError:
                 return function(*args, **kwargs)  # Python's own TypeError, with the function's name
             wrong: list[Problem] = []
-            kinds = _hints(function)
+            kinds = hints_of(function)
             for name in named:
                 if name in bound.arguments and name in kinds:
                     try:
@@ -63,12 +63,6 @@ def checked(error_class: type[SpecdecError] = ConfigError) -> Callable[[Callable
     return decorate
 
 
-@functools.cache
-def _hints(owner: Any) -> dict[str, Any]:
-    """Annotations by name, read at the first call: modules are complete by then."""
-    return get_type_hints(owner, include_extras=True)
-
-
 def _in_words(text: str) -> str:
     """What a TOML type is called in Python."""
     return text.replace("a table", "a mapping").replace("true or false", "True or False")
@@ -87,7 +81,7 @@ def _strict(field: attrs.Attribute[Any]) -> Any:
 
     def converted(value: Any, owner: Any, field: attrs.Attribute[Any]) -> Any:
         try:
-            return convert(own(value), _hints(owner.__class__)[field.name])
+            return convert(own(value), hints_of(owner.__class__)[field.name])
         except Mismatch as error:
             first = error.problems[0]
             name = dotted((field.name, *first.path))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import enum
+import functools
 import inspect
 import math
 import numbers
@@ -79,6 +80,8 @@ def convert(value: Any, kind: Any, *, files: bool = False) -> Any:
     A class with a method ``from_table`` converts a table by itself, in files and in programs.
     Raises: Mismatch; TypeError for a kind that a file cannot hold.
     """
+    if type(kind) is type and kind in _PLAIN:
+        return _PLAIN[kind](value)
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if kind is Any or kind is object or isinstance(kind, TypeVar):
         return value
@@ -301,6 +304,12 @@ def _mapping(value: Any, key_kind: Any, value_kind: Any, *, files: bool) -> dict
     return converted
 
 
+@functools.cache
+def hints_of(owner: Any) -> dict[str, Any]:
+    """Annotations of a class or a function by name, read at the first use: modules are complete by then."""
+    return get_type_hints(owner, include_extras=True)
+
+
 def known_fields(kind: Any) -> list[str]:
     """The keys of a table with the fields of an attrs class or dataclass."""
     fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
@@ -312,7 +321,7 @@ def _record(table: Any, kind: Any) -> Any:
     keys = known_fields(kind)
     if not isinstance(table, Mapping):
         raise Mismatch("a table", table, f"{keys[0]} = ... inside the table" if keys else None)
-    hints = get_type_hints(kind, include_extras=True)
+    hints = hints_of(kind)
     values, items = {}, _Inside(files=True)
     fields: Any = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
     for field in fields:

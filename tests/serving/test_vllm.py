@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 from click.testing import CliRunner
@@ -15,8 +16,6 @@ def run(*arguments):
 
 
 def words(done):
-    import shlex
-
     assert done.exit_code == 0, done.stderr
     return shlex.split(done.stdout)
 
@@ -34,18 +33,13 @@ def after(command, option):
             ["--drafter", "ngram", "-s", "drafter.max_order=3", "--depth", 4],
             {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2},
         ),
-        (
-            ["--drafter", "draft_model", "-s", "drafter.model=a/b", "--depth", 3],
-            {"method": "draft_model", "num_speculative_tokens": 3, "model": "a/b"},
-        ),
         *(
             (
                 ["--drafter", name, "-s", "drafter.model=a/b", "--depth", 3],
                 {"method": name, "num_speculative_tokens": 3, "model": "a/b"},
             )
-            for name in ("eagle3", "dflash", "dspark")
+            for name in ("draft_model", "eagle3", "dflash", "dspark")
         ),
-        (["--drafter", "none"], None),
         (["--depth", 0], None),
     ],
 )
@@ -67,7 +61,6 @@ def test_the_command_names_the_same_drafter(options, speculative):
         (["-s", "target.threads=2"], "no option for target.threads"),
         (["-s", "generation.banned=[1]"], "no option for generation.banned"),
         (["--verifier", "margin"], "no option for verifier.name = 'margin'"),
-        (["--drafter", "first_of"], "no method for the drafter 'first_of'"),
         (["--drafter", "eagle3"], "no method for the drafter 'eagle3'"),
         (["--drafter", "suffix"], "the plugin specdec-vllm runs drafters"),
         (["-s", "drafter={name='mtp', max_miss=0.2}"], "no option for drafter.max_miss"),
