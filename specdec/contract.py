@@ -185,24 +185,14 @@ class Logits(abc.ABC):
         sums: list[float] = (best[:, 0] + np.log(np.exp(rows - best).sum(axis=1))).tolist()
         return sums
 
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        """``argmax_v(scale * logits[row, v] + G(seed, position, v))`` on the device, if the backend offers it.
-
-        G is the noise of ``specdec.sampling.gumbel``. With None, the caller computes it from ``rows()``.
-        """
-        return None
-
     def choose(self, choosing: Choosing) -> Sequence[int | None]:
-        """The tokens that ``specdec.sampling.Rows`` chooses for these rows, found on the device, if the backend can.
+        """The tokens of these rows, chosen on the device by the backend's own deterministic sampler.
 
-        The tokens are those of the reference in every case; a row that the backend cannot decide exactly has None, and
-        the caller computes it from ``rows()``. Empty: the backend does not offer this.
+        A row's token depends on that row, the settings and the noise of its position only, so that plain decoding and
+        verification agree. A row that the backend cannot decide has None, and the caller computes it from ``rows()``.
+        Empty: the backend does not offer this.
         """
         return ()
-
-    def exponential_sum(self, row: int, best: float) -> int | None:
-        """``specdec.sampling.exponential_sum`` of a row with this best logit, bit for bit, if the backend offers it."""
-        return None
 
     @abc.abstractmethod
     def rows(self) -> Float32:
@@ -320,9 +310,8 @@ class MtpPairs:
         """
         if length != self.length:
             return
-        self._tokens += (
-            tokens if self._hidden else tokens[1:]
-        )  # x_0 is in no pair, and after a cut the pair of x_fed is in the cache
+        # x_0 is in no pair, and after a cut the pair of x_fed is in the cache
+        self._tokens += tokens if self._hidden else tokens[1:]
         self._hidden.append(hidden)
         self.waiting += len(hidden)
 
@@ -544,30 +533,6 @@ class ForwardPass(abc.ABC):
         """
         return None
 
-    def device_samples(self, sampling: Sampling) -> bool:
-        """Whether ``device_executor`` also offers cycles that sample under these settings (temperature above 0).
-
-        Their tokens are those that plain decoding chooses, with the noise of their positions. The default is False.
-        """
-        return False
-
-    def device_executor(
-        self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
-    ) -> Executor | None:
-        """Cycles that the device runs by itself; None if this target does not offer them.
-
-        They are greedy without filters, or sampled where ``device_samples`` says so.
-
-        The state belongs to the executor until ``close``. Generation ends on the device after the first of
-        ``stop_tokens`` and after ``limit`` >= 1 tokens; later cycles emit nothing and change nothing. Tokens, state and
-        drafts are those of the host's executor (``specdec.decoding.cycle``).
-
-        Args:
-            context: a live view of the committed tokens.
-            draft: how to draft.
-        """
-        return None
-
     def draft_head(self, tokens: Sequence[int]) -> DraftHead:
         """The head that ``decode_mtp`` drafts with, cut to ``tokens``. Its rows are gathered once into memory.
 
@@ -621,76 +586,6 @@ class ForwardPass(abc.ABC):
     def from_host(self, tensor: Any) -> Any:
         """A torch tensor in host memory as ``restore`` takes it: the inverse of ``to_host``."""
         return tensor
-
-
-@attrs.frozen
-class DeviceDraft:
-    """Drafting that a device can do by itself: with the target's MTP head, the best token of every step.
-
-    At a temperature above 0 it is the token that the settings and the noise of its position choose (COUPLED).
-
-    Attributes:
-        mtp: False if nothing is ever drafted, so that all cycles have depth 0.
-        head: a pruned head to draft with; None for the full one.
-    """
-
-    mtp: bool = True
-    head: DraftHead | None = None
-
-
-@attrs.frozen
-class Outcome:
-    """The result of one cycle, before any of it is kept.
-
-    Attributes:
-        drafted: the K draft tokens; -1 from the first step whose logits on a device were not finite.
-        accepted: how many of them the verifier accepted.
-        emitted: the accepted tokens and the next token, cut where a device ended generation.
-        deviations: of the emitted tokens, as in ``Verdict``.
-        draft_seconds: wall-clock; 0 from a device, which runs a cycle in one piece.
-        verify_seconds: likewise.
-    """
-
-    drafted: tuple[int, ...]
-    accepted: int
-    emitted: tuple[int, ...]
-    deviations: tuple[tuple[int, float], ...] = ()
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-
-
-class Executor(abc.ABC):
-    """Runs the cycles of one generation: draft, verify, decide, commit.
-
-    Every ``submit`` has its ``collect``, and ``keep`` follows every ``collect``. On a device, a cycle may be submitted
-    before the previous one is collected, so that host and device work at the same time.
-    """
-
-    @abc.abstractmethod
-    def submit(self, depth: int) -> None:
-        """Queue a cycle of at most ``depth`` >= 0 draft tokens.
-
-        The caller makes sure there is room: every cycle in flight may append ``depth + 1`` rows.
-        """
-
-    @abc.abstractmethod
-    def collect(self) -> Outcome:
-        """Wait for the oldest cycle in flight and return its outcome.
-
-        Raises: ContractError when the verifier breaks its contract, or the target's logits are not finite.
-        """
-
-    @abc.abstractmethod
-    def keep(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens that the last collected cycle emitted; the last one becomes pending.
-
-        The caller has already appended them to the sequence. ``tokens`` is at least 1, and fewer than all only if
-        no cycle is in flight.
-        """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Leave the target's state as single passes would have left it. No cycle may be in flight."""
 
 
 @attrs.frozen
@@ -988,9 +883,9 @@ class Verdict:
 class Drafter(abc.ABC):
     """Guesses the next tokens of one sequence. One object per sequence; its spec's ``prepare`` holds the heavy parts.
 
-    Tokens are reported once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle. Those of cycles
-    that a device ran are not reported, nor those that the state held when the drafter was made (of a session that was
-    forked or loaded). ``context`` always has all tokens, so a drafter catches up from it.
+    Tokens are reported once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle. Those that the
+    state held when the drafter was made (of a session that was forked or loaded) are not reported. ``context`` always
+    has all tokens, so a drafter catches up from it.
     """
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:  # noqa: B027
@@ -1009,14 +904,6 @@ class Drafter(abc.ABC):
         ``output`` has a row per verified token (pending, x_1..x_K), of which the first ``verdict.accepted + 1`` were
         committed; ``context`` ends with the accepted tokens and ``verdict.next_token``.
         """
-
-    def device_draft(self, context: Context) -> DeviceDraft | None:
-        """How a device can draft exactly what ``propose`` would, under the settings in ``context``.
-
-        While a device runs the cycles, neither ``propose`` nor ``observe`` is called. None, the default: every draft
-        comes from ``propose``.
-        """
-        return None
 
     def rewind(self, length: int) -> None:  # noqa: B027
         """Forget everything after the first ``length`` tokens in the target's state."""
@@ -1053,14 +940,6 @@ class Verifier(abc.ABC):
         Raises: ShapeError when there are not K+1 rows, the usual off-by-one.
         """
 
-    def is_argmax(self, sampling: Sampling) -> bool:
-        """Whether, with these settings, it accepts exactly the tokens that equal the target's argmax.
-
-        A device may then take the decision by itself; if the guarantee is EXACT, also with the same settings at a
-        temperature above 0 and with filters, since those tokens are plain decoding's. The default is False.
-        """
-        return False
-
 
 @attrs.frozen
 class CycleRecord:
@@ -1072,12 +951,10 @@ class CycleRecord:
             in the state and the tokens left to generate.
         offered: how many it drafted, after unusable ones were cut.
         accepted: how many of those the verifier accepted.
-        emitted: the tokens that the cycle committed: the accepted ones and the next one, cut where generation ended;
-            empty if a device began the cycle after the end.
+        emitted: the tokens that the cycle committed: the accepted ones and the next one, cut where generation ended.
         draft_seconds: the drafter's share.
         verify_seconds: the share of the target's pass and of the decision.
         commit_seconds: the rest.
-        on_device: whether the device ran the cycle as a whole; ``verify_seconds`` then holds all of its time.
         drafted: the draft that was verified, ``offered`` tokens.
     """
 
@@ -1089,7 +966,6 @@ class CycleRecord:
     draft_seconds: float
     verify_seconds: float
     commit_seconds: float
-    on_device: bool = False
     drafted: tuple[int, ...] = ()
 
 
