@@ -225,7 +225,7 @@ class Rows:
     def logprobs(self, row: int) -> tuple[Float64, list[int]]:
         """Raw log-probabilities ``[V]`` of the row (temperature 1, nothing processed), and its best ids."""
         raw = self._logits.rows()[row - self._first].astype(np.float64)
-        logs: Float64 = raw - self._logits.logsumexp()[row - self._first]
+        logs: Float64 = raw - _log_sum(raw)
         count = self._context.sampling.logprobs or 0
         return logs, np.lexsort((np.arange(len(logs)), -logs))[:count].tolist()
 
@@ -237,10 +237,17 @@ class Rows:
         logits, count = self._logits, self._context.sampling.logprobs or 0
         ids, values = logits.topk(max(count, 1))
         entries = []
-        for row, (logit, total) in enumerate(zip(logits.gather(tokens), logits.logsumexp(), strict=False)):
+        for row, logit in enumerate(logits.gather(tokens)):
+            total = _log_sum(logits.rows()[row].astype(np.float64))
             top = [(token, value - total) for token, value in zip(ids[row][:count], values[row], strict=False)]
             entries.append((logit - total, top))
         return entries
+
+
+def _log_sum(row: Float64) -> float:
+    """The logarithm of the sum of exp over one row ``[V]``; of that row alone, so that a plain pass gives its bits."""
+    best = row.max()
+    return float(best + np.log(np.exp(row - best).sum()))
 
 
 class CoupledDraft:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from specdec.checking import checked
@@ -26,10 +27,18 @@ from specdec.contract import (
     ProcessorSpec,
     VerifierSpec,
 )
-from specdec.errors import ContractError, PluginError, UnknownNameError, did_you_mean, nearest, typed
+from specdec.errors import (
+    ContractError,
+    PluginError,
+    SpecdecError,
+    UnknownNameError,
+    described,
+    did_you_mean,
+    nearest,
+    typed,
+)
 from specdec.locks import ForkSafeLock
-from specdec.registry.calls import calling, reason
-from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, S, Spec, names_of
+from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, S, Spec, kind_of, names_of
 from specdec.registry.plugins import Candidate, Entry, Failure, Loader, Origin, Plugin, flag, module_of, tracing
 
 if TYPE_CHECKING:
@@ -346,6 +355,72 @@ def _suggested(kind: Kind, known: Mapping[str, list[Entry]]) -> str | None:
     usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
     usual = KINDS[kind].usual
     return min(usable, key=lambda name: (name != usual, not usable[name].origin.built_in, name), default=None)
+
+
+# --- calls into plugins -----------------------------------------------------------------------------------------------
+
+
+class calling:  # noqa: N801 - read as a word: ``with calling(spec, "factory"): ...``
+    """A block that calls one method of a plugin. Only exceptions are named; Ctrl-C and exits pass as they are.
+
+    A SpecdecError that the plugin raises itself keeps its text and gets the plugin's name.
+
+    Args:
+        plugin: a spec, or kind and name.
+        method: what is called, for the message.
+
+    Raises: PluginError for any other exception that leaves the block.
+    """
+
+    __slots__ = ("_method", "_plugin")
+
+    def __init__(self, plugin: Any, method: str) -> None:
+        self._plugin = plugin
+        self._method = method
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            return
+        kind_word, name, label = _identified(self._plugin)
+        if isinstance(error, SpecdecError):
+            if error.plugin is None:
+                error.plugin = kind_word, name
+                if label != name:
+                    error.facts.setdefault("plugin", f"{label}, in {self._method}")
+            return
+        failure = PluginError(
+            f"the {kind_word} {name!r} failed in {self._method}: {described(error)}",
+            plugin=label,
+            try_="its author's documentation; specdec -v shows the traceback",
+        )
+        failure.plugin = kind_word, name
+        raise failure from error
+
+
+def reason(plugin: Any, method: str, error: Exception) -> str:
+    """Why a plugin that can be done without was switched off: one sentence that names it."""
+    kind, name, _ = _identified(plugin)
+    who = f"the {kind} {name!r}"
+    if not isinstance(error, SpecdecError):
+        return f"{who} failed in {method}: {described(error)}"
+    if not error.message.startswith(who):  # an error that the plugin raised itself
+        return f"{who} failed in {method}: {type(error).__name__}: {error.message}"
+    return f"{error.message}; it takes {error.facts['takes']}" if "takes" in error.facts else error.message
+
+
+def _identified(plugin: Any) -> tuple[str, str, str]:
+    """Kind, name, and the name with the distribution of a plugin that is not built in."""
+    if isinstance(plugin, tuple):
+        kind, name = plugin
+        entries = registry().entries(kind) if isinstance(kind, Kind) else []
+        origin = next((entry.origin for entry in entries if entry.spec.name == name), None)
+    else:
+        kind, name, origin = kind_of(plugin), plugin.name, registry().origin_of(plugin)
+    label = name if origin is None or origin.built_in else f"{name} ({origin})"
+    return kind.value if isinstance(kind, Kind) else kind, name, label
 
 
 # --- one registry per process ----------------------------------------------------------------------------------------

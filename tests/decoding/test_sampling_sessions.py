@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from specdec.config import Choice
 from specdec.contract import Draft, Drafter, DrafterSpec
-from specdec.decoding import prefill as prefill_module
+from specdec.decoding import sequence
 from specdec.decoding.parts import DepthPart, DrafterPart
 from tests.decoding.test_sessions import CODE, load, variant
 
@@ -102,7 +102,7 @@ def test_strict_output_depends_on_target_prompt_settings_and_seed_alone(
     if "known" in drafter:
         lm = knowing(lm, list(plain.tokens), depth, 4 if drafter == "nearly known" else 10**9)
     session = lm.session()
-    with mock.patch.object(prefill_module, "PREFILL_CHUNK", chunk):
+    with mock.patch.object(sequence, "PREFILL_CHUNK", chunk):
         first = session.generate(prompts[0], max_new_tokens=lengths[0], **sampling)
         if restored:
             file = tmp_path_factory.getbasetemp() / "sampling.session"
