@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
 from specdec.contract import Context, CycleRecord, DrafterEnv, Guarantee, NoConfig, ProcessorEnv, Sampling, Stats
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.sequence import LiveSequence
+from specdec.decoding.cycle import DecodingLoop
+from specdec.decoding.result import RunStats
 from specdec.drafters.none import NoDrafter
 from specdec.errors import CheckpointError, ConfigError, ContractError, UnsupportedError
 from specdec.registry import BUILT_INS, Registry, use_registry

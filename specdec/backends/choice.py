@@ -62,7 +62,7 @@ def make_backend(
     config = registry().options(spec, Choice(name, options or {}, source=source), "target.backend_options")
     with calling(spec, "factory"):
         backend: Backend = spec.factory(config)
-        lacking = [name for name in Backend.__annotations__ if not hasattr(backend, name)]
+        lacking = sorted(Backend.__annotations__.keys() - set(dir(backend)))
         if lacking:
             raise ContractError(
                 f"the backend {spec.name!r} is a {type(backend).__name__} without {', '.join(lacking)}",

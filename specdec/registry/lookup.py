@@ -28,10 +28,12 @@ from specdec.contract import (
     VerifierSpec,
 )
 from specdec.errors import (
+    MESSAGE_LIMIT,
     ContractError,
     PluginError,
     SpecdecError,
     UnknownNameError,
+    cut,
     described,
     did_you_mean,
     nearest,
@@ -265,11 +267,9 @@ class Registry:
         """
         self.load()
         for plugin, call in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
-            with calling(("plugin", str(plugin)), "specdec_forward_pass"):
+            with calling(plugin, "specdec_forward_pass"):
                 model: ForwardPass | None = call(target_config=target_config)
-                if model is not None and not (
-                    isinstance(model, ForwardPass) and isinstance(getattr(model, "info", None), ModelInfo)
-                ):
+                if model is not None and not (isinstance(model, ForwardPass) and isinstance(model.info, ModelInfo)):
                     raise ContractError(
                         f"the plugin {plugin.name!r} returned {typed(model)} from specdec_forward_pass",
                         takes="a specdec.ForwardPass with a specdec.ModelInfo, or None to decline the target",
@@ -287,7 +287,7 @@ class Registry:
                 call(record=record)
             except Exception as error:  # an observer must not end a generation
                 self._observers = tuple(other for other in self._observers if other is not observer)
-                why = reason(("plugin", plugin.name), "specdec_cycle", error)
+                why = reason(plugin, "specdec_cycle", error)
                 reasons = (*reasons, f"an observer was switched off: {why}")
                 self._loader.fail(Failure(plugin.name, plugin.origin, error, "specdec_cycle"))
                 if self.strict:
@@ -366,7 +366,7 @@ class calling:  # noqa: N801 - read as a word: ``with calling(spec, "factory"): 
     A SpecdecError that the plugin raises itself keeps its text and gets the plugin's name.
 
     Args:
-        plugin: a spec, or kind and name.
+        plugin: a spec, a loaded plugin, or kind and name.
         method: what is called, for the message.
 
     Raises: PluginError for any other exception that leaves the block.
@@ -405,7 +405,7 @@ def reason(plugin: Any, method: str, error: Exception) -> str:
     kind, name, _ = _identified(plugin)
     who = f"the {kind} {name!r}"
     if not isinstance(error, SpecdecError):
-        return f"{who} failed in {method}: {described(error)}"
+        return cut(f"{who} failed in {method}: {described(error)}", MESSAGE_LIMIT)
     if not error.message.startswith(who):  # an error that the plugin raised itself
         return f"{who} failed in {method}: {type(error).__name__}: {error.message}"
     return f"{error.message}; it takes {error.facts['takes']}" if "takes" in error.facts else error.message
@@ -413,7 +413,9 @@ def reason(plugin: Any, method: str, error: Exception) -> str:
 
 def _identified(plugin: Any) -> tuple[str, str, str]:
     """Kind, name, and the name with the distribution of a plugin that is not built in."""
-    if isinstance(plugin, tuple):
+    if isinstance(plugin, Plugin):
+        kind, name, origin = "plugin", plugin.name, plugin.origin
+    elif isinstance(plugin, tuple):
         kind, name = plugin
         entries = registry().entries(kind) if isinstance(kind, Kind) else []
         origin = next((entry.origin for entry in entries if entry.spec.name == name), None)

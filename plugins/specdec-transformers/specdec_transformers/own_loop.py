@@ -14,11 +14,11 @@ import attrs
 import torch
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.contract import Context, LogitsProcessor, PrepareEnv, Sampling
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.sequence import LiveSequence
+from specdec.decoding.cycle import DecodingLoop
 from specdec.decoding.parts import DrafterPart, make_verifier
-from specdec.decoding.prefill import prefill
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.sequence import prefill
+from specdec.decoding.result import RunStats
 from specdec.errors import ConfigError, UnsupportedError, shown
 from specdec.hosting import TraceWriter
 from specdec.models.loading import load_target
