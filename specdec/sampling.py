@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specdec.contract import Float32
 
     Float64 = NDArray[np.float64]
+    Float64Like = NDArray[np.float64] | NDArray[np.float32]
     UInt32 = NDArray[np.uint32]
 
 _ROUNDS = 10

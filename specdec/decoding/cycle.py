@@ -32,7 +32,7 @@ def run_cycle(sequence: LiveSequence, depth: int, cut: Cut, stats: RunStats) -> 
     """
     with sequence.changing():
         position, started = len(sequence.tokens), perf_counter()
-        sequence.context.change("cycle", sequence.counts.cycle + 1)
+        sequence.context.cycle = sequence.counts.cycle + 1
         draft = _draft(sequence, depth, stats)
         drafted = perf_counter()
         with sequence.running("decode"):

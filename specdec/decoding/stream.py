@@ -162,8 +162,8 @@ class Stream:
 
     def _decode(self) -> Generator[str, None, None]:
         lm, sequence, stats = self._lm, self._sequence, self._stats
-        sequence.context.change("sampling", self._sampling)
-        sequence.context.change("generated_from", len(self._prompt))
+        sequence.context.sampling = self._sampling
+        sequence.context.generated_from = len(self._prompt)
         sequence.logprobs = []
         policy = lm.depth.make()
         started = perf_counter()

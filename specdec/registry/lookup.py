@@ -268,13 +268,13 @@ class Registry:
         self.load()
         for plugin, call in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
             with calling(plugin, "specdec_forward_pass"):
-                model: ForwardPass | None = call(target_config=target_config)
+                model: Any = call(target_config=target_config)
                 if model is not None and not (isinstance(model, ForwardPass) and isinstance(model.info, ModelInfo)):
                     raise ContractError(
                         f"the plugin {plugin.name!r} returned {typed(model)} from specdec_forward_pass",
                         takes="a specdec.ForwardPass with a specdec.ModelInfo, or None to decline the target",
                     )
-            if model is not None:
+            if isinstance(model, ForwardPass):
                 return model
         return None
 
@@ -413,6 +413,8 @@ def reason(plugin: Any, method: str, error: Exception) -> str:
 
 def _identified(plugin: Any) -> tuple[str, str, str]:
     """Kind, name, and the name with the distribution of a plugin that is not built in."""
+    kind: Kind | str
+    origin: Origin | None
     if isinstance(plugin, Plugin):
         kind, name, origin = "plugin", plugin.name, plugin.origin
     elif isinstance(plugin, tuple):

@@ -24,6 +24,7 @@ from specdec.contract import Context, DepthPolicy, Draft, Drafter
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.errors import PromptError, ShapeError, StateError
 from tests import tiny
+from tests.selection import cases
 
 VOCAB = 277
 CAPACITY = 96
@@ -57,7 +58,7 @@ def shape(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -320,6 +321,7 @@ class Depth(DepthPolicy):
 
 BLOCK = 6  # tokens of a cycle at depth 5
 PROMPT = [20, 30, 40, 50]
+OFFSETS = cases(range(2 * BLOCK), sample={"0", "4", "5", "6", "10"}, mark="slow")
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +356,7 @@ def check_continues(session: Any, lm: Any, truth: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["truth", "mtp"])
-@pytest.mark.parametrize("offset", range(2 * BLOCK))
+@pytest.mark.parametrize("offset", OFFSETS)
 def test_a_length_limit_cuts_tokens_and_state(offset: int, kind: str, printable: Callable[..., Any]) -> None:
     lm, truth = printable(kind)
     session = lm.session()
@@ -364,7 +366,7 @@ def test_a_length_limit_cuts_tokens_and_state(offset: int, kind: str, printable:
     check_continues(session, lm, truth)
 
 
-@pytest.mark.parametrize("offset", range(2 * BLOCK))
+@pytest.mark.parametrize("offset", OFFSETS)
 def test_a_stop_token_cuts_tokens_and_state(
     offset: int, printable: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
