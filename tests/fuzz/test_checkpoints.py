@@ -17,7 +17,6 @@ import pytest
 from tests.fuzz import checkpoint_mutants
 from tests.fuzz.campaign import blocks
 from tests.fuzz.loading_process import Loader
-from tests.selection import cases
 
 MEMORY = 96 * 2**20  # bytes: libraries' buffers, and the limit of what a text file may hold
 SHARE = 20  # times the folder's bytes: packed weights become float32, headers Python objects
@@ -48,9 +47,8 @@ def bytes_of(path: pathlib.Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file())
 
 
-@pytest.mark.parametrize(
-    "name", cases(checkpoint_mutants.SUBJECTS, sample={"hybrid"}, mark="slow")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", checkpoint_mutants.SUBJECTS)
 def test_every_subject_is_sound(name: str, subject: Callable[[str], pathlib.Path], loader: Loader) -> None:
     """Otherwise every mutant below could be refused for another reason."""
     for command_line in (False, True):

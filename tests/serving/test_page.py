@@ -108,6 +108,14 @@ def test_stop_ends_the_generation_on_the_server(opened, server):
     assert shown.locator("#output .t").count() <= 4
 
 
+def test_an_error_of_the_server_is_shown(server, browser):
+    shown = browser.new_page()  # the browser itself reports the status as an error on the console
+    shown.goto(server.url.removesuffix("/v1"))
+    fill(shown, prompt="x", tokens=1_000_000)
+    ended(shown, "max_tokens is at most 4096 here")
+    shown.close()
+
+
 def cycle(text):
     token = {"token": 1, "text": text, "origin": "corrected", "position": 0, "guess_text": text, "piece": text}
     token |= {"logprob": -0.5, "top": [[text, -0.5]]}
