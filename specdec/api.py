@@ -13,7 +13,7 @@ from specdec.checkpoints import Checkpoint, holds_weights, locate, read_json, te
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.drafters.heads.describe import HeadReport, describe_head
-from specdec.drafters.heads.layout import is_head
+from specdec.drafters.heads.files import is_head
 from specdec.errors import UnknownNameError
 from specdec.models.loading import checked_head, family_of, with_head
 from specdec.models.weights import dry_run

@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 
 from specdec.checkpoints import check_weights
-from specdec.drafters.heads.layout import HeadFiles, read_layout
+from specdec.drafters.heads.files import HeadFiles
+from specdec.drafters.heads.layout import read_layout
 from specdec.drafters.heads.network import expected_tensors
 from specdec.drafters.heads.networks import builder
 

@@ -24,7 +24,8 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Cache, Ops
-from specdec.drafters.heads.layout import P_EAGLE, Layout
+from specdec.drafters.heads.files import P_EAGLE
+from specdec.drafters.heads.layout import Layout
 from specdec.drafters.heads.network import HeadAttention, layer_weights, mlp, norm
 from specdec.models.decoder import GatedMlp, RmsNorm
 from specdec.models.weights import Weights

@@ -13,7 +13,8 @@ from specdec.backends.choice import make_backend
 from specdec.backends.ops import Array, HeadRows, KVCache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
 from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Logits, Needs, SharedWeights
-from specdec.drafters.heads.layout import Geometry, HeadFiles, Layout
+from specdec.drafters.heads.files import HeadFiles
+from specdec.drafters.heads.layout import Geometry, Layout
 from specdec.errors import ContractError, PromptError
 from specdec.models.decoder import GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights

@@ -7,7 +7,8 @@ from typing import Any
 
 from specdec.drafters.heads.dflash import BlockNetwork
 from specdec.drafters.heads.eagle import EagleNetwork
-from specdec.drafters.heads.layout import DSPARK, EAGLE, P_EAGLE, Layout
+from specdec.drafters.heads.files import DSPARK, EAGLE, P_EAGLE
+from specdec.drafters.heads.layout import Layout
 from specdec.drafters.heads.refiner import Marginals, MarkovRefiner, Refiner
 from specdec.models.weights import Weights
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.contract import ModelInfo
-from specdec.drafters.heads.layout import DFLASH, DSPARK, P_EAGLE
+from specdec.drafters.heads.files import DFLASH, DSPARK, P_EAGLE
 
 HEAD_DIM, BLOCK, RANK = 64, 8, 16
 

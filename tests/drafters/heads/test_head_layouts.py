@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.contract import PrepareEnv
-from specdec.drafters.heads.layout import HeadFiles, Layout, kind_of, read_layout
+from specdec.drafters.heads.files import HeadFiles, kind_of
+from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.errors import SpecdecError
 from tests.drafters.heads.recorded_heads import ENDS, RECORDED, Recorded, RecordedTarget
@@ -187,7 +188,7 @@ OFFSETS = torch.zeros(24, dtype=torch.int64)
 REFUSED: dict[str, tuple[str, Edit, str]] = {
     "unused tensor": ("eagle3", tensor("layers.0.extra.weight", torch.zeros(2)), "tensor layers.0.extra.weight .* not"),
     "unused norm": ("eagle3", tensor("layers.0.self_attn.q_norm.weights", torch.ones(8)), "q_norm.weights"),
-    "unknown key": ("eagle3", change(shift_states=True), "shift_states = True is a key that no rule here reads"),
+    "unknown key": ("eagle3", change(shift_states=True), "unknown key shift_states; it may change"),
     "unknown nested key": ("eagle3", nvidia(rotate_states=True), "eagle_config.rotate_states"),
     "unknown key of the layer": ("eagle3", layer(attn_scale=2.0), "transformer_layer_config.attn_scale"),
     "missing norm": ("eagle3", tensor("layers.0.hidden_norm.weight", None), "hidden_norm.weight .* missing"),
@@ -198,7 +199,7 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "map out of range": ("eagle3-reduced", tensor("d2t", OFFSETS + 100), "d2t maps the draft token 0 to 100, outside"),
     "map of two to one": ("eagle3-reduced", tensor("d2t", OFFSETS - torch.arange(24) + 1), "two draft tokens to one"),
     "no map": ("eagle3-reduced", tensor("d2t", None), "d2t is missing"),
-    "large vocabulary": ("eagle3-reduced", tensor("lm_head.weight", torch.zeros(64, 16)), "lm_head.weight has 64 rows"),
+    "large vocabulary": ("eagle3-reduced", tensor("lm_head.weight", torch.zeros(64, 16)), "rows of lm_head.weight are 64"),
     "larger than the target's": (
         "eagle3-reduced",
         both(tensor("lm_head.weight", torch.zeros(64, 16)), change(draft_vocab_size=64)),
@@ -234,8 +235,8 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "two sizes of a block": ("dflash", within(block_size=4), "'block_size' is given twice, as 8 and 4"),
     "two masks": ("dflash", both(zlab, change(mask_token_id=3)), "'mask_token_id' is given twice, as 3 and 7"),
     "an architecture that is no name": ("eagle3", change(architectures=[{}], shift_states=1), "shift_states"),
-    "a type that is no name": ("eagle3", change(speculators_model_type={}), "speculators_model_type' = {} is not read"),
-    "a layer type that is no name": ("eagle3", layer(model_type=[]), r"model_type = \[\] is not read"),
+    "a type that is no name": ("eagle3", change(speculators_model_type={}), "speculators_model_type' = {} is not supported"),
+    "a layer type that is no name": ("eagle3", layer(model_type=[]), r"model_type = \[\] is not supported"),
     "a reduced vocabulary that is tied": (
         "eagle3-reduced",
         both(tensor("lm_head.weight", None), change(tie_word_embeddings=True)),
@@ -255,14 +256,14 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     ),
     "no mask": ("p_eagle", tensor("mask_hidden", None), "mask_hidden is missing"),
     "no mask token": ("p_eagle", change(mask_token_id=None), "lacks a token for masked rows"),
-    "config of another kind": ("p_eagle", change(speculators_model_type="dflash"), "mask_hidden says .* 'p_eagle'"),
+    "config of another kind": ("p_eagle", change(speculators_model_type="dflash"), "mask_hidden belongs .* 'p_eagle'"),
     "unknown speculators type": ("eagle3", change(speculators_model_type="eagle9"), "eagle9"),
-    "DFlash2": ("eagle3", tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)), "DFlash2.*not computed"),
+    "DFlash2": ("eagle3", tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)), "DFlash2 heads are not supported"),
     "XPress": ("eagle3", change(speculators_model_type="xpress"), "XPress"),
     "Domino": ("eagle3", tensor("prefix_gru.weight_ih_l0", torch.zeros(2)), "Domino"),
     "Laguna": ("eagle3", tensor("aux_hidden_norms.0.weight", torch.zeros(2)), "Laguna"),
     "LiLiCorr": ("eagle3", change(architectures=["lilicorr"]), "LiLiCorr"),
-    "MLA": ("eagle3", change(architectures=["Eagle3DeepseekV2ForCausalLM"]), "latent attention"),
+    "MLA": ("eagle3", change(architectures=["Eagle3DeepseekV2ForCausalLM"]), "Latent-attention"),
     "Medusa": ("eagle3", change(medusa_num_heads=4), "Medusa"),
     "speculators' MTP": (
         "eagle3",

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from specdec.backends.ops import Rope
 from specdec.drafters.heads import dflash, drafter, eagle, layout, network, plugin, refiner
-from specdec.drafters.heads.layout import HeadFiles, Layout
+from specdec.drafters.heads.files import HeadFiles
+from specdec.drafters.heads.layout import Layout
 from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded, RecordedTarget
 from tests.drafters.heads.test_head_layouts import Config, Edit, Tensors, both, change, edited, flat, tensor, zlab
 from tests.drafters.heads.test_recorded_heads import BOUND, run

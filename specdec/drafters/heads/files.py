@@ -1,0 +1,308 @@
+"""Opens a head's checkpoint, recognises its kind, and refuses keys and tensors that have no meaning here.
+
+Heads of one kind come in several layouts that differ in a norm, a residual or the meaning of a layer id. A switch that
+is read wrongly costs acceptance and nothing else shows it, so every tensor and every key must be accounted for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specdec.checkpoints import Checkpoint, canonical_name, locate
+from specdec.checkpoints.locate import entries, listed
+from specdec.errors import CheckpointError, nearest, shown
+from specdec.models.read_keys import ReadKeys
+
+DEMO = "demo"
+EAGLE, P_EAGLE, DFLASH, DSPARK, MTP = "eagle3", "p_eagle", "dflash", "dspark", "mtp"
+KINDS = (EAGLE, P_EAGLE, DFLASH, DSPARK)
+LAYER_TABLE = "transformer_layer_config"
+_OTHER_HEAD = "a head of one of the kinds " + ", ".join(KINDS)
+SAME_HEAD = "config.json and weights of one and the same head"
+
+_SPECULATORS = {"eagle3": EAGLE, "peagle": P_EAGLE, "dflash": DFLASH, "dspark": DSPARK, "mtp": MTP}
+_ARCHITECTURES = {
+    "LlamaForCausalLMEagle3": EAGLE,
+    "Eagle3LlamaForCausalLM": EAGLE,
+    "DFlashDraftModel": DFLASH,
+    "Qwen3DSparkModel": DSPARK,
+}
+# What a tensor's name begins with, in the order of precedence.
+_KIND_BY_TENSOR = (
+    ("markov_head.", DSPARK),
+    ("mtp.", MTP),
+    ("mtp_layers.", MTP),
+    ("mask_hidden", P_EAGLE),
+    ("layers.0.hidden_norm.weight", EAGLE),
+    ("hidden_norm.weight", DFLASH),
+    ("encoder.output_norm_enc.weight", DFLASH),
+)
+# Kinds that are known and not supported: by a part of a tensor's name, and by a word of the config.
+_MLA, _SANDWICH = "Latent-attention (MLA) EAGLE-3", "Sandwich-norm (Gemma) DSpark"
+_REFUSED_TENSORS = (
+    ("attention_conv.", "DFlash2"),
+    ("candidate_selector.", "DFlash2"),
+    ("prefix_gru.", "Domino"),
+    ("embed_proj.", "Domino"),
+    ("aux_hidden_norms.", "Laguna"),
+    (".g_proj.", "Laguna"),
+    (".kv_a_proj_with_mqa.", _MLA),
+    ("medusa_head.", "Medusa"),
+    (".pre_feedforward_layernorm.", _SANDWICH),
+    ("jacobi_mixer.", "XPress"),
+    ("transition_scorer.", "LiLiCorr"),
+)
+_REFUSED_NAMES = {
+    "dflash2": "DFlash2",
+    "xpress": "XPress",
+    "lilicorr": "LiLiCorr",
+    "domino": "Domino",
+    "Eagle3DeepseekV2ForCausalLM": _MLA,
+    "Gemma4DSparkModel": _SANDWICH,
+    "MedusaModel": "Medusa",
+}
+_MEDUSA = re.compile(r"\d+\.\d+\.(linear\.)?(weight|bias)")
+
+_TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+# Keys that every config may carry and that change nothing a head computes.
+_HARMLESS = frozenset(
+    """_name_or_path name_or_path architectures auto_map attn_implementation _attn_implementation attention_dropout
+    begin_suppress_tokens bad_words_ids bos_token_id chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embed_requires_grad
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id has_no_defaults_at_init id2label initializer_range label2id length_penalty max_length
+    max_position_embeddings max_window_layers min_length model_type no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+    speculators_version suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p
+    torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache""".split()
+)
+# Switches of which only these values are supported.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (0, 1),
+    "has_lm_head": (True, False),
+    "attention_value_scale": (1,),
+    "is_neox_style": (True,),
+    "rope_is_neox_style": (True,),
+}
+
+
+class HeadFiles:
+    """An open checkpoint of a head, its tensors by canonical name, and the config with the keys that were read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.names = {canonical_name(name).replace("midlayer.", "layers.0."): name for name in checkpoint.names}
+        self.config = ReadKeys(checkpoint.config)
+        self._tables: dict[str, ReadKeys] = {"": self.config}
+
+    @classmethod
+    def open(cls, model: str, revision: str | None = None, *, kind: str = EAGLE) -> HeadFiles:
+        """The head in a folder, or of a hub id, or the embedded model's ("demo") of this ``kind``.
+
+        Raises: CheckpointError as ``locate``, and for pickled weights.
+        """
+        folder = locate(model, revision=revision) if model != DEMO else locate(DEMO) / kind
+        if model == DEMO and not (folder / "config.json").is_file():
+            raise CheckpointError(f"the embedded model has no {kind} head", try_="drafter.model with a head's folder")
+        files = entries(folder)
+        pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        if pickles and not any(name.endswith(".safetensors") for name in files):
+            raise CheckpointError(
+                f"{folder} has its weights in the pickle {pickles[0]}, which is never opened",
+                try_='a converted copy: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous()'
+                f" for k, v in torch.load('{pickles[0]}', weights_only=True).items()}}, 'model.safetensors')\"",
+            )
+        return cls(Checkpoint.open(folder))
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def shape(self, name: str, axes: int | None = None) -> tuple[int, ...]:
+        """The shape of a tensor. Raises: CheckpointError if it is missing, or has not so many ``axes``."""
+        if name not in self.names:
+            raise CheckpointError(
+                f"the tensor {name} is missing", folder=self.checkpoint.path, nearest=nearest(name, self.names)
+            )
+        shape = self.checkpoint.shape(self.names[name])
+        if axes is not None and len(shape) != axes:
+            raise CheckpointError(
+                f"the tensor {self.names[name]} has the shape {list(shape)}, and takes {axes} axes",
+                folder=self.checkpoint.path,
+            )
+        return shape
+
+    def first(self, *names: str) -> str:
+        """The first of these tensors that is there, or the first name."""
+        return next((name for name in names if name in self), names[0])
+
+    def refuse_unused_tensors(self, used: Iterable[str]) -> None:
+        """Raises: CheckpointError for a tensor that the head was trained with and nothing here computes with."""
+        known = {*used, *_TRAINING_ONLY, "d2t"}
+        unused = [name for name in self.names if name not in known]
+        if unused:
+            raise CheckpointError(
+                f"the tensor {self.names[unused[0]]} {list(self.shape(unused[0]))} is not used by this head",
+                also=listed(unused[1:]) or None,
+                folder=self.checkpoint.path,
+                try_=_OTHER_HEAD,
+            )
+
+    # --- the config ---------------------------------------------------------------------------------------------------
+
+    def table(self, key: str, defaults: Mapping[str, Any] | None = None) -> ReadKeys:
+        """A table of the config; empty if there is none. Raises: CheckpointError if it is no table."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise CheckpointError(f"config.json: {key!r} takes an object, got {shown(value)}")
+        table = self._tables[f"{key}."] = ReadKeys({**(defaults or {}), **(value or {})})
+        return table
+
+    def places(self, key: str) -> list[tuple[str, Any]]:
+        """Paths and values of a switch, at the top and in the kind's own table; those of a layer are elsewhere."""
+        tables = [(path, table) for path, table in self._tables.items() if path != f"{LAYER_TABLE}."]
+        return [(path + key, value) for path, table in tables if (value := table.get(key)) is not None]
+
+    def value(self, key: str) -> Any:
+        """The value of a switch; None if it is absent. Raises: CheckpointError if two tables disagree."""
+        places = self.places(key)
+        for _, other in places[1:]:
+            if other != places[0][1]:
+                raise CheckpointError(
+                    f"config.json: {key!r} is given twice, as {shown(places[0][1])} and {shown(other)}"
+                )
+        return places[0][1] if places else None
+
+    def flag(self, key: str, *tensors: str) -> bool | None:
+        """A flag, which says the same as the presence of one of ``tensors``; None if neither says anything.
+
+        Raises: CheckpointError for a value that is no flag, or that contradicts the tensors.
+        """
+        value = self.value(key)
+        if value is not None and type(value) is not bool:
+            raise CheckpointError(f"config.json: {key!r} takes true or false, got {shown(value)}")
+        if not tensors:
+            return value
+        tensor = self.first(*tensors)
+        present = tensor in self
+        if value not in (None, present):
+            raise CheckpointError(
+                f"config.json: {key!r} is {shown(value)}, and the tensor {tensor} is {'there' if present else 'missing'}",
+                try_=SAME_HEAD,
+            )
+        return present
+
+    def whole(self, key: str, *, low: int = 1) -> int:
+        """A whole number. Raises: CheckpointError for anything else."""
+        return checked_whole(key, self.value(key), low=low)
+
+    def refuse_unread_keys(self) -> None:
+        """Raises: CheckpointError for a key that may change what the head computes and that nothing here reads."""
+        for path, table in self._tables.items():
+            for key in table.unread:
+                if key in _SUPPORTED and table[key] not in _SUPPORTED[key]:
+                    raise CheckpointError(
+                        f"config.json: {path}{key} = {shown(table[key])} is not supported; "
+                        f"{shown(_SUPPORTED[key][0])} is"
+                    )
+                if key not in _HARMLESS and key not in _SUPPORTED:
+                    raise CheckpointError(
+                        f"config.json: unknown key {path}{key}; it may change the head's output",
+                        value=shown(table[key]),
+                        try_="a config.json without it, if it changes nothing that the head computes",
+                    )
+
+
+def checked_whole(key: str, value: Any, *, low: int = 1) -> int:
+    """A whole number from ``low``. Raises: CheckpointError that names the key for anything else."""
+    if type(value) is not int or value < low:
+        raise CheckpointError(f"config.json: {key!r} takes a whole number from {low}, got {shown(value)}")
+    return value
+
+
+# --- the kind ---------------------------------------------------------------------------------------------------------
+
+
+def is_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json belongs to a draft head and to no model, as far as the config shows."""
+    marks = ("speculators_model_type", "draft_vocab_size", "eagle_config", "dflash_config", "medusa_num_heads")
+    return any(key in config for key in marks) or any(
+        word in _ARCHITECTURES or word in _REFUSED_NAMES for word in architectures(config)
+    )
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The names under ``architectures``."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def kind_of(files: HeadFiles) -> str:
+    """The kind of a head, by its tensors; by its config where a tensor that decides is missing.
+
+    Raises: CheckpointError for a kind that is known and not supported, tensors of no known kind, or a config that
+        says another kind than the tensors.
+    """
+    names, config = files.names, files.config
+    _refuse_unsupported_kinds(files)
+    said = config.get("speculators_model_type")
+    if said is not None and (not isinstance(said, str) or said not in _SPECULATORS):
+        raise CheckpointError(f"config.json: 'speculators_model_type' = {shown(said)} is not supported")
+    declared = _SPECULATORS.get(said) if said is not None else None
+    declared = declared or next((_ARCHITECTURES[w] for w in architectures(config) if w in _ARCHITECTURES), None)
+    by_tensor, tensor = next(
+        ((kind, name) for start, kind in _KIND_BY_TENSOR for name in names if name.startswith(start)), (None, "")
+    )
+    if by_tensor == EAGLE and declared == P_EAGLE:
+        raise CheckpointError("the tensor mask_hidden is missing, which a P-EAGLE head has")
+    if declared == EAGLE and by_tensor == P_EAGLE and said is None:  # both have one name in these layouts
+        declared = P_EAGLE
+    if by_tensor is not None and declared not in (None, by_tensor):
+        raise CheckpointError(
+            f"the tensor {names[tensor]} belongs to a head of the kind {by_tensor!r}, config.json says {declared!r}",
+            try_=SAME_HEAD,
+        )
+    kind = by_tensor or declared
+    if kind == MTP:
+        raise CheckpointError(
+            "this is a multi-token-prediction (MTP) head in speculators' layout, which is read with its target",
+            folder=files.checkpoint.path,
+            try_='target.mtp with this folder and drafter.name = "mtp"; specdec info MODEL --mtp FOLDER describes it',
+        )
+    if kind is None:
+        raise CheckpointError(
+            f"{files.checkpoint.path} is no draft head of a known kind", tensors=listed(names), try_=_OTHER_HEAD
+        )
+    return kind
+
+
+def _refuse_unsupported_kinds(files: HeadFiles) -> None:
+    config, nested = files.config, files.config.get("dflash_config")
+    words = [config.get("speculators_model_type"), *architectures(config)]
+    words += [nested.get("projector_type")] if isinstance(nested, Mapping) else []
+    kind = next((_REFUSED_NAMES[word] for word in words if isinstance(word, str) and word in _REFUSED_NAMES), None)
+    if kind is None and ("medusa_num_heads" in config or any(_MEDUSA.fullmatch(name) for name in files.names)):
+        kind = "Medusa"
+    tensor = None
+    if kind is None:
+        kind, tensor = next(
+            ((what, name) for part, what in _REFUSED_TENSORS for name in files.names if part in f".{name}"), (None, None)
+        )
+    if kind is not None:
+        raise CheckpointError(
+            f"{kind} heads are not supported",
+            folder=files.checkpoint.path,
+            tensor=None if tensor is None else files.names[tensor],
+            try_=_OTHER_HEAD,
+        )
