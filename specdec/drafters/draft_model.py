@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
-import numpy as np
 
 from specdec.config import FieldError, TargetConfig, between, one_of
 from specdec.contract import (
@@ -29,16 +28,13 @@ from specdec.contract import (
     State,
     Verdict,
 )
-from specdec.drafters.follower import DraftRow, Follower, restored
-from specdec.drafters.gate import DraftGate
+from specdec.drafters.follower import Follower, restored
+from specdec.drafters.gate import DraftGate, Drawing
+from specdec.drafters.logits import last_row
 from specdec.drafters.retokenise import Transcript, continuation, differences
-from specdec.errors import ConfigError, SpecdecError, UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.sampling import draft_token
 from specdec.text import Tokenizer, common_prefix
-
-if TYPE_CHECKING:
-    from specdec.contract import Float32
 
 OTHER_TOKENS = "the saved state holds other tokens"
 _SHOWN = 3  # examples in an error
@@ -165,23 +161,14 @@ class DraftModelDrafter(_SecondModelDrafter):
         if depth < 1 or not self._readable(tokens, len(tokens)):
             return EMPTY_DRAFT
         steps = self._follower.make_room(tokens, stable, depth)
-        drafted: list[int] = []
-        distributions: list[Float32] = []
-        while len(drafted) < steps:
-            row = DraftRow(self._follower.step(tokens, drafted), self._info.vocab_size, self._vocab_size)
-            try:
-                if self._gate.stops(row, context, drafted):
-                    break
-                token, distribution = draft_token(row, drafted, context)
-            except ConfigError:
-                if self._info.vocab_size >= self._vocab_size:
-                    raise
-                self._skip("vocabulary")  # the draft model has none of the allowed tokens
+        drawing = Drawing(self._gate, context, reduced=self._info.vocab_size < self._vocab_size)
+        while len(drawing.tokens) < steps:
+            logits = self._follower.step(tokens, drawing.tokens)
+            if drawing.next(last_row(logits, self._info.vocab_size, self._vocab_size)) is None:
                 break
-            drafted.append(token)
-            if distribution is not None:
-                distributions.append(distribution)
-        return Draft(tuple(drafted), np.stack(distributions) if distributions else None)
+        if drawing.dead_end:
+            self._skip("vocabulary")  # the draft model has none of the allowed tokens
+        return drawing.draft()
 
     def rewind(self, length: int) -> None:
         self._follower.cut(length)
@@ -226,7 +213,7 @@ class TextDraftModelDrafter(_SecondModelDrafter):
         text, whole = "", True
         width = self._info.vocab_size
         while len(own) < steps and len(drafted) < depth and whole:
-            row = DraftRow(self._follower.step(tokens, own), width, width)
+            row = last_row(self._follower.step(tokens, own), width, width)
             token = row.argmax()[0]
             # an empty context: sampling settings refer to the target's token ids
             if self._gate.stops(row, Context([])) or token in self._draft_tokenizer.special_ids:

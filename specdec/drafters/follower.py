@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specdec.contract import DrafterSnapshot, ForwardPass, Logits, Snapshot, State
 from specdec.text import common_prefix
-
-if TYPE_CHECKING:
-    from specdec.contract import Float32
 
 WAITING_ROWS = 8  # committed tokens that a decode may include; more are prefilled first
 
@@ -87,7 +83,7 @@ class Follower:
         self.passes += 1
         return self.model.decode(self.state, self._decoded).need_logits()
 
-    def snapshot(self, tokens: Sequence[int], identity: Mapping[str, str]) -> DrafterSnapshot | None:
+    def snapshot(self, tokens: Sequence[int], identity: Mapping[str, int | str]) -> DrafterSnapshot | None:
         """The state and its tokens; None if ``tokens`` is shorter than the state, or the state is empty."""
         kept = list(tokens[: self.held])
         if not kept or len(kept) != self.held:
@@ -98,13 +94,20 @@ class Follower:
         return DrafterSnapshot({**arrays, "tokens": np.array(kept, dtype=np.int64)}, {**meta, **identity})
 
 
-def restored(
-    saved: DrafterSnapshot, model: ForwardPass, capacity: int, identity: Mapping[str, str]
-) -> tuple[State, list[int]] | str:
-    """A saved state and its tokens, or the reason why it is not used (another model, or damaged)."""
+def foreign(saved: DrafterSnapshot, identity: Mapping[str, int | str]) -> str:
+    """Why a saved state is another model's; empty if it is not."""
     for name, ours in identity.items():
         if saved.meta.get(name) != ours:
             return f"saved with another {name}: {saved.meta.get(name)!r}, this one has {ours!r}"
+    return ""
+
+
+def restored(
+    saved: DrafterSnapshot, model: ForwardPass, capacity: int, identity: Mapping[str, int | str]
+) -> tuple[State, list[int]] | str:
+    """A saved state and its tokens, or the reason why it is not used (another model, or damaged)."""
+    if reason := foreign(saved, identity):
+        return reason
     try:
         tokens = [int(token) for token in saved.arrays["tokens"].tolist()]
         own = {name[6:]: array for name, array in saved.arrays.items() if name.startswith("state.")}
@@ -116,48 +119,3 @@ def restored(
     if state.length != len(tokens):
         return f"the saved state holds {state.length} tokens, and {len(tokens)} belong to it"
     return state, tokens
-
-
-class DraftRow(Logits):
-    """The last row of a draft model's logits, as wide as the target's vocabulary.
-
-    Models with the same tokenizer may pad their vocabularies differently. Ids that only the target has get -inf; ids
-    that only the draft model has are dropped.
-    """
-
-    def __init__(self, inner: Logits, inner_size: int, vocab_size: int) -> None:
-        self._inner, self._inner_size, self._vocab_size = inner, inner_size, vocab_size
-
-    def __len__(self) -> int:
-        return 1
-
-    def argmax(self) -> list[int]:
-        best = self._inner.argmax()[-1]
-        return [best] if best < self._vocab_size else [int(np.argmax(self.rows()[0]))]
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        if self._inner_size <= self._vocab_size:
-            ids, values = self._inner.topk(k)
-            return ids[-1:], values[-1:]
-        row = self.rows()[0]
-        best = np.lexsort((np.arange(len(row)), -row))[:k]
-        return [best.tolist()], [row[best].tolist()]
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        row = self.rows()[0]
-        return [float(row[token]) for token in tokens[:1]]
-
-    def logsumexp(self) -> list[float]:
-        return self._inner.logsumexp()[-1:] if self._inner_size <= self._vocab_size else super().logsumexp()
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        token = self._inner.noisy_argmax(len(self._inner) - 1, scale, seed, position)
-        return token if token is not None and token < self._vocab_size else None
-
-    def rows(self) -> Float32:
-        last = self._inner.rows()[-1:]
-        if self._inner_size >= self._vocab_size:
-            return last[:, : self._vocab_size]
-        padded = np.full((1, self._vocab_size), -np.inf, dtype=np.float32)
-        padded[:, : self._inner_size] = last
-        return padded

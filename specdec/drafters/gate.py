@@ -13,9 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from specdec.contract import Context, DraftNoise, Logits
-from specdec.sampling import Rows
+import numpy as np
+
+from specdec.contract import Context, Draft, DraftNoise, Logits
+from specdec.errors import ConfigError
+from specdec.sampling import Rows, draft_token, is_plain
+
+if TYPE_CHECKING:
+    from specdec.contract import Float32
 
 
 class DraftGate:
@@ -75,3 +82,47 @@ class DraftGate:
     def report(self) -> dict[str, int]:
         """For ``Drafter.report``: decisions and stops so far; empty when the gate is off."""
         return {"gate_steps": self.steps, "gate_stops": self.stopped} if self.enabled else {}
+
+
+class Drawing:
+    """Draws the tokens of one draft, one by one, behind a gate.
+
+    Args:
+        reduced: whether the logits cover a part of the target's vocabulary only. The rules of sampling may then forbid
+            all of it: the settings are not at fault, since the target has more ids to choose from, and the draft ends.
+
+    Attributes:
+        tokens: those drawn so far.
+        greedy: whether each token is the best one of its raw logits.
+        dead_end: whether the draft has ended because no token of the reduced vocabulary is allowed.
+    """
+
+    def __init__(self, gate: DraftGate, context: Context, *, reduced: bool) -> None:
+        self._gate, self._context, self._reduced = gate, context, reduced
+        self._distributions: list[Float32] = []
+        self.tokens: list[int] = []
+        self.greedy = context.sampling.temperature == 0 and is_plain(context.sampling) and not gate.enabled
+        self.dead_end = False
+
+    def next(self, logits: Logits) -> int | None:
+        """Draw the token of one row of logits; None ends the draft before it."""
+        if self.greedy:
+            self.tokens += logits.argmax()
+            return self.tokens[-1]
+        try:
+            if self._gate.stops(logits, self._context, self.tokens):
+                return None
+            token, distribution = draft_token(logits, self.tokens, self._context)
+        except ConfigError:
+            if not self._reduced:
+                raise
+            self.dead_end = True
+            return None
+        self.tokens.append(token)
+        if distribution is not None:
+            self._distributions.append(distribution)
+        return token
+
+    def draft(self) -> Draft:
+        """What was drawn, with the distributions that the tokens were drawn from."""
+        return Draft(tuple(self.tokens), np.stack(self._distributions) if self._distributions else None)

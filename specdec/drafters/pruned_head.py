@@ -6,16 +6,50 @@ tokens chooses the same head.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from specdec.config import between
+from specdec.drafters.draft_vocabulary import DraftVocabulary
+from specdec.errors import ConfigError
+
 if TYPE_CHECKING:
-    from specdec.contract import Context, DraftHead
+    from specdec.contract import Context, DraftHead, PrepareEnv
 
 WINDOW = 64
 """Time constant, in generated tokens, of the exponential average of misses. It starts at 0, so seven misses in a row
 pass the default limit of 0.1."""
+
+
+@attrs.frozen(kw_only=True)
+class PrunedHeadConfig:
+    """A cheaper head, and when to stop a draft early; the defaults do neither."""
+
+    vocabulary: str | None = None  # a file made by specdec vocab: the ids to draft from
+    max_miss: float = attrs.field(default=0.1, validator=between(0.0, 1.0))  # share of tokens outside; above: full head
+    max_extra: int = attrs.field(default=2048, validator=between(0, 65536))  # ids of a sequence added to the vocabulary
+    min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least probability of the best token
+    min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
+
+    def __attrs_post_init__(self) -> None:
+        """Raises: ConfigError for draft-vocabulary settings without a draft vocabulary."""
+        fields = attrs.fields_dict(PrunedHeadConfig)
+        idle = [name for name in ("max_miss", "max_extra") if getattr(self, name) != fields[name].default]
+        if self.vocabulary is None and idle:
+            raise ConfigError(
+                f"drafter.{idle[0]} belongs to a draft vocabulary, and drafter.vocabulary names none",
+                try_="specdec vocab MODEL makes one; or leave the setting out",
+            )
+
+    def prepare(self, env: PrepareEnv, head: Callable[[Sequence[int]], DraftHead]) -> PreparedVocabulary | None:
+        """Read the draft vocabulary and gather its rows of a ``head``, once for all sequences; None without one."""
+        if self.vocabulary is None:
+            return None
+        vocabulary = DraftVocabulary.read(self.vocabulary)
+        vocabulary.check(env.target.info, env.tokenizer, self.vocabulary)
+        return PreparedVocabulary.of(head(vocabulary.tokens), env.target.info.vocab_size)
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +96,7 @@ class HeadChoice:
         self.full = False
 
     def follow(self, context: Context) -> DraftHead | None:
-        """The head for the draft after ``context``; None for the full one."""
+        """The head for the draft after ``context``, counted for the report; None for the full one."""
         if context.generated_from != self._generated_from:
             self._generated_from = context.generated_from
             self.forget()
@@ -76,11 +110,8 @@ class HeadChoice:
                 self.share += (missed - self.share) / WINDOW
                 self.full = self.share > (self._max_miss / 2 if self.full else self._max_miss)
         self._read = len(context)
-        return None if self.full else self._extended()
-
-    def count(self) -> None:
-        """Count one draft with the current head."""
         self._drafts["full" if self.full else "pruned"] += 1
+        return None if self.full else self._extended()
 
     def _add(self, token: int, *, new: bool) -> None:
         if self._max_extra == 0:

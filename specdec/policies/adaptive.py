@@ -20,7 +20,6 @@ STEP_GUESS = 0.2  # cost of a drafted token in plain cycles if nothing was measu
 LASTING = 32  # cycles after which speculation counts as lasting
 TRIES = 8  # cycles that a trial waits for a draft: an empty draft carries no information
 NEARER = 4  # while speculation is on, trials are this many times as frequent, because they cost less
-HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial gets no second cycle
 
 
 @attrs.frozen(kw_only=True)
@@ -50,8 +49,8 @@ class Learnt:
 class AdaptivePolicy(DepthPolicy):
     """Follows the best rate and rarely tries other depths; trials become frequent again after lasting speculation.
 
-    While speculation is off, a trial is one cycle of depth 1, plus a second one for its time unless drafts are
-    hopeless. While it is on, a trial is one cycle of plain decoding or of a neighbouring depth, in turn.
+    While speculation is off, a trial is one cycle of depth 1. While it is on, a trial is one cycle of plain decoding,
+    of a neighbouring depth or of half the depth, in turn.
     """
 
     def __init__(self, config: AdaptiveConfig, learnt: Learnt | None = None) -> None:
@@ -65,7 +64,6 @@ class AdaptivePolicy(DepthPolicy):
         self._tokens = 0  # since the last trial
         self._trials = 0  # of other depths so far
         self._tries = 0  # cycles that the running trial may still take; 0 when none runs
-        self._second = False  # whether this is a trial's second cycle
         self._lasted = 0  # cycles since speculation went on
         if last is not None:
             self._rates.adopt(last._rates)
@@ -101,27 +99,16 @@ class AdaptivePolicy(DepthPolicy):
     def record(self, cycle: CycleRecord) -> None:
         self._learnt.last = self
         self._tokens += len(cycle.emitted)
-        trial = self._tries > 0 and not self._depth and not self._second
-        self._rates.observe(cycle, news=trial and cycle.accepted > 0)
-        if self._tries:
-            self._end_trial(cycle)
-        self._move(self._best())
-
-    def _end_trial(self, cycle: CycleRecord) -> None:
-        """End the running trial, unless nothing was drafted or its time must be measured again."""
-        self._tries -= 1
-        if cycle.depth and not cycle.offered and self._tries:
-            return
-        if not self._depth and not self._second and self._rates.first_acceptance > HOPELESS:
-            self._second, self._tries = True, 1
-            return
-        self._trials += self._depth > 0
-        self._distance = min(2 * self._distance, self._config.last_probe)
-        self._restart_timer()
-
-    def _restart_timer(self) -> None:
-        self._tokens = self._tries = 0
-        self._second = False
+        trial = self._tries > 0
+        changed = self._rates.observe(cycle, news=trial and not self._depth and cycle.accepted > 0)
+        if trial:
+            self._tries -= 1
+            if not self._tries or cycle.offered or not cycle.depth:
+                self._trials += self._depth > 0
+                self._distance = min(2 * self._distance, self._config.last_probe)
+                self._tokens = self._tries = 0
+        if changed:
+            self._move(self._best())
 
     def _best(self) -> int:
         """The depth with the best rate, or the current one if the gain is too small and it beats plain decoding."""
@@ -131,18 +118,13 @@ class AdaptivePolicy(DepthPolicy):
         return best if enough else depth
 
     def _move(self, depth: int) -> None:
-        if bool(depth) != bool(self._depth):
-            if self._lasted >= LASTING:
-                self._distance = self._config.first_probe
-            self._lasted = 0
-            self._restart_timer()
-        elif depth != self._depth:
-            self._distance = self._config.first_probe  # the depth was wrong, and the next one may be
+        switched = bool(depth) != bool(self._depth)
+        if depth != self._depth and (not switched or self._lasted >= LASTING):
+            self._distance = self._config.first_probe  # the depth was right no longer, and the next one may be wrong
+        if switched:
+            self._lasted = self._tokens = self._tries = 0
         self._depth = depth
-        if depth:
-            self._lasted += 1
-            if self._lasted == LASTING:
-                self._distance = self._config.first_probe
+        self._lasted += depth > 0
 
 
 def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:

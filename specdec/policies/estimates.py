@@ -13,7 +13,7 @@ FADING = 32.0  # cycles after which a prior counts half
 CARRIED = 8.0  # most cycles per position that one generation hands to the next
 CLOCK_STEP = 1e-9  # seconds; a coarse clock may read 0, and no cycle is free
 SLOWER, FASTER = 0.3, 1.5  # nats by which a cycle may surprise; only outliers are slower than that
-LOAD_SHARE = 0.25  # of a surprise that is put down to the load
+LOAD_SHARE = 0.4  # of a surprise that is put down to the load
 CONTRAST = 4  # cycles after a change of depth that compare the two depths
 TRUSTED = 24  # visits after which a depth's average stops getting slower
 MISSES = 8  # empty drafts over which the cost of one is averaged
@@ -82,13 +82,14 @@ class Seconds:
         self._load: float | None = None  # of this generation
         self._tokens = -1  # of the previous cycle
         self._contrast = 0
+        self.expected = [math.exp(seconds) for seconds in self._table]
+        """By drafted tokens, at the table's load; depths are compared by these."""
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn what a cycle with so many drafted tokens took; ignores drafts beyond the table."""
-        if tokens >= len(self._table):
-            return
-        expected = self._correction[tokens] = self._corrected(tokens)
-        surprise = math.log(max(seconds, CLOCK_STEP)) - self._table[tokens] - expected
+    def observe(self, tokens: int, seconds: float) -> bool:
+        """Learn what a cycle with so many drafted tokens took; returns whether ``expected`` has changed."""
+        if tokens >= len(self._table):  # a deeper draft than this policy asks for
+            return False
+        surprise = math.log(max(seconds, CLOCK_STEP)) - self._table[tokens] - self._correction[tokens]
         if self._load is None:
             self._load = surprise
         surprise = min(max(surprise - self._load, -FASTER), SLOWER)
@@ -96,28 +97,29 @@ class Seconds:
             self._contrast = max(self._contrast - 1, 0)
         elif self._tokens >= 0:
             self._contrast = CONTRAST
-        self._tokens, share = tokens, 0.0
-        if self._contrast:
-            share = 1 / (self._visits[tokens] + 1.5)
-            self._visits[tokens] = min(self._visits[tokens] + 1, TRUSTED)
-            self._correction[tokens] += share * surprise
+        self._tokens = tokens
+        if not self._contrast:
+            self._load += LOAD_SHARE * surprise
+            return False
+        share = 1 / (self._visits[tokens] + 1.5)
         self._load += LOAD_SHARE * (1.0 - share) * surprise
+        self._correction[tokens] += share * surprise
+        self._visits[tokens] = min(self._visits[tokens] + 1, TRUSTED)
+        self._spread()
+        return True
 
     def adopt(self, other: Seconds) -> None:
         """Start from what another generation learnt; the load is measured again."""
         self._correction, self._visits = list(other._correction), list(other._visits)
+        self._spread()
 
-    def of(self, tokens: int) -> float:
-        """Expected seconds at the table's load."""
-        return math.exp(self._table[tokens] + self._corrected(tokens))
-
-    def _corrected(self, tokens: int) -> float:
-        """The correction; an unvisited depth has that of its nearest visited neighbour, plain decoding apart."""
-        if not tokens or self._visits[tokens]:
-            return self._correction[tokens]
-        visited = [other for other, visits in enumerate(self._visits) if visits and other]
-        nearest = min(visited, key=lambda other: abs(other - tokens), default=0)
-        return self._correction[nearest] if nearest else 0.0
+    def _spread(self) -> None:
+        """Correct unvisited depths like their nearest visited neighbour, plain decoding apart, and price all."""
+        visited = [tokens for tokens, visits in enumerate(self._visits) if visits and tokens]
+        for tokens, visits in enumerate(self._visits):
+            if tokens and visited and not visits:
+                self._correction[tokens] = self._correction[min(visited, key=lambda other: abs(other - tokens))]
+            self.expected[tokens] = math.exp(self._table[tokens] + self._correction[tokens])
 
 
 class Rates:
@@ -137,25 +139,32 @@ class Rates:
         self.first_acceptance = FIRST_GUESS
         self._update()
 
-    def observe(self, cycle: CycleRecord, *, news: bool = False) -> None:
+    def observe(self, cycle: CycleRecord, *, news: bool = False) -> bool:
         """Learn from a cycle; the time of a drafter that catches up after a pause is ignored.
 
         ``news``: what was learnt about acceptance is of another text, and is discarded.
+
+        Returns: whether ``by_depth`` was computed anew. Most plain cycles change nothing, and cost less then
+            (7 against 27 µs in ``benchmarks.adaptive --part bookkeeping``; plain decoding must not become slower).
         """
+        if not cycle.depth:
+            self._plain_cycles += 1
+            changed = self._seconds.observe(0, cycle.verify_seconds + cycle.commit_seconds)
+            if changed:
+                self._update()
+            return changed
         if news:
             self._acceptance.forget()
         self._acceptance.observe(cycle)
         fresh = self._plain_cycles < STALE
-        if cycle.offered:
-            if fresh:
-                self._seconds.observe(cycle.offered, cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds)
-            self._plain_cycles = 0
-        else:
-            if cycle.depth and fresh:
-                self._miss += (cycle.draft_seconds - self._miss) / MISSES
+        if not cycle.offered:
+            self._miss += (cycle.draft_seconds - self._miss) / MISSES if fresh else 0.0
             self._seconds.observe(0, cycle.verify_seconds + cycle.commit_seconds)
-            self._plain_cycles += not cycle.depth
+        elif fresh:
+            self._seconds.observe(cycle.offered, cycle.draft_seconds + cycle.verify_seconds + cycle.commit_seconds)
+        self._plain_cycles = 0 if cycle.offered else self._plain_cycles
         self._update()
+        return True
 
     def adopt(self, other: Rates) -> None:
         """Start from what another generation learnt; its acceptance counts for less."""
@@ -169,8 +178,7 @@ class Rates:
         tokens = survival = given = 1.0  # E(k); A_k; the probability of a draft of k tokens or more
         shorter, extra = 0.0, self._miss  # seconds of drafts of fewer than k tokens, weighted by probability
         rates, acceptance = [], self._acceptance.rates()
-        for depth, (gain, offer) in enumerate([*acceptance, (0.0, 0.0)]):
-            seconds = self._seconds.of(depth)
+        for seconds, (gain, offer) in zip(self._seconds.expected, [*acceptance, (0.0, 0.0)], strict=True):
             rates.append(tokens / (shorter + given * seconds))
             survival *= gain
             tokens += survival

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import attrs
@@ -19,9 +18,7 @@ import specdec
 from specdec.cli import main
 from specdec.contract import (
     NO_NEEDS,
-    Context,
     DrafterEnv,
-    DraftNoise,
     ForwardOutput,
     ForwardPass,
     Needs,
@@ -31,20 +28,19 @@ from specdec.contract import (
     State,
 )
 from specdec.drafters import draft_model
-from specdec.drafters.draft_model import DraftModel, DraftModelConfig, DraftModelDrafter, DraftRow
+from specdec.drafters.draft_model import DraftModel, DraftModelConfig
+from specdec.drafters.logits import last_row
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.registry import Registry
-from specdec.testing import Memory, TableModel
+from specdec.testing import TableModel
 from specdec.testing.engine_run import run_engine
 from specdec.testing.table_model import TableLogits
 from specdec.text import Tokenizer
-from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
 from tests.decoding.test_sessions import Told, operations
 from tests.drafters.composed import LLAMA, composed, scripted
 from tests.drafters.two_tokenizers import byte_level, sentence_piece
-from tests.verifiers.enumeration import array, distance, emitted, joint_of
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48]
 
@@ -415,7 +411,7 @@ def test_when_no_token_of_the_draft_model_is_allowed_it_has_no_opinion(base, wri
 def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows, seed, k):
     """Every cheap view of the logits says what the full row says, ties included."""
     values = np.random.default_rng(seed).integers(-2, 3, (rows, inner)).astype(np.float32)
-    row = DraftRow(TableLogits(values), inner, width)
+    row = last_row(TableLogits(values), inner, width)
     padded = np.concatenate([values, np.full((rows, 7), -np.inf, np.float32)], axis=1)[-1:, :width]
     whole = TableLogits(padded)
     assert len(row) == 1
@@ -424,67 +420,6 @@ def test_a_row_in_another_width_is_the_last_row_padded_or_cut(inner, width, rows
     assert row.topk(k) == whole.topk(k)
     assert row.gather([1]) == whole.gather([1])
     assert row.logsumexp() == pytest.approx(whole.logsumexp(), abs=1e-6)
-
-
-# --- laws ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", ["accept_chain", "accept_block"])
-@pytest.mark.parametrize("gate", [{}, {"min_confidence": 0.5}, {"min_margin": 0.4}])
-@pytest.mark.parametrize("seed", range(3))
-def test_with_a_ratio_test_the_output_has_the_target_s_law(monkeypatch, rule, gate, seed):
-    """Every draw of the real drafter, weighed with the law it is drawn from; rounding to float32 is all that is left.
-
-    A gate that looked at the drawn token would show here: dropping a token after the draw moves the law.
-    """
-    vocab, prompt = 3, [0, 2, 1]
-    target = TableModel.random(vocab, seed=seed, peak=0.8)
-    second = TableModel.random(vocab, seed=seed + 50, peak=0.8, memory=Memory.RECURRENT, tilt=0.6)
-    config = DraftModelConfig(model="x", **gate)
-    weight, script, taken = Fraction(1), [], []
-
-    def draw(law: Any, u: float) -> int:
-        nonlocal weight
-        place = len(taken)
-        if place == len(script):
-            script.append(0)
-        taken.append(script[place])
-        weight *= Fraction(float(law[script[place]])) / sum(Fraction(float(x)) for x in law)
-        return taken[-1]
-
-    monkeypatch.setattr("specdec.sampling.draw", draw)
-    drafts = []
-    while True:
-        weight, taken = Fraction(1), []
-        env = DrafterEnv(target=target, state=target.new_state(32), shared=DraftModel(model=second))
-        drafter = DraftModelDrafter(config, env)
-        context = Context(prompt, Sampling(temperature=1.0), draft_noise=DraftNoise.INDEPENDENT)
-        draft = drafter.propose(context, 2)
-        laws = None if draft.probs is None else [_fractions(law) for law in draft.probs]
-        drafts.append((weight, draft.tokens, laws))
-        del script[len(taken) :]
-        while script and script[-1] == vocab - 1:
-            script.pop()
-        if not script:
-            break
-        script[-1] += 1
-    assert abs(sum(weight for weight, _, _ in drafts) - 1) < 1e-9
-    lengths = {len(tokens) for _, tokens, _ in drafts}
-    assert lengths == {2} if not gate else True
-
-    def law(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
-        return tuple(_fractions(target.distribution([*prompt, *prefix])))
-
-    def verify(target_law: Any, handed: Any, drafted: Any, accepts: Any) -> Any:
-        return getattr(rejection, rule)(target_law, handed, drafted, accepts)
-
-    got, _ = emitted(verify, law, iter(drafts), vocab, 3)
-    assert distance(got, joint_of(law, vocab, 3)) < 1e-6
-
-
-def _fractions(law: Any) -> Any:
-    exact = [Fraction(float(x)) for x in law]
-    return array(tuple(x / sum(exact) for x in exact))
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -107,7 +107,6 @@ def test_falling_back_and_coming_back() -> None:
     for token in [3] * 30 + [33] * 30 + [4] * 200:
         tokens.append(token)
         head = followed.follow(Context(tokens, generated_from=20))
-        followed.count()
         told.append((head is None, followed.report()))
     full = [is_full for is_full, _ in told]
     first, last = full.index(True), len(full) - 1 - full[::-1].index(True)

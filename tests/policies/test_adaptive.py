@@ -14,7 +14,7 @@ from tests.policies.simulation import DEEPEST, PROCESSES, TABLES, Process, adapt
 from tests.selection import cases
 
 SEEDS = 8
-MORE_SEEDS = {"noisy costs with outliers": 48}  # where luck is larger
+MORE_SEEDS = {"noisy costs with outliers": 48, "jump up": 48}  # where luck is larger
 JUDGED = {"jump up": (1200, 1500)}  # off since cycle 10, the jump at 300: two probes may be a thousand tokens apart
 
 

@@ -1,7 +1,8 @@
 """Draft with a trained head: follow the target's hidden states, and keep the head's own keys and values.
 
-The ledger of pairs (hidden state of token i, token i + 1) is the one of the MTP head (``MtpPairs``); here the drafter
-owns it, because the target knows nothing of the head. True pairs replace whatever a draft has appended.
+The ledger of pairs (hidden state of token i, token i + 1) is the one of the MTP head (``MtpPairs``). The drafter owns
+it: the target knows nothing of the head, whose fc shrinks the states before they are kept. True pairs replace whatever
+a draft has appended.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -27,32 +28,29 @@ from specdec.contract import (
     Drafter,
     DrafterEnv,
     DrafterSnapshot,
+    DraftHead,
     ForwardOutput,
     Logits,
     MtpPairs,
     PrepareEnv,
     Verdict,
 )
-from specdec.drafters.draft_vocabulary import DraftVocabulary
-from specdec.drafters.gate import DraftGate
-from specdec.drafters.heads.eagle import EagleNetwork
+from specdec.drafters.follower import foreign
+from specdec.drafters.gate import DraftGate, Drawing
 from specdec.drafters.heads.layout import Layout
-from specdec.drafters.heads.network import MappedLogits, RowsHead, Surroundings, own_head_rows
-from specdec.drafters.heads.refiner import Block, Marginals, Refiner, Row
-from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary
-from specdec.errors import ConfigError, StateError
-from specdec.sampling import draft_token, is_plain
+from specdec.drafters.heads.network import RowsHead, Surroundings
+from specdec.drafters.heads.refiner import Block, Marginals, Refiner
+from specdec.drafters.logits import MappedLogits, Row
+from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary, PrunedHeadConfig
+from specdec.errors import ConfigError
 from specdec.text import common_prefix
-
-if TYPE_CHECKING:
-    from specdec.contract import Float32
 
 FEED_ROWS = 512  # pairs per pass of the head; bounds the memory of a long prompt
 MARKS = 8  # ends of prompts whose last hidden state is kept, for a rewind to there
 
 
 @attrs.frozen(kw_only=True)
-class HeadConfig:
+class HeadConfig(PrunedHeadConfig):
     """Which head, what its config leaves open, and when to stop a draft early."""
 
     example: ClassVar[Mapping[str, Any]] = {"model": "random"}
@@ -61,22 +59,7 @@ class HeadConfig:
     revision: str | None = None  # branch, tag or commit of a hub id
     layer_ids: str = attrs.field(default="auto", validator=one_of("auto", "boundary", "layer"))  # what they number
     fed_back: str = attrs.field(default="auto", validator=one_of("auto", "state", "normed"))  # into a chained step
-    vocabulary: str | None = None  # a file made by specdec vocab: the ids to draft from
-    max_miss: float = attrs.field(default=0.1, validator=between(0.0, 1.0))  # share of tokens outside; above: full head
-    max_extra: int = attrs.field(default=2048, validator=between(0, 65536))  # ids of a sequence added to the vocabulary
-    min_confidence: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least probability of the best token
-    min_margin: float = attrs.field(default=0.0, validator=between(0.0, 1000.0))  # nats from the best to the second
     min_acceptance: float = attrs.field(default=0.0, validator=between(0.0, 1.0))  # least that a DSpark head predicts
-
-    def __attrs_post_init__(self) -> None:
-        """Raises: ConfigError for draft-vocabulary settings without a draft vocabulary."""
-        fields = attrs.fields_dict(HeadConfig)
-        idle = [name for name in ("max_miss", "max_extra") if getattr(self, name) != fields[name].default]
-        if self.vocabulary is None and idle:
-            raise ConfigError(
-                f"drafter.{idle[0]} belongs to a draft vocabulary, and drafter.vocabulary names none",
-                try_="specdec vocab MODEL makes one; or leave the setting out",
-            )
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -93,12 +76,11 @@ class PreparedHead:
     masked: Any = None  # the fused state of a masked row
     refiner: Refiner | None = None  # of a block head
 
-    def logits(self, rows: Array, choice: RowsHead | None = None) -> Logits:
-        """Logits of normed rows ``[T, H_d]``, addressed by the target's ids."""
-        ops = self.around.ops
+    def logits(self, rows: Array, choice: Any = None) -> Logits:
+        """Logits of normed rows ``[T, H_d]``, addressed by the target's ids. ``choice``: a ``RowsHead``."""
         if choice is not None:
-            return ops.pruned_head(rows, choice.rows)
-        return self.mapped(ops.head(rows, self.around.lm_head))
+            return self.around.ops.pruned_head(rows, choice.rows)
+        return self.mapped(self.around.ops.head(rows, self.around.lm_head))
 
     def mapped(self, logits: Logits) -> Logits:
         """Logits over the head's vocabulary, addressed by the target's ids."""
@@ -122,10 +104,7 @@ def prepared_vocabulary(config: HeadConfig, layout: Layout, around: Surroundings
             f"drafter.vocabulary is given, and the head has a vocabulary of its own ({layout.draft_vocab} tokens)",
             try_="the setting left out",
         )
-    vocabulary = DraftVocabulary.read(config.vocabulary)
-    vocabulary.check(env.target.info, env.tokenizer, config.vocabulary)
-    rows = RowsHead.of(around.ops, around.lm_head, around.vocab_size, vocabulary.tokens)
-    return PreparedVocabulary.of(rows, around.vocab_size)
+    return config.prepare(env, lambda tokens: RowsHead.of(around.ops, around.lm_head, around.vocab_size, tokens))
 
 
 class HeadDrafter(Drafter):
@@ -134,8 +113,6 @@ class HeadDrafter(Drafter):
     _after: ClassVar[int] = 1  # entry i of the caches is made with the token of position i + this
 
     def __init__(self, config: HeadConfig, env: DrafterEnv) -> None:
-        if not isinstance(env.shared, PreparedHead):
-            raise StateError("the drafter has a trained head, and its prepare was not run")
         self._head: PreparedHead = env.shared
         self._around = self._head.around
         self._target = env.target
@@ -245,45 +222,23 @@ class HeadDrafter(Drafter):
         if depth < 1 or not self._catch_up(context):
             return EMPTY_DRAFT
         choice = None if self._choice is None else self._choice.follow(context)
-        if self._choice is not None:
-            self._choice.count()
-        return self._draft(context, min(depth, self._rows), None if choice is None else own_head_rows(choice))
+        drawing = Drawing(self._gate, context, reduced=choice is not None or self._head.layout.tokens is not None)
+        self._draft(drawing, context, min(depth, self._rows), choice)
+        self._dead_ends += drawing.dead_end
+        return drawing.draft()
 
     @abc.abstractmethod
-    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
-        """Draft at most ``depth`` >= 1 tokens; at least one pair waits."""
+    def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
+        """Draw at most ``depth`` >= 1 tokens; at least one pair waits."""
 
-    def _next(
-        self, logits: Logits, drafted: Sequence[int], context: Context, pruned: bool
-    ) -> tuple[int, Float32 | None] | None:
-        """The next token and its distribution; None ends the draft before it."""
-        try:
-            if self._gate.stops(logits, context, drafted):
-                return None
-            return draft_token(logits, drafted, context)
-        except ConfigError:  # no token of the head's vocabulary is allowed here
-            if not pruned and self._head.layout.tokens is None:
-                raise
-            self._dead_ends += 1  # the target has more ids to choose from, so the settings are not at fault
-            return None
-
-    def _of_rows(self, logits: Logits, context: Context, *, pruned: bool) -> Draft:
-        """A draft from logits that depend on no drafted token: a row for each token."""
-        if self._is_greedy(context):
-            return Draft(tuple(logits.argmax()))
-        drafted: list[int] = []
-        distributions: list[Float32] = []
+    def _of_rows(self, drawing: Drawing, logits: Logits) -> None:
+        """Draw a token from each row: they depend on no drafted token."""
+        if drawing.greedy:
+            drawing.tokens += logits.argmax()
+            return
         for row in range(len(logits)):
-            found = self._next(Row(logits, row), drafted, context, pruned)
-            if found is None:
-                break
-            drafted.append(found[0])
-            if found[1] is not None:
-                distributions.append(found[1])
-        return Draft(tuple(drafted), np.stack(distributions) if distributions else None)
-
-    def _is_greedy(self, context: Context) -> bool:
-        return context.sampling.temperature == 0 and is_plain(context.sampling) and not self._gate.enabled
+            if drawing.next(Row(logits, row)) is None:
+                return
 
     # --- going back --------------------------------------------------------------------------------------------------
 
@@ -322,9 +277,8 @@ class HeadDrafter(Drafter):
 
     def _restore(self, saved: DrafterSnapshot) -> str:
         """Take over a saved state; why not if it is another head's or damaged."""
-        for name, ours in self._identity().items():
-            if saved.meta.get(name) != ours:
-                return f"saved with another {name}: {saved.meta.get(name)!r}, this one has {ours!r}"
+        if reason := foreign(saved, self._identity()):
+            return reason
         ops = self._around.ops
         try:
             tokens = [int(token) for token in saved.arrays["tokens"].tolist()]
@@ -358,52 +312,30 @@ class HeadDrafter(Drafter):
 class EagleDrafter(HeadDrafter):
     """EAGLE-3: the first token from the true pairs, each further one from a step over the head's own state."""
 
-    _network: EagleNetwork
-
-    def __init__(self, config: HeadConfig, env: DrafterEnv) -> None:
-        super().__init__(config, env)
-        self._network = self._head.network
-
-    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
-        ops, network = self._around.ops, self._network
+    def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
+        ops, network = self._around.ops, self._head.network
         if self._pairs.waiting > WAITING_ROWS:
             self._feed()
         tokens, hidden = self._pairs.take(context[-1])
         x = self._run_true(tokens, ops.array(hidden))[-1:]
-        drafted: list[int] = []
-        distributions: list[Float32] = []
-        greedy = self._is_greedy(context)
-        while True:
-            logits = self._head.logits(network.logit_norm(x), choice)
-            if greedy:
-                drafted.append(logits.argmax()[0])
-            else:
-                found = self._next(logits, drafted, context, choice is not None)
-                if found is None:
-                    break
-                drafted.append(found[0])
-                if found[1] is not None:
-                    distributions.append(found[1])
-            if len(drafted) == depth:
-                break
+        while drawing.next(self._head.logits(network.logit_norm(x), choice)) is not None:
+            if len(drawing.tokens) == depth:
+                return
             fed = network.norm(x) if self._head.layout.norm_output else x
-            x = self._run(drafted[-1:], fed, 1, self._pairs.fed)
-        return Draft(tuple(drafted), np.stack(distributions) if distributions else None)
+            x = self._run(drawing.tokens[-1:], fed, 1, self._pairs.fed)
 
 
 class ParallelDrafter(HeadDrafter):
     """P-EAGLE: all tokens of a draft in one pass, from rows of the mask token after the true pairs."""
 
-    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
+    def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
         ops, network = self._around.ops, self._head.network
         if self._pairs.waiting + depth - 1 > self._rows:
             self._feed()
         tokens, hidden = self._pairs.take(context[-1])
-        masked = self._head.masked
-        rows = hidden.join([masked] * (depth - 1)) if depth > 1 else hidden
+        rows = hidden.join([self._head.masked] * (depth - 1)) if depth > 1 else hidden
         x = self._run_true(tokens, ops.array(rows), depth - 1)
-        logits = self._head.logits(network.logit_norm(x[-depth:]), choice)
-        return self._of_rows(logits, context, pruned=choice is not None)
+        self._of_rows(drawing, self._head.logits(network.logit_norm(x[-depth:]), choice))
 
 
 class BlockDrafter(HeadDrafter):
@@ -423,7 +355,7 @@ class BlockDrafter(HeadDrafter):
     def _ready(self) -> bool:
         return True
 
-    def _draft(self, context: Context, depth: int, choice: RowsHead | None) -> Draft:
+    def _draft(self, drawing: Drawing, context: Context, depth: int, choice: DraftHead | None) -> None:
         head, around, layout = self._head, self._around, self._head.layout
         assert layout.mask_token is not None
         self._truncate()
@@ -432,31 +364,18 @@ class BlockDrafter(HeadDrafter):
         self._truncate()
         first = 0 if layout.from_anchor else 1
         rows = rows[first : first + depth]
-        if choice is not None:  # a vocabulary that the refiner does not know
-            return self._of_rows(head.logits(rows, choice), context, pruned=True)
-        logits = around.ops.head(rows, around.lm_head)
-        if isinstance(head.refiner, Marginals):
-            return self._of_rows(head.mapped(logits), context, pruned=False)
+        if choice is not None or isinstance(head.refiner, Marginals):  # no refiner knows a pruned vocabulary
+            self._of_rows(drawing, head.logits(rows, choice))
+            return
+        assert head.refiner is not None
         hidden = around.ops.to_host(rows).float().numpy()
-        return self._refined(Block(pending=context[-1], hidden=hidden, logits=logits, ids=head.ids), context)
-
-    def _refined(self, block: Block, context: Context) -> Draft:
-        """Draw the tokens of a block from what the refiner makes of it."""
-        assert self._head.refiner is not None
-        steps = self._head.refiner.refine(block)
-        drafted: list[int] = []
-        distributions: list[Float32] = []
-        given = next(steps, None)
-        while given is not None and len(drafted) < len(block):
-            found = self._next(self._head.mapped(given), drafted, context, pruned=False)
-            if found is None:
-                break
-            drafted.append(found[0])
-            if found[1] is not None:
-                distributions.append(found[1])
-            try:
-                given = steps.send(drafted[-1])
-            except StopIteration:
-                break
-        steps.close()
-        return Draft(tuple(drafted), np.stack(distributions) if distributions else None)
+        logits = around.ops.head(rows, around.lm_head)
+        steps = head.refiner.refine(Block(pending=context[-1], hidden=hidden, logits=logits, ids=head.ids))
+        try:
+            refined = next(steps)
+            while (token := drawing.next(head.mapped(refined))) is not None and len(drawing.tokens) < len(hidden):
+                refined = steps.send(token)
+        except StopIteration:
+            pass
+        finally:
+            steps.close()

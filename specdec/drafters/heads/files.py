@@ -198,7 +198,8 @@ class HeadFiles:
         present = tensor in self
         if value not in (None, present):
             raise CheckpointError(
-                f"config.json: {key!r} is {shown(value)}, and the tensor {tensor} is {'there' if present else 'missing'}",
+                f"config.json: {key!r} is {shown(value)}, and the tensor {tensor} is "
+                f"{'there' if present else 'missing'}",
                 try_=SAME_HEAD,
             )
         return present
@@ -297,7 +298,8 @@ def _refuse_unsupported_kinds(files: HeadFiles) -> None:
     tensor = None
     if kind is None:
         kind, tensor = next(
-            ((what, name) for part, what in _REFUSED_TENSORS for name in files.names if part in f".{name}"), (None, None)
+            ((what, name) for part, what in _REFUSED_TENSORS for name in files.names if part in f".{name}"),
+            (None, None),
         )
     if kind is not None:
         raise CheckpointError(

@@ -31,23 +31,16 @@ from specdec.models.fields import MOST_LAYERS, Fields
 from specdec.models.read_keys import ReadKeys
 
 # What speculators leaves out of a config because it equals the class's default.
+_DEFAULTS: Mapping[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
 _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {
+        **_DEFAULTS,
         "vocab_size": 151936,
-        "hidden_size": 4096,
         "intermediate_size": 22016,
-        "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "head_dim": 128,
-        "rms_norm_eps": 1e-6,
     },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "rms_norm_eps": 1e-6,
-    },
+    "llama": {**_DEFAULTS, "vocab_size": 32000, "intermediate_size": 11008},
 }
 
 
@@ -69,19 +62,12 @@ class Geometry:
 
 @attrs.frozen(kw_only=True)
 class States:
-    """Which hidden states of the target a head reads.
+    """Which hidden states of the target a head reads; the fully connected layer joins them in ascending order."""
 
-    Attributes:
-        ids: as the config has them; None if it has none, and the default for this many states holds.
-        count: of states; the fully connected layer joins them in ascending order.
-        shift: what turns an id into a boundary: 0 for boundaries, 1 for layers, whose output they name.
-        final: whether the output of the target's last layer means the state after the final norm.
-    """
-
-    ids: tuple[int, ...] | None
+    ids: tuple[int, ...] | None  # as the config has them; None: the default for this many states
     count: int
-    shift: int
-    final: bool = False
+    shift: int  # what turns an id into a boundary: 0 for boundaries, 1 for layers, whose output they name
+    final: bool = False  # the output of the target's last layer means the state after the final norm
 
     def of(self, layers: int) -> tuple[tuple[int, ...], bool]:
         """The boundaries of a target with ``layers`` layers, and whether the state after the final norm follows.
@@ -105,58 +91,36 @@ class States:
 class Layout:
     """What a head's checkpoint is and which of the layouts' switches it has.
 
-    Attributes:
-        kind: one of ``KINDS``.
-        source: which tool's layout it is: "speculators", "SpecForge", "EAGLE", "z-lab" or "DeepSpec".
-        states: the target's hidden states that it reads; None: only the state after the final norm, and no fc.
-        target_hidden: H_t, from the width of ``fc``.
-        target_vocab, draft_vocab: V and V_d.
-        tokens: the target's id of every draft id, ascending; None if the vocabularies are one.
-        order: draft ids in the order of ``tokens``.
-        own_embedding, own_head: whether the files hold them.
-        norm_before_residual: the residual is the normed state.
-        norm_output: a chained step starts from the output of the final norm.
-        logit_scale: of the logits.
-        mask_token: the token of masked rows.
-        block_size: rows of a block.
-        from_anchor: the anchor's row gives a draft too.
-        bidirectional: for each layer, whether the rows of a block see those after them.
-        window_from_anchor: windows count from the first row of the block, else from each row.
-        scaled_embedding: embedded tokens carry the target's embedding scale.
-        markov: the kind of a DSpark head's sequential part, and its rank.
-        confidence: a DSpark head predicts acceptance, from the state and (``confidence_joined``) the last token.
-        depth: drafts per cycle that it was trained for; None if the config does not say.
-        target: the model that it was trained for; "" if the config does not say.
-        rules: facts for ``specdec info``: what was read and, where tools disagree, which rule was taken.
+    ``rules`` are facts for ``specdec info``: what was read and, where tools disagree, which rule was taken.
     """
 
-    kind: str
-    source: str
+    kind: str  # one of KINDS
+    source: str  # the tool whose layout it is: "speculators", "SpecForge", "EAGLE", "z-lab" or "DeepSpec"
     geometry: Geometry
-    states: States | None
-    target_hidden: int
+    states: States | None  # that it reads; None: only the state after the final norm, and no fc
+    target_hidden: int  # H_t, from the width of fc
     target_layers: int | None = None
-    target_vocab: int | None
-    draft_vocab: int
-    tokens: tuple[int, ...] | None = None
-    order: tuple[int, ...] = ()
-    own_embedding: bool
+    target_vocab: int | None  # V
+    draft_vocab: int  # V_d
+    tokens: tuple[int, ...] | None = None  # the target's id of every draft id, ascending; None if they are the same
+    order: tuple[int, ...] = ()  # draft ids in the order of tokens
+    own_embedding: bool  # whether the files hold it
     own_head: bool
-    norm_before_residual: bool = False
-    norm_output: bool = False
+    norm_before_residual: bool = False  # the residual is the normed state
+    norm_output: bool = False  # a chained step starts from the output of the final norm
     logit_scale: float = 1.0
-    mask_token: int | None = None
-    block_size: int = 0
-    from_anchor: bool = False
-    bidirectional: tuple[bool, ...] = ()
-    window_from_anchor: bool = False
-    scaled_embedding: bool = False
-    markov: str = ""
+    mask_token: int | None = None  # of masked rows
+    block_size: int = 0  # rows of a block
+    from_anchor: bool = False  # the anchor's row gives a draft too
+    bidirectional: tuple[bool, ...] = ()  # of each layer: whether the rows of a block see those after them
+    window_from_anchor: bool = False  # windows count from the first row of the block, else from each row
+    scaled_embedding: bool = False  # embedded tokens carry the target's embedding scale
+    markov: str = ""  # the kind of a DSpark head's sequential part
     markov_rank: int = 0
-    confidence: bool = False
-    confidence_joined: bool = False
-    depth: int | None = None
-    target: str = ""
+    confidence: bool = False  # a DSpark head predicts acceptance, from the state
+    confidence_joined: bool = False  # and from the last token
+    depth: int | None = None  # drafts per cycle that it was trained for, if the config says so
+    target: str = ""  # the model that it was trained for, if the config says so
     rules: tuple[tuple[str, str], ...] = ()
 
     def needs(self, info: ModelInfo) -> Needs:
@@ -209,37 +173,26 @@ def read_layout(files: HeadFiles, **overrides: str) -> Layout:
 # --- what all kinds share ------------------------------------------------------------------------------------------
 
 
-@attrs.frozen(kw_only=True)
-class _Tool:
-    """What depends on the tool that wrote the files. ``table``: the keys of the layers' sizes."""
-
-    speculators: bool
-    table: ReadKeys
-    depth: int | None = None
-    target: str = ""
-
-
-def _tool(files: HeadFiles) -> _Tool:
+def _speculators(files: HeadFiles) -> tuple[bool, ReadKeys, dict[str, Any]]:
+    """Whether the layout is speculators', the table with the layers' sizes, and what the head was trained for."""
     if files.config.get("speculators_model_type") is None:
-        return _Tool(speculators=False, table=files.config)
+        return False, files.config, {}
     layer = files.config.get(LAYER_TABLE)
     model_type = layer.get("model_type", "qwen3") if isinstance(layer, Mapping) else "qwen3"
     if not isinstance(model_type, str) or model_type not in _CLASS_DEFAULTS:
         raise CheckpointError(
             f"config.json: {LAYER_TABLE}.model_type = {shown(model_type)} is not supported; 'llama' and 'qwen3' are"
         )
+    trained: dict[str, Any] = {}
     about = files.config.get("speculators_config")
-    about = about if isinstance(about, Mapping) else {}
-    methods, verifier = about.get("proposal_methods"), about.get("verifier")
-    depth = None
-    if isinstance(methods, list) and methods and isinstance(methods[0], Mapping):
-        depth = _count(methods[0], "speculative_tokens")
-    return _Tool(
-        speculators=True,
-        table=files.table(LAYER_TABLE, _CLASS_DEFAULTS[model_type]),
-        depth=depth,
-        target=str(verifier.get("name_or_path") or "") if isinstance(verifier, Mapping) else "",
+    methods, verifier = (
+        (about.get("proposal_methods"), about.get("verifier")) if isinstance(about, Mapping) else ([], {})
     )
+    if isinstance(methods, list) and methods and isinstance(methods[0], Mapping):
+        trained = {"depth": depth} if (depth := _count(methods[0], "speculative_tokens")) else {}
+    if isinstance(verifier, Mapping):
+        trained["target"] = str(verifier.get("name_or_path") or "")
+    return True, files.table(LAYER_TABLE, _CLASS_DEFAULTS[model_type]), trained
 
 
 def _count(table: Mapping[str, Any], key: str) -> int | None:
@@ -251,17 +204,14 @@ def _count(table: Mapping[str, Any], key: str) -> int | None:
 def _agree(key: str, stated: Any, actual: Any, tensors: str = "the tensors say") -> None:
     """Raises: CheckpointError if the config says another value than the tensors; None says nothing."""
     if stated not in (None, actual):
-        raise CheckpointError(
-            f"config.json: {key!r} is {shown(stated)}, {tensors} {shown(actual)}", try_=SAME_HEAD
-        )
+        raise CheckpointError(f"config.json: {key!r} is {shown(stated)}, {tensors} {shown(actual)}", try_=SAME_HEAD)
 
 
 def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: int) -> Geometry:
     """The sizes of the layers: what tensors show is taken from them, and the config must not contradict.
 
-    Args:
-        theta: the default base of the rotary embedding; None if the config must say it.
-        width: how many times H_d the first layer's projections take.
+    ``theta``: the default base of the rotary embedding; None if the config must say it. ``width``: how many times H_d
+    the first layer's projections take.
     """
     fields = Fields(table)
     hidden = files.shape("norm.weight", 1)[0]
@@ -314,7 +264,7 @@ def _geometry(files: HeadFiles, table: ReadKeys, *, theta: float | None, width: 
 
 
 def _windows(table: ReadKeys, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    types, window, slides = table.get("layer_types"), table.get("sliding_window"), table.get("use_sliding_window")
+    types, window, slides = (table.get(key) for key in ("layer_types", "sliding_window", "use_sliding_window"))
     if types is None:
         if table.get("model_type") == "muse_glimmer_assistant":
             raise CheckpointError("config.json lacks 'layer_types', and transformers takes every layer as sliding then")
@@ -324,12 +274,11 @@ def _windows(table: ReadKeys, fields: Fields, layers: int) -> tuple[int | None, 
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) < layers or any(kind not in known for kind in types):
         raise CheckpointError(f"config.json: 'layer_types' takes {layers} entries out of {', '.join(known)}")
-    if "sliding_attention" not in types[:layers]:
-        return (None,) * layers
-    if slides is False:
+    sliding = [kind == "sliding_attention" for kind in types[:layers]]
+    if any(sliding) and slides is False:
         raise CheckpointError("config.json: 'layer_types' has sliding layers, and 'use_sliding_window' is false")
-    size = fields.whole("sliding_window")
-    return tuple(size if kind == "sliding_attention" else None for kind in types[:layers])
+    size = fields.whole("sliding_window") if any(sliding) else None
+    return tuple(size if slide else None for slide in sliding)
 
 
 def _vocabulary(files: HeadFiles, table: ReadKeys) -> dict[str, Any]:
@@ -434,8 +383,8 @@ _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
-    tool, nested = _tool(files), files.table("eagle_config")
-    table, ours = tool.table, tool.speculators
+    ours, table, trained = _speculators(files)
+    files.table("eagle_config")
     geometry = _geometry(files, table, theta=1e4, width=2)
     if geometry.layers > 1 and not ours:
         raise CheckpointError(
@@ -476,9 +425,8 @@ def _eagle(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
         norm_output=norm_output,
         logit_scale=1.0 if table.get("logit_scale") is None else Fields(table).real("logit_scale"),
         mask_token=mask if kind == P_EAGLE else None,
-        depth=tool.depth,
-        target=tool.target,
         rules=tuple(rules),
+        **trained,
         **_vocabulary(files, table),
     )
 
@@ -505,8 +453,8 @@ _OF_DFLASH2 = ("output_multiplier", "final_logit_softcapping", "input_embedding_
 
 
 def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout:
-    tool, _ = _tool(files), files.table("dflash_config")
-    table, ours = tool.table, tool.speculators
+    ours, table, trained = _speculators(files)
+    files.table("dflash_config")
     geometry = _geometry(files, table, theta=1e4 if ours else None, width=1)
     _count_layers(table, geometry.layers, strict=True)
     ids_key = "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
@@ -549,9 +497,8 @@ def _dflash(files: HeadFiles, kind: str, overrides: Mapping[str, str]) -> Layout
         bidirectional=bidirectional,
         window_from_anchor=ours,
         scaled_embedding=not ours,
-        depth=tool.depth if tool.depth is not None else block if anchored else block - 1,
-        target=tool.target,
         rules=tuple(rules),
+        **{"depth": block if anchored else block - 1, **trained},
         **markov,
         **_vocabulary(files, table),
     )

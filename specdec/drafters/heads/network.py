@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
@@ -12,49 +13,12 @@ import torch
 from specdec.backends.choice import make_backend
 from specdec.backends.ops import Array, HeadRows, KVCache, Ops
 from specdec.checkpoints import StoredWeights, check_weights, fingerprint
-from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Logits, Needs, SharedWeights
+from specdec.contract import DraftHead, ForwardOutput, ForwardPass, Hidden, Needs, SharedWeights
 from specdec.drafters.heads.files import HeadFiles
 from specdec.drafters.heads.layout import Geometry, Layout
-from specdec.errors import ContractError, PromptError
+from specdec.errors import PromptError
 from specdec.models.decoder import GatedMlp, RmsNorm
 from specdec.models.weights import NoOps, Recorder, Weights
-
-if TYPE_CHECKING:
-    from specdec.contract import Float32
-
-
-class MappedLogits(Logits):
-    """Logits over a draft vocabulary, addressed by the target's ids; every other id has -inf."""
-
-    def __init__(self, inner: Logits, tokens: np.ndarray[Any, np.dtype[np.int64]], vocab_size: int) -> None:
-        self._inner, self._tokens, self._vocab_size = (
-            inner,
-            tokens,
-            vocab_size,
-        )  # tokens ascending: ties keep their order
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def argmax(self) -> list[int]:
-        best: list[int] = self._tokens[self._inner.argmax()].tolist()
-        return best
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        ids, values = self._inner.topk(min(k, len(self._tokens)))
-        return [self._tokens[row].tolist() for row in ids], values
-
-    def gather(self, tokens: Sequence[int]) -> list[float]:
-        rows = self.rows()
-        return [float(rows[row, token]) for row, token in enumerate(tokens)]
-
-    def logsumexp(self) -> list[float]:
-        return self._inner.logsumexp()
-
-    def rows(self) -> Float32:
-        rows = np.full((len(self._inner), self._vocab_size), -np.inf, np.float32)
-        rows[:, self._tokens] = self._inner.rows()
-        return rows
 
 
 class RowsHead(DraftHead):
@@ -155,11 +119,6 @@ def layer_weights(weights: Weights, number: int) -> Weights:
     return weights.under(f"layers.{number}.")
 
 
-def state_columns(output: ForwardOutput, needs: Needs) -> list[Hidden]:
-    """The hidden states that a head reads, in the order in which ``fc`` joins them."""
-    return [*(output.boundaries[k] for k in needs.boundaries), *([output.need_hidden()] if needs.final_hidden else [])]
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Surroundings:
     """What a head computes with beside its own weights.
@@ -189,11 +148,10 @@ class Surroundings:
         return self.ops.to_host(self.ops.embed(self.embed_tokens, [0])).dtype
 
     def states(self, output: ForwardOutput, rows: int) -> Array:
-        """The states of the first ``rows`` rows side by side, ``[rows, n * H_t]``."""
-        first, *others = (self.array(hidden[:rows]) for hidden in state_columns(output, self.needs))
-        for other in others:
-            first = self.ops.concat(first, other)
-        return first
+        """The states of the first ``rows`` rows side by side, ``[rows, n * H_t]``, as ``fc`` joins them."""
+        states = [output.boundaries[k] for k in self.needs.boundaries]
+        states += [output.need_hidden()] if self.needs.final_hidden else []
+        return functools.reduce(self.ops.concat, (self.array(hidden[:rows]) for hidden in states))
 
 
 def ops_for(shared: SharedWeights, target: ForwardPass) -> Ops:
@@ -221,39 +179,29 @@ def load(files: HeadFiles, layout: Layout, target: ForwardPass, build: Build) ->
     shared = target.shared_weights()
     ops = ops_for(shared, target)
     weights = Weights(ops, StoredWeights(files.checkpoint, keeps=ops.capabilities.packed_formats))
-    own = layout.own_head and "lm_head.weight" in files
 
-    def host(array: Any) -> Array:
+    def targets(array: Any) -> Array:
         return array if shared.ops is not None else ops.weight(torch.as_tensor(array))
 
-    table = (layout.target_vocab or target.info.vocab_size, layout.geometry.hidden)
     if layout.own_embedding:
-        embed = weights.matrix("embed_tokens.weight", table)
+        shape = (layout.target_vocab or target.info.vocab_size, layout.geometry.hidden)
+        embed = weights.matrix("embed_tokens.weight", shape)
     elif layout.scaled_embedding and shared.embed_scale != 1:
-        embed = ops.weight(_on_host(shared) * shared.embed_scale)
+        table = shared.embed_tokens if shared.ops is None else shared.ops.to_host(shared.embed_tokens)
+        embed = ops.weight(torch.as_tensor(table) * shared.embed_scale)
     else:
-        embed = host(shared.embed_tokens)
-    if own:
-        lm_head = ops.weight(_ordered(weights.tensor("lm_head.weight", ()), layout))
-    elif layout.own_head:
+        embed = targets(shared.embed_tokens)
+    if not layout.own_head:
+        lm_head = targets(shared.lm_head)
+    elif "lm_head.weight" in files:
+        rows = weights.tensor("lm_head.weight", ())
+        lm_head = ops.weight(rows[list(layout.order)].contiguous() if layout.order else rows)
+    else:
         lm_head = embed
-    else:
-        lm_head = host(shared.lm_head)
     around = Surroundings(
         ops=ops, embed_tokens=embed, lm_head=lm_head, needs=layout.needs(target.info), vocab_size=target.info.vocab_size
     )
     return build(weights, layout), around, fingerprint(files.checkpoint)
-
-
-def _on_host(shared: SharedWeights) -> torch.Tensor:
-    """The embedding table in host memory."""
-    table = shared.embed_tokens
-    return torch.as_tensor(table if shared.ops is None else shared.ops.to_host(table))
-
-
-def _ordered(weight: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The rows of an output matrix in the order of ``layout.tokens``."""
-    return weight[list(layout.order)].contiguous() if layout.order else weight
 
 
 def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
@@ -271,10 +219,3 @@ def expected_tensors(files: HeadFiles, layout: Layout, build: Build) -> Any:
         recorder.tensor("lm_head.weight", (layout.draft_vocab, layout.geometry.hidden))
     files.refuse_unused_tensors(name.replace("midlayer.", "layers.0.") for name in recorder.tensors)
     return recorder.tensors
-
-
-def own_head_rows(head: DraftHead) -> RowsHead:
-    """A pruned head that this module made. Raises: ContractError for another one."""
-    if not isinstance(head, RowsHead):
-        raise ContractError("a draft head that another object made", got=type(head).__name__)
-    return head

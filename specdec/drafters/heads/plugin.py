@@ -22,7 +22,7 @@ from specdec.drafters.heads.drafter import (
     prepared_vocabulary,
 )
 from specdec.drafters.heads.files import DFLASH, DSPARK, EAGLE, P_EAGLE, HeadFiles
-from specdec.drafters.heads.layout import read_layout
+from specdec.drafters.heads.layout import Layout, read_layout
 from specdec.drafters.heads.network import Surroundings, load
 from specdec.drafters.heads.networks import builder
 from specdec.drafters.heads.refiner import MarkovRefiner, Refiner

@@ -19,6 +19,7 @@ from specdec.backends.arrays import HostLogits
 from specdec.backends.ops import Array, Ops
 from specdec.contract import Logits
 from specdec.drafters.heads.layout import Layout
+from specdec.drafters.logits import Row
 from specdec.models.weights import Weights
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class MarkovRefiner(Refiner):
                 return
             if self.gate is not None:
                 mixed, state = self._gated(hidden, known, state)
-                embedded = self.ops.from_host(_like(mixed, self.ops.to_host(embedded)))
+                embedded = self.ops.from_host(self.ops.to_host(embedded).new_tensor(mixed[None]))
             bias = self.ops.head(embedded, self.second).rows()[0]
             previous = yield HostLogits((block.logits.rows()[row] + bias)[None])
 
@@ -149,39 +150,5 @@ def _dense(weights: Weights, name: str, rows: int, columns: int) -> tuple[Any, A
 
 
 def _sigmoid(x: Float32) -> Float32:
-    made: Float32 = (1 / (1 + np.exp(-x))).astype(np.float32)
-    return made
-
-
-def _like(row: Float32, other: Any) -> Any:
-    return other.new_tensor(row[None])
-
-
-class Row(Logits):
-    """One row of logits."""
-
-    def __init__(self, inner: Logits, row: int) -> None:
-        self._inner, self._row = inner, row
-
-    def __len__(self) -> int:
-        return 1
-
-    def argmax(self) -> list[int]:
-        return [self._inner.argmax()[self._row]]
-
-    def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        ids, values = self._inner.topk(k)
-        return [ids[self._row]], [values[self._row]]
-
-    def gather(self, tokens: list[int]) -> list[float]:  # type: ignore[override]
-        row = self.rows()[0]
-        return [float(row[token]) for token in tokens[:1]]
-
-    def logsumexp(self) -> list[float]:
-        return [self._inner.logsumexp()[self._row]]
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        return self._inner.noisy_argmax(self._row, scale, seed, position)
-
-    def rows(self) -> Float32:
-        return self._inner.rows()[self._row : self._row + 1]
+    values: Float32 = (1 / (1 + np.exp(-x))).astype(np.float32)
+    return values

@@ -5,6 +5,7 @@ The killer of all of these is ``test_recorded_heads.py::test_drafts_are_those_of
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,7 @@ def scaled(config: Config, tensors: Tensors) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"] / 4
 
 
-LAYOUTS: dict[str, tuple[str, Change]] = {
+SWITCHES: dict[str, tuple[str, Change]] = {
     "residual before the norm": ("eagle3-residual", evolved(norm_before_residual=False)),
     "residual after the norm": ("eagle3", evolved(norm_before_residual=True)),
     "fed back before the norm": ("eagle3-output", evolved(norm_output=False)),
@@ -111,6 +112,22 @@ LAYOUTS: dict[str, tuple[str, Change]] = {
 }
 
 
+EDITED: dict[str, tuple[str, Edit, Change]] = {
+    "the last layer's state before the final norm": ("dflash", both(zlab, last_layer), unfinal),
+    "layers of z-lab's head read as boundaries": ("dflash", zlab, boundaries),
+    "layers of NVIDIA's head read as boundaries": ("eagle3", flat, boundaries),
+    "the scale of the logits left out": ("eagle3", scaled, evolved(logit_scale=1.0)),
+    "the map read as ids": ("eagle3-reduced", change(), offsets_as_ids),
+}
+GENERATED: dict[str, tuple[str, Change]] = {
+    "a stretched rotation read as a plain one": ("long", turned(1e4, 8)),
+    "scores without the stretched rotation's factor": ("long", shaped(scale=8**-0.5)),
+    "the last layer's state before the final norm": ("state after the final norm", unfinal),
+    "layers read as boundaries": ("plain", boundaries),
+    "an embedding without its scale": ("scaled embedding", evolved(scaled_embedding=False)),
+}
+
+
 def killed(recorded: Callable[[], Recorded], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the comparison with speculators' classes finds it: other drafts or other logits, and no other error."""
     try:
@@ -119,28 +136,17 @@ def killed(recorded: Callable[[], Recorded], monkeypatch: pytest.MonkeyPatch) ->
         return True
 
 
-@pytest.mark.parametrize("mutant", LAYOUTS)
-def test_a_switch_that_is_read_wrongly_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, change = LAYOUTS[mutant]
+def misread(patch: pytest.MonkeyPatch, wrong: Change) -> None:
+    """Let every head be loaded with a layout that is changed."""
     read = layout.read_layout
-    monkeypatch.setattr(plugin, "read_layout", lambda *files, **options: change(read(*files, **options)))
+    patch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
+
+
+@pytest.mark.parametrize("mutant", SWITCHES)
+def test_a_switch_that_is_read_wrongly_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = SWITCHES[mutant]
+    misread(monkeypatch, wrong)
     assert killed(lambda: Recorded.load(name), monkeypatch)
-
-
-def test_layer_ids_that_are_read_by_the_other_convention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read as layers, boundaries 1, 2 and 4 become 2, 3 and 5, and only their states give the same drafts."""
-    assert killed(lambda: Recorded.load("eagle3", layer_ids="layer"), monkeypatch)
-    assert killed(lambda: Recorded.load("dflash", layer_ids="layer"), monkeypatch)
-    assert run(Recorded.load("eagle3", layer_ids="layer", states=(2, 3, 5)), monkeypatch) < BOUND
-
-
-EDITED: dict[str, tuple[str, Edit, Change]] = {
-    "the last layer's state before the final norm": ("dflash", both(zlab, last_layer), unfinal),
-    "layers of z-lab's head read as boundaries": ("dflash", zlab, boundaries),
-    "layers of NVIDIA's head read as boundaries": ("eagle3", flat, boundaries),
-    "the scale of the logits left out": ("eagle3", scaled, evolved(logit_scale=1.0)),
-    "the map read as ids": ("eagle3-reduced", change(), offsets_as_ids),
-}
 
 
 @pytest.mark.parametrize("mutant", EDITED)
@@ -149,18 +155,8 @@ def test_a_switch_of_an_edited_head_matters(mutant: str, tmp_path: Path, monkeyp
     name, edit, wrong = EDITED[mutant]
     folder = edited(name, tmp_path / "head", edit)
     assert run(Recorded.load(name, folder=folder), monkeypatch) < BOUND
-    read = layout.read_layout
-    monkeypatch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
+    misread(monkeypatch, wrong)
     assert killed(lambda: Recorded.load(name, folder=folder), monkeypatch)
-
-
-GENERATED: dict[str, tuple[str, Change]] = {
-    "a stretched rotation read as a plain one": ("long", turned(1e4, 8)),
-    "scores without the stretched rotation's factor": ("long", shaped(scale=8**-0.5)),
-    "the last layer's state before the final norm": ("state after the final norm", unfinal),
-    "layers read as boundaries": ("plain", boundaries),
-    "an embedding without its scale": ("scaled embedding", evolved(scaled_embedding=False)),
-}
 
 
 @pytest.mark.parametrize("mutant", GENERATED)
@@ -172,9 +168,15 @@ def test_a_switch_of_a_head_that_transformers_saved_matters(
     expected, states = generated(variant, tmp_path)
     if variant == "scaled embedding":
         scale_embedding(monkeypatch, 4.0)
-    read = layout.read_layout
-    monkeypatch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
+    misread(monkeypatch, wrong)
     assert killed(lambda: Recorded.of(tmp_path, expected, states), monkeypatch)
+
+
+def test_layer_ids_that_are_read_by_the_other_convention_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as layers, boundaries 1, 2 and 4 become 2, 3 and 5, and only their states give the same drafts."""
+    assert killed(lambda: Recorded.load("eagle3", layer_ids="layer"), monkeypatch)
+    assert killed(lambda: Recorded.load("dflash", layer_ids="layer"), monkeypatch)
+    assert run(Recorded.load("eagle3", layer_ids="layer", states=(2, 3, 5)), monkeypatch) < BOUND
 
 
 def test_states_by_default_are_those_that_all_engines_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +205,7 @@ def test_a_bias_of_fc_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return Recorded.of(folder, moved, (1, 2, 4))
 
     assert run(biased(), monkeypatch) < BOUND
-    built = eagle.EagleNetwork.of.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        eagle.EagleNetwork, "of", classmethod(lambda cls, *given: attrs.evolve(built(cls, *given), fc_bias=None))
-    )
+    built(monkeypatch, eagle.EagleNetwork, fc_bias=None)
     assert killed(biased, monkeypatch)
 
 
@@ -228,10 +227,7 @@ def test_a_tied_head_computes_with_its_own_embedding(tmp_path: Path, monkeypatch
     wanted = drafts(edited("eagle3", tmp_path / "repeated", repeated))
     folder = edited("eagle3", tmp_path / "tied", tied)
     assert drafts(folder) == wanted
-    read = layout.read_layout
-    monkeypatch.setattr(
-        plugin, "read_layout", lambda *files, **options: attrs.evolve(read(*files, **options), own_head=False)
-    )
+    misread(monkeypatch, evolved(own_head=False))
     assert drafts(folder) != wanted
 
 
@@ -290,259 +286,157 @@ def test_a_head_without_fc_reads_the_state_after_the_final_norm(tmp_path: Path) 
     assert drafts[0] == drafts[1]
 
 
-CODE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {}
+# --- arithmetic: what is replaced, by a function of the original ------------------------------------------------------
 
 
-def code(name: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
-    def register(apply: Callable[[pytest.MonkeyPatch], None]) -> None:
-        CODE[f"{apply.__name__} ({name})"] = name, apply
-
-    return register
-
-
-@code("eagle3-before-fc")
-def no_norm_before_fc(patch: pytest.MonkeyPatch) -> None:
-    built = eagle.EagleNetwork.of.__func__  # type: ignore[attr-defined]
-    patch.setattr(
-        eagle.EagleNetwork, "of", classmethod(lambda cls, *given: attrs.evolve(built(cls, *given), state_norms=()))
-    )
+def built(patch: pytest.MonkeyPatch, kind: Any, **parts: Any) -> None:
+    """Build the networks of this kind without some of their parts."""
+    of = kind.of.__func__
+    patch.setattr(kind, "of", classmethod(lambda cls, *given, **named: attrs.evolve(of(cls, *given, **named), **parts)))
 
 
-@code("eagle3-fc-norm")
-def no_norm_of_each_state(patch: pytest.MonkeyPatch) -> None:
-    no_norm = CODE["no_norm_before_fc (eagle3-before-fc)"][1]
-    no_norm(patch)
+def replaced(owner: Any, method: str, wrong: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Replace a method by ``wrong(original, self, ...)``."""
+    original = getattr(owner, method)
+    return lambda patch: patch.setattr(owner, method, lambda *given, **named: wrong(original, *given, **named))
 
 
-@code("eagle3")
-def embedding_and_state_swapped(patch: pytest.MonkeyPatch) -> None:
-    def call(self: Any, x: Any, embedded: Any, cache: Any, true: int) -> Any:
-        u = self.hidden_norm(x)
-        x = self.mixer(self.ops.concat(u, self.input_norm(embedded)), x, cache)
-        return self.mlp(self.post_norm(x), x)
-
-    patch.setattr(eagle.EagleLayer, "__call__", call)
+def lacking(kind: Any, **parts: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: built(patch, kind, **parts)
 
 
-@code("eagle3")
-def a_norm_after_fc(patch: pytest.MonkeyPatch) -> None:
-    fused = eagle.EagleNetwork.fused
-    patch.setattr(eagle.EagleNetwork, "fused", lambda self, states: self.norm(fused(self, states)))
-
-
-@code("eagle3")
-def pairs_one_token_off(patch: pytest.MonkeyPatch) -> None:
-    take = drafter.MtpPairs.take
-
-    def shifted_take(self: Any, pending: int | None = None) -> Any:
-        tokens, hidden = take(self, pending)
-        return [pending or 0, *tokens[:-1]] if tokens else tokens, hidden
-
-    patch.setattr(drafter.MtpPairs, "take", shifted_take)
-
-
-@code("eagle3")
-def chained_entries_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(drafter.HeadDrafter, "_truncate", lambda self: None)
-
-
-def without(patch: pytest.MonkeyPatch, **parts: Any) -> None:
-    """Attention without some of its parts."""
-    built = network.HeadAttention.of.__func__  # type: ignore[attr-defined]
-    patch.setattr(
-        network.HeadAttention,
-        "of",
-        classmethod(lambda cls, *given, **named: attrs.evolve(built(cls, *given, **named), **parts)),
-    )
-
-
-@code("eagle3-bias")
-def no_bias_of_the_output(patch: pytest.MonkeyPatch) -> None:
-    without(patch, o_bias=None)
-
-
-@code("eagle3-bias")
-def no_bias_of_the_queries(patch: pytest.MonkeyPatch) -> None:
-    without(patch, biases=())
-
-
-@code("eagle3")
-def states_in_descending_order(patch: pytest.MonkeyPatch) -> None:
-    columns = network.state_columns
-    patch.setattr(network, "state_columns", lambda *given: columns(*given)[::-1])
-
-
-@code("eagle3-qwen3")
-def no_norm_of_queries_and_keys(patch: pytest.MonkeyPatch) -> None:
-    without(patch, norms=(None, None))
-
-
-@code("p_eagle")
-def masked_rows_stay_in_the_cache(patch: pytest.MonkeyPatch) -> None:
-    run_rows = drafter.HeadDrafter._run
-    patch.setattr(
-        drafter.HeadDrafter,
-        "_run",
-        lambda self, tokens, hidden, kept, true: run_rows(self, tokens, hidden, len(tokens), true),
-    )
-    patch.setattr(drafter.HeadDrafter, "_truncate", lambda self: None)
-
-
-@code("p_eagle-before-fc")
-def the_mask_is_not_fused(patch: pytest.MonkeyPatch) -> None:
+def masked_by(state: Callable[[dict[str, Any]], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Another state in masked rows."""
     made = plugin.PreparedHead
-
-    def prepared(**named: Any) -> Any:
-        masked = named["network"].masked
-        hidden = named["layout"].geometry.hidden
-        return made(**{**named, "masked": named["around"].ops.hidden(masked[:, :hidden].contiguous())})
-
-    patch.setattr(plugin, "PreparedHead", prepared)
-
-
-@code("p_eagle")
-def masked_rows_repeat_the_last_state(patch: pytest.MonkeyPatch) -> None:
-    made = plugin.PreparedHead
-    patch.setattr(
-        plugin,
-        "PreparedHead",
-        lambda **named: made(
-            **{**named, "masked": named["around"].ops.hidden(torch.zeros(1, named["layout"].geometry.hidden))}
-        ),
+    return lambda patch: patch.setattr(
+        plugin, "PreparedHead", lambda **named: made(**{**named, "masked": named["around"].ops.hidden(state(named))})
     )
 
 
-@code("dflash")
-def context_without_its_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dflash.BlockNetwork, "fused", lambda self, states: self.ops.linear(states, self.fc))
+def kept(owner: Any, method: str, wrong: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """``replaced``, and nothing takes provisional entries back."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        replaced(owner, method, wrong)(patch)
+        patch.setattr(drafter.HeadDrafter, "_truncate", lambda self: None)
+
+    return apply
 
 
-@code("dflash")
-def context_through_the_input_norm(patch: pytest.MonkeyPatch) -> None:
-    extend = dflash.BlockLayer.extend
-    patch.setattr(
-        dflash.BlockLayer, "extend", lambda self, features, cache: extend(self, self.input_norm(features), cache)
-    )
+def swapped_inputs(call: Any, self: Any, x: Any, embedded: Any, cache: Any, true: int) -> Any:
+    x = self.mixer(self.ops.concat(self.hidden_norm(x), self.input_norm(embedded)), x, cache)
+    return self.mlp(self.post_norm(x), x)
 
 
-@code("dflash")
-def context_keys_without_their_norm(patch: pytest.MonkeyPatch) -> None:
-    def extend(self: Any, features: Any, cache: Any) -> None:
-        mixer, g, rows = self.mixer, self.mixer.geometry, features.shape[0]
-        k, v = mixer.ops.project(features, mixer.projections[1:], mixer.biases[1:])
-        k = mixer.ops.norm_rope(k.reshape(rows, g.kv_heads, g.head_dim), None, g.eps, g.rope, cache.length)
-        mixer.ops.append(k, v.reshape(rows, g.kv_heads, g.head_dim), cache)
-        cache.commit(rows)
-
-    patch.setattr(dflash.BlockLayer, "extend", extend)
+def shifted_pairs(take: Any, self: Any, pending: int | None = None) -> Any:
+    tokens, hidden = take(self, pending)
+    return [pending or 0, *tokens[:-1]] if tokens else tokens, hidden
 
 
-@code("dflash")
-def the_block_stays_in_the_cache(patch: pytest.MonkeyPatch) -> None:
-    call = dflash.BlockNetwork.__call__
-
-    def kept(self: Any, caches: Any, embedded: Any) -> Any:
-        out = call(self, caches, embedded)
-        for cache in caches:
-            cache.commit(1)
-        return out
-
-    patch.setattr(dflash.BlockNetwork, "__call__", kept)
-    patch.setattr(drafter.HeadDrafter, "_truncate", lambda self: None)
+def unnormed_keys(extend: Any, self: Any, features: Any, cache: Any) -> None:
+    extend(attrs.evolve(self, mixer=attrs.evolve(self.mixer, norms=(self.mixer.norms[0], None))), features, cache)
 
 
-def previous_wrong(patch: pytest.MonkeyPatch) -> None:
+def block_that_stays(call: Any, self: Any, caches: Any, embedded: Any) -> Any:
+    rows = call(self, caches, embedded)
+    for cache in caches:
+        cache.commit(1)
+    return rows
+
+
+def told(refine: Any, self: Any, block: Any, token_of: Callable[[int], int]) -> Any:
+    """The refiner, told another token than the one that was drafted."""
+    steps = refine(self, block)
+    logits = next(steps, None)
+    while logits is not None:
+        token = yield logits
+        try:
+            logits = steps.send(token_of(token))
+        except StopIteration:
+            return
+
+
+def previous_wrong(refine: Any, self: Any, block: Any) -> Any:
     """The bias from the pending token in every row, and from its neighbour in the first."""
-    refine = refiner.MarkovRefiner.refine
-
-    def stuck(self: Any, block: Any) -> Any:
-        steps = refine(self, attrs.evolve(block, pending=(block.pending + 7) % 24))
-        given = next(steps, None)
-        while given is not None:
-            yield given
-            try:
-                given = steps.send(block.pending)
-            except StopIteration:
-                return
-
-    patch.setattr(refiner.MarkovRefiner, "refine", stuck)
+    other = attrs.evolve(block, pending=(block.pending + 7) % 24)
+    return told(refine, self, other, lambda token: block.pending)
 
 
-for head in ("dspark", "dspark-gated", "dspark-rnn"):
-    code(head)(previous_wrong)
+def by_draft_ids(refine: Any, self: Any, block: Any) -> Any:
+    """W1 is read by the id in the head's vocabulary in place of the target's."""
+    return told(refine, self, block, lambda token: int(np.searchsorted(block.ids, token)))
 
 
-@code("dspark")
-def the_bias_of_the_token_before_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(refiner.MarkovRefiner, "refine", refiner.Marginals.refine)
+EagleNetwork, EagleLayer = eagle.EagleNetwork, eagle.EagleLayer
+BlockNetwork, BlockLayer = dflash.BlockNetwork, dflash.BlockLayer
+Attention, Markov, Heads = network.HeadAttention, refiner.MarkovRefiner, drafter.HeadDrafter
+ARITHMETIC: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "no norm before fc": ("eagle3-before-fc", lacking(EagleNetwork, state_norms=())),
+    "no norm of each state": ("eagle3-fc-norm", lacking(EagleNetwork, state_norms=())),
+    "embedding and state swapped": ("eagle3", replaced(EagleLayer, "__call__", swapped_inputs)),
+    "a norm after fc": ("eagle3", replaced(EagleNetwork, "fused", lambda of, self, x: self.norm(of(self, x)))),
+    "pairs one token off": ("eagle3", replaced(drafter.MtpPairs, "take", shifted_pairs)),
+    "chained entries stay": ("eagle3", replaced(Heads, "_truncate", lambda of, self: None)),
+    "no bias of the output": ("eagle3-bias", lacking(Attention, o_bias=None)),
+    "no bias of the queries": ("eagle3-bias", lacking(Attention, biases=())),
+    "states in descending order": (
+        "eagle3",
+        replaced(functools, "reduce", lambda of, join, parts: of(join, list(parts)[::-1])),
+    ),
+    "no norm of queries and keys": ("eagle3-qwen3", lacking(Attention, norms=(None, None))),
+    "masked rows stay in the cache": (
+        "p_eagle",
+        kept(Heads, "_run", lambda of, self, tokens, hidden, rows, true: of(self, tokens, hidden, len(tokens), true)),
+    ),
+    "the mask is not fused": (
+        "p_eagle-before-fc",
+        masked_by(lambda named: named["network"].masked[:, : named["layout"].geometry.hidden].contiguous()),
+    ),
+    "a mask of zeros": ("p_eagle", masked_by(lambda named: torch.zeros(1, named["layout"].geometry.hidden))),
+    "context without its norm": (
+        "dflash",
+        replaced(BlockNetwork, "fused", lambda of, self, states: self.ops.linear(states, self.fc)),
+    ),
+    "context through the input norm": (
+        "dflash",
+        replaced(BlockLayer, "extend", lambda of, self, rows, cache: of(self, self.input_norm(rows), cache)),
+    ),
+    "context keys without their norm": ("dflash", replaced(BlockLayer, "extend", unnormed_keys)),
+    "the block stays in the cache": ("dflash", kept(BlockNetwork, "__call__", block_that_stays)),
+    "the bias of another token": ("dspark", replaced(Markov, "refine", previous_wrong)),
+    "the gate of another token": ("dspark-gated", replaced(Markov, "refine", previous_wrong)),
+    "the state of another token": ("dspark-rnn", replaced(Markov, "refine", previous_wrong)),
+    "no bias": ("dspark", lambda patch: patch.setattr(Markov, "refine", refiner.Marginals.refine)),
+    "W1 read by draft ids": ("dspark-reduced", replaced(Markov, "refine", by_draft_ids)),
+    "later layers norm their residual": (
+        "eagle3-two-layers",
+        replaced(
+            EagleLayer,
+            "__call__",
+            lambda of, self, x, *rest: of(self, self.input_norm(x) if self.hidden_norm is None else x, *rest),
+        ),
+    ),
+    "no bias of a block's projections": ("dflash-bias", lacking(Attention, biases=())),
+    "no bias of a block's output": ("dflash-bias", lacking(Attention, o_bias=None)),
+    "a block's queries without their norm": (
+        "dflash",
+        replaced(
+            Attention,
+            "__call__",
+            lambda of, self, *rest, **named: of(attrs.evolve(self, norms=(None, self.norms[1])), *rest, **named),
+        ),
+    ),
+    "no gate": ("dspark-gated", replaced(Markov, "_gated", lambda of, self, hidden, known, state: (known, state))),
+    "the state is not kept": (
+        "dspark-rnn",
+        replaced(Markov, "_gated", lambda of, self, hidden, known, state: of(self, hidden, known, 0 * state)),
+    ),
+}
 
 
-@code("dspark-reduced")
-def w1_read_by_draft_ids(patch: pytest.MonkeyPatch) -> None:
-    """The id in the head's vocabulary in place of the target's."""
-    refine = refiner.MarkovRefiner.refine
-
-    def by_draft_ids(self: Any, block: Any) -> Any:
-        steps = refine(self, block)
-        given = next(steps, None)
-        while given is not None:
-            token = yield given
-            try:
-                given = steps.send(int(np.searchsorted(block.ids, token)))
-            except StopIteration:
-                return
-
-    patch.setattr(refiner.MarkovRefiner, "refine", by_draft_ids)
-
-
-@code("eagle3-two-layers")
-def later_layers_norm_their_residual(patch: pytest.MonkeyPatch) -> None:
-    call = eagle.EagleLayer.__call__
-
-    def normed(self: Any, x: Any, *rest: Any) -> Any:
-        return call(self, self.input_norm(x) if self.hidden_norm is None else x, *rest)
-
-    patch.setattr(eagle.EagleLayer, "__call__", normed)
-
-
-@code("dflash-bias")
-def no_bias_of_a_blocks_projections(patch: pytest.MonkeyPatch) -> None:
-    without(patch, biases=())
-
-
-@code("dflash-bias")
-def no_bias_of_a_blocks_output(patch: pytest.MonkeyPatch) -> None:
-    without(patch, o_bias=None)
-
-
-@code("dflash")
-def a_blocks_queries_without_their_norm(patch: pytest.MonkeyPatch) -> None:
-    call = network.HeadAttention.__call__
-
-    def unnormed(self: Any, *given: Any, **named: Any) -> Any:
-        return call(attrs.evolve(self, norms=(None, self.norms[1])), *given, **named)
-
-    patch.setattr(network.HeadAttention, "__call__", unnormed)
-
-
-@code("dspark-gated")
-def the_gate_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(refiner.MarkovRefiner, "_gated", lambda self, hidden, known, state: (known, state))
-
-
-@code("dspark-rnn")
-def the_state_is_not_kept(patch: pytest.MonkeyPatch) -> None:
-    gated = refiner.MarkovRefiner._gated
-    patch.setattr(
-        refiner.MarkovRefiner,
-        "_gated",
-        lambda self, hidden, known, state: gated(self, hidden, known, np.zeros_like(state)),
-    )
-
-
-@pytest.mark.parametrize("mutant", CODE)
+@pytest.mark.parametrize("mutant", ARITHMETIC)
 def test_wrong_arithmetic_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, apply = CODE[mutant]
+    name, apply = ARITHMETIC[mutant]
     apply(monkeypatch)
     assert killed(lambda: Recorded.load(name), monkeypatch)
 
@@ -569,48 +463,33 @@ def test_the_confidence_is_that_of_speculators_and_cuts_the_draft(name: str) -> 
     assert cut_as_recorded(name)
 
 
-def unjoined(self: Any, hidden: Any, known: Any) -> float:
-    """The state without the token."""
-    weight, bias = self.proj
-    return sigmoid(weight[0, : len(hidden)] @ hidden + bias[0])
-
-
-def swapped(self: Any, hidden: Any, known: Any) -> float:
-    """Token first, state second."""
-    weight, bias = self.proj
-    return sigmoid(weight[0] @ np.concatenate([known, hidden]) + bias[0])
-
-
-def unbiased(self: Any, hidden: Any, known: Any) -> float:
-    weight, _ = self.proj
-    return sigmoid(weight[0] @ np.concatenate([hidden, known]))
-
-
-def bare(self: Any, hidden: Any, known: Any) -> float:
-    """A score that is compared as if it were a probability."""
-    weight, bias = self.proj
-    return float(weight[0] @ np.concatenate([hidden, known]) + bias[0])
-
-
-def reversed_sense(self: Any, hidden: Any, known: Any) -> float:
-    """The probability of a rejection."""
-    return 1 - confidence_of(self, hidden, known)
-
-
-confidence_of = refiner.MarkovRefiner._confidence
+def score(self: Any, features: list[Any], bias: bool = True) -> float:
+    """A confidence computed from other features, or without its bias; not yet a probability."""
+    weight, offset = self.proj
+    features = np.concatenate(features)
+    return float(weight[0, : len(features)] @ features + bias * offset[0])
 
 
 def sigmoid(x: float) -> float:
     return float(1 / (1 + np.exp(-x)))
 
 
-@pytest.mark.parametrize("wrong", [unjoined, swapped, unbiased, bare, reversed_sense])
-def test_a_confidence_that_is_computed_wrongly_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refiner.MarkovRefiner, "_confidence", wrong)
+CONFIDENCES: dict[str, Callable[..., float]] = {
+    "of the state alone": lambda of, self, hidden, known: sigmoid(score(self, [hidden])),
+    "token first": lambda of, self, hidden, known: sigmoid(score(self, [known, hidden])),
+    "without its bias": lambda of, self, hidden, known: sigmoid(score(self, [hidden, known], bias=False)),
+    "no probability": lambda of, self, hidden, known: score(self, [hidden, known]),
+    "of a rejection": lambda of, self, hidden, known: 1 - of(self, hidden, known),
+}
+
+
+@pytest.mark.parametrize("wrong", CONFIDENCES)
+def test_a_confidence_that_is_computed_wrongly_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(Markov, "_confidence", CONFIDENCES[wrong])(monkeypatch)
     assert not cut_as_recorded("dspark")
 
 
 def test_a_confidence_of_the_token_after_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the token before its row, not the pending one in every row."""
-    previous_wrong(monkeypatch)
+    replaced(Markov, "refine", previous_wrong)(monkeypatch)
     assert not cut_as_recorded("dspark")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.contract import Context, DrafterEnv, DraftNoise, ModelInfo, Needs, PrepareEnv, Sampling
-from specdec.drafters.heads import drafter as heads
+from specdec.drafters import gate
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.drafters.heads.untrained import write_untrained
 from specdec.models.causal_lm import CausalLM
@@ -138,13 +138,13 @@ def law_of(
     """The distributions that the drafter hands over, by the tokens drafted before."""
     target = TableModel.random(VOCAB, tilt=0.5)
     shared, forced = prepared(kind, target, str(folder)), [0]
-    draw = heads.draft_token
+    draw = gate.draft_token
 
     def forcing(logits: Any, drafted: Any, context: Context) -> Any:
         _, distribution = draw(logits, drafted, context)
         return (forced[len(drafted)] if len(drafted) < len(forced) else 0), distribution
 
-    monkeypatch.setattr(heads, "draft_token", forcing)
+    monkeypatch.setattr(gate, "draft_token", forcing)
 
     @functools.cache
     def law(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
