@@ -119,12 +119,13 @@ class AdaptivePolicy(DepthPolicy):
 
     def _move(self, depth: int) -> None:
         switched = bool(depth) != bool(self._depth)
-        if depth != self._depth and (not switched or self._lasted >= LASTING):
-            self._distance = self._config.first_probe  # the depth was right no longer, and the next one may be wrong
+        settled = self._lasted >= LASTING
+        self._lasted = 0 if switched else self._lasted + (depth > 0)
+        if settled if switched else depth != self._depth or self._lasted == LASTING:
+            self._distance = self._config.first_probe  # what speculation costs and gains is known anew
         if switched:
-            self._lasted = self._tokens = self._tries = 0
+            self._tokens = self._tries = 0
         self._depth = depth
-        self._lasted += depth > 0
 
 
 def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:

@@ -10,12 +10,10 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import specdec
-from specdec.cli import main
 from specdec.contract import (
     NO_NEEDS,
     DrafterEnv,
@@ -117,13 +115,6 @@ def test_any_story_gives_the_tokens_of_plain_decoding_and_a_restored_drafter_dra
         told = [one.do(operation, argument) for one in (restored, unbroken, truth)]
         assert told[0] == told[1] == told[2]
         assert restored.session.stats == unbroken.session.stats
-
-
-def test_an_adaptive_depth_gives_the_tokens_of_plain_decoding(base, folders):
-    wanted = base.generate(PROMPT, max_new_tokens=60, ignore_eos=True).tokens
-    for kind in ("recurrent", "model, look-up"):
-        lm = specdec.load(folders.target, dtype="float32", drafter=tables(folders)[kind], depth="adaptive")
-        assert lm.generate(PROMPT, max_new_tokens=60, ignore_eos=True).tokens == wanted
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
@@ -466,17 +457,8 @@ def test_a_draft_model_that_cannot_be_used_is_refused_with_what_would_work(base,
     options = {"name": "draft_model", **make(folders=folders, written=written)}
     with pytest.raises(SpecdecError) as caught:
         specdec.load(folders.target, drafter=options, depth=2)
-    check(str(caught.value), words)
-    flags = [f"-sdrafter.{key}={value}" if value else f"-sdrafter.{key}=''" for key, value in options.items()]
-    outcome = CliRunner().invoke(main, ["generate", "-m", folders.target, "-p", "the", *flags])
-    assert outcome.exit_code == 2
-    assert "Traceback" not in outcome.output
-    assert outcome.exception is None or isinstance(outcome.exception, SystemExit)
-
-
-def check(said: str, words: list[str]) -> None:
     for word in words:
-        assert word in said, said
+        assert word in str(caught.value)
 
 
 def test_text_between_equal_vocabularies_and_ids_that_the_draft_model_lacks_are_notices(base, folders, written):

@@ -18,6 +18,7 @@ from specdec.drafters.token_counts import BLOCK, HELD_OUT, TokenCounts, always_k
 from specdec.errors import ConfigError
 from specdec.text import Tokenizer
 from tests import tiny
+from tests.selection import examples
 
 vocabularies = st.integers(1, 60).flatmap(
     lambda size: st.builds(
@@ -32,6 +33,7 @@ vocabularies = st.integers(1, 60).flatmap(
 )
 
 
+@examples(30)
 @given(made=vocabularies)
 def test_what_is_written_is_read(made: DraftVocabulary, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "vocabulary.json"

@@ -17,7 +17,7 @@ from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
-from specdec.errors import ConfigError, ContractError, PromptError, StateError, UnsupportedError
+from specdec.errors import ConfigError, ContractError, PromptError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
 from specdec.testing import Subject, TableModel, as_subject, parametrize_checks
 from specdec.testing.scripted_session import ScriptedSession
@@ -125,30 +125,6 @@ def test_the_whole_vocabulary_drafts_what_the_full_head_drafts(
         assert (pruned.stats.accepted, pruned.stats.offered) == (full.stats.accepted, full.stats.offered)
 
 
-def test_drafts_are_made_of_the_vocabulary_and_the_sequences_own_ids(
-    checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
-) -> None:
-    folder, target = checkpoint("qwen3_5", **tiny.HYBRID), make_target("qwen3_5", kernels=KERNELS, **tiny.HYBRID)
-    kept, prompt = tuple(range(0, 60, 3)), [200, 201]
-    drafted: list[tuple[int, ...]] = []
-    lm = model_of(folder, target, MtpConfig(vocabulary="given", max_miss=1.0), kept, 3)
-    session = lm.session()
-    drafter = session._sequence.drafter
-    right = drafter.propose
-
-    def spied(context: Any, depth: int) -> Any:
-        draft = right(context, depth)
-        assert set(draft.tokens) <= {*kept, *context}
-        drafted.append(draft.tokens)
-        return draft
-
-    drafter.propose = spied
-    result = session.generate(prompt, max_new_tokens=40, ignore_eos=True)
-    assert len(drafted) == result.stats.offered[0]
-    assert any(not set(tokens) <= set(kept) for tokens in drafted)  # ids that were added are drafted
-    assert result.stats.draft["extra"] == len({*prompt, *result.tokens[:-1]} - set(kept))
-
-
 def test_rules_that_leave_no_token_of_the_vocabulary_end_the_draft_only(
     checkpoint: Callable[..., pathlib.Path], make_target: Callable[..., Any]
 ) -> None:
@@ -226,20 +202,6 @@ def test_pruned_logits_are_those_of_the_full_head(kernels: str, make_target: Cal
     assert np.isneginf(np.delete(rows[1], kept, axis=1)).all()
 
 
-def test_a_vocabulary_without_prepare_is_refused() -> None:
-    model = TableModel.random(5, mtp=True)
-    env = attrs.make_class(
-        "Env",
-        {
-            "target": attrs.field(default=model),
-            "shared": attrs.field(default=None),
-            "state": attrs.field(default=model.new_state(8)),
-        },
-    )()
-    with pytest.raises(StateError, match="prepare was not run"):
-        MtpDrafter(MtpConfig(vocabulary="x"), env)
-
-
 # --- prepare ----------------------------------------------------------------------------------------------------------
 
 
@@ -272,15 +234,6 @@ def test_prepare_with_a_target_that_prunes_nothing(tmp_path: pathlib.Path) -> No
 
 
 @attrs.frozen(kw_only=True)
-class AlwaysPruned(MtpConfig):
-    """Nothing is added, and the full head never runs."""
-
-    vocabulary: str | None = "kit"
-    max_extra: int = 0
-    max_miss: float = 1.0
-
-
-@attrs.frozen(kw_only=True)
 class ManyTurns(MtpConfig):
     """An id is added and dropped, both heads run, and the gate closes."""
 
@@ -290,45 +243,24 @@ class ManyTurns(MtpConfig):
     min_confidence: float = 0.3
 
 
-def _spec(config: type[MtpConfig]) -> Any:
-    """The built-in spec with a vocabulary of three of the kit's five tokens, or two of three."""
-
-    def prepare(config: Any, env: PrepareEnv) -> PreparedVocabulary:
-        kept = [token for token in (0, 2, 3) if token < env.target.info.vocab_size]
-        return PreparedVocabulary.of(env.target.draft_head(kept), env.target.info.vocab_size)
-
-    return attrs.evolve(mtp.specdec_drafters()[0], config=config, prepare=prepare)
+def _prepare(config: Any, env: PrepareEnv) -> PreparedVocabulary:
+    """A vocabulary of three of the kit's five tokens, or two of three."""
+    kept = [token for token in (0, 2, 3) if token < env.target.info.vocab_size]
+    return PreparedVocabulary.of(env.target.draft_head(kept), env.target.info.vocab_size)
 
 
-@pytest.mark.slow
-@parametrize_checks(drafter=_spec(AlwaysPruned), effort="sample")
-def test_kit_always_pruned(check: Any) -> None:
-    check()
+SPEC = attrs.evolve(mtp.specdec_drafters()[0], config=ManyTurns, prepare=_prepare)
 
 
 @pytest.mark.slow
-@parametrize_checks(drafter=_spec(ManyTurns), effort="sample")
+@parametrize_checks(drafter=SPEC, effort="sample")
 def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
     check()
 
 
-def test_the_kit_played_both_heads() -> None:
-    """The settings above really reach the pruned head, the full one, and the gate."""
-    subject: Any = as_subject(Subject.DRAFTER, _spec(ManyTurns))
-    played = ScriptedSession.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
-    played.feed([1, 2, 3, 1])
-    played.generated_from = 4
-    for number in range(30):
-        played.cycle(2, 1, (4, 2, 1)[number % 3])  # 4 and 1 push each other out
-    report = played.drafter.report()
-    assert report["pruned_drafts"] > 0
-    assert report["full_drafts"] > 0
-    assert report["gate_stops"] > 0
-
-
 def test_a_rewind_takes_back_added_ids_and_misses() -> None:
     """As a drafter that never saw what was rewound: the kit sees this only where the id would be drafted."""
-    subject: Any = as_subject(Subject.DRAFTER, _spec(ManyTurns))
+    subject: Any = as_subject(Subject.DRAFTER, SPEC)
     played = ScriptedSession.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
     played.feed([2, 3, 0, 2])
     played.generated_from = 4

@@ -142,10 +142,10 @@ def test_depth_never_exceeds_the_limit(limit, table):
 
 
 def test_with_a_table_the_first_cycle_is_at_the_depth_that_the_table_favours():
-    """No trial cycles: cheap drafts start deep, dear ones are probed once, with two cycles at most."""
+    """Cheap drafts start deep, dear ones are probed once."""
     assert adaptive(PROCESSES["flat cost, high acceptance"].table()).next_depth(Stats()) >= 2
     dear = Process(acceptance=lambda n: [0.0], cost=line(0.0, first=1.5))
-    assert [cycle.asked for cycle in play(adaptive(dear.table()), dear, 12)] in ([1, 1, *[0] * 10], [1, *[0] * 11])
+    assert [cycle.asked for cycle in play(adaptive(dear.table()), dear, 12)] == [1, *[0] * 11]
 
 
 # --- from one generation to the next ----------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_the_clauses_without_a_table(check):
     check()
 
 
-def test_where_costs_cannot_be_measured_it_says_so_and_starts_with_trials():
+def test_where_costs_cannot_be_measured_it_says_so_and_starts_from_a_guess():
     def costs(file=None):
         raise UnsupportedError("passes of 1 row")
 
@@ -214,8 +214,7 @@ def test_where_costs_cannot_be_measured_it_says_so_and_starts_with_trials():
     assert spec.prepare is not None
     policy = spec.factory(AdaptiveConfig(), spec.prepare(AdaptiveConfig(), env))
     assert env.notices == ["the depth policy 'adaptive' starts without measured costs: passes of 1 row"]
-    asked = [cycle.asked for cycle in play(policy, PROCESSES["middling"], 8)]
-    assert asked == [0, 1, 1, 3, 3, 6, 6, 0]
+    assert play(policy, PROCESSES["middling"], 1)[0].asked > 0
 
 
 def test_a_clock_that_stands_still_is_no_division_by_zero():

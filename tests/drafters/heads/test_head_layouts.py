@@ -199,7 +199,11 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "map out of range": ("eagle3-reduced", tensor("d2t", OFFSETS + 100), "d2t maps the draft token 0 to 100, outside"),
     "map of two to one": ("eagle3-reduced", tensor("d2t", OFFSETS - torch.arange(24) + 1), "two draft tokens to one"),
     "no map": ("eagle3-reduced", tensor("d2t", None), "d2t is missing"),
-    "large vocabulary": ("eagle3-reduced", tensor("lm_head.weight", torch.zeros(64, 16)), "rows of lm_head.weight are 64"),
+    "large vocabulary": (
+        "eagle3-reduced",
+        tensor("lm_head.weight", torch.zeros(64, 16)),
+        "rows of lm_head.weight are 64",
+    ),
     "larger than the target's": (
         "eagle3-reduced",
         both(tensor("lm_head.weight", torch.zeros(64, 16)), change(draft_vocab_size=64)),
@@ -235,7 +239,11 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "two sizes of a block": ("dflash", within(block_size=4), "'block_size' is given twice, as 8 and 4"),
     "two masks": ("dflash", both(zlab, change(mask_token_id=3)), "'mask_token_id' is given twice, as 3 and 7"),
     "an architecture that is no name": ("eagle3", change(architectures=[{}], shift_states=1), "shift_states"),
-    "a type that is no name": ("eagle3", change(speculators_model_type={}), "speculators_model_type' = {} is not supported"),
+    "a type that is no name": (
+        "eagle3",
+        change(speculators_model_type={}),
+        "speculators_model_type' = {} is not supported",
+    ),
     "a layer type that is no name": ("eagle3", layer(model_type=[]), r"model_type = \[\] is not supported"),
     "a reduced vocabulary that is tied": (
         "eagle3-reduced",
@@ -258,7 +266,11 @@ REFUSED: dict[str, tuple[str, Edit, str]] = {
     "no mask token": ("p_eagle", change(mask_token_id=None), "lacks a token for masked rows"),
     "config of another kind": ("p_eagle", change(speculators_model_type="dflash"), "mask_hidden belongs .* 'p_eagle'"),
     "unknown speculators type": ("eagle3", change(speculators_model_type="eagle9"), "eagle9"),
-    "DFlash2": ("eagle3", tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)), "DFlash2 heads are not supported"),
+    "DFlash2": (
+        "eagle3",
+        tensor("layers.0.attention_conv.base_kernel", torch.zeros(2)),
+        "DFlash2 heads are not supported",
+    ),
     "XPress": ("eagle3", change(speculators_model_type="xpress"), "XPress"),
     "Domino": ("eagle3", tensor("prefix_gru.weight_ih_l0", torch.zeros(2)), "Domino"),
     "Laguna": ("eagle3", tensor("aux_hidden_norms.0.weight", torch.zeros(2)), "Laguna"),
