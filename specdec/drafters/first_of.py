@@ -10,6 +10,7 @@ prefix alone. A drafter that withholds a draft because of the tokens it sampled 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DrafterSpec,
+    DraftNoise,
     ForwardOutput,
     Hidden,
     Needs,
@@ -34,7 +36,7 @@ from specdec.contract import (
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import registry
+from specdec.registry import Switch, answers, registry
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
 _PATH = "drafter.drafters[{}]"
@@ -67,29 +69,25 @@ class Child:
 
 @attrs.define
 class _Member:
-    """One drafter of a chain, why it was switched off, and its counters."""
+    """One drafter of a chain, its guard, and its counters."""
 
-    child: Child
+    label: str
+    needs: Needs
     drafter: Drafter
-    failure: str = ""
+    switch: Switch
     drafts: int = 0
     offered: int = 0  # tokens that were verified
     accepted: int = 0  # tokens of those that stayed
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call the drafter; its first failure switches it off, and the answer is None from then on."""
-        if self.failure:
-            return None
-        try:
-            return getattr(self.drafter, method)(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever a plugin raises; the other drafters can do without it
-            self.failure = f"the drafter {self.child.spec.name!r} failed in {method}: {type(error).__name__}: {error}"
-            return None
+    def ask(self, method: str, *arguments: Any, check: Any = None) -> Any:
+        """Call the drafter; None once it has failed."""
+        return self.switch.call(self.drafter, method, *arguments, check=check)
 
     def report(self) -> dict[str, Any]:
         """Its counters, what it reports itself, and why it was switched off."""
         counters: dict[str, Any] = {"drafts": self.drafts, "offered": self.offered, "accepted": self.accepted}
-        return counters | (self.call("report") or {}) | ({"failed": self.failure} if self.failure else {})
+        own = self.ask("report", check=answers.report) or {}
+        return counters | own | ({"failed": self.switch.failure} if self.switch.failure else {})
 
 
 class FirstOfDrafter(Drafter):
@@ -100,23 +98,28 @@ class FirstOfDrafter(Drafter):
 
     def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
         children: tuple[Child, ...] = env.shared
+        self._vocab_size = env.target.info.vocab_size
         self._members: list[_Member] = []
         for child in children:
-            child_env = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
-            self._members.append(_Member(child, child.spec.factory(child.config, child_env)))
+            own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
+            drafter = registry().call(child.spec, "factory", child.config, own, check=answers.an(Drafter))
+            switch = Switch(registry().guard(child.spec))
+            self._members.append(_Member(child.label, child.needs, drafter, switch))
         self._drafting: _Member | None = None  # whose draft is being verified
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
         for member in self._members:
-            member.call("prefill", context, _declared(output, member.child.needs, prompt=True))
+            member.ask("prefill", context, _declared(output, member.needs, prompt=True))
 
     def propose(self, context: Context, depth: int) -> Draft:
+        honest = context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0
+        check = functools.partial(answers.draft, asked=depth, vocab_size=self._vocab_size, honest=honest)
         for member in self._members:
-            draft: Draft | None = member.call("propose", context, depth)
+            draft: Draft | None = member.ask("propose", context, depth, check=check)
             if draft is not None and draft.tokens:
                 self._drafting = member
                 return draft
-        failures = [member.failure for member in self._members]
+        failures = [member.switch.failure for member in self._members]
         if all(failures):
             raise UnsupportedError(f"every drafter of the chain failed: {'; '.join(failures)}")
         return EMPTY_DRAFT
@@ -128,24 +131,24 @@ class FirstOfDrafter(Drafter):
             self._drafting.accepted += verdict.accepted
             self._drafting = None
         for member in self._members:
-            member.call("observe", verdict, _declared(output, member.child.needs), context)
+            member.ask("observe", verdict, _declared(output, member.needs), context)
 
     def rewind(self, length: int) -> None:
         for member in self._members:
-            member.call("rewind", length)
+            member.ask("rewind", length)
 
     def snapshot(self, context: Context) -> DrafterSnapshot | None:
         arrays: dict[str, Any] = {}
         meta: dict[str, int | str] = {}
         for member in self._members:
-            label, saved = member.child.label, member.call("snapshot", context)
-            if saved is not None:
-                meta |= {f"{label}/{name}": value for name, value in saved.meta.items()} | {label: "saved"}
-                arrays |= {f"{label}/{name}": array for name, array in saved.arrays.items()}
+            label, own = member.label, member.ask("snapshot", context, check=answers.snapshot)
+            if own is not None:
+                meta |= {f"{label}/{name}": value for name, value in own.meta.items()} | {label: "saved"}
+                arrays |= {f"{label}/{name}": array for name, array in own.arrays.items()}
         return DrafterSnapshot(arrays, meta) if meta else None
 
     def report(self) -> Mapping[str, Any]:
-        return {"drafters": {member.child.label: member.report() for member in self._members}}
+        return {"drafters": {member.label: member.report() for member in self._members}}
 
 
 def _declared(output: ForwardOutput, needs: Needs, *, prompt: bool = False) -> ForwardOutput:
@@ -185,19 +188,19 @@ def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
     for index, choice in enumerate(config.drafters):  # check all names and options first: a model may take long to load
         path = _PATH.format(index)
         spec = registry().drafter(choice.name, asked_by=f"{path}.name")
-        options = registry().options(spec, choice, path)
+        own = registry().options(spec, choice, path)
         if isinstance(spec.needs, Needs):
             _check_needs(spec, spec.needs, env, path)
-        chosen.append((spec, options))
-    children: list[Child] = []
-    for index, (spec, options) in enumerate(chosen):
-        number = sum(child.spec.name == spec.name for child in children) + 1
+        chosen.append((spec, own))
+    made: list[Child] = []
+    for index, (spec, own) in enumerate(chosen):
+        number = sum(child.spec.name == spec.name for child in made) + 1
         with _placed(index):
-            shared = None if spec.prepare is None else registry().call(spec, "prepare", options, env)
-            needs = registry().needs_of(spec, options, shared)
-        _check_needs(spec, needs, env, _PATH.format(index))
-        children.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, options, shared, needs))
-    return tuple(children)
+            shared = None if spec.prepare is None else registry().call(spec, "prepare", own, env)
+            needs = registry().needs_of(spec, own, shared)
+        _check_needs(spec, needs, env, path)
+        made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared, needs))
+    return tuple(made)
 
 
 def _check_needs(spec: DrafterSpec, needs: Needs, env: PrepareEnv, path: str) -> None:
