@@ -9,14 +9,14 @@ from specdec.contract import CycleRecord
 
 FIRST_GUESS = 0.6  # acceptance of a position that no draft has reached
 PRIOR_WEIGHT = 2.0  # cycles that a prior counts as
-FADING = 32.0  # cycles after which a prior counts half
+FADING = 32.0  # cycles after which a prior counts half; without it drafts of 2 % of a step are never given up
 CARRIED = 8.0  # most cycles per position that one generation hands to the next
 CLOCK_STEP = 1e-9  # seconds; a coarse clock may read 0, and no cycle is free
 SLOWER, FASTER = 0.3, 1.5  # nats by which a cycle may surprise; only outliers are slower than that
 LOAD_SHARE = 0.25  # of a surprise that is put down to the load
-CONTRAST = 4  # cycles after a change of depth that compare the two depths
 TRUSTED = 24  # visits after which a depth's average stops getting slower
 MISSES = 8  # empty drafts over which the cost of one is averaged
+QUIET = 8  # plain cycles in a row that correct the cost of one; more bookkeeping would slow plain decoding
 STALE = 4  # plain cycles after which a drafter must catch up, so that its next cycle takes unusually long
 
 
@@ -71,8 +71,7 @@ class Seconds:
     """Seconds of a cycle by drafted tokens: a table of guesses, corrected by what cycles took.
 
     ``log seconds = log table[tokens] + load + correction[tokens]``. The load (other work, clock rate) is common to all
-    depths and changes fast; it does not affect comparisons, and while the depth stays the same every surprise belongs
-    to it. The first cycles after a change of depth tell the two depths' costs apart and move the correction.
+    depths, changes fast and does not affect comparisons; a correction is a running average and changes slowly.
     """
 
     def __init__(self, table: Sequence[float]) -> None:
@@ -80,33 +79,25 @@ class Seconds:
         self._correction = [0.0] * len(table)
         self._visits = [0] * len(table)
         self._load: float | None = None  # of this generation
-        self._tokens = -1  # of the previous cycle
-        self._contrast = 0
         self.expected = [math.exp(seconds) for seconds in self._table]
         """By drafted tokens, at the table's load; depths are compared by these."""
 
-    def observe(self, tokens: int, seconds: float) -> bool:
-        """Learn what a cycle with so many drafted tokens took; returns whether ``expected`` has changed."""
+    def observe(self, tokens: int, seconds: float, *, correct: bool = True) -> None:
+        """Learn what a cycle with so many drafted tokens took. Without ``correct``, ``expected`` stays as it is."""
         if tokens >= len(self._table):  # a deeper draft than this policy asks for
-            return False
+            return
         surprise = math.log(max(seconds, CLOCK_STEP)) - self._table[tokens] - self._correction[tokens]
         if self._load is None:
             self._load = surprise
         surprise = min(max(surprise - self._load, -FASTER), SLOWER)
-        if tokens == self._tokens:
-            self._contrast = max(self._contrast - 1, 0)
-        elif self._tokens >= 0:
-            self._contrast = CONTRAST
-        self._tokens = tokens
-        if not self._contrast:
-            self._load += LOAD_SHARE * surprise
-            return False
-        share = 1 / (self._visits[tokens] + 1.5)
+        share = 1 / (self._visits[tokens] + 1.5) if correct else 0.0
         self._load += LOAD_SHARE * (1.0 - share) * surprise
-        self._correction[tokens] += share * surprise
-        self._visits[tokens] = min(self._visits[tokens] + 1, TRUSTED)
-        self._spread()
-        return True
+        if correct:
+            self._correction[tokens] += share * surprise
+            if self._visits[tokens] < TRUSTED:
+                self._visits[tokens] += 1
+                self._spread()
+            self.expected[tokens] = math.exp(self._table[tokens] + self._correction[tokens])
 
     def adopt(self, other: Seconds) -> None:
         """Start from what another generation learnt; the load is measured again."""
@@ -144,15 +135,16 @@ class Rates:
 
         ``news``: what was learnt about acceptance is of another text, and is discarded.
 
-        Returns: whether ``by_depth`` was computed anew. Most plain cycles change nothing, and cost less then
-            (7 against 27 µs in ``benchmarks.adaptive --part bookkeeping``; plain decoding must not become slower).
+        Returns: whether ``by_depth`` was computed anew. Most plain cycles do not: 7 µs and not 27 for each, measured by
+            ``benchmarks.adaptive --part bookkeeping``.
         """
         if not cycle.depth:
             self._plain_cycles += 1
-            changed = self._seconds.observe(0, cycle.verify_seconds + cycle.commit_seconds)
-            if changed:
+            correct = self._plain_cycles <= QUIET
+            self._seconds.observe(0, cycle.verify_seconds + cycle.commit_seconds, correct=correct)
+            if correct:
                 self._update()
-            return changed
+            return correct
         if news:
             self._acceptance.forget()
         self._acceptance.observe(cycle)

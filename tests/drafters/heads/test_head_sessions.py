@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,23 +12,17 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import specdec
-from specdec.decoding import cycle as cycle_module
-from specdec.decoding.parts import DepthPart
 from specdec.drafters.heads.drafter import HeadConfig
 from specdec.drafters.heads.plugin import specdec_drafters
-from specdec.policies.adaptive import AdaptiveConfig, Learnt, specdec_depth_policies
-from specdec.records.cost_table import CostTable
-from specdec.testing import StrictForwardPass, Subject, as_subject
+from specdec.testing import Subject, as_subject
 from specdec.testing.scripted_session import CAPACITY, ScriptedSession, drafts_equal
 from tests import tiny
 from tests.decoding.test_sessions import Told, operations
 from tests.drafters.composed import composed, load_base, write_folders
-from tests.selection import examples
+from tests.selection import cases, examples
 
 SPECS = {spec.name: spec for spec in specdec_drafters()}
 KINDS = tuple(name for name in SPECS if name != "head")
-CHEAP = CostTable(verify={1: 1.0, 8: 1.0}, draft={0: 0.0, 6: 1e-3}, commit=0.0)
-DEAR = CostTable(verify={1: 1.0, 8: 9.0}, draft={0: 0.0, 6: 9.0}, commit=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +67,8 @@ WHOLE_LIFE: list[tuple[str, Any, Any, Any]] = [
 ]
 
 
-SLOW_KINDS = [pytest.param(kind, marks=[pytest.mark.sample] * (kind == "eagle3")) for kind in KINDS]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SLOW_KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, sample=["eagle3"]))
 def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_start(
     kind: str, make_target: Callable[..., Any]
 ) -> None:
@@ -91,7 +81,6 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
     target = make_target("qwen3_5", kernels="native", max_positions=CAPACITY)
     subject: Any = as_subject(Subject.DRAFTER, SPECS[kind], HeadConfig(model="random"))
     subject = attrs.evolve(subject, needs=subject.prepare(target).around.needs)
-    strict = StrictForwardPass(target)
     seen: dict[str, int] = dict.fromkeys(("accepted", "drafted", "rewind", "restore"), 0)
 
     @examples(30)
@@ -102,7 +91,7 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
         story=st.lists(steps, min_size=1, max_size=6),
     )
     def check(prompt: list[int], chunk: int, story: list[tuple[str, Any, Any, Any]]) -> None:
-        played = ScriptedSession.start(subject, model=strict, sealed=True)
+        played = ScriptedSession.start(subject, model=target, sealed=True)
         played.feed(prompt, chunk)
         for what, first, second, third in story:
             if what == "cycle":
@@ -121,7 +110,7 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
                 seen["restore"] += 1
         fresh = played.fresh()
         assert drafts_equal(played.propose(6), fresh.propose(6))
-        one, other = (strict.snapshot(session.state) for session in (played, fresh))
+        one, other = (target.snapshot(session.state) for session in (played, fresh))
         assert one.arrays.keys() == other.arrays.keys()
         for name, array in one.arrays.items():
             assert np.array_equal(array.float().numpy(), other.arrays[name].float().numpy(), equal_nan=True), name
@@ -131,9 +120,7 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.sample] * (kind == "eagle3")) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", cases(KINDS, sample=["eagle3"]))
 @examples(12)
 @given(
     story=st.lists(operations, min_size=3, max_size=8),
@@ -175,32 +162,6 @@ def test_a_head_that_reads_other_states_builds_its_state_again(with_head: Callab
         assert ("rebuilt" in report, bool(report.get("replayed"))) == (not same, not same)
         if not same:
             assert "saved with another states" in report["rebuilt"]
-
-
-# --- adaptive depth: costs are given, no clock is read ---------------------------------------------------------------
-
-
-@pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at the clock of a cycle finds one microsecond more."""
-    count = itertools.count()
-    monkeypatch.setattr(cycle_module, "perf_counter", lambda: next(count) * 1e-6)
-
-
-@pytest.mark.usefixtures("ticks")
-@pytest.mark.parametrize(("costs", "drafts"), [(CHEAP, True), (DEAR, False)], ids=["cheap", "dear"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_adaptive_depth_follows_the_costs_and_the_output_is_that_of_plain_decoding(
-    kind: str, costs: CostTable, drafts: bool, base: Any, with_head: Callable[..., Any]
-) -> None:
-    spec = specdec_depth_policies()[0]
-    adaptive = DepthPart(spec=spec, config=AdaptiveConfig(), shared=Learnt(costs))
-    lm = attrs.evolve(with_head(kind), depth=adaptive)
-    got = lm.generate([50, 51, 52, 53], max_new_tokens=40, ignore_eos=True)
-    assert got.tokens == base.generate([50, 51, 52, 53], max_new_tokens=40, ignore_eos=True).tokens
-    drafted = got.stats.draft_lengths
-    assert (drafted.get(0, 0) < 30) == drafts, drafted  # the adaptive policy tries a depth now and then
-    assert not got.stats.faults
 
 
 def test_the_trained_head_of_the_embedded_model_is_accepted_often() -> None:
