@@ -85,11 +85,11 @@ class _SecondModelDrafter(Drafter):
         capacity = min(env.state.capacity * self.places, self._info.max_positions)
         state: State | None = None
         if env.saved is not None:
-            found = restored(env.saved, shared.model, capacity, self._identity())
-            if isinstance(found, str):
-                self._rebuilt = found
+            restoration = restored(env.saved, shared.model, capacity, self._identity())
+            if isinstance(restoration, str):
+                self._rebuilt = restoration
             else:
-                state, self._saved_tokens = found
+                state, self._saved_tokens = restoration
         self._follower = Follower(shared.model, shared.model.new_state(capacity) if state is None else state)
 
     @abc.abstractmethod
@@ -221,8 +221,10 @@ class TextDraftModelDrafter(_SecondModelDrafter):
             own.append(token)
             text = self._transcript.spelt(own)
             if text:
-                found = continuation(self._target_tokenizer, context, self._transcript.text, text, self._vocab_size)
-                drafted, whole = found or [], found is not None
+                tokens_of_text = continuation(
+                    self._target_tokenizer, context, self._transcript.text, text, self._vocab_size
+                )
+                drafted, whole = tokens_of_text or [], tokens_of_text is not None
         if own and not drafted:
             self._dropped["boundary" if not whole else "special" if text else "incomplete"] += 1
         return Draft(tuple(drafted[:depth]))
@@ -232,11 +234,11 @@ class TextDraftModelDrafter(_SecondModelDrafter):
 
     def _follow(self, context: Context) -> tuple[Sequence[int], int]:
         transcript = self._transcript
-        kept = min(transcript.follow(context), max(len(transcript.ids) - 1, 0))  # one is always left to decode
-        if kept < self._follower.held:
+        unchanged = min(transcript.follow(context), max(len(transcript.ids) - 1, 0))  # one is always left to decode
+        if unchanged < self._follower.held:
             if self._saved_tokens:
                 self._rebuilt = OTHER_TOKENS
-            self._follower.cut(kept)
+            self._follower.cut(unchanged)
         self._saved_tokens = []
         return transcript.ids, min(transcript.closed, len(transcript.ids) - 1)
 
@@ -270,19 +272,19 @@ def _prepare(config: DraftModelConfig, env: PrepareEnv) -> DraftModel:
         raise
     if env.tokenizer is None or tokenizer is None:
         raise UnsupportedError("a draft model needs the tokenizers of both models", asked_for_by=asked)
-    found = differences(env.tokenizer, tokenizer)
+    differing = differences(env.tokenizer, tokenizer)
     if config.tokenizers == "text":
-        if not found and tokenizer.vocab_size <= model.info.vocab_size:
+        if not differing and tokenizer.vocab_size <= model.info.vocab_size:
             env.notices.append(
                 f'{config.model} has the target\'s own vocabulary: drafter.tokenizers = "ids" drafts without text'
             )
         return DraftModel(model=model, name=config.model, tokenizers=(env.tokenizer, tokenizer))
-    check_vocabularies(found, env, model.info, asked)
+    check_vocabularies(differing, env, model.info, asked)
     return DraftModel(model=model, name=config.model)
 
 
 def check_vocabularies(
-    found: Sequence[tuple[int, str | None, str | None]], env: PrepareEnv, draft: ModelInfo, asked: str
+    differing: Sequence[tuple[int, str | None, str | None]], env: PrepareEnv, draft: ModelInfo, asked: str
 ) -> None:
     """Refuse a draft model whose token ids mean different text than the target's.
 
@@ -290,11 +292,11 @@ def check_vocabularies(
     after them. They give a notice.
 
     Args:
-        found: the result of ``differences``.
+        differing: the result of ``differences``.
     Raises: UnsupportedError that names the first ids that differ.
     """
     needed = env.tokenizer.vocab_size
-    wrong = [entry for entry in found if entry[2] is not None]
+    wrong = [entry for entry in differing if entry[2] is not None]
     if wrong:
         examples = "; ".join(
             f"{i} is {'no token' if ours is None else repr(ours)} to the target and {theirs!r} to the draft model"
@@ -312,14 +314,14 @@ def check_vocabularies(
             asked_for_by=asked,
             try_='drafter.tokenizers = "text", or a draft model of the same family',
         )
-    if found:
-        ids = ", ".join(f"{i} {ours!r}" for i, ours, _ in found[:_SHOWN])
-        env.notices.append(f"the draft model does not know {len(found)} tokens of the target: {ids}")
+    if differing:
+        ids = ", ".join(f"{i} {ours!r}" for i, ours, _ in differing[:_SHOWN])
+        env.notices.append(f"the draft model does not know {len(differing)} tokens of the target: {ids}")
 
 
 def _make(config: DraftModelConfig, env: DrafterEnv) -> Drafter:
-    made = TextDraftModelDrafter if config.tokenizers == "text" else DraftModelDrafter
-    return made(config, env)
+    kind = TextDraftModelDrafter if config.tokenizers == "text" else DraftModelDrafter
+    return kind(config, env)
 
 
 @hookimpl

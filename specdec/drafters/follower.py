@@ -85,13 +85,13 @@ class Follower:
 
     def snapshot(self, tokens: Sequence[int], identity: Mapping[str, int | str]) -> DrafterSnapshot | None:
         """The state and its tokens; None if ``tokens`` is shorter than the state, or the state is empty."""
-        kept = list(tokens[: self.held])
-        if not kept or len(kept) != self.held:
+        prefix = list(tokens[: self.held])
+        if not prefix or len(prefix) != self.held:
             return None
         snapshot = self.model.snapshot(self.state)
         arrays = {f"state.{name}": self.model.to_host(array) for name, array in snapshot.arrays.items()}
         meta: dict[str, int | str] = {f"state.{name}": value for name, value in snapshot.meta.items()}
-        return DrafterSnapshot({**arrays, "tokens": np.array(kept, dtype=np.int64)}, {**meta, **identity})
+        return DrafterSnapshot({**arrays, "tokens": np.array(prefix, dtype=np.int64)}, {**meta, **identity})
 
 
 def foreign(saved: DrafterSnapshot, identity: Mapping[str, int | str]) -> str:
@@ -110,8 +110,7 @@ def restored(
         return reason
     try:
         tokens = [int(token) for token in saved.arrays["tokens"].tolist()]
-        own = {name[6:]: array for name, array in saved.arrays.items() if name.startswith("state.")}
-        arrays = {name: model.from_host(array) for name, array in own.items()}
+        arrays = {name[6:]: model.from_host(array) for name, array in saved.arrays.items() if name.startswith("state.")}
         meta = {name[6:]: int(value) for name, value in saved.meta.items() if name.startswith("state.")}
         state = model.restore(Snapshot(len(tokens), capacity, arrays, meta))
     except Exception as error:  # noqa: BLE001 - arrays of a damaged file; backends raise different errors

@@ -38,7 +38,8 @@ class Row(Logits):
         return [self._inner.logsumexp()[self._row]]
 
     def rows(self) -> Float32:
-        return self._inner.rows()[self._row][None]
+        row: Float32 = self._inner.rows()[self._row][None]
+        return row
 
 
 class MappedLogits(Logits):

@@ -63,8 +63,8 @@ class TokenCounts:
         at = 0
         while at < len(ids):
             end = min(len(ids), at + BLOCK - self._filled % BLOCK)
-            held = self._filled // BLOCK % HELD_OUT == HELD_OUT - 1
-            np.add.at(self.held_out if held else self.counted, ids[at:end], 1)
+            counts = self.held_out if self._filled // BLOCK % HELD_OUT == HELD_OUT - 1 else self.counted
+            np.add.at(counts, ids[at:end], 1)
             self._filled += end - at
             at = end
 

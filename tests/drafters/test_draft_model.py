@@ -130,12 +130,6 @@ def test_the_target_itself_as_draft_model_is_always_right(made, sampling, depth)
     assert stats.draft["passes"] == sum(stats.offered)
 
 
-def test_a_cycle_without_a_draft_runs_nothing_of_the_draft_model(made):
-    stats = made("recurrent", (0,)).generate(PROMPT, max_new_tokens=30, ignore_eos=True).stats
-    assert stats.draft["passes"] == 0
-    assert stats.draft["prefilled"] == len(PROMPT) - 1
-
-
 def test_no_token_is_read_twice_and_none_is_left_out(made):
     """Rows of drafts are committed, not run again: only tokens that waited too long are prefilled."""
     stats = made("itself", (4,)).generate(PROMPT, max_new_tokens=50, ignore_eos=True).stats
@@ -303,24 +297,6 @@ def test_a_damaged_saved_state_is_built_again_and_said_so(made, kind, damage):
     wanted = sequence.drafter.propose(sequence.context, 4)
     assert other.propose(sequence.context, 4) == wanted
     assert ("rebuilt" in other.report()) == (damage != "none")
-
-
-@pytest.mark.parametrize("kind", ["llama", "text"])
-def test_tokens_that_were_fed_saved_and_taken_back_were_never_read(base, made, tmp_path, kind):
-    """Saving settles the drafter over tokens that no pass has seen; nobody tells it when they are taken back."""
-    session = made(kind).session()
-    session.generate(PROMPT, max_new_tokens=10, ignore_eos=True)
-    length = len(session.tokens)
-    session.feed([60, 61, 62, 63])
-    session.save(tmp_path / "fed.session")
-    session.rewind(length)
-    session.feed([70, 71])
-    tokens = list(session.tokens)
-    got = session.generate(max_new_tokens=12, ignore_eos=True)
-    fresh = made(kind).generate(tokens, max_new_tokens=12, ignore_eos=True)
-    assert got.tokens == fresh.tokens == base.generate(tokens, max_new_tokens=12, ignore_eos=True).tokens
-    assert (got.stats.offered, got.stats.accepted) == (fresh.stats.offered, fresh.stats.accepted)
-    assert any(got.stats.offered)
 
 
 # --- what the draft model cannot hold --------------------------------------------------------------------------------

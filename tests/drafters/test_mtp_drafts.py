@@ -224,26 +224,6 @@ def test_drafts_whatever_happened_before(
     check(run, oracle(shape), 3)
 
 
-@pytest.mark.parametrize("shape", ["r3-gqa3-untied", "attention-only"])
-@pytest.mark.parametrize(("plain", "back"), [(1, 1), (4, 1), (4, 3), (4, 5), (9, 2), (12, 12)])
-def test_drafts_after_plain_cycles_and_a_rewind(
-    shape: str, plain: int, back: int, make_target: Callable[..., Any], oracle: Callable[[str], MtpOracle]
-) -> None:
-    """Pairs that wait while nothing is drafted survive a rewind behind them.
-
-    They were forgotten: where attention alone made up the model, the next pairs then stood at wrong positions with
-    wrong tokens, and nothing showed but the acceptance.
-    """
-    run = Run(make_target("qwen3_5", **tiny.QWEN3_5_SHAPES[shape]))
-    run.prefill(prompt_of(10))
-    for cycle in range(plain):
-        run.verify([], 0, following=cycle + 3)
-    run.rewind(len(run.tokens) - back)
-    check(run, oracle(shape), 3)
-    run.verify([5, 6], 1, following=7)
-    check(run, oracle(shape), 3)
-
-
 def test_a_state_without_mtp_entries_is_refused(make_target: Callable[..., Any]) -> None:
     """A state that another drafter filled has lost the hidden states: drafting from it would pair wrong positions."""
     target = make_target("qwen3_5", **tiny.QWEN3_5_SHAPES["r3-gqa3-untied"])

@@ -7,20 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from specdec.contract import DraftNoise, ForwardPass, Needs, PrepareEnv, Sampling
+from specdec.contract import ForwardPass, Needs, PrepareEnv
 from specdec.drafters import mtp
 from specdec.drafters.draft_vocabulary import DraftVocabulary
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.pruned_head import PreparedVocabulary
 from specdec.errors import ConfigError, ContractError, PromptError, UnsupportedError
 from specdec.policies.fixed import FixedConfig, FixedPolicy
-from specdec.testing import Subject, TableModel, as_subject, parametrize_checks
-from specdec.testing.scripted_session import ScriptedSession
+from specdec.testing import TableModel, parametrize_checks
 from tests import tiny
 
 VOCAB = 277
@@ -184,24 +182,6 @@ def test_a_head_belongs_to_its_target(make_target: Callable[..., Any]) -> None:
         make_target("qwen3").draft_head([1])
 
 
-def test_pruned_logits_are_those_of_the_full_head(kernels: str, make_target: Callable[..., Any]) -> None:
-    """Up to rounding: a row of a weight may stand beside others, and a reference library's product then differs."""
-    target = make_target("qwen3_5", kernels=kernels, **tiny.HYBRID)
-    head = target.draft_head(range(10, 50)).extended([200, 3])
-    rows = []
-    for given_head in (None, head):
-        state = target.new_state(16, Needs(mtp=True, final_hidden=True))
-        hidden = target.decode(state, [5, 6, 7]).need_hidden()
-        first = target.decode_mtp(state, [6, 7, 8], hidden, head=given_head)
-        rows.append(first.need_logits().rows())
-        assert rows[-1].shape == (1, VOCAB)
-        assert len(first.need_hidden()) == 3
-    kept = list(head.tokens)
-    assert len(kept) == 42
-    np.testing.assert_allclose(rows[1][:, kept], rows[0][:, kept], rtol=1e-5, atol=1e-5)
-    assert np.isneginf(np.delete(rows[1], kept, axis=1)).all()
-
-
 # --- prepare ----------------------------------------------------------------------------------------------------------
 
 
@@ -256,20 +236,3 @@ SPEC = attrs.evolve(mtp.specdec_drafters()[0], config=ManyTurns, prepare=_prepar
 @parametrize_checks(drafter=SPEC, effort="sample")
 def test_kit_with_added_ids_fallback_and_gate(check: Any) -> None:
     check()
-
-
-def test_a_rewind_takes_back_added_ids_and_misses() -> None:
-    """As a drafter that never saw what was rewound: the kit sees this only where the id would be drafted."""
-    subject: Any = as_subject(Subject.DRAFTER, SPEC)
-    played = ScriptedSession.start(subject, sampling=Sampling(), noise=DraftNoise.COUPLED)
-    played.feed([2, 3, 0, 2])
-    played.generated_from = 4
-    for token in (4, 1, 4, 1, 4):
-        played.cycle(1, 0, token)
-    assert played.drafter.report()["extra"] == 1
-    played.rewind(4)
-    fresh = played.fresh()
-    played.propose(2)
-    fresh.propose(2)
-    told = [{key: one.drafter.report()[key] for key in ("extra", "outside", "head")} for one in (played, fresh)]
-    assert told[0] == told[1] == {"extra": 0, "outside": 0.0, "head": "pruned"}

@@ -75,13 +75,13 @@ class BlockNetwork:
         encoder = "encoder.fc.weight" in weights
         layers = []
         for number in range(g.layers):
-            own = weights.under(f"layers.{number}.")
+            layer = weights.under(f"layers.{number}.")
             layers.append(
                 BlockLayer(
-                    input_norm=norm(own, "input_layernorm", g.hidden, g.eps),
-                    mixer=HeadAttention.of(own, g, g.hidden, normed=True),
-                    post_norm=norm(own, "post_attention_layernorm", g.hidden, g.eps),
-                    mlp=mlp(own, g),
+                    input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
+                    mixer=HeadAttention.of(layer, g, g.hidden, normed=True),
+                    post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
+                    mlp=mlp(layer, g),
                     window=g.windows[number],
                     from_anchor=layout.window_from_anchor,
                     bidirectional=layout.bidirectional[number],

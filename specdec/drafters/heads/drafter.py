@@ -168,14 +168,14 @@ class HeadDrafter(Drafter):
     def _catch_up(self, context: Context) -> bool:
         """Whether all committed positions are known. What the engine did not report is computed again."""
         self._compare(context)
-        held = len(context) - 1
-        if self._pairs.length < held:
-            state = self._target.new_state(held, self._around.needs)
-            for at in range(0, held, FEED_ROWS):
-                chunk = context[at : min(at + FEED_ROWS, held)]
+        committed = len(context) - 1
+        if self._pairs.length < committed:
+            state = self._target.new_state(committed, self._around.needs)
+            for at in range(0, committed, FEED_ROWS):
+                chunk = context[at : min(at + FEED_ROWS, committed)]
                 output = self._target.prefill(state, chunk)
                 self._add(context, output, len(chunk), at)
-            self._replayed += held
+            self._replayed += committed
         return self._ready()
 
     def _ready(self) -> bool:

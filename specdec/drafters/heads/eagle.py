@@ -17,6 +17,7 @@ Sources: Li et al. 2025, "EAGLE-3", arXiv:2503.01840, section 3.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -99,24 +100,24 @@ class EagleNetwork:
                 norms = [norm(weights, name, layout.target_hidden, g.eps) for name in names]
         layers = []
         for number in range(g.layers):
-            own, first = layer_weights(weights, number), number == 0
+            layer, first = layer_weights(weights, number), number == 0
             layers.append(
                 EagleLayer(
                     ops=ops,
-                    input_norm=norm(own, "input_layernorm", g.hidden, g.eps),
-                    hidden_norm=norm(own, "hidden_norm", g.hidden, g.eps) if first else None,
-                    mixer=HeadAttention.of(own, g, 2 * g.hidden if first else g.hidden),
+                    input_norm=norm(layer, "input_layernorm", g.hidden, g.eps),
+                    hidden_norm=norm(layer, "hidden_norm", g.hidden, g.eps) if first else None,
+                    mixer=HeadAttention.of(layer, g, 2 * g.hidden if first else g.hidden),
                     window=g.windows[number],
                     slides=layout.kind == P_EAGLE,
-                    post_norm=norm(own, "post_attention_layernorm", g.hidden, g.eps),
-                    mlp=mlp(own, g),
+                    post_norm=norm(layer, "post_attention_layernorm", g.hidden, g.eps),
+                    mlp=mlp(layer, g),
                     norm_before_residual=layout.norm_before_residual,
                 )
             )
         masked = None
         if layout.mask_token is not None:
-            given = weights.shape_of("mask_hidden") or ()
-            shape = given if math.prod(given) == width else (1, 1, width)
+            shape = weights.shape_of("mask_hidden") or ()
+            shape = shape if math.prod(shape) == width else (1, 1, width)
             masked = ops.weight(weights.tensor("mask_hidden", shape).reshape(1, width))
         return cls(
             ops=ops,
@@ -141,10 +142,8 @@ class EagleNetwork:
             states = self.state_norms[0](states)
         elif self.state_norms:
             size = states.shape[1] // len(self.state_norms)
-            parts = [one(states[:, i * size : (i + 1) * size]) for i, one in enumerate(self.state_norms)]
-            states = parts[0]
-            for part in parts[1:]:
-                states = self.ops.concat(states, part)
+            parts = (part(states[:, i * size : (i + 1) * size]) for i, part in enumerate(self.state_norms))
+            states = functools.reduce(self.ops.concat, parts)
         biases = () if self.fc_bias is None else (self.fc_bias,)
         (g,) = self.ops.project(states, (self.fc,), biases)
         return g

@@ -13,16 +13,16 @@ from specdec.drafters.heads.refiner import Marginals, MarkovRefiner, Refiner
 from specdec.models.weights import Weights
 
 
-def refiner_of(layout: Layout, given: type[Refiner] | None = None) -> type[Refiner] | None:
-    """The refiner of a block head, ``given`` or the one of its kind; None for other heads."""
+def refiner_of(layout: Layout, chosen: type[Refiner] | None = None) -> type[Refiner] | None:
+    """The refiner of a block head, ``chosen`` or the one of its kind; None for other heads."""
     if layout.kind in (EAGLE, P_EAGLE):
         return None
-    return given or (MarkovRefiner if layout.kind == DSPARK else Marginals)
+    return chosen or (MarkovRefiner if layout.kind == DSPARK else Marginals)
 
 
-def builder(layout: Layout, given: type[Refiner] | None = None) -> Callable[[Weights, Layout], Any]:
+def builder(layout: Layout, chosen: type[Refiner] | None = None) -> Callable[[Weights, Layout], Any]:
     """What builds a head's network and refiner from its weights."""
-    refiner = refiner_of(layout, given)
+    refiner = refiner_of(layout, chosen)
 
     def build(weights: Weights, layout: Layout) -> tuple[Any, Refiner | None]:
         network = (EagleNetwork if refiner is None else BlockNetwork).of(weights, layout)

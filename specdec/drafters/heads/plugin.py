@@ -62,23 +62,22 @@ def prepare(name: str, refiner: type[Refiner] | None, config: HeadConfig, env: P
 def _prepared(
     name: str, refiner: type[Refiner] | None, config: HeadConfig, env: PrepareEnv, model: str
 ) -> PreparedHead:
-    asked = f"drafter.model = {config.model!r}"
     try:
         files = HeadFiles.open(model, config.revision, kind=EAGLE if name == ANY else name)
         layout = read_layout(files, layer_ids=config.layer_ids, fed_back=config.fed_back)
         if name not in (ANY, layout.kind):
             raise ConfigError(
-                f"drafter.name is {name!r}, and {config.model} is a head of the kind {layout.kind!r}",
+                f"drafter.name is {name!r}, and {config.model} is of the kind {layout.kind!r}",
                 try_=f'drafter.name = "{layout.kind}", or "{ANY}" for any kind',
             )
         layout.check_target(env.target.info)
-        (network, made), around, fingerprint = load(files, layout, env.target, builder(layout, refiner))
+        (network, head_refiner), around, fingerprint = load(files, layout, env.target, builder(layout, refiner))
     except SpecdecError as error:
-        error.facts.setdefault("asked for by", asked)
+        error.facts.setdefault("asked for by", f"drafter.model = {config.model!r}")
         raise
-    if isinstance(made, MarkovRefiner):
-        made = attrs.evolve(made, least=config.min_acceptance)
-    if config.min_acceptance > 0 and not (isinstance(made, MarkovRefiner) and made.proj is not None):
+    if isinstance(head_refiner, MarkovRefiner) and head_refiner.proj is not None:
+        head_refiner = attrs.evolve(head_refiner, least=config.min_acceptance)
+    elif config.min_acceptance > 0:
         raise ConfigError(f"drafter.min_acceptance is for heads with a confidence head, and {config.model} has none")
     masked = network.masked
     return PreparedHead(
@@ -90,7 +89,7 @@ def _prepared(
         vocabulary=prepared_vocabulary(config, layout, around, env),
         passes=_passes(network, layout, around),
         masked=None if masked is None else around.ops.hidden(network.fused(around.ops.embed(masked, [0]))),
-        refiner=made,
+        refiner=head_refiner,
     )
 
 
