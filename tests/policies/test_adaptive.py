@@ -9,7 +9,7 @@ import pytest
 from specdec.contract import CycleRecord, PrepareEnv, Stats
 from specdec.errors import UnsupportedError
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
-from specdec.testing import DepthPolicySubject, TableModel, parametrize_checks
+from specdec.testing import TableModel, parametrize_checks
 from tests.policies.simulation import DEEPEST, PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
 from tests.selection import cases
 
@@ -196,12 +196,7 @@ def test_generations_side_by_side_do_not_disturb_each_other():
 
 
 @parametrize_checks(depth_policy=specdec_depth_policies()[0])
-def test_the_clauses_with_a_table(check):
-    check()
-
-
-@parametrize_checks(depth_policy=DepthPolicySubject(make=lambda: AdaptivePolicy(AdaptiveConfig())))
-def test_the_clauses_without_a_table(check):
+def test_the_clauses(check):
     check()
 
 

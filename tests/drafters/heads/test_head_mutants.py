@@ -24,6 +24,7 @@ from tests.drafters.heads.recorded_heads import ENDS, LAYERS, RECORDED, Recorded
 from tests.drafters.heads.test_head_layouts import Config, Edit, Tensors, both, change, edited, flat, tensor, zlab
 from tests.drafters.heads.test_recorded_heads import BOUND, run
 from tests.drafters.heads.test_transformers_dflash import generated, scale_embedding
+from tests.selection import cases
 
 Change = Callable[[Layout], Layout]
 
@@ -141,14 +142,16 @@ def misread(patch: pytest.MonkeyPatch, wrong: Change) -> None:
     patch.setattr(plugin, "read_layout", lambda *files, **options: wrong(read(*files, **options)))
 
 
-@pytest.mark.parametrize("mutant", SWITCHES)
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", cases(SWITCHES, sample=1))
 def test_a_switch_that_is_read_wrongly_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, wrong = SWITCHES[mutant]
     misread(monkeypatch, wrong)
     assert killed(lambda: Recorded.load(name), monkeypatch)
 
 
-@pytest.mark.parametrize("mutant", EDITED)
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", cases(EDITED, sample=1))
 def test_a_switch_of_an_edited_head_matters(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The edited head drafts as the recorded one; with the switch read wrongly it does not."""
     name, edit, wrong = EDITED[mutant]
@@ -158,7 +161,8 @@ def test_a_switch_of_an_edited_head_matters(mutant: str, tmp_path: Path, monkeyp
     assert killed(lambda: Recorded.load(name, folder=folder), monkeypatch)
 
 
-@pytest.mark.parametrize("mutant", GENERATED)
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", cases(GENERATED, sample=1))
 def test_a_switch_of_a_head_that_transformers_saved_matters(
     mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,7 +441,8 @@ ARITHMETIC: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 }
 
 
-@pytest.mark.parametrize("mutant", ARITHMETIC)
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", cases(ARITHMETIC, sample=1))
 def test_wrong_arithmetic_is_found(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, apply = ARITHMETIC[mutant]
     apply(monkeypatch)
@@ -486,7 +491,8 @@ CONFIDENCES: dict[str, Callable[..., float]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", CONFIDENCES)
+@pytest.mark.mutants
+@pytest.mark.parametrize("wrong", cases(CONFIDENCES, sample=1))
 def test_a_confidence_that_is_computed_wrongly_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(Markov, "_confidence", CONFIDENCES[wrong])(monkeypatch)
     assert not cut_as_recorded("dspark")
