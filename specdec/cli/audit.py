@@ -1,4 +1,4 @@
-"""``specdec audit``: count tokens that plain decoding would not have chosen, of our own runs and of other engines."""
+"""``specdec audit``: count tokens that plain decoding would not have chosen, in specdec's runs and servers' answers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from specdec.measuring.audit import AuditReport, RecordedRun
     from specdec.measuring.comparison import ComparisonReport
     from specdec.measuring.divergences import GapReport
-    from specdec.measuring.engines.engine import Engine
     from specdec.measuring.prompts import Prompt
     from specdec.pipeline import LanguageModel
 
 SHOWN = 10  # divergences listed on a terminal; --json has all
 SHORT = 24  # characters of a token there
+PER_CLASS = 4  # of specdec's own prompts
 
 
 @click.command()
@@ -47,46 +47,33 @@ SHORT = 24  # characters of a token there
     metavar="URL",
     type=TEXT,
     multiple=True,
-    help="Compare two OpenAI-compatible servers, first the plain one; the same twice shows its own noise.",
+    help="Compare two OpenAI-compatible servers, the plain one first. The same one twice shows its own noise.",
 )
+@click.option("--prompts", "prompts_file", metavar="FILE", type=FILE, help="With --server: prompts as for accept.")
 @click.option(
-    "--engine",
-    type=click.Choice(["specdec", "transformers", "llamacpp", "vllm"]),
-    help="Compare plain decoding with speculation in this process.",
+    "--per-class", type=click.IntRange(1, LARGEST), metavar="N", help="Prompts per class (default 4 of specdec's own)."
 )
-@click.option(
-    "--prompts",
-    "prompts_file",
-    metavar="FILE",
-    type=FILE,
-    help="With --server or --engine: prompts as for accept; specdec's own if unset.",
-)
-@click.option(
-    "--per-class", type=click.IntRange(1, LARGEST), metavar="N", help="The first N prompts of each class; 4 if unset."
-)
-@click.option("--timeout", type=Number(0.001, LARGEST), metavar="S", help="For an answer of a server; 300 if unset.")
+@click.option("--timeout", type=Number(0.001, LARGEST), metavar="S", help="Seconds per response (default 300).")
 @click.option(
     "--api-key", envvar="SPECDEC_API_KEY", metavar="KEY", type=TEXT, help="For servers. Better as SPECDEC_API_KEY."
 )
-@click.option(
-    "--run", "run_file", metavar="FILE", type=FILE, help="Audit the output of generate --json instead of a new run."
-)
+@click.option("--run", "run_file", metavar="FILE", type=FILE, help="Audit the output of generate --json.")
 @prompted
-@configured("How many tokens to generate, at most.")
+@configured()
 @ignore_eos
 @click.option(
     "--rows",
     type=click.IntRange(1, LARGEST),
     default=4,
     show_default=True,
-    help="Rows of the control's passes; 1 disables it.",
+    help="Rows per pass in the control; 1 disables it.",
 )
 @click.option(
     "--tolerance",
     type=Number(0.0),
     metavar="NATS",
-    help="Exit with status 1 if a token is further below plain decoding's best one than this (greedy runs); of other "
-    "engines, what rounding may explain.",
+    help="Exit with status 1 if a greedy token is further below the best one than this. With --server: the gap that "
+    "rounding may explain.",
 )
 @click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib).")
 @output.json_option
@@ -94,11 +81,6 @@ SHORT = 24  # characters of a token there
 def audit(
     ctx: click.Context,
     servers: tuple[str, ...],
-    engine: str | None,
-    prompts_file: str | None,
-    per_class: int | None,
-    timeout: float | None,
-    api_key: str | None,
     run_file: str | None,
     asked: PromptOptions,
     config: RunConfig,
@@ -106,6 +88,7 @@ def audit(
     tolerance: float | None,
     plot_file: pathlib.Path | None,
     as_json: bool,
+    **of_servers: Any,
 ) -> None:
     """Replay a run and count divergent tokens.
 
@@ -116,28 +99,25 @@ def audit(
     --run takes the prompt and generation settings from the file. The exit status is 1 if verifier and backend promise
     the tokens of plain decoding and some differ, or if --tolerance is exceeded.
 
-    With --server, twice, or --engine, requests are answered plain, with speculation, and plain again. A request that
-    differs is a "tie within rounding", has an "other token with a real gap", or one "cannot tell", judged by the
-    plain answer's log-probabilities. --tolerance says how many nats rounding may explain; the exit status is 1 if a gap
-    is real.
+    With --server, given twice, requests are answered plain, with speculation, and plain again. A request that differs
+    is a "tie within rounding", has an "other token with a real gap", or one "cannot tell", judged by the plain answer's
+    log-probabilities. The exit status is 1 if a gap is real.
     """
-    if servers or engine is not None:
+    if servers:
         _compare(ctx, config, asked, tolerance, plot_file, as_json=as_json)
         return
-    _refuse(ctx, ("prompts_file", "per_class", "timeout", "api_key"), "it needs --server or --engine.")
+    _refuse(ctx, of_servers, "it needs --server.")
     prompt: str | list[int] = []
     if run_file is None:
         prompt = asked.read(config)
-    elif own := list(_own_settings(ctx)):
-        raise click.UsageError(f"{', '.join(own)}: with --run, prompt and generation settings are the file's.")
+    elif settings := list(_run_settings(ctx)):
+        raise click.UsageError(f"{', '.join(settings)}: with --run, prompt and generation settings are the file's.")
 
     import specdec
     from specdec.measuring.audit import audit as replay
     from specdec.measuring.audit import read_run
-    from specdec.measuring.plots import plot_audit, require_matplotlib
 
-    if plot_file is not None:
-        require_matplotlib()  # before minutes of decoding
+    measuring.check_writable(plot=plot_file)  # before minutes of decoding
     recorded = read_run(run_file) if run_file is not None else None
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
@@ -162,14 +142,7 @@ def audit(
             generation=recorded.generation,
             progress=advance,
         )
-    if plot_file is not None:
-        plot_audit(report, plot_file)
-    if as_json:
-        output.print_json(
-            {**report.to_dict(), "run_deviation": recorded.deviation, "png": str(plot_file) if plot_file else None}
-        )
-    else:
-        _show(report, recorded, plot_file)
+    _finish(report, _summary(report, recorded.deviation), plot_file, as_json, run_deviation=recorded.deviation)
     if report.broken_promise:
         other = " (unless the run is of another backend, dtype or version)" if run_file else ""
         output.broken_promise(ctx, f"some differ{other}")
@@ -179,7 +152,7 @@ def audit(
         ctx.exit(output.BROKEN_PROMISE)
 
 
-def _own_settings(ctx: click.Context) -> Iterator[str]:
+def _run_settings(ctx: click.Context) -> Iterator[str]:
     """Options that set what a run file already contains."""
     for param in ctx.command.params:
         about_the_run = param.name in ("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"})
@@ -206,25 +179,58 @@ def _run_now(lm: LanguageModel, prompt: str | list[int], *, chat: bool) -> Recor
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def _show(report: AuditReport, recorded: RecordedRun, plot_file: pathlib.Path | None) -> None:
+def _finish(
+    report: AuditReport | ComparisonReport,
+    summary: Iterator[tuple[str, str]],
+    plot_file: pathlib.Path | None,
+    as_json: bool,
+    **more: Any,
+) -> None:
+    """Print a report and draw its plot."""
+    from specdec.measuring.plots import plot_audit
+
+    if plot_file is not None:
+        plot_audit(report, plot_file)
+    if as_json:
+        output.print_json({**report.to_dict(), **more, "png": str(plot_file) if plot_file else None})
+        return
     console = output.console()
-    console.print(output.facts(_summary(report, recorded.deviation)))
-    _histogram(report)
-    if report.divergences:
-        console.print()
-        headings = ("position", "token", "plain decoding", "gap", "top-two gap", "verdict")
-        console.print(output.table(headings, _divergences(report), left=("verdict",)))
+    console.print(output.facts(summary))
+    _show_gaps(report, console)
     if plot_file is not None:
         console.print(f"\nplot: {plot_file}")
 
 
-def _histogram(report: GapReport) -> None:
+def _show_gaps(report: GapReport, console: output.Printer) -> None:
+    """The histogram of gaps, and the first divergences."""
+    from specdec.measuring.comparison import Difference
     from specdec.measuring.divergences import bin_label
 
-    console = output.console()
     bins = [(bin_label(low, high), str(all_), str(diverging)) for low, high, all_, diverging in report.histogram()]
     console.print()
     console.print(output.table(("top-two gap (nats)", "positions", "divergences"), bins))
+    if not report.divergences:
+        return
+    headings: tuple[str, ...] = ("position", "token", "plain decoding", "gap", "top-two gap", "verdict")
+    rows: list[tuple[str, ...]] = []
+    reasons: list[str] = []
+    for divergence in report.divergences[:SHOWN]:
+        tokens = (
+            shown(token, SHORT) if isinstance(token, str) else str(token)
+            for token in (divergence.token, divergence.chosen)
+        )
+        gaps = (f"{divergence.gap:.4g}", f"{divergence.top_two:.4g}")
+        rows.append((str(divergence.position), *tokens, *gaps, report.verdict(divergence).value))
+        if isinstance(divergence, Difference):
+            rows[-1] = (str(divergence.request), *rows[-1])
+            reasons.append(f"request {divergence.request}: {divergence.reason}")
+    if reasons:
+        headings = ("request", *headings)
+    if len(report.divergences) > SHOWN:
+        rows.append((f"... {len(report.divergences) - SHOWN} more with --json", *[""] * (len(headings) - 1)))
+    console.print()
+    console.print(output.table(headings, rows, left=("verdict",)))
+    output.lines(console, "why", reasons)
 
 
 def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -258,29 +264,21 @@ def _summary(report: AuditReport, deviation: Mapping[str, Any]) -> Iterator[tupl
     )
 
 
-def _divergences(report: AuditReport) -> Iterator[tuple[str, ...]]:
-    for found in report.divergences[:SHOWN]:
-        names = (str(found.position), str(found.token), str(found.chosen))
-        yield *names, f"{found.gap:.4g}", f"{found.top_two:.4g}", report.verdict(found).value
-    if len(report.divergences) > SHOWN:
-        yield f"... {len(report.divergences) - SHOWN} more with --json", "", "", "", "", ""
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+_REQUEST = ("max_new_tokens", "temperature", "seed", "ignore_eos")
+_NOT_OF_SERVERS = {
+    ("run_file", "rows", "prompt_tokens", "chat"): "it is for specdec's own runs, without --server.",
+    ("source", "drafter_part", "verifier_part", "depth_part"): "with --server, the servers have their models and "
+    "drafters.",
+}
 
 
-# --- other engines ---------------------------------------------------------------------------------------------------
-
-PER_CLASS = 4  # of specdec's own prompts
-TIMEOUT = 300.0
-_OF_A_REPLAY = ("run_file", "rows", "prompt_tokens", "chat")
-_OF_AN_ENGINE = ("timeout", "api_key")
-_OF_A_MODEL = ("source", "drafter_part", "verifier_part", "depth_part")
-_ASKED = ("max_new_tokens", "temperature", "seed", "ignore_eos")
-
-
-def _refuse(ctx: click.Context, names: Sequence[str], why: str) -> None:
+def _refuse(ctx: click.Context, names: Mapping[str, Any] | Sequence[str], why: str) -> None:
     """Raises: UsageError for the first of these options that the command line has."""
     for param in ctx.command.params:
         if param.name in names and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
-            option = next((one for one in param.opts if one.startswith("--")), "MODEL")
+            option = next((name for name in param.opts if name.startswith("--")), "MODEL")
             raise click.UsageError(f"{option}: {why}")
 
 
@@ -293,34 +291,31 @@ def _compare(
     *,
     as_json: bool,
 ) -> None:
-    """``audit --server`` and ``audit --engine``."""
+    """``audit --server``."""
     from specdec.measuring.comparison import Comparison
     from specdec.measuring.divergences import Verdict
-    from specdec.measuring.engines.engine import Asked
-    from specdec.measuring.plots import plot_audit
+    from specdec.measuring.server import Request, ServerEngine
 
-    _check_asked(ctx, config)
-    prompts = _prompts(ctx, asked)
+    _check_options(ctx, config)
+    options = ctx.params
+    prompts = _prompts(options, asked)
     measuring.check_writable(plot=plot_file)
-    settings = Asked(**{name: getattr(config.generation, name) for name in _ASKED})
-    plain, speculative = _engines(ctx, config)
+    plain, speculative = (
+        ServerEngine(url, options["model"], api_key=options["api_key"], timeout=options["timeout"] or 300.0)
+        for url in options["servers"]
+    )
+    request = Request(**{name: getattr(config.generation, name) for name in _REQUEST})
     with output.progress("asking", then="requests", silent=as_json) as advance:
-        comparison = Comparison(plain, speculative, prompts, settings, tolerance=tolerance, progress=advance)
+        comparison = Comparison(plain, speculative, prompts, request, tolerance=tolerance, progress=advance)
         with interruptible(comparison):
             report = comparison.run()
     if report.done and not report.tokens and not report.divergences:
         raise PromptError("every answer is empty: nothing was compared", try_="--ignore-eos, or other prompts")
-    if plot_file is not None:
-        plot_audit(report, plot_file)
-    if as_json:
-        output.print_json({**report.to_dict(), "png": str(plot_file) if plot_file else None})
-    else:
-        _show_comparison(report, plot_file)
+    _finish(report, _comparison(report), plot_file, as_json)
     if report.failure is not None:
         click.echo(f"ended early: this covers {report.done} of {report.planned} requests", err=True)
         raise report.failure
-    real = report.verdicts()[Verdict.REAL]
-    if real:
+    if real := report.verdicts()[Verdict.REAL]:
         click.echo(
             f"error: {output.count(real, 'request')} got another token with a real gap: this is a bug, unless the "
             f"speculation is lossy on purpose; then --tolerance says by how much",
@@ -332,34 +327,25 @@ def _compare(
         ctx.exit(output.INTERRUPTED)
 
 
-def _check_asked(ctx: click.Context, config: RunConfig) -> None:
-    """Raises: UsageError for options that engines do not have."""
-    servers, engine = ctx.params["servers"], ctx.params["engine"]
-    if servers and engine is not None:
-        raise click.UsageError("--server and --engine: give one of them.")
-    _refuse(ctx, _OF_A_REPLAY, "it is for specdec's own runs, without --server and --engine.")
-    if servers:
-        _refuse(ctx, _OF_A_MODEL, "with --server, the servers have their models and drafters.")
-        if len(servers) != 2:
-            raise click.UsageError(
-                f"--server: give two, a plain and a speculative one, got {len(servers)}; the same one twice shows its "
-                f"own noise."
-            )
-    else:
-        _refuse(ctx, _OF_AN_ENGINE, "it needs --server.")
-    taken = {f"generation.{name}" for name in _ASKED} | (set() if servers else {"target", "drafter", "depth"})
+def _check_options(ctx: click.Context, config: RunConfig) -> None:
+    """Raises: UsageError for options that servers do not have."""
+    for names, why in _NOT_OF_SERVERS.items():
+        _refuse(ctx, names, why)
+    if (number := len(ctx.params["servers"])) != 2:
+        raise click.UsageError(
+            f"--server: give two, a plain and a speculative one, got {number}; the same one twice shows its own noise."
+        )
     for override in map(Override.parse, ctx.params["settings"]):
-        key = ".".join(override.path)
-        if engine != "specdec" and key not in taken and override.path[0] not in taken:
-            raise click.UsageError(f"{override.source}: it means nothing to {engine or 'a server'} here.")
+        if override.path[0] != "generation" or override.path[-1] not in _REQUEST:
+            raise click.UsageError(f"{override.source}: it means nothing to a server here.")
     if config.generation.temperature > 0 and ctx.params["tolerance"] is not None:
         raise click.UsageError("--tolerance: it is a distance from the best token, and these requests are sampled.")
 
 
-def _prompts(ctx: click.Context, asked: PromptOptions) -> list[Prompt]:
+def _prompts(options: Mapping[str, Any], asked: PromptOptions) -> list[Prompt]:
     from specdec.measuring.prompts import Prompt, choose_prompts, load_prompts, own_prompts
 
-    file, per_class = ctx.params["prompts_file"], ctx.params["per_class"]
+    file, per_class = options["prompts_file"], options["per_class"]
     text = asked.given()
     if text is not None:
         if file is not None or per_class is not None:
@@ -370,79 +356,16 @@ def _prompts(ctx: click.Context, asked: PromptOptions) -> list[Prompt]:
     return [prompt for group in chosen.values() for prompt in group]
 
 
-def _engines(ctx: click.Context, config: RunConfig) -> tuple[Engine, Engine]:
-    """The plain and the speculative one."""
-    servers = ctx.params["servers"]
-    if servers:
-        from specdec.measuring.engines.server import ServerEngine
-
-        made = [
-            ServerEngine(
-                url, ctx.params["model"], api_key=ctx.params["api_key"], timeout=ctx.params["timeout"] or TIMEOUT
-            )
-            for url in servers
-        ]
-        return made[0], made[1]
-    with output.status(f"loading {config.target.model}"):
-        if ctx.params["engine"] == "transformers":
-            from specdec.measuring.engines.assisted import TransformersEngine
-
-            return TransformersEngine.pair(config)
-        if ctx.params["engine"] == "llamacpp":
-            from specdec.measuring.engines.llamacpp import LlamaCppEngine
-
-            return LlamaCppEngine.pair(config)
-        if ctx.params["engine"] == "vllm":
-            from specdec.measuring.engines.vllm import VllmEngine
-
-            return VllmEngine.pair(config)
-        import specdec
-        from specdec.measuring.engines.own import OwnEngine
-
-        return OwnEngine.pair(specdec.load(config=config))
-
-
-def _show_comparison(report: ComparisonReport, plot_file: pathlib.Path | None) -> None:
-    console = output.console()
-    console.print(output.facts(_comparison(report)))
-    _histogram(report)
-    judged = report.judged()
-    if judged:
-        console.print()
-        headings = ("request", "position", "plain", "speculative", "gap", "top-two gap", "verdict")
-        rows = [
-            (
-                str(one.found.request),
-                str(one.found.position),
-                *(shown(token, SHORT) for token in (one.found.chosen, one.found.token)),
-                f"{one.found.gap:.3g}",
-                f"{one.found.top_two:.3g}",
-                one.verdict.value,
-            )
-            for one in judged[:SHOWN]
-        ]
-        if len(judged) > SHOWN:
-            rows.append((f"... {len(judged) - SHOWN} more with --json", *[""] * 6))
-        console.print(output.table(headings, rows, left=("plain", "speculative", "verdict")))
-        console.print()
-        output.lines(console, "why", (f"request {one.found.request}: {one.reason}" for one in judged[:SHOWN]))
-    if plot_file is not None:
-        console.print(f"\nplot: {plot_file}")
-
-
 def _comparison(report: ComparisonReport) -> Iterator[tuple[str, str]]:
-    asked = report.asked
-    how = "greedy" if asked.temperature == 0 else f"temperature {asked.temperature:g}, seed {asked.seed}"
+    request = report.request
+    how = f"{measuring.sampling(request)}, {request.max_new_tokens} tokens at most"
     yield "plain", report.plain
     yield "speculative", report.speculative
-    yield "asked", f"{output.count(report.done, 'request')}, {how}, {asked.max_new_tokens} tokens at most"
-    if report.drafted is not None:
-        nothing = "nothing, so this says nothing about speculation"
-        yield "drafted", output.count(report.drafted, "token") if report.drafted else nothing
+    yield "asked", f"{output.count(report.done, 'request')}, {how}"
     yield "differ", _differ(len(report.divergences), report)
     if report.divergences:
         yield "verdicts", ", ".join(f"{number} {verdict.value}" for verdict, number in report.verdicts().items())
-        yield "first", f"position {min(one.position for one in report.divergences)} after the prompt"
+        yield "first", f"position {min(difference.position for difference in report.divergences)} after the prompt"
     yield "control", f"plain against plain: {_differ(len(report.control.differences), report)}"
     yield (
         "logprobs",

@@ -90,15 +90,15 @@ class AuditReport(GapReport):
         return max((divergence.gap for divergence in self.divergences), default=0.0)
 
     @property
-    def title(self) -> str:
+    def title(self) -> str:  # type: ignore[override]
         return (
             f"{len(self.divergences)} of {self.tokens} tokens diverge from plain decoding"
             f"  (guarantee {self.guarantee}, parity {self.parity})"
         )
 
-    def verdict(self, found: Divergence) -> Verdict:
+    def verdict(self, divergence: Divergence) -> Verdict:
         """Whether rounding explains a divergence; of a sampled run nobody can tell."""
-        return Rounding.of(self.dtype).verdict(found.gap if self.temperature == 0 else math.nan)
+        return Rounding.of(self.dtype).verdict(divergence.gap if self.temperature == 0 else math.nan)
 
     @property
     def broken_promise(self) -> bool:
@@ -109,36 +109,22 @@ class AuditReport(GapReport):
     @property
     def beyond(self) -> int:
         """Divergences with a gap above the tolerance; 0 without one."""
-        return 0 if self.tolerance is None else sum(found.gap > self.tolerance for found in self.divergences)
+        return sum(self.tolerance is not None and divergence.gap > self.tolerance for divergence in self.divergences)
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``audit --json`` prints; an infinite number is null."""
+        facts = ("prompt_tokens", "tokens", "temperature", "guarantee", "parity", "broken_promise", "tolerance")
+        summary = {"count": len(self.divergences), "rate": self.rate, "first": self.first}
+        positions = [
+            finite(attrs.asdict(divergence)) | {"verdict": self.verdict(divergence).value}
+            for divergence in self.divergences
+        ]
         control = self.control
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "tokens": self.tokens,
-            "temperature": self.temperature,
-            "guarantee": self.guarantee,
-            "parity": self.parity,
-            "divergence": {
-                "count": len(self.divergences),
-                "rate": self.rate,
-                "first": self.first,
-                "largest_gap": finite(self.largest_gap),
-                "positions": [
-                    {
-                        **attrs.asdict(found),
-                        "gap": finite(found.gap),
-                        "top_two": finite(found.top_two),
-                        "verdict": self.verdict(found).value,
-                    }
-                    for found in self.divergences
-                ],
-            },
+            **{name: getattr(self, name) for name in facts},
+            "divergence": finite({**summary, "largest_gap": self.largest_gap, "positions": positions}),
             "gap_histogram": self.histogram_dict(),
             "control": None if control is None else {**attrs.asdict(control), "equal_share": control.equal_share},
-            "broken_promise": self.broken_promise,
-            "tolerance": self.tolerance,
             "beyond_tolerance": self.beyond,
         }
 
@@ -255,19 +241,19 @@ class RecordedRun:
 @checked(PromptError)
 def read_run(path: str | Path) -> RecordedRun:
     """Read ``generate --json`` output. Raises: PromptError or ConfigError saying what is wrong with the file."""
-    made = "specdec generate --json > FILE"
+    example = "specdec generate --json > FILE"
     try:
         data = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise PromptError(f"the run file cannot be read: {error.strerror or error}", file=path) from error
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"the run file is not JSON: {error}", file=path, try_=made) from error
+        raise PromptError(f"the run file is not JSON: {error}", file=path, try_=example) from error
     if isinstance(data, Mapping) and "error" in data:
         raise PromptError("the run file holds an error, not a run", file=path)
     for name in ("prompt", "tokens"):
         ids = data.get(name) if isinstance(data, Mapping) else None
         if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise PromptError(f"the run file has no list of token ids under {name!r}", file=path, try_=made)
+            raise PromptError(f"the run file has no list of token ids under {name!r}", file=path, try_=example)
     generation, deviation = data.get("generation"), data.get("deviation")
     return RecordedRun(
         prompt=data["prompt"],

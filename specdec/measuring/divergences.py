@@ -8,6 +8,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -49,7 +50,7 @@ class Rounding:
         return cls(min(known), max(known))
 
     def verdict(self, gap: float) -> Verdict:
-        """For a token ``gap`` nats below the best one."""
+        """The verdict on a token ``gap`` nats below the best one."""
         if math.isnan(gap):
             return Verdict.UNKNOWN
         return Verdict.TIE if gap <= self.tie else Verdict.REAL if gap > self.real else Verdict.UNKNOWN
@@ -75,11 +76,11 @@ class GapReport:
     tokens: int
     gaps: Sequence[float]  # the top-two gap of every position
     divergences: Sequence[Divergence]
+    title: str  # of a plot
 
-    @property
-    def title(self) -> str:
-        """What a plot says above."""
-        raise AssertionError("for subclasses")
+    def verdict(self, divergence: Any) -> Verdict:
+        """Whether rounding explains one of the divergences."""
+        raise NotImplementedError
 
     @property
     def positions(self) -> int:
@@ -89,21 +90,21 @@ class GapReport:
     def histogram(self) -> list[tuple[float, float, int, int]]:
         """Bins of the top-two gap: from, to (inf at last), positions, divergences."""
         everywhere = Counter(bisect_right(GAP_EDGES, gap) for gap in self.gaps)
-        diverging = Counter(bisect_right(GAP_EDGES, found.top_two) for found in self.divergences)
+        diverging = Counter(bisect_right(GAP_EDGES, divergence.top_two) for divergence in self.divergences)
         edges = itertools.pairwise((0.0, *GAP_EDGES, math.inf))
         return [(low, high, everywhere[i], diverging[i]) for i, (low, high) in enumerate(edges)]
 
-    def histogram_dict(self) -> list[dict[str, float | int | None]]:
-        """The histogram for JSON; an infinite number is null."""
-        return [
-            {"from": low, "to": finite(high), "positions": all_, "divergences": diverging}
-            for low, high, all_, diverging in self.histogram()
-        ]
+    def histogram_dict(self) -> list[dict[str, Any]]:
+        """The histogram for JSON."""
+        names = ("from", "to", "positions", "divergences")
+        return [finite(dict(zip(names, row, strict=True))) for row in self.histogram()]
 
 
-def finite(value: float) -> float | None:
-    """The number, None if JSON has none for it."""
-    return value if math.isfinite(value) else None
+def finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for JSON, which has no number for infinity and NaN: null instead."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }
 
 
 def bin_label(low: float, high: float) -> str:

@@ -1,4 +1,4 @@
-"""``specdec audit``, with the embedded model: what it says, what it reads, how it ends."""
+"""``specdec audit``, of the embedded model and of servers: what it says, what it reads, how it ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 import specdec
 from specdec.registry import BUILT_INS, Registry
+from tests.completion_stub import Toy, json_reply, stub
 from tests.processes import run_specdec
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -112,13 +113,29 @@ def test_a_recorded_run_brings_its_prompt_and_settings(audit, invoke, tmp_path):
         (["--rows", "0"], "0 is not in the range"),
         (["-p", ""], "the prompt is empty"),
         (["-s", "verifier.name=stict"], "Did you mean 'strict'?"),
+        (["--tolerance", "-1"], "-1.0 is not in the range"),
+        (["--server", "{}"], "give two, a plain and a speculative one, got 1"),
+        (["--server", "{}", "--server", "nonsense"], "'nonsense' is not the URL of a server"),
+        (["--server", "{}", "--server", "http://127.0.0.1:9"], "cannot be reached: Connection refused"),
+        (["--server", "{}", "--server", "{}/other"], "answers 404 to /models: 'Not Found'"),
+        (["--server", "{}", "--server", "{}", "-m", "toys"], "no model 'toys'. Did you mean 'toy'?"),
+        (["--server", "{}", "--server", "{}", "--depth", "3"], "--depth: with --server"),
+        (["--server", "{}", "--server", "{}", "--run", "x"], "--run: it is for specdec's own runs"),
+        (["--server", "{}", "--server", "{}", "-s", "generation.top_k=3"], "it means nothing to a server"),
+        (["--server", "{}", "--server", "{}", "-t", "1", "--tolerance", "1"], "these requests are sampled"),
+        (["--server", "{}", "--server", "{}", "--prompts", "none.txt"], "prompt file cannot be read"),
+        (["--server", "{}", "--server", "{}", "-p", "a", "--per-class", "1"], "leave them out"),
+        (["--server", "{}", "--server", "{}", "--timeout", "1e300"], "is not in the range"),
+        (["--timeout", "3"], "--timeout: it needs --server"),
+        (["--prompts", "x"], "--prompts: it needs --server"),
     ],
 )
-def test_wrong_input_is_refused(args, message, audit, tmp_path, monkeypatch):
+def test_wrong_input_is_refused(args, message, audit, plain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = audit(*args)
+    done = audit(*(arg.replace("{}", plain) for arg in args))
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 def test_the_picture(audit, tmp_path):
@@ -160,4 +177,62 @@ def test_a_tolerance_is_for_greedy_runs(audit):
     done = audit("-n", "4", "-t", "0.8", "--tolerance", "1")
     assert done.exit_code == 2
     assert "this run sampled" in done.stderr
-    assert audit("-n", "4", "--tolerance", "-1").exit_code == 2
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with stub(Toy()) as url:
+        yield url
+
+
+def test_a_bug_is_found_told_and_ends_with_status_1(audit, plain, tmp_path):
+    pytest.importorskip("matplotlib")
+    with stub(Toy(depth=3, keeps=1)) as other:
+        both = ("--server", plain, "--server", other, "-n", "12", "--per-class", "1")
+        done = audit(*both, "--plot", tmp_path / "a.png")
+        told = json.loads(audit(*both, "--json").stdout)
+    assert done.exit_code == 1
+    assert "5 requests got another token with a real gap: this is a bug" in done.stderr
+    text = " ".join(done.stdout.split())
+    for part in (
+        f"plain toy at {plain}/v1",
+        "5 requests, greedy, 12 tokens at most",
+        "differ 5 of 5 requests (100.0%)",
+        "verdicts 5 other token with a real gap",
+        "first position 5 after the prompt",
+        "plain against plain: 0 of 5 requests (0.0%)",
+        "request position token plain decoding gap top-two gap verdict",
+        "why: request 0:",
+    ):
+        assert part in text
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert told["verdicts"]["other token with a real gap"] == told["differ"]["count"] == 5
+    assert [one["position"] for one in told["differences"]] == [5] * 5
+    assert told["png"] is None
+
+
+def test_the_same_server_twice_shows_its_noise(audit, plain):
+    done = audit("--server", plain, "--server", plain, "-p", "one", "-n", "5", "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["requests"], told["differ"]["count"], told["control"]["count"]) == (1, 0, 0)
+
+
+def test_a_server_without_log_probabilities_is_refused(audit, plain):
+    body = {"choices": [{"text": "a", "finish_reason": "length", "logprobs": None}]}
+    with stub(lambda asked: json_reply(body)) as other:
+        done = audit("--server", plain, "--server", other, "-p", "a", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"]["message"] == "the answer has no log-probabilities"
+
+
+def test_empty_answers_are_no_audit(audit):
+    rows = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    body = {"choices": [{"text": "", "finish_reason": "stop", "logprobs": rows}]}
+    with stub(lambda asked: json_reply(body)) as url:
+        done = audit("--server", url, "--server", url, "-p", "a", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"]["message"] == "every answer is empty: nothing was compared"

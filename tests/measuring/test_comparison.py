@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.measuring.comparison import END, Comparison, ComparisonReport, Pairing, compare
-from specdec.measuring.divergences import ROUNDING, Rounding, Verdict
-from specdec.measuring.engines.completions import read_completion
-from specdec.measuring.engines.engine import Answer, Asked, Engine, Step
-from specdec.measuring.engines.server import ServerEngine
+from specdec.measuring.divergences import ROUNDING, Verdict
 from specdec.measuring.plots import plot_audit
 from specdec.measuring.prompts import Prompt
+from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
 from tests.completion_stub import Toy, bfloat16, coarse, completion, json_reply, stub, toy_reply
 
-ASKED = Asked(max_new_tokens=16)
+REQUEST = Request(max_new_tokens=16)
 PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number}") for number in range(8)]
 
 
@@ -32,16 +30,15 @@ class ToyEngine:
     """A toy without a server between."""
 
     toy: Toy
-    dtype: str = ""
     name: str = "toy"
 
-    def answer(self, prompt: str, asked: Asked) -> Answer:
-        body = completion(self.toy, {"prompt": prompt, "max_tokens": asked.max_new_tokens, "logprobs": 5})
-        return read_completion(body, asked.max_new_tokens)
+    def answer(self, prompt: str, request: Request) -> Answer:
+        body = completion(self.toy, {"prompt": prompt, "max_tokens": request.max_new_tokens, "logprobs": 5})
+        return read_completion(body, request.max_new_tokens)
 
 
 def audited(plain: Engine, other: Engine, **options: Any) -> ComparisonReport:
-    return Comparison(plain, other, PROMPTS, ASKED, **options).run()
+    return Comparison(plain, other, PROMPTS, REQUEST, **options).run()
 
 
 # --- engines with known bugs -----------------------------------------------------------------------------------------
@@ -60,10 +57,10 @@ def test_a_rejected_token_that_stays_is_a_real_gap_at_its_position(depth: int, c
     """Before it the cycles accept ``depth - 1`` drafts and correct one, so the position is known."""
     report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=depth, keeps=cycle)))
     at = depth * cycle + depth - 1
-    expected = len(PROMPTS) if at < ASKED.max_new_tokens else 0
+    expected = len(PROMPTS) if at < REQUEST.max_new_tokens else 0
     assert [found.position for found in report.divergences] == [at] * expected
-    assert all(one.verdict is Verdict.REAL for one in report.judged())
-    assert all("its own log-probabilities have it" in one.reason for one in report.judged())
+    assert all(one.verdict is Verdict.REAL for one in report.divergences)
+    assert all("its own log-probabilities have it" in one.reason for one in report.divergences)
 
 
 def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_finer_one() -> None:
@@ -74,18 +71,18 @@ def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_f
     assert len(gaps) > 3
     assert 1e-3 < max(gaps) <= 0.125 + 1e-9
     for dtype, allowed in (("bfloat16", {Verdict.TIE}), ("float32", {Verdict.TIE, Verdict.REAL})):
-        report = audited(ToyEngine(Toy(), dtype), other)
-        verdicts = {one.found.gap: one.verdict for one in report.judged()}
+        report = audited(plain, other, tolerance=ROUNDING[dtype])
+        verdicts = {one.gap: one.verdict for one in report.divergences}
         assert set(verdicts.values()) <= allowed
         assert verdicts[max(gaps)] is (Verdict.TIE if dtype == "bfloat16" else Verdict.REAL)
         assert all((verdict is Verdict.TIE) == (gap <= ROUNDING[dtype]) for gap, verdict in verdicts.items())
-    assert {one.verdict for one in unknown.judged()} <= {Verdict.TIE, Verdict.UNKNOWN}
-    assert any("say which with --tolerance" in one.reason for one in unknown.judged())
+    assert {one.verdict for one in unknown.divergences} <= {Verdict.TIE, Verdict.UNKNOWN}
+    assert any("say which with --tolerance" in one.reason for one in unknown.divergences)
 
 
 def test_a_coarse_format_is_a_bug_in_every_format() -> None:
     report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=coarse)))
-    real = [one for one in report.judged() if one.verdict is Verdict.REAL]
+    real = [one for one in report.divergences if one.verdict is Verdict.REAL]
     assert real
     assert any("in the same context are" in one.reason for one in real)
 
@@ -104,18 +101,17 @@ def answers(gap: float, *, own: float = 0.0, seen: bool = True) -> tuple[Answer,
 
 def judged(plain: Answer, other: Answer, again: Answer, *, temperature: float = 0.0, **options: Any) -> Any:
     class Scripted:
-        dtype = options.pop("dtype", "")
         name = "scripted"
 
         def __init__(self, *replies: Answer) -> None:
             self._replies = list(replies)
 
-        def answer(self, prompt: str, asked: Asked) -> Answer:
+        def answer(self, prompt: str, request: Request) -> Answer:
             return self._replies.pop(0)
 
-    asked = Asked(max_new_tokens=2, temperature=temperature)
-    report = Comparison(Scripted(plain, again), Scripted(other), PROMPTS[:1], asked, **options).run()
-    return report.judged()[0]
+    request = Request(max_new_tokens=2, temperature=temperature)
+    report = Comparison(Scripted(plain, again), Scripted(other), PROMPTS[:1], request, **options).run()
+    return report.divergences[0]
 
 
 @given(gap=st.floats(0, 5), tolerance=st.none() | st.floats(0, 5))
@@ -123,7 +119,7 @@ def test_the_verdict_follows_the_gap(gap: float, tolerance: float | None) -> Non
     plain, other = answers(gap)
     one = judged(plain, other, plain, tolerance=tolerance)
     tie, real = (1e-3, 0.25) if tolerance is None else (tolerance, tolerance)
-    found = one.found.gap  # ``gap`` up to the rounding of a sum
+    found = one.gap  # ``gap`` up to the rounding of a sum
     assert found == pytest.approx(gap, abs=1e-9)
     assert one.verdict is (Verdict.TIE if found <= tie else Verdict.REAL if found > real else Verdict.UNKNOWN)
 
@@ -138,14 +134,14 @@ def test_what_plain_decoding_does_to_itself_is_no_bug(gap: float) -> None:
 def test_noise_of_the_log_probabilities_widens_a_tie() -> None:
     plain, other = answers(0.02)
     noisy = attrs.evolve(plain, steps=(Step("a", -0.12, {"a": -0.12, "b": -3.0}), plain.steps[1]))
-    assert judged(plain, other, plain, dtype="float32").verdict is Verdict.REAL
-    assert judged(plain, other, noisy, dtype="float32").verdict is Verdict.TIE
+    assert judged(plain, other, plain, tolerance=ROUNDING["float32"]).verdict is Verdict.REAL
+    assert judged(plain, other, noisy, tolerance=ROUNDING["float32"]).verdict is Verdict.TIE
 
 
 def test_a_token_that_is_not_listed_has_at_least_the_gap_of_the_last_one() -> None:
     plain, other = answers(0.0, seen=False)
     one = judged(plain, other, plain)
-    assert (one.verdict, one.found.at_least) == (Verdict.REAL, True)
+    assert (one.verdict, one.at_least) == (Verdict.REAL, True)
     assert one.reason.startswith("at least 5.5 nats")
     near = attrs.evolve(plain, steps=(plain.steps[0], Step("a", -0.5, {"a": -0.5, "c": -0.5})))
     assert judged(near, other, near).verdict is Verdict.UNKNOWN
@@ -178,7 +174,7 @@ def test_bytes_and_ends_are_not_judged() -> None:
     assert judged(byte, same, byte).verdict is Verdict.UNKNOWN
     short = Answer(plain.steps[:1], "a", True)
     one = judged(short, plain, short)
-    assert (one.verdict, one.found.chosen, one.found.token, one.found.position) == (Verdict.UNKNOWN, END, "a", 1)
+    assert (one.verdict, one.chosen, one.token, one.position) == (Verdict.UNKNOWN, END, "a", 1)
     one = judged(plain, attrs.evolve(plain, text="zz"), plain)
     assert one.verdict is Verdict.UNKNOWN
     assert "text or end differs" in one.reason
@@ -207,15 +203,13 @@ def test_the_report_is_strict_json_and_a_picture(tmp_path: pathlib.Path) -> None
     report = ComparisonReport(
         plain="one",
         speculative="two",
-        asked=ASKED,
+        request=REQUEST,
         done=2,
         planned=3,
         tokens=4,
-        drafted=None,
         gaps=(0.5, math.inf),
         speculation=pairing,
         control=Pairing(),
-        rounding=Rounding.of("float32"),
     )
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert told["differ"] == {"count": 2, "share": 1.0}
@@ -246,7 +240,7 @@ def test_vllm_is_asked_for_ids() -> None:
 
     for owner, token in (("vllm", 7), ("stub", "x")):
         with stub(reply, owner=owner) as url:
-            assert ServerEngine(url).answer("p", ASKED).steps[0].token == token
+            assert ServerEngine(url).answer("p", REQUEST).steps[0].token == token
 
 
 def test_llama_cpp_writes_entries_of_chat() -> None:
@@ -285,7 +279,7 @@ def choice(**changes: Any) -> dict[str, Any]:
 )
 def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body: Any, message: str) -> None:
     with stub(lambda asked: json_reply(body)) as url, pytest.raises(UnsupportedError) as caught:
-        ServerEngine(url).answer("p", ASKED)
+        ServerEngine(url).answer("p", REQUEST)
     assert message in caught.value.message
     assert "\n" not in caught.value.message
     assert caught.value.facts["server"] == url + "/v1"
@@ -293,7 +287,7 @@ def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body: Any, message:
 
 def test_more_tokens_than_asked_for_are_refused() -> None:
     body = completion(Toy(), {"prompt": "p", "max_tokens": 16, "logprobs": 5})
-    with pytest.raises(UnsupportedError, match="16 tokens, and 3"):
+    with pytest.raises(UnsupportedError, match="16 tokens, and at most 3"):
         read_completion(body, 3)
 
 
@@ -312,7 +306,7 @@ def test_more_tokens_than_asked_for_are_refused() -> None:
 )
 def test_a_response_that_is_no_answer_is_told_in_a_sentence(reply: tuple[int, str, bytes], message: str) -> None:
     with stub(lambda asked: reply) as url, pytest.raises(UnsupportedError) as caught:
-        ServerEngine(url).answer("p", ASKED)
+        ServerEngine(url).answer("p", REQUEST)
     assert message in caught.value.message
 
 
@@ -326,7 +320,7 @@ def test_a_late_answer_is_not_waited_for() -> None:
     with stub(late) as url:
         engine = ServerEngine(url, timeout=0.2)
         with pytest.raises(UnsupportedError, match=r"not answered within 0\.2 seconds"):
-            engine.answer("p", ASKED)
+            engine.answer("p", REQUEST)
         released.set()
 
 

@@ -1,4 +1,4 @@
-"""The same with llama.cpp itself: plain output, the engine's drafts, rollback of recurrent states, and the audit."""
+"""The same with llama.cpp itself: plain output, the engine's drafts, and rollback of recurrent states."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from pathlib import Path
 
 import pytest
 import specdec
-from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.errors import SpecdecError
 from specdec.hosting import read_trace, recorded_part, replay
-from specdec.measuring.comparison import Comparison
-from specdec.measuring.engines.engine import Asked
-from specdec.measuring.engines.llamacpp import LlamaCppEngine
-from specdec.measuring.prompts import Prompt
 from specdec.registry import registry
 
 from specdec_llamacpp import SpecdecDraft, recurrent_rollback
@@ -118,19 +113,3 @@ def test_a_recurrent_model_without_snapshots_is_refused_in_a_sentence(file):
     llm = loaded(file("qwen35"), SpecdecDraft("ngram", depth=4))
     with pytest.raises(SpecdecError, match="a recurrent state with 0 snapshots, which cannot drop 4 rejected tokens"):
         taken(llm, PROMPTS[0])
-
-
-@pytest.mark.parametrize("drafter", ["auto", "suffix"])
-def test_the_audit_finds_the_same_tokens(file, drafter):
-    config = RunConfig(
-        target=TargetConfig(model=file("llama"), capacity=256),
-        drafter=Choice(drafter),
-        depth=Choice("fixed", {"depth": 6}),
-    )
-    plain, speculative = LlamaCppEngine.pair(config)
-    prompts = [Prompt(kind="mine", text=text) for text in ("one two one two one", "a", "def add(a, b):\n")]
-    report = Comparison(plain, speculative, prompts, Asked(max_new_tokens=40, ignore_eos=True)).run()
-    assert report.failure is None
-    assert report.tokens == 40 * len(prompts)
-    assert report.divergences == report.control.differences == ()
-    assert 0 <= report.speculation.apart < 0.01
