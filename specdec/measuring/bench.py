@@ -35,12 +35,8 @@ if TYPE_CHECKING:
 EXPLAINED = 0.03  # the phases must account for the cycles' time to within this share
 WARM = 0.05  # warm-up ends when a round is within this share of the previous one
 WARM_ROUNDS = 5  # at most
-TERMS = {"verification": "verify_seconds", "drafting": "draft_seconds", "bookkeeping": "commit_seconds"}
+TERMS = {"verification": "verify_seconds", "drafting": "draft_seconds", "bookkeeping": "commit_seconds"}  # by phase
 ARMS = ("plain", "speculative")
-_PROMPT_COLUMNS = (
-    "class prompt prompt_tokens arm run tokens seconds tokens_per_second cycles prefill_seconds draft_seconds "
-    "verify_seconds commit_seconds differs_at"
-).split()
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +52,25 @@ class PromptBench:
     def sums(self) -> tuple[float, float, float, float]:
         """Tokens and seconds, plain and speculative, over all runs."""
         return (*_sums(self.plain), *_sums(self.speculative))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row per run."""
+        for arm in ARMS:
+            for number, run in enumerate(getattr(self, arm)):
+                yield {
+                    "class": self.kind,
+                    "prompt": self.prompt,
+                    "prompt_tokens": len(run.prompt_tokens),
+                    "arm": arm,
+                    "run": number,
+                    "tokens": len(run.tokens),
+                    "seconds": run.seconds,
+                    "tokens_per_second": run.rate,
+                    "cycles": len(run.cycles),
+                    "prefill_seconds": run.prefill_seconds,
+                    **{phase: sum(getattr(cycle, phase) for cycle in run.cycles) for phase in TERMS.values()},
+                    "differs_at": self.differs_at,
+                }
 
 
 @attrs.frozen(kw_only=True)
@@ -139,7 +154,9 @@ class BenchReport(Report):
     @property
     def equal(self) -> bool:
         """Whether every run of a prompt gave the same tokens."""
-        return all(one.differs_at is None for one in self.prompts) and all(one.equal for one in self.contexts)
+        return all(prompt.differs_at is None for prompt in self.prompts) and all(
+            context.equal for context in self.contexts
+        )
 
     @property
     def broken_promise(self) -> bool:
@@ -153,9 +170,9 @@ class BenchReport(Report):
 
     @property
     def limit(self) -> str:
-        """The part with the most to gain if it were free, or the acceptance; "" if parts cannot be timed."""
+        """The part with the most to gain if it were free, or the acceptance; "" if nothing was measured."""
         gains = {term.name: term.speedup_if_free for term in self.terms}
-        if self.terms and self.speedup_if_accepted is not None:
+        if self.speedup_if_accepted is not None:
             gains["acceptance"] = self.speedup_if_accepted
         return max(gains, key=lambda name: gains[name], default="")
 
@@ -164,51 +181,32 @@ class BenchReport(Report):
         data = attrs.asdict(attrs.evolve(self, prompts=()))
         return data | {
             "frontiers": data.pop("contexts"),
-            "prompts": list(self._prompt_rows()),
+            "prompts": [row for prompt in self.prompts for row in prompt.rows()],
             "equal": self.equal,
             "broken_promise": self.broken_promise,
             "limit": self.limit,
             "blame": None if self.blame is None else self.blame.name,
         }
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """The rows of ``bench --csv``: one per prompt, arm and run, then one per context length and arm."""
-        columns = dict.fromkeys(("context", "prefill_tokens_per_second", "head_prefill_ms", "state_bytes"))
-        for row in self._prompt_rows():
-            yield {**row, **columns}
-        empty = dict.fromkeys(_PROMPT_COLUMNS) | columns
-        for one in self.contexts:
-            for arm, rate, prefill_rate in (
-                ("plain", one.plain, one.prefill_plain),
-                ("speculative", one.speculative, one.prefill_speculative),
-            ):
-                yield {
-                    **empty,
-                    "class": "(context)",
-                    "arm": arm,
-                    "tokens_per_second": rate,
-                    "context": one.context,
-                    "prefill_tokens_per_second": prefill_rate,
-                    "head_prefill_ms": one.head_prefill_ms if arm == "speculative" else None,
-                    "state_bytes": one.state_bytes if arm == "speculative" else None,
-                }
-
-    def _prompt_rows(self) -> Iterator[dict[str, Any]]:
-        for one in self.prompts:
-            for arm, runs in zip(ARMS, (one.plain, one.speculative), strict=True):
-                for number, run in enumerate(runs):
-                    seconds = [_total(run.cycles, name) for name in ("draft", "verify", "commit")]
-                    values: list[Any] = [
-                        one.kind,
-                        one.prompt,
-                        len(run.prompt_tokens),
-                        arm,
-                        number,
-                        len(run.tokens),
-                        run.seconds,
-                    ]
-                    values += [run.rate, len(run.cycles), run.prefill_seconds, *seconds, one.differs_at]
-                    yield dict(zip(_PROMPT_COLUMNS, values, strict=True))
+        rows = [row for prompt in self.prompts for row in prompt.rows()]
+        for report in self.contexts:
+            for arm in ARMS:
+                drafting = arm == "speculative"
+                rows.append(
+                    {
+                        "class": "(context)",
+                        "arm": arm,
+                        "tokens_per_second": getattr(report, arm),
+                        "context": report.context,
+                        "prefill_tokens_per_second": getattr(report, f"prefill_{arm}"),
+                        "head_prefill_ms": report.head_prefill_ms if drafting else None,
+                        "state_bytes": report.state_bytes if drafting else None,
+                    }
+                )
+        columns = dict.fromkeys(column for row in rows for column in row)
+        return [{**columns, **row} for row in rows]
 
 
 class BenchMeasurement(Measurement):
@@ -300,17 +298,14 @@ class BenchMeasurement(Measurement):
         return tuple(rates)
 
     def _compared(self, prompt: Prompt, runs: dict[str, list[Run]]) -> PromptBench:
-        differs = None
-        if self._synthetic is None:
-            every = [*runs["plain"], *runs["speculative"]]
-            places = (_first_difference(every[0].tokens, run.tokens) for run in every)
-            differs = min((place for place in places if place is not None), default=None)
+        outputs = [run.tokens for run in (*runs["plain"], *runs["speculative"])]
+        places = [place for tokens in outputs if (place := _first_difference(outputs[0], tokens)) is not None]
         return PromptBench(
             prompt=prompt.name,
             kind=prompt.kind,
             plain=tuple(runs["plain"]),
             speculative=tuple(runs["speculative"]),
-            differs_at=differs,
+            differs_at=min(places, default=None) if self._synthetic is None else None,
         )
 
     def _by_context(self) -> Iterator[ContextReport]:
@@ -366,12 +361,9 @@ class BenchMeasurement(Measurement):
         warm_up: tuple[float, ...],
         contexts: tuple[ContextReport, ...],
     ) -> BenchReport:
-        arms = {
-            "plain": [run for one in done for run in one.plain],
-            "speculative": [run for one in done for run in one.speculative],
-        }
+        arms: dict[str, list[Run]] = {arm: [run for prompt in done for run in getattr(prompt, arm)] for arm in ARMS}
         plain_cycles, cycles = ([cycle for run in arms[arm] for cycle in run.cycles] for arm in ARMS)
-        apart = bool(cycles) and not any(cycle.on_device for cycle in cycles)
+        kinds = dict.fromkeys(prompt.kind for prompt in done)
         report = BenchReport(
             **self._facts(),
             depth_policy=self._lm.depth.spec.name,
@@ -379,14 +371,11 @@ class BenchMeasurement(Measurement):
             synthetic=self._synthetic,
             warm_up=warm_up,
             prompts=tuple(done),
-            classes=tuple(
-                _class(kind, [one for one in done if one.kind == kind])
-                for kind in dict.fromkeys(one.kind for one in done)
-            ),
+            classes=tuple(_class(kind, [prompt for prompt in done if prompt.kind == kind]) for kind in kinds),
             overall=_class("all", done) if done else None,
             timings=tuple(_timings(cycles, plain_cycles)) if done else (),
             plain_step_ms=1e3 * _mean(plain_cycles) if done else None,
-            terms=_terms(cycles, plain_cycles, costs) if apart else (),
+            terms=_terms(cycles, plain_cycles, costs) if done else (),
             predicted_speedup=_predicted(cycles, costs) if done else None,
             speedup_if_accepted=_if_accepted(cycles, plain_cycles) if done else None,
             explained={arm: _explained(runs) for arm, runs in arms.items() if runs},
@@ -432,32 +421,30 @@ def _explained(runs: Sequence[Run]) -> float:
     return sum(run.explained * run.seconds for run in runs) / sum(run.seconds for run in runs)
 
 
-def _total(cycles: Sequence[CycleRecord], phase: str) -> float:
-    return float(sum(getattr(cycle, f"{phase}_seconds") for cycle in cycles))
-
-
 def _mean(cycles: Sequence[CycleRecord]) -> float:
     return statistics.fmean(map(cycle_seconds, cycles))
 
 
-def _first_difference(wanted: Sequence[int], got: Sequence[int]) -> int | None:
-    if wanted == got:
+def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | None:
+    if expected == actual:
         return None
-    places = (place for place, pair in enumerate(zip(wanted, got, strict=False)) if pair[0] != pair[1])
-    return next(places, min(len(wanted), len(got)))
+    pairs = enumerate(zip(expected, actual, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(expected), len(actual)))
 
 
 def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
-    sums = np.array([one.sums() for one in done])
+    sums = np.array([prompt.sums() for prompt in done])
 
     def speedup(totals: Any) -> Any:
         return ratio(totals[..., 2] * totals[..., 1], totals[..., 3] * totals[..., 0])
 
     total = sums.sum(axis=0)
-    runs = [run for one in done for run in one.speculative]
+    runs = [run for prompt in done for run in prompt.speculative]
     cycles = [cycle for run in runs for cycle in run.cycles]
     deepest = max((cycle.offered for cycle in cycles), default=0)
-    _, offered, reached, accepted = np.sum([run.counts(deepest) for run in runs], axis=0)
+    _, offered, reached, accepted = (
+        tuple(row) for row in np.sum([run.counts(deepest) for run in runs], axis=0).tolist()
+    )
     return ClassBench(
         name=name,
         prompts=len(done),
@@ -466,50 +453,38 @@ def _class(name: str, done: Sequence[PromptBench]) -> ClassBench:
         speedup=float(speedup(total)),
         interval=interval(float(speedup(total)), speedup(left_out(sums))),
         tokens_per_cycle=total[2] / len(cycles),
-        offered=tuple(offered.tolist()),
-        reached=tuple(reached.tolist()),
-        accepted=tuple(accepted.tolist()),
+        offered=offered,
+        reached=reached,
+        accepted=accepted,
         depths=dict(sorted(Counter(cycle.offered for cycle in cycles).items())),
-        plain_quartiles=_quartiles([run for one in done for run in one.plain]),
+        plain_quartiles=_quartiles([run for prompt in done for run in prompt.plain]),
         speculative_quartiles=_quartiles(runs),
     )
 
 
 def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord]) -> Iterator[Timing]:
     steps = list(map(cycle_seconds, plain_cycles))
-    step = statistics.median(steps)
+    step = 1e3 * statistics.median(steps)
 
     def timing(what: str, seconds: Sequence[float]) -> Timing:
-        low, middle, high = 1e3 * np.quantile(seconds, [0.25, 0.5, 0.75])
+        low, middle, high = (float(value) for value in 1e3 * np.quantile(seconds, [0.25, 0.5, 0.75]))
         return Timing(
-            what=what,
-            cycles=len(seconds),
-            median_ms=float(middle),
-            low_ms=float(low),
-            high_ms=float(high),
-            in_plain_steps=float(middle) / (1e3 * step),
+            what=what, cycles=len(seconds), median_ms=middle, low_ms=low, high_ms=high, in_plain_steps=middle / step
         )
 
-    def by_length(chosen: Sequence[CycleRecord], phase: str) -> list[tuple[int, list[float]]]:
-        """Seconds of a phase by draft length."""
-        lengths = sorted({cycle.offered for cycle in chosen})
-        return [(n, [getattr(cycle, phase) for cycle in chosen if cycle.offered == n]) for n in lengths]
-
-    stepwise = [cycle for cycle in cycles if not cycle.on_device]
+    lengths = sorted({cycle.offered for cycle in cycles})
+    by_length = {n: [cycle for cycle in cycles if cycle.offered == n] for n in lengths}
     yield timing("plain step", steps)
-    for n, seconds in by_length([*plain_cycles, *stepwise], "verify_seconds"):
-        yield timing(f"verify {_count(n + 1, 'row')}", seconds)
-    for n, seconds in by_length([cycle for cycle in stepwise if cycle.offered], "draft_seconds"):
-        yield timing(f"draft {_count(n, 'token')}", seconds)
-        yield timing(f"draft step, {n} in a row", [one / n for one in seconds])
-    for n, seconds in by_length([cycle for cycle in cycles if cycle.on_device], "verify_seconds"):
-        yield timing(f"whole cycle, {_count(n, 'draft')}", seconds)
-    if stepwise:
-        yield timing("commit", [cycle.commit_seconds for cycle in stepwise])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"
+    for n, chosen in ({0: []} | by_length).items():
+        passes = [*(plain_cycles if n == 0 else ()), *chosen]
+        yield timing(f"verify {n + 1} row{'s' if n else ''}", [cycle.verify_seconds for cycle in passes])
+    for n, chosen in by_length.items():
+        if n:
+            drafting = [cycle.draft_seconds for cycle in chosen]
+            yield timing(f"draft {n} token{'s' if n > 1 else ''}", drafting)
+            yield timing(f"draft step, {n} in a row", [seconds / n for seconds in drafting])
+    if cycles:
+        yield timing("commit", [cycle.commit_seconds for cycle in cycles])
 
 
 def _predicted(cycles: Sequence[CycleRecord], costs: CostTable) -> float:
@@ -520,28 +495,27 @@ def _predicted(cycles: Sequence[CycleRecord], costs: CostTable) -> float:
 
 def _terms(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord], costs: CostTable) -> tuple[Term, ...]:
     """Means over the speculative cycles. A free part costs what it costs in a plain step."""
-
-    def mean(chosen: Sequence[CycleRecord], name: str) -> float:
-        return statistics.fmean(getattr(cycle, TERMS[name]) for cycle in chosen)
-
     predicted = {
         "verification": statistics.fmean(costs.pass_seconds(cycle.offered + 1) for cycle in cycles),
         "drafting": statistics.fmean(costs.draft_seconds(cycle.offered) for cycle in cycles),
         "bookkeeping": costs.commit,
     }
-    needed = {name: 0.0 if name == "drafting" else mean(plain_cycles, name) for name in TERMS}
     tokens = statistics.fmean(len(cycle.emitted) for cycle in cycles)
-    return tuple(
-        Term(
-            name=name,
-            predicted_ms=1e3 * predicted[name],
-            measured_ms=1e3 * mean(cycles, name),
-            speedup_if_free=tokens
-            * _mean(plain_cycles)
-            / (_mean(cycles) - max(0.0, mean(cycles, name) - needed[name])),
+    terms = []
+    for name, phase in TERMS.items():
+        measured, in_plain_steps = (
+            statistics.fmean(getattr(cycle, phase) for cycle in arm) for arm in (cycles, plain_cycles)
         )
-        for name in TERMS
-    )
+        saved = max(0.0, measured - (0.0 if name == "drafting" else in_plain_steps))
+        terms.append(
+            Term(
+                name=name,
+                predicted_ms=1e3 * predicted[name],
+                measured_ms=1e3 * measured,
+                speedup_if_free=tokens * _mean(plain_cycles) / (_mean(cycles) - saved),
+            )
+        )
+    return tuple(terms)
 
 
 def _if_accepted(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord]) -> float:
