@@ -26,7 +26,7 @@ SHOWN_MISMATCHES = 5
 
 
 @click.command()
-@configured("Tokens per prompt, at most", new_tokens=48, example="drafter.max_order=3", own=("depth",))
+@configured("Maximum tokens per prompt", new_tokens=48, example="drafter.max_order=3", own=("depth",))
 @measuring.measured(per_class=None, csv_help="Write the table.")
 @click.option("--depth", type=click.IntRange(1), default=4, show_default=True, help="Tokens drafted per cycle.")
 @click.option("--passive", is_flag=True, help="Draft at every plain step and verify nothing: the output cannot change.")

@@ -28,7 +28,7 @@ PROMPT, MORE = "> ", ". "
 
 
 @click.command()
-@configured("Tokens of one answer", new_tokens=ANSWER_TOKENS)
+@configured("Maximum tokens per answer", new_tokens=ANSWER_TOKENS)
 @click.option("--system", metavar="TEXT", type=TEXT, help="A system message.")
 @click.option(
     "--template",
@@ -49,18 +49,18 @@ def chat(config: RunConfig, system: str | None, variables: tuple[str, ...], load
     import specdec
     from specdec.decoding.conversation import Conversation
 
+    template = _template_variables(variables)
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
-    conversation = Conversation(lm, system=system, template=_template_variables(variables))
+    conversation = Conversation(lm, system=system, template=template)
     if load_file is not None:
         conversation.load(_path(load_file))
     Chat(lm, conversation, config).run()
 
 
-def _template_variables(given: Sequence[str]) -> dict[str, Any]:
+def _template_variables(texts: Sequence[str]) -> dict[str, Any]:
     variables: dict[str, Any] = {}
-    for text in given:
-        override = Override.parse(text)
+    for override in map(Override.parse, texts):
         variables[".".join(override.path)] = override.value
     return variables
 

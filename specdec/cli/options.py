@@ -61,7 +61,7 @@ LARGEST = 2**31 - 1  # of a count
 
 
 def whole_number(text: str) -> int | None:
-    """The whole number from 0 that ``text`` is, None if it is none or has more than 18 digits."""
+    """Parse a non-negative integer of at most 18 digits; None if invalid."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
@@ -82,8 +82,8 @@ KEYS = {name: f"generation.{name}" for name in ("max_new_tokens", "temperature",
 """Options that are short for a configuration key."""
 
 PARTS: Mapping[str, tuple[str, Any, str]] = {
-    "drafter": ("NAME", plugin_names("drafters"), "Who guesses: mtp, ngram, none, ..."),
-    "verifier": ("NAME", plugin_names("verifiers"), "Who decides: strict, rejection, ..."),
+    "drafter": ("NAME", plugin_names("drafters"), "Drafter: mtp, ngram, none, ..."),
+    "verifier": ("NAME", plugin_names("verifiers"), "Verifier: strict, rejection, ..."),
     "depth": ("N", plugin_names("depth_policies"), "Draft tokens per cycle, or a depth policy."),
 }
 """Options for the parts of a language model: metavar, completion and help."""
@@ -119,7 +119,7 @@ def settings_option(example: str = "depth.depth=4", help: str = "Override a key"
 
 
 def configured(
-    length_help: str = "How many tokens at most.",
+    length_help: str = "Maximum new tokens.",
     *,
     new_tokens: int | None = None,
     example: str = "depth.depth=4",
@@ -134,7 +134,7 @@ def configured(
         own: keys of ``PARTS`` for which the command has an option of its own.
     """
     if new_tokens is not None:
-        length_help = f"{length_help}; {new_tokens} if unset."
+        length_help = f"{length_help} (default {new_tokens})."
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -165,7 +165,7 @@ def configured(
             ),
             *parts,
             click.option("-n", "--max-new-tokens", type=int, metavar="N", help=length_help),
-            click.option("-t", "--temperature", type=float, metavar="X", help="0 is greedy."),
+            click.option("-t", "--temperature", type=float, metavar="X", help="Sampling temperature; 0 is greedy."),
             click.option("--seed", type=int, metavar="S", help="Random seed; the same seed gives the same output."),
             settings_option(example),
         )

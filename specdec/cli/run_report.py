@@ -23,32 +23,32 @@ def three_lines(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> 
 
 def _essence(data: Mapping[str, Any], compared: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     stats, produced = data["stats"], len(data["tokens"])
-    made = output.count(produced, "token")
+    tokens = output.count(produced, "token")
     cycles = f"{produced / stats['cycles']:.2f} tokens per cycle" if stats["cycles"] else "no cycle"
     if compared is None:
         ended = "" if data["finish_reason"] in ("stop", "length") else f", ended by {data['finish_reason']!r}"
-        yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s: {made}, {cycles}{ended}"
+        yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s: {tokens}, {cycles}{ended}"
     else:
         fast, plain = compared["speculative"], compared["plain"]
         ratio = f"{fast / plain:.2f} times plain decoding" if plain else "plain decoding took no time"
         yield "speed", f"{ratio}: {fast:.0f} against {plain:.0f} tokens/s, {cycles}"
     promise = f"{data['guarantee']}, with {data['parity']} parity"
     if compared is not None:
-        same = f"the same {made} as plain decoding" if compared["same"] else "NOT the tokens of plain decoding"
+        same = f"the same {tokens} as plain decoding" if compared["same"] else "NOT the tokens of plain decoding"
         yield "output", f"{same} ({promise})"
     elif data["guarantee"] == "exact" and data["parity"] == "bitwise":
         yield "output", f"the tokens of plain decoding ({promise})"
     else:
         yield "output", promise
-    drafted, kept, active = sum(stats["offered"]), sum(stats["accepted"]), stats["speculation"]["active"]
+    drafted, accepted, active = sum(stats["offered"]), sum(stats["accepted"]), stats["speculation"]["active"]
     if not active:
         yield "drafting", speculation_line(stats["speculation"])
         return
     spent = sum(seconds for phase, seconds in stats["seconds"].items() if phase != "prefill")
-    share = f"{stats['seconds']['draft'] / spent:.0%} of the time, " if spent and not stats["whole_cycles"] else ""
+    share = f"{stats['seconds']['draft'] / spent:.0%} of the time, " if spent else ""
     yield (
         "drafting",
-        f"{share}{kept} of {output.count(drafted, 'drafted token')} kept ({stats['speculation']['drafter']})",
+        f"{share}{accepted} of {output.count(drafted, 'drafted token')} kept ({stats['speculation']['drafter']})",
     )
 
 
@@ -65,13 +65,10 @@ def report(data: Mapping[str, Any]) -> None:
 
 def _summary(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     stats, deviation = data["stats"], data["deviation"]
-    produced, cycles, whole, off = len(data["tokens"]), stats["cycles"], stats["whole_cycles"], deviation["count"]
+    produced, cycles, off = len(data["tokens"]), stats["cycles"], deviation["count"]
     after = f"{output.count(produced, 'token')} after a prompt of {data['prompt_tokens']}"
     yield "speed", f"{stats['tokens_per_second']:.1f} tokens/s, {after}, ended by {data['finish_reason']!r}"
-    seconds = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
-    if whole:
-        seconds += f" ({output.count(whole, 'cycle')} ran in one piece on the device: all of their time is in verify)"
-    yield "seconds", seconds
+    yield "seconds", ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in stats["seconds"].items())
     yield "cycles", f"{cycles}, {produced / cycles:.2f} tokens each" if cycles else "0"
     yield "speculation", speculation_line(stats["speculation"])
     yield "depth", ", ".join(f"{depth} ({n}x)" for depth, n in stats["depth"].items()) or "no draft"

@@ -53,29 +53,52 @@ def served_name(model: str) -> str:
 
 
 @click.command()
-@configured("Tokens of an answer whose request names no number", new_tokens=ANSWER_TOKENS)
-@click.option("--host", default="127.0.0.1", metavar="NAME", type=TEXT, help="The address; another needs --api-key.")
-@click.option("--port", default=8000, type=click.IntRange(0, 65535), metavar="N", help="8000 if unset; 0: a free one.")
+@configured("Tokens per response if the request names no number", new_tokens=ANSWER_TOKENS)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    metavar="NAME",
+    type=TEXT,
+    help="Address to listen on; other than loopback needs --api-key.",
+)
+@click.option(
+    "--port", default=8000, type=click.IntRange(0, 65535), metavar="N", help="Port (default 8000); 0 picks a free one."
+)
 @click.option(
     "--api-key",
     envvar="SPECDEC_API_KEY",
     metavar="KEY",
     type=TEXT,
-    help="What requests must carry. Better as SPECDEC_API_KEY: other users see the command line.",
+    help="Key that requests must carry. Better as SPECDEC_API_KEY: other users see the command line.",
 )
-@click.option("--name", metavar="NAME", type=TEXT, help="The model's name in requests; its own if unset.")
-@click.option("--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Waiting requests; 16 if unset.")
+@click.option("--name", metavar="NAME", type=TEXT, help="The model's name in requests (default: its own).")
 @click.option(
-    "--most-tokens", default=4096, type=click.IntRange(min=1), metavar="N", help="Of one answer; 4096 if unset."
+    "--queue", default=16, type=click.IntRange(0, 10_000), metavar="N", help="Maximum waiting requests (default 16)."
 )
-@click.option("--most-prompt", type=click.IntRange(min=1), metavar="N", help="Tokens of a prompt, at most.")
 @click.option(
-    "--keep", "keep_mib", default=1024, type=click.IntRange(min=0), metavar="MIB", help="Memory for kept sessions."
+    "--most-tokens",
+    default=4096,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum tokens per response (default 4096).",
 )
-@click.option("--engine", type=click.Choice(["specdec", "vllm"]), default="specdec", help="vllm prints its command.")
-@click.option("--run", "start", is_flag=True, help="With --engine vllm: start it in place of this process.")
+@click.option("--most-prompt", type=click.IntRange(min=1), metavar="N", help="Maximum tokens per prompt.")
 @click.option(
-    "--grace", default=30.0, type=Number(min=0.0, max=3600.0), metavar="S", help="For what runs at the end; 30 s."
+    "--keep",
+    "keep_mib",
+    default=1024,
+    type=click.IntRange(min=0),
+    metavar="MIB",
+    help="Memory for idle sessions (default 1024).",
+)
+@click.option("--engine", type=click.Choice(["specdec", "vllm"]), default="specdec", help="vllm: print its command.")
+@click.option("--run", "start", is_flag=True, help="With --engine vllm: replace this process with it.")
+@click.option(
+    "--grace",
+    default=30.0,
+    type=Number(min=0.0, max=3600.0),
+    metavar="S",
+    help="Seconds to finish the running request on shutdown (default 30).",
 )
 def serve(
     config: RunConfig,

@@ -1,4 +1,4 @@
-"""Cycles at an imposed acceptance: real drafts and real verification, but a coin decides.
+"""Cycles at an imposed acceptance: real drafts and real verification, but a random draw decides.
 
 The output is neither the model's text nor a result: it shows what the speed *would* be at that acceptance.
 """
@@ -44,10 +44,10 @@ def parse_profile(text: str) -> tuple[float, ...]:
 
 
 class SyntheticVerifier(Verifier):
-    """Does the work of another verifier, then accepts by a coin.
+    """Runs another verifier for its cost, then draws acceptance from a given rate.
 
     The conditional acceptance of position i is ``cumulative[i] / cumulative[i - 1]``; past the profile's end the last
-    conditional acceptance continues. The coin is keyed by seed, position and cycle.
+    conditional acceptance continues. The draw is keyed by seed, position and cycle.
     """
 
     guarantee: ClassVar[Guarantee] = Guarantee.HEURISTIC
@@ -61,10 +61,10 @@ class SyntheticVerifier(Verifier):
         self._inner.verify(draft, logits, context)
         accepted = 0
         for place in range(len(draft.tokens)):
-            coin = uniforms(
+            draw = uniforms(
                 context.sampling.seed, len(context) + place, Purpose.ACCEPT, np.zeros(1, np.int64), context.cycle
             )
-            if coin[0] >= self._conditional[min(place, len(self._conditional) - 1)]:
+            if draw[0] >= self._conditional[min(place, len(self._conditional) - 1)]:
                 break
             accepted += 1
         return Verdict(accepted, logits.argmax()[accepted])

@@ -47,7 +47,6 @@ class FakeStream:
             "accepted": [2, 1] if active else [],
             "tokens_per_second": 123.456,
             "seconds": {"prefill": 0.1, "draft": 0.2, "verify": 0.3, "commit": 0.4},
-            "whole_cycles": 0,
             "depth": {"2": cycles},
             "draft": {},
             "speculation": {

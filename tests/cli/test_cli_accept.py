@@ -6,15 +6,12 @@ import csv
 import json
 import os
 import signal
-import sys
 
 import pytest
 
-from specdec.cli.accept import accept as command
 from specdec.measuring.ablations import SWITCHES
 from specdec.measuring.runs import Measurement
 from specdec.registry import BUILT_INS, Registry
-from tests.processes import run_specdec
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -122,64 +119,6 @@ def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):
     assert "0 of 1" in done.stdout
 
 
-def test_the_ngram_drafter_is_measured_too(accept):
-    done = accept("--classes", "code", "--per-class", "2", "-n", "24", "-s", "drafter.name=ngram", "--json")
-    assert done.exit_code == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["drafter"] == "ngram"
-    assert told["overall"]["positions"][0]["offered"] <= told["overall"]["cycles"]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--classes", "coding"], "there is no prompt class 'coding'"),
-        (["--classes", ","], "no prompt class is chosen"),
-        (["--prompts", "missing.txt"], "the prompt file cannot be read: No such file"),
-        (["--prompts", "empty.txt"], "the prompt file has no prompt"),
-        (["--prompts", "broken.jsonl"], "a line of the prompt file is not JSON"),
-        (["--ablate", "gate-slu"], "there is no ablation 'gate-slu'. Did you mean 'gate-silu'"),
-        (["--log", "no/such/log.jsonl"], "no folder to write the file into"),
-        (["--csv", "no/such/a.csv"], "there is no folder to write the file into"),
-        (["--plot", "."], "there is no folder to write the file into, or it is a folder itself"),
-        (["--depth", "0"], "0 is not in the range"),
-        (["--per-class", "0"], "0 is not in the range"),
-        (["-s", "depth.depth=3"], "-s depth.depth=3: the depth is fixed here, give it with --depth"),
-        (["-n", "0"], "max_new_tokens takes 1 to"),
-        (["-t", "-1"], "temperature takes"),
-        (["missing.toml"], "cannot read the configuration"),
-    ],
-)
-@pytest.mark.usefixtures("no_load")
-def test_a_wrong_command_line_is_refused_before_anything_is_loaded(args, message, accept, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "broken.jsonl").write_text('{"class": "a", "prompt": "b"}\n{"class": \n')
-    done = accept(*args)
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())
-    assert done.stdout == ""
-    if "broken.jsonl" in args:
-        assert "line: 2" in " ".join(done.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["-s", "drafter.name=ngram", "--ablate", "all"], "the drafter 'ngram' uses none"),
-        (["-s", "drafter.name=none"], "so there is nothing to measure"),
-        (["--depth", "99"], "the depth is 1 to 15 on this backend, got 99"),
-    ],
-)
-def test_what_this_model_cannot_do_is_refused(args, message, accept):
-    for options in ([], ["--json"]):
-        done = accept(*args, *options)
-        assert done.exit_code == 2
-        assert message in " ".join(done.stderr.split())
-        if options:
-            assert message in json.loads(done.stdout)["error"]["message"]
-
-
 def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     done_runs = []
     right = Measurement._generate
@@ -203,14 +142,6 @@ def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_picture(accept, tmp_path):
-    pytest.importorskip("matplotlib")
-    done = accept(*SHORT, "--plot", tmp_path / "a.png")
-    assert done.exit_code == 0, done.stderr
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert f"plot: {tmp_path / 'a.png'}" in done.stderr.replace("\n", "")
-
-
 def test_a_measurement_that_cannot_start_leaves_an_older_log(accept, tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text("of yesterday\n")
@@ -220,14 +151,6 @@ def test_a_measurement_that_cannot_start_leaves_an_older_log(accept, tmp_path):
     assert log.read_text() == "of yesterday\n"
 
 
-@pytest.mark.usefixtures("no_load")
-def test_a_missing_matplotlib_is_told_before_anything_runs(accept, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = accept("--plot", tmp_path / "a.png")
-    assert done.exit_code == 2
-    assert "specdec-framework[plot]" in done.stderr
-
-
 def test_a_configuration_file_gives_model_drafter_and_length(accept, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[drafter]\nname = "ngram"\n[depth]\nname = "fixed"\ndepth = 1\n[generation]\nmax_new_tokens = 7\n')
@@ -235,20 +158,6 @@ def test_a_configuration_file_gives_model_drafter_and_length(accept, tmp_path):
     assert (told["drafter"], told["max_new_tokens"], told["depth"]) == ("ngram", 7, 3)
     shorter = json.loads(accept("--classes", "code", "--per-class", "1", "--json").stdout)
     assert (shorter["drafter"], shorter["max_new_tokens"], shorter["depth"]) == ("mtp", 48, 4)
-
-
-def test_the_thresholds_in_the_help_are_those_in_force():
-    from specdec.measuring.speed_model import NOT_WORTH_IT, TURN_ON
-
-    text = " ".join(str(command.help).split())
-    assert f"above {TURN_ON} at the best depth" in text
-    assert f"below {NOT_WORTH_IT}," in text
-
-
-@pytest.mark.slow
-def test_a_fresh_process():
-    done = run_specdec("accept", "--classes", "code", *SHORT, "--json")
-    assert json.loads(done.stdout)["environment"]["command"].startswith("specdec accept --classes code")
 
 
 def test_a_drafter_is_judged_on_recorded_traffic(invoke, accept, tmp_path):
@@ -269,27 +178,3 @@ def test_a_drafter_is_judged_on_recorded_traffic(invoke, accept, tmp_path):
     trace.write_text(whole[:-3])
     done = accept("--trace", trace, "-s", "drafter.name=none")
     assert f"line {whole.count(chr(10))}, the last one, which is incomplete" in " ".join(done.stdout.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "name the drafter to judge"),
-        (("-s", "drafter.name=mtp"), "cannot run in recorded traffic: it needs an MTP head"),
-        (("-s", "drafter.name=ngram", "--passive"), "--passive: with --trace no model runs"),
-        (("--drafter", "ngram", "-n", "5"), "--max-new-tokens: with --trace no model runs"),
-        (("--drafter", "ngram", "--verifier", "rejection"), "--verifier: with --trace no model runs"),
-        (("--drafter", "ngram", "-s", "target.weights=int4"), "-s target.weights=int4: with --trace no model runs"),
-        (("-s", "drafter.name=ngram"), "the trace cannot be read"),
-    ],
-)
-def test_traffic_that_cannot_be_judged_is_refused_in_one_sentence(accept, tmp_path, arguments, said):
-    trace = tmp_path / "trace.jsonl"
-    if said != "the trace cannot be read":
-        trace.write_text('{"specdec":"trace","version":1,"vocab_size":9}\n{"request":0,"prompt":[1]}\n')
-        with trace.open("a") as file:
-            file.write('{"request":0,"position":1,"depth":2,"draft":[]}\n{"request":0,"commit":[2]}\n')
-    done = accept("--trace", trace, *arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr

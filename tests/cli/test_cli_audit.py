@@ -10,7 +10,6 @@ import pytest
 import specdec
 from specdec.registry import BUILT_INS, Registry
 from tests.completion_stub import Toy, json_reply, stub
-from tests.processes import run_specdec
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 
@@ -100,64 +99,12 @@ def test_a_recorded_run_brings_its_prompt_and_settings(audit, invoke, tmp_path):
     assert "another model" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--run", "x", "--prompt", "y"], "--prompt: with --run, prompt and generation settings are the file's"),
-        (["--run", "x", "-n", "5"], "--max-new-tokens: with --run"),
-        (["--run", "x", "-s", "generation.seed=1"], "-s generation.seed=1: with --run"),
-        (["--run", "missing.json"], "the run file cannot be read: No such file"),
-        (["-p", "a", "--prompt-tokens", "1"], "give one prompt only"),
-        (["--chat", "--prompt-tokens", "1"], "--chat takes text"),
-        (["-n", "0"], "max_new_tokens takes 1 to"),
-        (["--rows", "0"], "0 is not in the range"),
-        (["-p", ""], "the prompt is empty"),
-        (["-s", "verifier.name=stict"], "Did you mean 'strict'?"),
-        (["--tolerance", "-1"], "-1.0 is not in the range"),
-        (["--server", "{}"], "give two, a plain and a speculative one, got 1"),
-        (["--server", "{}", "--server", "nonsense"], "'nonsense' is not the URL of a server"),
-        (["--server", "{}", "--server", "http://127.0.0.1:9"], "cannot be reached: Connection refused"),
-        (["--server", "{}", "--server", "{}/other"], "answers 404 to /models: 'Not Found'"),
-        (["--server", "{}", "--server", "{}", "-m", "toys"], "no model 'toys'. Did you mean 'toy'?"),
-        (["--server", "{}", "--server", "{}", "--depth", "3"], "--depth: with --server"),
-        (["--server", "{}", "--server", "{}", "--run", "x"], "--run: it is for specdec's own runs"),
-        (["--server", "{}", "--server", "{}", "-s", "generation.top_k=3"], "it means nothing to a server"),
-        (["--server", "{}", "--server", "{}", "-t", "1", "--tolerance", "1"], "these requests are sampled"),
-        (["--server", "{}", "--server", "{}", "--prompts", "none.txt"], "prompt file cannot be read"),
-        (["--server", "{}", "--server", "{}", "-p", "a", "--per-class", "1"], "leave them out"),
-        (["--server", "{}", "--server", "{}", "--timeout", "1e300"], "is not in the range"),
-        (["--timeout", "3"], "--timeout: it needs --server"),
-        (["--prompts", "x"], "--prompts: it needs --server"),
-    ],
-)
-def test_wrong_input_is_refused(args, message, audit, plain, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = audit(*(arg.replace("{}", plain) for arg in args))
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-
-
-def test_the_picture(audit, tmp_path):
-    pytest.importorskip("matplotlib")
-    done = audit("-n", "10", "--plot", tmp_path / "a.png")
-    assert done.exit_code == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert f"plot: {tmp_path / 'a.png'}" in done.stdout.replace("\n", "")
-
-
 def test_a_missing_matplotlib_is_told_before_anything_runs(audit, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(vars(specdec), "load", None)
     done = audit("--plot", tmp_path / "a.png")
     assert done.exit_code == 2
     assert "specdec-framework[plot]" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_fresh_process():
-    done = run_specdec("audit", "--prompt-tokens", "9,10,11", "-n", "5", "--json")
-    assert json.loads(done.stdout)["divergence"]["count"] == 0
 
 
 @pytest.mark.parametrize(("tolerance", "status"), [("5.0", 0), ("0.0001", 1)])
@@ -171,12 +118,6 @@ def test_a_tolerance_decides_the_exit_status(tolerance, status, audit):
     assert told["beyond_tolerance"] == sum(gap > float(tolerance) for gap in gaps)
     assert ("beyond the tolerance" in done.stderr) == bool(status)
     assert bool(told["beyond_tolerance"]) == bool(status)
-
-
-def test_a_tolerance_is_for_greedy_runs(audit):
-    done = audit("-n", "4", "-t", "0.8", "--tolerance", "1")
-    assert done.exit_code == 2
-    assert "this run sampled" in done.stderr
 
 
 # --- servers ---------------------------------------------------------------------------------------------------------

@@ -80,44 +80,6 @@ def test_a_page_holds_tables_plot_and_data(bench, tmp_path):
     assert f'<td class="number">{data["overall"]["speedup"]:.2f}x</td>' in text
 
 
-def test_an_imposed_acceptance_is_called_one(bench):
-    done = bench(*SHORT, "--classes", "code", "--synthetic", "0.9,0.5")
-    assert done.exit_code == 0, done.stderr
-    assert "acceptance imposed (cumulative 0.9, 0.5): a timing, not a result" in done.stdout
-    assert "same tokens" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--classes", "cod"), "'code'"),
-        (("--synthetic", "mixd"), "'mixed'"),
-        (("--synthetic", "0.5,0.9"), "never rise"),
-        (("--contexts", "12,x"), "12,x"),
-        (("--contexts", "0"), "from 1"),
-        (("--repeats", "0"), "repeats"),
-        (("--pause", "-1"), "pause"),
-        (("--prompts", "no-such-file.jsonl"), "no-such-file.jsonl"),
-        (("--csv", "no-such-folder/x.csv"), "no-such-folder"),
-        (("-s", "drafter.nam=ngram"), "drafter"),
-    ],
-)
-def test_bad_input_is_a_sentence_before_any_work(bench, no_load, arguments, said):
-    done = bench(*arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"), [(("-s", "drafter.name=none"), "nothing to measure"), (("--contexts", "9000"), "do not fit")]
-)
-def test_what_only_the_model_can_tell(bench, arguments, said):
-    done = bench(*SHORT, *arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-
-
 def test_an_interruption_reports_what_was_done(bench, monkeypatch):
     compared = BenchMeasurement._compared
 

@@ -392,26 +392,6 @@ def test_system_message_and_template_variables(chat, demo):
     assert done.stdout == talk.ask("Hi", max_new_tokens=6).result.text + "\n"
 
 
-def test_a_model_without_a_template_is_an_error(chat, demo, monkeypatch):
-    monkeypatch.setattr(demo.tokenizer, "_chat_templates", {})
-    done = chat("Hello\n")
-    assert done.exit_code == 2
-    assert done.stderr.startswith("PromptError: this checkpoint has no chat template")
-    assert done.stdout == ""
-
-
-def test_wrong_options(chat):
-    for args, part in (
-        (["--load", "missing"], "the session file cannot be read: No such file or directory"),
-        (["-s", "drafter.name=mpt"], "Did you mean 'mtp'?"),
-        (["--template", "x"], "an override is key.path=value"),
-        (["-t", "-1"], "key generation.temperature takes 0.0 to 100.0"),
-    ):
-        done = chat("Hello\n", *args)
-        assert done.exit_code == 2, args
-        assert part in " ".join(done.stderr.split())
-
-
 def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
     """The signal that a terminal sends, in the middle of the first answer."""
     from specdec.decoding.conversation import Answer

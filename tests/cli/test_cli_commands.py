@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 import types
 
-import click
-import pytest
-
 import specdec
-from specdec import __version__
 from specdec.checkpoints.description import CheckpointReport, ModuleFormat, StepBytes
-from specdec.cli.info import amount
 from specdec.errors import CheckpointError
 from specdec.hookspecs import hookimpl
 from specdec.registry import Registry
-from tests.processes import run_specdec
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 
@@ -102,12 +96,6 @@ def test_a_plugin_cannot_break_or_replace_commands(invoke):
     assert "plugin_failed" in done.stderr or "plugin_failed" in done.output
 
 
-def test_an_unknown_command_has_a_nearest_name(invoke):
-    done = invoke("generat")
-    assert done.exit_code == 2
-    assert "Did you mean 'generate'?" in done.stderr
-
-
 def test_info_shows_the_report(invoke, monkeypatch):
     told = CheckpointReport(
         path="/models/x",
@@ -132,31 +120,3 @@ def test_info_shows_the_report(invoke, monkeypatch):
         assert text in done.stdout
     assert "reads 2.0 KiB of weights at 2 bytes each (1.1 KiB as stored)" in " ".join(done.stdout.split())
     assert json.loads(invoke("info", "x", "--json").stdout) == told
-
-
-def test_info_about_nothing_is_an_error(invoke, monkeypatch):
-    def inspect(model, mtp):
-        raise CheckpointError(f"{model!r} is no checkpoint")
-
-    monkeypatch.setitem(vars(specdec), "inspect_checkpoint", inspect)
-    done = invoke("info", "x", "--json")
-    assert done.exit_code == 2
-    assert json.loads(done.stdout)["error"]["message"] == "'x' is no checkpoint"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (5 * 2**30, "5.0 GiB"), (2**41, "2048.0 GiB")],
-)
-def test_amounts(size, text):
-    assert amount(size) == text
-
-
-def test_the_module_runs_as_a_process():
-    assert run_specdec("--version").stdout.strip() == f"specdec, version {__version__}"
-
-
-def test_the_group_is_a_click_group():
-    from specdec.cli import main
-
-    assert isinstance(main, click.Group)

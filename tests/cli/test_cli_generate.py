@@ -52,21 +52,6 @@ def test_without_config_and_prompt_the_embedded_model_continues_a_sample(invoke,
     assert (models[1].config.generation.temperature, models[1].config.generation.seed) == (0.5, 0)
 
 
-def test_mistakes_come_before_the_sample_and_the_prompt(invoke, models):
-    """Neither the sample prompt nor a request for one hides what is wrong."""
-    for args, text in (
-        (["/no/such/folder"], "there is no folder '/no/such/folder'"),
-        (["--model", "model.gguf"], "GGUF is not read"),
-        (["model.gguf", "--prompt", "x"], "GGUF is not read"),
-        (["--model", "demo", "other/model"], "give one model"),
-        (["--drafter", ""], "takes the name of a plugin"),
-    ):
-        done = invoke("generate", *args)
-        assert done.exit_code == 2
-        assert text in done.stderr
-        assert "def read_lines" not in done.stdout + done.stderr
-
-
 def test_a_model_is_named_as_for_info_and_parts_by_short_options(invoke, models, tmp_path):
     for args in (
         ["some/model", "--drafter", "ngram", "--verifier", "margin", "--depth", "3"],
@@ -131,41 +116,6 @@ def test_a_prompt_comes_from_a_file_or_stdin_and_may_be_chat(invoke, models, tmp
     assert invoke("generate", "--prompt-file", path, "--chat").exit_code == 0
     assert invoke("generate", "--prompt-file", "-", stdin="from stdin").exit_code == 0
     assert [model.asked[0] for model in models] == [("schön\n", True), ("from stdin", False)]
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["--prompt", "x", "--prompt-tokens", "1"], "--prompt and --prompt-tokens: give one prompt only"),
-        (["--prompt-tokens", "1,x"], "number 2 is 'x'"),
-        (["--prompt-tokens", "1,-2"], "number 2 is '-2'"),
-        (["--prompt-tokens", "1,"], "number 2 is ''"),
-        (["--prompt-tokens", ""], "PromptError: the prompt is empty"),
-        (["--prompt", ""], "PromptError: the prompt is empty"),
-        (["--prompt-tokens", "1", "--chat"], "--chat takes text"),
-        (["--model", "a/b"], "Give a/b a prompt"),
-        (["--prompt-file", "/no/such/file"], "cannot read '/no/such/file'"),
-        (["--max-new-tokens", "many"], "'many' is not a valid integer"),
-        (["--max-new-tokens", "0"], "key generation.max_new_tokens takes 1 to 2147483647, got 0"),
-        (["--prompt", "x", "--depth", "1.5"], "--depth takes a whole number of draft tokens or the name of a depth"),
-        (["--prompt", "x", "-s", "depth.dept"], "an override is key.path=value, got 'depth.dept'"),
-        (["--prompt", "x", "-s", "generation.sed=1"], "Did you mean 'seed'?"),
-        (["no-such.toml"], "cannot read the configuration 'no-such.toml'"),
-        (["--no-such-option"], "No such option"),
-    ],
-)
-def test_a_mistake_is_one_message_and_status_2(invoke, models, args, text):
-    done = invoke("generate", *args)
-    assert done.exit_code == 2
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-
-
-def test_a_file_that_is_no_text_says_where(invoke, models, tmp_path):
-    path = tmp_path / "prompt.bin"
-    path.write_bytes(b"abc\xff")
-    assert "is not UTF-8: byte 0xff at offset 3" in invoke("generate", "--prompt-file", path).stderr
 
 
 def test_an_error_with_json_is_the_object(invoke, models):

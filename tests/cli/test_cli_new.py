@@ -101,27 +101,6 @@ def test_every_name_is_refused_or_defines_each_class_once(kind, name):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "words"),
-    [
-        ("draftr", "far-away", "no kind of plugin 'draftr'. Did you mean 'drafter'?"),
-        ("drafter", "Far", "lower-case letters"),
-        ("drafter", "../far", "lower-case letters"),
-        ("drafter", "a" * 41, "at most 40"),
-        ("drafter", "ngram", "'ngram' is taken"),
-        ("backend", "auto", "'auto' is taken"),
-        ("target", "framework", "'framework' is taken"),
-        ("target", "forward-pass", "needs a class ForwardPass"),
-    ],
-)
-def test_what_cannot_be_made_is_refused_in_one_sentence(kind, name, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = run_new(kind, name, status=2)
-    assert words in said
-    assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_with_files_is_left_alone(tmp_path):
     (tmp_path / "mine").write_text("kept")
     assert "not an empty folder" in run_new("drafter", "far-away", "--into", tmp_path, status=2)

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.cli import main, output
-from specdec.errors import ConfigError, UnsupportedError, one_line
+from specdec.cli import output
+from specdec.errors import UnsupportedError, one_line
 from specdec.files import streams
 from specdec.measuring.mismatches import MissedDrafts
-from specdec.registry import watchdog
 from tests.processes import HUNG, ROOT
 
 FULL = "UnsupportedError: standard output cannot be written: No space left on device"
@@ -135,43 +134,6 @@ def test_text_from_a_checkpoint_stays_on_its_line(text):
     console.print(output.table(["name"], [[text]]))
     console.print(text)
     assert "".join(stream.getvalue().split("\n")).replace("\t", "").isprintable()
-
-
-@pytest.mark.parametrize("given", ["x", "-1", "nan", "", "inf", "1e300", "1e-300"])
-def test_a_wrong_limit_for_plugins_is_refused(monkeypatch, given):
-    monkeypatch.setenv(watchdog.SECONDS, given)
-    with pytest.raises(ConfigError, match=watchdog.SECONDS):
-        watchdog.limit_s()
-
-
-EMPTY = [
-    (name, option.opts[-1])
-    for name, command in main.commands.items()
-    for option in command.params
-    if option.type.__class__.__name__ == "_File" and option.opts[-1].startswith("-")
-]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *((name, option, "") for name, option in EMPTY),
-        *((name, "") for name in ("accept", "audit", "bench", "chat", "check", "doctor", "generate", "info", "vocab")),
-        *(("audit", "--tolerance", number) for number in ("nan", "inf", "-1")),
-        *(("bench", "--pause", number) for number in ("nan", "inf", "1e9")),
-        *(("bench", "--contexts", number) for number in ("0", "99999999999", "9" * 5000, "")),
-        ("bench", "--repeats", "9" * 30),
-        ("audit", "--rows", "9" * 30),
-        ("check", "ngram", "--seed", "9" * 30),
-    ],
-)
-def test_an_impossible_value_is_refused_by_its_option(invoke, no_load, arguments):
-    done = invoke(*arguments)
-    assert done.exit_code == 2
-    assert done.stderr.startswith("Usage:")
-    *_, option, value = arguments
-    assert "Error: Invalid value for " in done.stderr
-    assert not option.startswith("--") or option in done.stderr
 
 
 def test_a_log_that_fails_on_the_way_does_not_end_the_generation():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import pathlib
 import signal
 
 import pytest
@@ -88,37 +87,6 @@ def test_the_table(text, tmp_path):
     done = run("demo", "--text", short, "--size", 512, "-o", tmp_path / "v.json")
     assert done.exit_code == 0
     assert "the coverage is unknown" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ((), "either --text or --generate"),
-        (("--text", "TEXT", "--generate", "TEXT"), "either --text or --generate"),
-        (("--text", "TEXT", "--chat"), "--chat goes with --generate"),
-        (("--text", "missing.txt"), "cannot read 'missing.txt'"),
-        (("--text", "BINARY"), "is not UTF-8: byte 0xff at offset 0"),
-        (("--text", "EMPTY"), "has no text"),
-        (("--generate", "EMPTY"), "has no prompts"),
-        (("--generate", "QUOTE"), "line 1, begins with a double quote"),
-        (("--text", "TEXT", "--size", "3"), "asked for 3"),
-        (("--text", "TEXT", "--size", "999999"), "asked for 999999"),
-        (("--text", "TEXT", "--size", "0"), "--size"),
-        (("--text", "TEXT", "-o", "no/such/folder/v.json", "--size", "512"), "no folder to write the file into"),
-    ],
-)
-def test_bad_input(args, said, text, tmp_path):
-    files = {"TEXT": text, "BINARY": tmp_path / "b", "EMPTY": tmp_path / "e", "QUOTE": tmp_path / "q"}
-    files["BINARY"].write_bytes(b"\xff\xfe")
-    files["EMPTY"].write_text(" \n\n")
-    files["QUOTE"].write_text('"open\n')
-    given = [files.get(arg, arg) for arg in args]
-    out = [] if "-o" in args else ["-o", tmp_path / "v.json"]
-    done = run("demo", *given, *out, *([] if "--size" in args else ["--size", "512"]))
-    assert done.exit_code == 2, done.output
-    assert said in done.stderr
-    assert "Traceback" not in done.output
-    assert not pathlib.Path(tmp_path / "v.json").exists()
 
 
 def test_an_interruption_keeps_what_was_counted(lm, tmp_path, monkeypatch):

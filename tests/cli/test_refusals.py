@@ -1,0 +1,206 @@
+"""One table of what the command line refuses: status 2, a sentence, no traceback, and nothing on standard output."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from specdec.cli import main
+from specdec.registry import BUILT_INS, Registry
+from tests.completion_stub import Toy, stub
+
+OWN = Registry(BUILT_INS, entry_points=())
+SERVERS = "audit --server {url} --server {url}"
+HUGE = "9" * 30
+
+BEFORE_LOADING = [
+    ("generate --prompt x --prompt-tokens 1", "--prompt and --prompt-tokens: give one prompt only"),
+    ("generate --prompt-tokens 1,x", "number 2 is 'x'"),
+    ("generate --prompt-tokens 1,-2", "number 2 is '-2'"),
+    ("generate --prompt-tokens 1,", "number 2 is ''"),
+    ("generate --prompt-tokens 1 --chat", "--chat takes text"),
+    ("generate --model a/b", "Give a/b a prompt"),
+    ("generate --model demo other/model", "give one model"),
+    ("generate /no/such/folder", "there is no folder '/no/such/folder'"),
+    ("generate --model model.gguf --prompt x", "GGUF"),
+    ("generate --drafter ''", "takes the name of a plugin"),
+    ("generate --prompt-file /no/such/file", "cannot read '/no/such/file'"),
+    ("generate --prompt-file binary", "is not UTF-8: byte 0xff at offset 0"),
+    ("generate --max-new-tokens many", "'many' is not a valid integer"),
+    ("generate --max-new-tokens 0", "key generation.max_new_tokens takes 1 to 2147483647, got 0"),
+    ("generate --prompt x --depth 1.5", "--depth takes a whole number of draft tokens or the name of a depth"),
+    ("generate --prompt x -s depth.dept", "an override is key.path=value, got 'depth.dept'"),
+    ("generate --prompt x -s generation.sed=1", "Did you mean 'seed'?"),
+    ("generate no-such.toml", "cannot read the configuration 'no-such.toml'"),
+    ("generate --no-such-option", "No such option"),
+    ("generat", "Did you mean 'generate'?"),
+    ("accept --classes coding", "there is no prompt class 'coding'"),
+    ("accept --classes ,", "no prompt class is chosen"),
+    ("accept --prompts missing.txt", "the prompt file cannot be read: No such file"),
+    ("accept --prompts blank", "the prompt file has no prompt"),
+    ("accept --prompts broken.jsonl", "a line of the prompt file is not JSON"),
+    ("accept --ablate gate-slu", "there is no ablation 'gate-slu'. Did you mean 'gate-silu'"),
+    ("accept --log no/such/log.jsonl", "no folder to write the file into"),
+    ("accept --csv no/such/a.csv", "there is no folder to write the file into"),
+    ("accept --plot .", "there is no folder to write the file into, or it is a folder itself"),
+    ("accept --depth 0", "0 is not in the range"),
+    ("accept --per-class 0", "0 is not in the range"),
+    ("accept -s depth.depth=3", "-s depth.depth=3: the depth is fixed here, give it with --depth"),
+    ("accept -n 0", "max_new_tokens takes 1 to"),
+    ("accept -t -1", "temperature takes"),
+    ("accept --trace trace.jsonl", "name the drafter to judge"),
+    ("accept --trace trace.jsonl --drafter mtp", "cannot run in recorded traffic: it needs an MTP head"),
+    ("accept --trace trace.jsonl --drafter ngram --passive", "--passive: with --trace no model runs"),
+    ("accept --trace trace.jsonl --drafter ngram -n 5", "--max-new-tokens: with --trace no model runs"),
+    ("accept --trace trace.jsonl --drafter ngram --verifier rejection", "--verifier: with --trace no model runs"),
+    ("accept --trace trace.jsonl --drafter ngram -s target.weights=int4", "-s target.weights=int4: with --trace no"),
+    ("accept --trace missing --drafter ngram", "the trace cannot be read"),
+    ("bench --classes cod", "Did you mean 'code'?"),
+    ("bench --synthetic mixd", "Did you mean 'mixed'?"),
+    ("bench --synthetic 0.5,0.9", "never rise"),
+    ("bench --contexts 12,x", "12,x"),
+    ("bench --contexts 0", "from 1"),
+    (f"bench --contexts {HUGE}", "from 1"),
+    ("bench --contexts ''", "--contexts"),
+    ("bench --repeats 0", "--repeats"),
+    (f"bench --repeats {HUGE}", "--repeats"),
+    ("bench --pause -1", "--pause"),
+    ("bench --pause nan", "is not a finite number"),
+    ("bench --pause 1e9", "--pause"),
+    ("bench -s drafter.nam=ngram", "drafter"),
+    ("audit --run x --prompt y", "--prompt: with --run, prompt and generation settings are the file's"),
+    ("audit --run x -n 5", "--max-new-tokens: with --run"),
+    ("audit --run x -s generation.seed=1", "-s generation.seed=1: with --run"),
+    ("audit --run missing.json", "the run file cannot be read: No such file"),
+    ("audit --rows 0", "0 is not in the range"),
+    (f"audit --rows {HUGE}", "is not in the range"),
+    ("audit --tolerance -1", "-1.0 is not in the range"),
+    ("audit --tolerance inf", "is not a finite number"),
+    ("audit --timeout 3", "--timeout: it needs --server"),
+    ("audit --prompts x", "--prompts: it needs --server"),
+    ("audit --server {url}", "give two, a plain and a speculative one, got 1"),
+    ("audit --server {url} --server nonsense", "'nonsense' is not the URL of a server"),
+    ("audit --server {url} --server http://127.0.0.1:9", "cannot be reached: Connection refused"),
+    ("audit --server {url} --server {url}/other", "answers 404 to /models: 'Not Found'"),
+    (f"{SERVERS} -m toys", "no model 'toys'. Did you mean 'toy'?"),
+    (f"{SERVERS} --depth 3", "--depth: with --server"),
+    (f"{SERVERS} demo", "MODEL: with --server"),
+    (f"{SERVERS} --run x", "--run: it is for specdec's own runs"),
+    (f"{SERVERS} -s generation.top_k=3", "it means nothing to a server"),
+    (f"{SERVERS} -t 1 --tolerance 1", "these requests are sampled"),
+    (f"{SERVERS} --prompts none.txt", "prompt file cannot be read"),
+    (f"{SERVERS} -p a --per-class 1", "leave them out"),
+    (f"{SERVERS} --timeout 1e300", "is not in the range"),
+    ("chat --template x", "an override is key.path=value"),
+    ("chat -t -1", "key generation.temperature takes 0.0 to 100.0"),
+    ("check ngram --seed " + HUGE, "--seed"),
+    ("vocab demo -o v.json", "either --text or --generate"),
+    ("vocab demo -o v.json --text text --generate text", "either --text or --generate"),
+    ("vocab demo -o v.json --text text --chat", "--chat goes with --generate"),
+    ("vocab demo -o v.json --text missing.txt", "cannot read 'missing.txt'"),
+    ("vocab demo -o v.json --text binary", "is not UTF-8: byte 0xff at offset 0"),
+    ("vocab demo -o v.json --generate blank", "has no prompts"),
+    ("vocab demo -o v.json --generate quote", "line 1, begins with a double quote"),
+    ("vocab demo -o v.json --text text --size 0", "--size"),
+    ("vocab demo -o no/such/folder/v.json --text text", "no folder to write the file into"),
+    ("new draftr far-away", "no kind of plugin 'draftr'. Did you mean 'drafter'?"),
+    ("new drafter Far", "lower-case letters"),
+    ("new drafter ../far", "lower-case letters"),
+    ("new drafter " + "a" * 41, "at most 40"),
+    ("new drafter ngram", "'ngram' is taken"),
+    ("new backend auto", "'auto' is taken"),
+    ("new target framework", "'framework' is taken"),
+    ("new target forward-pass", "needs a class ForwardPass"),
+]
+
+BY_THE_MODEL = [
+    ("generate --prompt ''", "PromptError: the prompt is empty"),
+    ("generate --prompt-tokens ''", "PromptError: the prompt is empty"),
+    ("accept --drafter ngram --ablate all", "the drafter 'ngram' uses none"),
+    ("accept --drafter none", "so there is nothing to measure"),
+    ("accept --depth 99", "the depth is 1 to 15 on this backend, got 99"),
+    ("bench --per-class 1 --drafter none", "nothing to measure"),
+    ("bench --per-class 1 --contexts 9000", "do not fit"),
+    ("audit -n 4 -t 0.8 --tolerance 1", "this run sampled"),
+    ("audit -s verifier.name=stict", "Did you mean 'strict'?"),
+    ("chat --load missing", "the session file cannot be read: No such file or directory"),
+    ("chat -s drafter.name=mpt", "Did you mean 'mtp'?"),
+    ("vocab demo -o v.json --text blank --size 600", "has no text"),
+    ("vocab demo -o v.json --text text --size 3", "3"),
+    ("vocab demo -o v.json --text text --size 999999", "999999"),
+]
+
+FILES = {
+    "binary": b"\xff\xfe",
+    "blank": b" \n\n",
+    "broken.jsonl": b'{"class": "a", "prompt": "b"}\n{"class": \n',
+    "quote": b'"open\n',
+    "text": b"def f(x):\n    return x\n",
+    "trace.jsonl": b'{"specdec":"trace","version":1,"vocab_size":9}\n{"request":0,"prompt":[1]}\n'
+    b'{"request":0,"position":1,"depth":2,"draft":[]}\n{"request":0,"commit":[2]}\n',
+}
+
+
+@pytest.fixture(scope="module")
+def url():
+    with stub(Toy()) as url:
+        yield url
+
+
+@pytest.fixture
+def refused(invoke, url, tmp_path, monkeypatch):
+    """Check that a command line is refused with a text, in a folder of prepared files."""
+
+    def refused(line, text):
+        done = invoke(*shlex.split(line.format(url=url)), registry=OWN, stdin="Hello\n")
+        assert done.exit_code == 2, done.output
+        assert text in " ".join(done.stderr.split())
+        assert "Traceback" not in done.output
+        assert {path.name for path in tmp_path.iterdir()} == set(FILES)  # nothing was written
+        return done
+
+    monkeypatch.chdir(tmp_path)
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    return refused
+
+
+@pytest.mark.usefixtures("no_load")
+@pytest.mark.parametrize(("line", "text"), BEFORE_LOADING, ids=lambda value: value[:50])
+def test_a_mistake_is_refused_before_anything_is_loaded(refused, line, text):
+    assert refused(line, text).stdout == ""
+
+
+@pytest.mark.usefixtures("loaded_once")
+@pytest.mark.parametrize(("line", "text"), BY_THE_MODEL, ids=lambda value: value[:50])
+def test_what_the_model_cannot_do_is_refused(refused, line, text):
+    refused(line, text)
+
+
+@pytest.mark.usefixtures("no_load")
+@pytest.mark.parametrize("command", ["accept --classes coding", "bench --synthetic mixd", "audit --run missing.json"])
+def test_with_json_the_error_is_the_object(refused, command):
+    done = refused(f"{command} --json", "")
+    error = json.loads(done.stdout)["error"]
+    assert error["type"] in done.stderr
+    assert error["message"] in done.stderr
+
+
+FILE_OPTIONS = [
+    f"{name} {option.opts[-1]} ''"
+    for name, command in main.commands.items()
+    for option in command.params
+    if option.type.__class__.__name__ == "_File" and option.opts[-1].startswith("-")
+]
+MODELS = [f"{name} ''" for name in ("accept", "audit", "bench", "chat", "check", "doctor", "generate", "info", "vocab")]
+
+
+@pytest.mark.usefixtures("no_load")
+@pytest.mark.parametrize("line", [*FILE_OPTIONS, *MODELS])
+def test_an_empty_name_is_refused_by_its_option(refused, line):
+    done = refused(line, "Error: Invalid value for ")
+    assert done.stderr.startswith("Usage:")
+    option = line.split()[1]
+    assert not option.startswith("--") or option in done.stderr
