@@ -78,7 +78,7 @@ def accept(
         _judge_traffic(ctx, config, trace_file, depth, as_json=as_json)
         return
     from specdec.measuring.acceptance import AcceptanceMeasurement
-    from specdec.measuring.mismatches import DraftLog
+    from specdec.measuring.drafts import DraftLog
     from specdec.measuring.plots import plot_acceptance
 
     switches: tuple[str, ...] = ()

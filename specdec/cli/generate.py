@@ -103,7 +103,7 @@ def generate(
 
         trace = StreamTrace(trace_file, lm, stream)
     if missed_file is not None:
-        from specdec.measuring.mismatches import MissedDrafts
+        from specdec.measuring.drafts import MissedDrafts
 
         missed = MissedDrafts(missed_file, lm.tokenizer)
     colours = None if as_json or not output.coloured() else Colours(lm.tokenizer)

@@ -16,9 +16,8 @@ from specdec.contract import Guarantee
 from specdec.decoding.cycle_timing import measure_costs
 from specdec.errors import ConfigError, shown
 from specdec.measuring.ablations import AblationReport, ablated, ablation_report, check_ablations
+from specdec.measuring.drafts import KindReport, Mismatch, by_kind, commonest
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
-from specdec.measuring.kinds import KindReport, by_kind
-from specdec.measuring.mismatches import Mismatch, commonest
 from specdec.measuring.passive import passive as passive_lm
 from specdec.measuring.prompts import Prompt, PromptSet
 from specdec.measuring.runs import Measurement, Report, Run, at_depth, cycle_seconds
@@ -113,34 +112,31 @@ class AcceptanceReport(Report):
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows of ``accept --csv``: one per class and position; ``speedup`` is of the depth ``position + 1``."""
+
+        def ends(name: str, interval: Interval) -> dict[str, float | None]:
+            low, high = interval or (None, None)
+            return {f"{name}_low": low, f"{name}_high": high}
+
         for group in (*self.classes, self.overall):
-            name = "(all)" if group is self.overall else group.name
             by_depth = {prediction.depth: prediction for prediction in group.predictions}
             for place in group.positions:
-                prediction = by_depth.get(place.position + 1)
+                depth = place.position + 1
+                prediction = by_depth.get(depth)
                 yield {
-                    "class": name,
+                    "class": "(all)" if group is self.overall else group.name,
                     "prompts": group.prompts,
-                    "position": place.position,
-                    "offered": place.offered,
-                    "reached": place.reached,
-                    "accepted": place.accepted,
+                    **{name: getattr(place, name) for name in ("position", "offered", "reached", "accepted")},
                     "conditional": place.conditional,
-                    **_low_high("conditional", place.conditional_interval),
+                    **ends("conditional", place.conditional_interval),
                     "cumulative": place.cumulative,
-                    **_low_high("cumulative", place.cumulative_interval),
-                    "depth": place.position + 1,
-                    "expected_tokens": None if prediction is None else prediction.tokens,
-                    "speedup": None if prediction is None else prediction.speedup,
-                    **_low_high("speedup", None if prediction is None else prediction.interval),
-                    "best_depth": None if group.best is None else group.best.depth,
-                    "verdict": None if group.verdict is None else group.verdict.value,
+                    **ends("cumulative", place.cumulative_interval),
+                    "depth": depth,
+                    "expected_tokens": prediction and prediction.tokens,
+                    "speedup": prediction and prediction.speedup,
+                    **ends("speedup", prediction and prediction.interval),
+                    "best_depth": group.best and group.best.depth,
+                    "verdict": group.verdict and group.verdict.value,
                 }
-
-
-def _low_high(name: str, ends: Interval) -> dict[str, float | None]:
-    low, high = ends or (None, None)
-    return {f"{name}_low": low, f"{name}_high": high}
 
 
 class AcceptanceMeasurement(Measurement):
@@ -234,7 +230,9 @@ class AcceptanceMeasurement(Measurement):
                 for cost in [seconds[k] / seconds[0]]
             ),
             ablations=tuple(
-                ablation_report(switch, runs[: len(found)], found, depth) for switch, found in wrong.items() if found
+                ablation_report(switch, runs[: len(ablated_runs)], ablated_runs, depth)
+                for switch, ablated_runs in wrong.items()
+                if ablated_runs
             ),
             kinds=by_kind(runs, lm.tokenizer.special_ids),
             mismatches=tuple(commonest(runs, lm.tokenizer, MISMATCHES)),
@@ -281,37 +279,34 @@ def summarise(
         chat: whether messages went through a chat template.
         passive: whether the drafts were not verified, so that cycles took the time, and gave the token, of plain ones.
     """
-    depth, known = len(seconds) - 1, len(runs)
-    counts = np.array([run.counts(depth) for run in runs], dtype=np.float64).reshape(known, 4, depth)
-    costs = np.array([_draft_costs(run, seconds) for run in runs]).reshape(known, depth)
-    sizes = np.array([[len(run.tokens), len(run.cycles)] for run in runs], dtype=np.float64).reshape(known, 2)
-    asked, offered, reached, accepted = totals = counts.sum(axis=0)
+    depth, measured = len(seconds) - 1, len(runs)
+    counts = np.array([run.counts(depth) for run in runs], dtype=np.float64).reshape(measured, 4, depth)
+    costs = np.array([_draft_costs(run, seconds) for run in runs]).reshape(measured, depth)
+    sizes = np.array([[len(run.tokens), len(run.cycles)] for run in runs], dtype=np.float64).reshape(measured, 2)
+    requested, offered, reached, accepted = totals = counts.sum(axis=0)
     others = left_out(counts)  # [prompts, 4, depth]
     tokens, cycles = sizes.sum(axis=0)
 
-    def rate(whole: int, position: int) -> tuple[float | None, Interval]:
+    def rate(name: str, whole: int, position: int) -> dict[str, Any]:
         """Accepted over offered (1) or reached (2), and its interval."""
         if not totals[whole, position]:
-            return None, None
-        found = float(totals[3, position] / totals[whole, position])
-        return found, interval(found, ratio(others[:, 3, position], others[:, whole, position]), high=1.0)
+            return {name: None, f"{name}_interval": None}
+        value = float(totals[3, position] / totals[whole, position])
+        ends = interval(value, ratio(others[:, 3, position], others[:, whole, position]), high=1.0)
+        return {name: value, f"{name}_interval": ends}
 
-    positions = []
-    for i in range(depth):
-        (cumulative, cumulative_interval), (conditional, conditional_interval) = rate(1, i), rate(2, i)
-        positions.append(
-            PositionReport(
-                position=i,
-                offered=int(offered[i]),
-                reached=int(reached[i]),
-                accepted=int(accepted[i]),
-                cumulative=cumulative,
-                cumulative_interval=cumulative_interval,
-                conditional=conditional,
-                conditional_interval=conditional_interval,
-            )
+    positions = tuple(
+        PositionReport(
+            position=i,
+            offered=int(offered[i]),
+            reached=int(reached[i]),
+            accepted=int(accepted[i]),
+            **rate("cumulative", 1, i),
+            **rate("conditional", 2, i),
         )
-    expected, speedups = _predict(asked, accepted, costs.sum(axis=0), seconds[0])
+        for i in range(depth)
+    )
+    expected, speedups = _predict(requested, accepted, costs.sum(axis=0), seconds[0])
     _, spread = _predict(others[:, 0], others[:, 3], left_out(costs), seconds[0])
     predictions = tuple(
         Prediction(
@@ -323,26 +318,26 @@ def summarise(
         for k in range(1, depth + 1)
         if np.isfinite(speedups[k - 1])
     )
-    found = best(predictions) if predictions else None
-    verdict, decided_by = advise(found) if found else (None, "nothing was measured")
+    best_depth = best(predictions) if predictions else None
+    verdict, decided_by = advise(best_depth) if best_depth else (None, "nothing was measured")
     full = [cycle for run in runs for cycle in run.cycles if cycle.depth == depth and not passive]
     clocked = float(np.median([cycle_seconds(cycle) for cycle in full])) if full else None
     per_cycle = float(tokens / cycles) if cycles and not passive else None
     return ClassReport(
         name=name,
-        prompts=known,
+        prompts=measured,
         chat=sum(run.prompt is not None and run.prompt.chat for run in runs) if chat else 0,
         tokens=int(tokens),
         cycles=int(cycles),
         tokens_per_cycle=per_cycle,
         tokens_per_cycle_interval=None if per_cycle is None else interval(per_cycle, ratio(*left_out(sizes).T)),
-        positions=tuple(positions),
+        positions=positions,
         seconds_per_cycle={
             phase: float(np.median([getattr(cycle, f"{phase}_seconds") for cycle in full])) for phase in PHASES if full
         },
         cycle_seconds=clocked,
         predictions=predictions,
-        best=found,
+        best=best_depth,
         clocked=float(expected[-1]) * seconds[0] / clocked if clocked else None,
         verdict=verdict,
         decided_by=decided_by,
@@ -359,7 +354,7 @@ def _draft_costs(run: Run, seconds: Sequence[float]) -> list[float]:
     ]
 
 
-def _predict(asked: Any, accepted: Any, seconds: Float64, plain: float) -> tuple[Float64, Float64]:
+def _predict(requested: Any, accepted: Any, seconds: Float64, plain: float) -> tuple[Float64, Float64]:
     """E(k) and S(k) by depth ``[..., K]``, from counters ``[..., K]`` and the seconds of those cycles."""
-    tokens = 1.0 + np.cumsum(ratio(accepted, asked), axis=-1)
-    return tokens, tokens * plain / ratio(seconds, asked)
+    tokens = 1.0 + np.cumsum(ratio(accepted, requested), axis=-1)
+    return tokens, tokens * plain / ratio(seconds, requested)

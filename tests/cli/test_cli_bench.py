@@ -12,13 +12,20 @@ import pytest
 
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement
+from specdec.records.cost_table import CostTable
 from specdec.registry import BUILT_INS, Registry
 
 SHORT = ("--per-class", "1", "--max-new-tokens", "8")
 
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
+COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
+
+
 @pytest.fixture
-def bench(invoke):
+def bench(invoke, monkeypatch):
+    monkeypatch.setattr("specdec.measuring.bench.measure_costs", lambda lm: COSTS)
     return lambda *args: invoke("bench", *args, registry=Registry(BUILT_INS, entry_points=()))
 
 
@@ -53,23 +60,12 @@ def test_tables_for_people(bench, tmp_path):
     assert [row["head_prefill_ms"] != "" for row in contexts] == [False, True] * 2
 
 
-def test_one_object_for_programs(bench):
-    done = bench(*SHORT, "--classes", "code", "--synthetic", "prose", "--json")
-    assert done.exit_code == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["synthetic"] == [0.74, 0.481, 0.293, 0.161, 0.073]
-    assert told["overall"]["prompts"] == 1
-    assert told["environment"]["model"] == "demo"
-    assert {term["name"] for term in told["terms"]} == {"verification", "drafting", "bookkeeping"}
-    assert {row["arm"] for row in told["prompts"]} == {"plain", "speculative"}
-    assert told["equal"] is True
-    assert told["csv"] is None
-
-
-def test_a_page_holds_tables_plot_and_data(bench, tmp_path):
+def test_a_page_holds_tables_plot_and_data_of_an_imposed_acceptance(bench, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "bench.html"
-    done = bench(*SHORT, "--classes", "code", "--html", str(file))
+    done = bench(*SHORT, "--classes", "code", "--html", str(file), "--synthetic", "0.9,0.5")
+    assert "acceptance imposed (cumulative 0.9, 0.5): a timing, not a result" in done.stdout
+    assert "same tokens" not in done.stdout
     assert done.exit_code == 0, done.stderr
     assert f"html: {file}" in done.stderr
     text = file.read_text(encoding="utf-8")
@@ -78,20 +74,9 @@ def test_a_page_holds_tables_plot_and_data(bench, tmp_path):
     assert not re.search(r"(src|href)=.(?!data:)|url\(|@import|<script>", text)  # nothing else is fetched or run
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text)[0])
     assert f'<td class="number">{data["overall"]["speedup"]:.2f}x</td>' in text
-
-
-def test_an_interruption_reports_what_was_done(bench, monkeypatch):
-    compared = BenchMeasurement._compared
-
-    def then_stop(run, *args):
-        run.stop()
-        return compared(run, *args)
-
-    monkeypatch.setattr(BenchMeasurement, "_compared", then_stop)
-    done = bench(*SHORT, "--classes", "code,factual")
-    assert done.exit_code == 130
-    assert "interrupted: this covers 1 prompt" in done.stderr
-    assert "Speed" in done.stdout
+    assert data["synthetic"] == [0.9, 0.5]
+    assert {term["name"] for term in data["terms"]} == {"verification", "drafting", "bookkeeping"}
+    assert (data["environment"]["model"], data["equal"]) == ("demo", True)
 
 
 def test_a_broken_promise_is_an_exit_status(bench, monkeypatch):

@@ -412,6 +412,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(chat, demo, monkeypatch):
     assert "turns        2" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_real_process_with_pipes():
     """Answers come while the input is still open; a stray byte ends nothing; the end of the input does."""
     env = {**os.environ, "PYTHONUTF8": "1"}

@@ -15,7 +15,7 @@ import tomllib
 import hypothesis.strategies as st
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 
 from specdec.cli import main
 from specdec.cli.new import KINDS, repository
@@ -24,6 +24,7 @@ from tests.processes import HUNG, ROOT, run_python, run_specdec
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PROGRAMS = pathlib.Path(sys.executable).parent
+FULL = OSError(28, "No space left on device")
 
 
 def run_new(*arguments: object, status: int = 0) -> str:
@@ -55,23 +56,24 @@ def lint():
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_files_of_a_repository_are_clean(kind, tmp_path, lint):
-    folder = tmp_path / "made"
-    assert "next: cd" in run_new(kind, "far-away", "--into", folder)
-    lint(folder, "ruff", "check", "--isolated", "--select", "E4,E7,E9,F", "--line-length", "120", ".")
+def test_the_files_of_a_repository_are_clean(tmp_path, lint):
+    for kind in KINDS:
+        folder = tmp_path / kind
+        assert "next: cd" in run_new(kind, "far-away", "--into", folder)
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["name"] == "specdec-far-away"
+        module, _, plugin = project["entry-points"]["specdec"]["far-away"].partition(":")
+        assert module_of(folder).parent.name == module
+        assert not plugin or f"class {plugin}" in module_of(folder).read_text()
+        assert "__main__" not in module_of(folder).read_text()
+        assert all(text.endswith("\n") and not text.endswith("\n\n") for text in repository(kind, "far-away").values())
+        for name in project["dependencies"][1:]:
+            assert importlib.metadata.version(name)
+    lint(tmp_path, "ruff", "check", "--isolated", "--select", "E4,E7,E9,F", "--line-length", "120", ".")
+    folder = tmp_path / "drafter"  # these files are the same for every kind
     lint(folder, "check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/ci.yml")
     lint(folder, "check-jsonschema", "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
     lint(folder, "zizmor", "--offline", "--no-progress", ".github")
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    assert project["name"] == "specdec-far-away"
-    module, _, plugin = project["entry-points"]["specdec"]["far-away"].partition(":")
-    assert module_of(folder).parent.name == module
-    assert not plugin or f"class {plugin}" in module_of(folder).read_text()
-    assert "__main__" not in module_of(folder).read_text()
-    assert all(text.endswith("\n") and not text.endswith("\n\n") for text in repository(kind, "far-away").values())
-    for name in project["dependencies"][1:]:
-        assert importlib.metadata.version(name)
 
 
 def test_the_workflow_uses_the_actions_that_ours_uses():
@@ -84,6 +86,7 @@ WORDS = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1, max_size=45
 CAMEL = ("row", "delta", "array", "host", "forward-pass", "state", "context", "markov", "echo", "text-state", "config")
 
 
+@settings(max_examples=40)
 @given(kind=st.sampled_from(list(KINDS)), name=st.one_of(WORDS, st.sampled_from(CAMEL), st.text(max_size=8)))
 def test_every_name_is_refused_or_defines_each_class_once(kind, name):
     try:
@@ -108,9 +111,9 @@ def test_a_folder_with_files_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("fails_at", range(0, 8, 3))
+@pytest.mark.parametrize(
+    ("there", "error", "fails_at"), [(True, FULL, 0), (False, FULL, 4), (False, KeyboardInterrupt(), 7)]
+)
 def test_a_failure_leaves_nothing_half_written(there, error, fails_at, tmp_path, monkeypatch):
     folder, write, written = tmp_path / "outer" / "made", pathlib.Path.write_text, []
     if there:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specdec.cli import output
 from specdec.errors import UnsupportedError, one_line
 from specdec.files import streams
-from specdec.measuring.mismatches import MissedDrafts
+from specdec.measuring.drafts import MissedDrafts
 from tests.processes import HUNG, ROOT
 
 FULL = "UnsupportedError: standard output cannot be written: No space left on device"

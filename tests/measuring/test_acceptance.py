@@ -16,7 +16,7 @@ import specdec
 from specdec.contract import NO_NEEDS, Context, CycleRecord, Draft, Drafter, Stats
 from specdec.errors import ConfigError, PromptError, UnsupportedError
 from specdec.measuring import AcceptanceMeasurement, Advice, Prompt, measure_acceptance, summarise
-from specdec.measuring.mismatches import commonest, log_rows
+from specdec.measuring.drafts import commonest, log_rows
 from specdec.measuring.runs import Measurement, Run
 from specdec.records.cost_table import CostTable
 from tests import tiny
@@ -166,13 +166,6 @@ def test_costs_that_no_draft_can_pay_for(scripted):
     assert report.classes[0].verdict is Advice.NOT_WORTH_IT
     assert report.classes[0].best is not None
     assert report.classes[0].best.depth == 1  # the least bad one
-
-
-def test_the_callers_model_stays_as_it_was(scripted):
-    lm = scripted([(4, 1)])
-    before = attrs.asdict(lm, recurse=False)
-    measure_acceptance(lm, prompts("one"), depth=2, costs=COSTS, max_new_tokens=8)
-    assert attrs.asdict(lm, recurse=False) == before
 
 
 def test_classes_take_turns_and_an_interruption_keeps_what_was_done(scripted):
@@ -341,13 +334,6 @@ def test_a_row_of_the_log_has_drafted_beside_actual():
     }
     assert (rows[1]["position"], rows[1]["context"], rows[1]["actual_text"]) == (3, "abcde", ["f", "g"])
     assert (rows[2]["actual"], rows[2]["mismatch"]) == ([], 0)
-
-
-def test_a_draft_that_was_accepted_whole_has_no_mismatch():
-    run = attrs.evolve(lettered(), cycles=(drafted(2, 3, (2, 3, 4), 3),))
-    (row,) = log_rows(run, Letters())  # type: ignore[arg-type]
-    assert row["mismatch"] is None
-    assert commonest([run], Letters(), 5) == []  # type: ignore[arg-type]
 
 
 def test_the_commonest_mismatches():

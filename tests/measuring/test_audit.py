@@ -185,14 +185,6 @@ def test_what_cannot_be_audited_is_refused(lm: Any) -> None:
         audit(lm, [1], [1], tempreature=1.0)
 
 
-def test_progress_and_more_rows_than_a_pass_takes(lm: Any) -> None:
-    seen: list[tuple[int, int]] = []
-    report = audit(lm, [40], [50, 60, 70], rows=1000, progress=lambda *tick: seen.append(tick))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert report.control is not None
-    assert report.control.rows == lm.info.max_rows
-
-
 # --- the report ------------------------------------------------------------------------------------------------------
 
 

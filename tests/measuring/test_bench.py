@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from specdec.measuring import bench as bench_module
 from specdec.measuring import runs
 from specdec.measuring.bench import BenchMeasurement, compare
 from specdec.measuring.runs import Run, generate, plain
-from specdec.measuring.synthetic import PROFILES, SyntheticVerifier, parse_profile
+from specdec.measuring.synthetic import SyntheticVerifier
 from specdec.records.cost_table import CostTable
 from specdec.verifiers.strict import StrictVerifier
 from tests import tiny
@@ -154,18 +153,6 @@ def cycle(offered: int, emitted: int, draft: float, verify: float, commit: float
     )
 
 
-def test_cycles_that_a_device_ran_whole_are_timed_as_such() -> None:
-    """They know no phases: their draft of 0 s used to be printed as a time, and their pass held the draft."""
-    whole = attrs.evolve(cycle(3, 4, 0.0, 2.0, 0.0), on_device=True)
-    plain = [cycle(0, 1, 0.0, 1.0, 0.5)]
-    alone = {timing.what: timing for timing in bench_module._timings([whole], plain)}
-    assert set(alone) == {"plain step", "verify 1 row", "whole cycle, 3 drafts"}
-    assert alone["whole cycle, 3 drafts"].in_plain_steps == pytest.approx(2.0 / 1.5)
-    mixed = {timing.what: timing for timing in bench_module._timings([whole, cycle(3, 4, 1.0, 1.0, 0.5)], plain)}
-    assert mixed["verify 4 rows"].median_ms == pytest.approx(1000.0)
-    assert mixed["commit"].cycles == 1
-
-
 def test_prediction_and_terms_by_hand() -> None:
     cycles = [cycle(3, 4, 1.0, 2.0, 0.5), cycle(1, 1, 0.5, 1.0, 0.5)]
     plain_cycles = [cycle(0, 1, 0.0, 1.0, 0.5)]
@@ -202,12 +189,6 @@ def test_nothing_that_is_free_makes_it_slower(cycles: list[CycleRecord], steps: 
         saved += whole - tokens * step / term.speedup_if_free
     if all(one >= step for one in (whole - saved,)):
         assert tokens * step / (whole - saved) <= tokens * (1 + 1e-9)
-
-
-def test_a_run_explains_its_time() -> None:
-    run = Run(prompt_tokens=(7,), tokens=(1, 2, 3), seconds=4.0, cycles=(cycle(1, 2, 1.0, 1.0, 0.5),))
-    assert run.rate == 0.75
-    assert run.explained == 2.5 / 4.0
 
 
 @pytest.mark.parametrize(
@@ -310,16 +291,6 @@ def test_imposed_acceptance_is_marked(scripted: Callable[..., Any]) -> None:
     assert report.to_dict()["synthetic"] == (1.0,)
 
 
-def test_profiles() -> None:
-    assert parse_profile("mixed") == PROFILES["mixed"]
-    assert parse_profile("0.5, 0.25") == (0.5, 0.25)
-    for text in ("mixd", "0.5,0.6", "1.5", "-0.1", "nan", ""):
-        with pytest.raises(ConfigError):
-            parse_profile(text)
-    with pytest.raises(ConfigError, match="mixed"):
-        parse_profile("mixd")
-
-
 @pytest.mark.slow
 def test_the_picture_is_drawn(scripted: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -330,13 +301,3 @@ def test_the_picture_is_drawn(scripted: Callable[..., Any], tmp_path: Path) -> N
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UnsupportedError, match="cannot be written"):
         plot_bench(report, tmp_path / "no" / "bench.png")
-
-
-def test_a_table_without_rows_is_an_empty_file(tmp_path: Path) -> None:
-    from specdec.cli.measuring import write_csv
-
-    write_csv([], tmp_path / "none.csv")
-    assert (tmp_path / "none.csv").read_text() == ""
-    write_csv([{"a": 1, "b": "x,y"}], tmp_path / "one.csv")
-    with open(tmp_path / "one.csv", newline="") as file:
-        assert list(csv.DictReader(file)) == [{"a": "1", "b": "x,y"}]

@@ -52,11 +52,6 @@ def test_the_command_is_the_one_that_was_called(monkeypatch):
     assert current_environment(INFO).command == "tool.py x"
 
 
-@pytest.mark.parametrize(("load", "busy"), [(None, False), (0.2, False), (0.9, True)])
-def test_busy(load, busy):
-    assert attrs.evolve(current_environment(INFO), load_1min=load).busy is busy
-
-
 def _answers(head: str, status: str):
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 0, f"{head}\n" if "rev-parse" in command else status, "")

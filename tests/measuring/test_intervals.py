@@ -10,12 +10,6 @@ import pytest
 from specdec.measuring.intervals import MIN_PROMPTS, interval, left_out, ratio, student_t
 
 
-def test_prompts_that_are_all_alike_leave_no_doubt():
-    others = left_out(np.tile([3, 7, 10], (12, 1)))
-    assert (others == np.array([33, 77, 110])).all()
-    assert interval(0.3, ratio(others[:, 0], others[:, 2])) == pytest.approx((0.3, 0.3))
-
-
 def test_the_interval_of_a_mean_is_the_known_one():
     """Student's: mean and t s / sqrt(n)."""
     values = np.random.default_rng(3).normal(5.0, 2.0, 30)
@@ -59,8 +53,3 @@ def test_an_interval_stays_within_its_bounds():
     assert interval(0.5, values, high=1.0) == (0.0, 1.0)
     low, high = interval(0.0, values, low=-1.0) or (math.nan, math.nan)
     assert (low, high > 1.0) == (-1.0, True)
-
-
-def test_nothing_over_nothing_is_no_rate():
-    assert np.isnan(ratio(np.array([0.0]), np.array([0.0])))[0]
-    assert ratio(np.array([1.0]), np.array([4.0])).tolist() == [0.25]

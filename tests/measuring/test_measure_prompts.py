@@ -58,14 +58,6 @@ def test_plain_text_is_one_prompt_per_line_of_one_class(tmp_path):
     assert not any(prompt.chat for prompt in found[name])
 
 
-def test_json_lines_are_known_by_their_first_line_too(tmp_path):
-    file = tmp_path / "mine.txt"
-    file.write_text('{"class": "mail", "prompt": "Dear all,"}\nnot JSON')
-    with pytest.raises(PromptError, match="not JSON") as caught:
-        load_prompts(file)
-    assert caught.value.facts["line"] == "2"
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -123,15 +115,6 @@ def test_messages_go_through_the_chat_template_where_there_is_one(checkpoint: Ca
     assert tokenizer.decode(Prompt(kind="code", text="Hello").encode(tokenizer)) == "Hello"
     plain = Tokenizer(tokenizer.core)  # without a template
     assert message.encode(plain) == plain.encode("Hello")
-
-
-def test_thinking_is_switched_on_for_its_class():
-    import specdec.checkpoints
-
-    tokenizer = Tokenizer.from_folder(specdec.checkpoints.locate("demo"))
-    for kind, end in (("verbose-thinking", "<|im_start|>assistant\n<think>\n"), ("other", "<|im_start|>assistant\n")):
-        ids = Prompt(kind=kind, text="Hello", chat=True).encode(tokenizer)
-        assert tokenizer.decode(ids, skip_special=False).endswith(end)
 
 
 def test_a_prompt_that_cannot_be_encoded_is_named(checkpoint: Callable[..., pathlib.Path]):

@@ -17,14 +17,12 @@ from specdec.contract import CycleRecord
 from specdec.decoding.parts import make_verifier
 from specdec.errors import UnsupportedError
 from specdec.measuring import Prompt, measure_acceptance
-from specdec.measuring.kinds import by_kind
-from specdec.measuring.mismatches import MissedDrafts
+from specdec.measuring.drafts import MissedDrafts, by_kind
 from specdec.measuring.passive import passive
 from specdec.measuring.runs import Run, at_depth, generate, plain
 from specdec.records.cost_table import CostTable
 from tests.decoding.test_sessions import CODE, load, variant
 from tests.measuring.test_acceptance import drafted, made_run
-from tests.processes import run_specdec
 
 __all__ = ["load"]  # a fixture
 COSTS = CostTable(verify={1: 1.0, 5: 1.4}, draft={0: 0.0, 4: 0.4}, commit=0.1)
@@ -154,14 +152,3 @@ def test_missed_drafts_are_logged_one_by_one(load: Callable[..., Any], tmp_path:
         assert row["chosen_text"] == lm.tokenizer.decode([row["chosen"]], skip_special=False)
     with pytest.raises(UnsupportedError, match="cannot be written"):
         MissedDrafts(tmp_path, lm.tokenizer)
-
-
-@pytest.mark.slow
-def test_the_command_writes_missed_drafts(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "missed.jsonl"
-    done = run_specdec("generate", "-p", "def f(", "-n", "40", "-s", "depth.name=fixed", "--missed", file, "--json")
-    told = json.loads(done.stdout)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert rows
-    assert all(row["chosen"] == told["tokens"][row["position"]] != row["drafted"] for row in rows)
-    run_specdec("generate", "-p", "x", "-n", "2", "--missed", tmp_path, status=2)

@@ -37,12 +37,6 @@ def test_expected_tokens_are_those_of_all_outcomes(acceptance):
     assert expected_tokens(acceptance) == pytest.approx(enumerated(acceptance), abs=1e-9)
 
 
-@given(shares, st.integers(0, 9))
-def test_the_closed_form_for_one_acceptance(acceptance, depth):
-    closed = depth + 1 if acceptance == 1 else (1 - acceptance ** (depth + 1)) / (1 - acceptance)
-    assert expected_tokens([acceptance] * depth) == pytest.approx(closed, rel=1e-6)
-
-
 @given(st.floats(0.2, 12.0), st.integers(1, 8))
 def test_at_the_break_even_a_depth_is_as_fast_as_plain_decoding(cost, depth):
     needed = break_even(cost, depth)
@@ -56,11 +50,6 @@ def test_at_the_break_even_a_depth_is_as_fast_as_plain_decoding(cost, depth):
         assert enumerated([needed] * depth) == pytest.approx(cost, abs=1e-6)
         if needed > 1e-3:
             assert enumerated([needed - 1e-3] * depth) < cost
-
-
-def test_break_even_at_depth_1_is_the_excess_of_the_cost():
-    assert break_even(1.29, 1) == pytest.approx(0.29)
-    assert break_even(1.39, 1) == pytest.approx(0.39)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +66,6 @@ def test_best_depth_of_one_acceptance_and_a_cost_per_token(acceptance, step, dep
     found = best(predictions)
     assert found.depth == depth
     assert found.speedup == pytest.approx(speedup, abs=0.005)
-
-
-def test_of_equal_depths_the_shallower_one_is_best():
-    same = [Prediction(depth=k, tokens=2.0, speedup=1.2, interval=None) for k in (3, 1, 2)]
-    assert best(same).depth == 1
 
 
 @given(st.floats(0.1, 5.0), st.floats(0.0, 3.0))

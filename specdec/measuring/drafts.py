@@ -1,0 +1,187 @@
+"""Where a drafter goes wrong: each draft next to the output, the commonest mismatches, and acceptance by kind of token."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from specdec.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from specdec.contract import CycleRecord
+    from specdec.measuring.runs import Run
+    from specdec.text import Tokenizer
+
+CONTEXT_TOKENS = 16  # of context shown in a log row
+KINDS = ("common", "rare", "special")
+COMMON_SHARE = 0.5
+
+
+def _texts(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
+    """Each token as text, including special tokens; partial characters become the replacement character."""
+    return [tokenizer.decode([token], skip_special=False) for token in tokens]
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def log_rows(run: Run, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    """One row per draft: the last tokens of the context, drafted and actual tokens, and where they first differ.
+
+    ``actual`` holds the output tokens at the drafted positions, fewer if the generation ended. ``mismatch`` is the
+    lookahead position of the first rejected token, null if all were accepted.
+    """
+    assert run.prompt is not None
+    tokens = [*run.prompt_tokens, *run.tokens]
+    for cycle in run.cycles:
+        if not cycle.drafted:
+            continue
+        at = cycle.position
+        actual = tokens[at : at + len(cycle.drafted)]
+        yield {
+            "class": run.prompt.kind,
+            "prompt": run.prompt.source,
+            "position": at - len(run.prompt_tokens),  # generated tokens before the draft
+            "context": tokenizer.decode(tokens[max(0, at - CONTEXT_TOKENS) : at], skip_special=False),
+            "drafted": list(cycle.drafted),
+            "drafted_text": _texts(tokenizer, cycle.drafted),
+            "actual": actual,
+            "actual_text": _texts(tokenizer, actual),
+            "accepted": cycle.accepted,
+            "mismatch": cycle.accepted if cycle.accepted < len(cycle.drafted) else None,
+        }
+
+
+class _Log:
+    """A JSON-lines file. One that cannot be written ends no measurement: ``failure`` says why, the rest is left out."""
+
+    def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
+        self._path, self._tokenizer, self._mode = path, tokenizer, "w"
+        self.failure: UnsupportedError | None = None
+
+    def _write(self, rows: Iterable[dict[str, Any]]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            with open(self._path, self._mode, encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            message = f"the log cannot be written: {error.strerror or error}"
+            self.failure = UnsupportedError(message, file=self._path)
+        self._mode = "a"
+
+
+class DraftLog(_Log):
+    """``log_rows`` of every run; the first run replaces an existing file.
+
+    So an interrupted measurement leaves a partial log, and one that cannot start leaves an older log alone.
+    """
+
+    def add(self, run: Run) -> None:
+        """Write the drafts of a run."""
+        self._write(log_rows(run, self._tokenizer))
+
+
+class MissedDrafts(_Log):
+    """The first wrong token of every rejected draft, written cycle by cycle.
+
+    Positions count from the first token that the generation emits.
+
+    Raises: UnsupportedError if the file cannot be opened, before anything is generated.
+    """
+
+    def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
+        super().__init__(path, tokenizer)
+        self._emitted = 0
+        self._write(())
+        if self.failure is not None:
+            raise self.failure
+
+    def add(self, cycle: CycleRecord) -> None:
+        """Write a cycle's missed draft token, if the output has another one in its place."""
+        at, emitted = cycle.accepted, cycle.emitted
+        if at < min(len(cycle.drafted), len(emitted)):
+            pair = {"drafted": cycle.drafted[at], "chosen": emitted[at]}
+            texts = {
+                f"{name}_text": text for name, text in zip(pair, _texts(self._tokenizer, pair.values()), strict=True)
+            }
+            self._write([{"position": self._emitted + at, "lookahead": at, **pair, **texts}])
+        self._emitted += len(emitted)
+
+
+# --- summaries -------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Mismatch:
+    """A rejected draft token, the actual output token, and their count; both as text."""
+
+    drafted: str
+    actual: str
+    count: int
+    share: float  # of all rejected tokens
+
+
+def _reached(run: Run) -> Iterator[tuple[int, int, bool]]:
+    """Every draft token that was reached, the token of the output in its place, and whether it was accepted."""
+    start = len(run.prompt_tokens)
+    for cycle in run.cycles:
+        following = run.tokens[cycle.position - start :]  # the output may end before the draft
+        for place, (drafted, actual) in enumerate(zip(cycle.drafted, following, strict=False)):
+            if place <= cycle.accepted:
+                yield drafted, actual, place < cycle.accepted
+
+
+def commonest(runs: Iterable[Run], tokenizer: Tokenizer, limit: int) -> list[Mismatch]:
+    """The most frequent first mismatches, most frequent first."""
+    pairs = Counter((drafted, actual) for run in runs for drafted, actual, right in _reached(run) if not right)
+    return [
+        Mismatch(drafted=drafted, actual=actual, count=count, share=count / pairs.total())
+        for pair, count in sorted(pairs.items(), key=lambda entry: (-entry[1], entry[0]))[:limit]
+        for drafted, actual in [_texts(tokenizer, pair)]
+    ]
+
+
+@attrs.frozen(kw_only=True)
+class KindReport:
+    """Draft tokens by the kind of the token that the output has in their place.
+
+    Counted are tokens whose predecessors in the draft were all right, so that each is a fair guess.
+    """
+
+    kind: str
+    accepted: int
+    rejected: int
+
+    @property
+    def rate(self) -> float | None:
+        """accepted / (accepted + rejected); None if there were none."""
+        tried = self.accepted + self.rejected
+        return self.accepted / tried if tried else None
+
+
+def by_kind(runs: Sequence[Run], special_ids: Collection[int]) -> tuple[KindReport, ...]:
+    """Count accepted and rejected draft tokens by kind.
+
+    Special tokens are the tokenizer's. Of the others, the most frequent ones that make up half of all prompt and output
+    tokens of ``runs`` are common; the rest is rare.
+    """
+    seen = Counter(token for run in runs for token in (*run.prompt_tokens, *run.tokens) if token not in special_ids)
+    common: set[int] = set()
+    covered = 0
+    for token, count in sorted(seen.items(), key=lambda entry: (-entry[1], entry[0])):
+        if covered >= COMMON_SHARE * seen.total():
+            break
+        common.add(token)
+        covered += count
+    counted: Counter[tuple[str, bool]] = Counter()
+    for run in runs:
+        for _, token, right in _reached(run):
+            kind = "special" if token in special_ids else "common" if token in common else "rare"
+            counted[kind, right] += 1
+    return tuple(KindReport(kind=kind, accepted=counted[kind, True], rejected=counted[kind, False]) for kind in KINDS)
