@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
-from click.core import ParameterSource
 
 from specdec.cli import measuring, output
 from specdec.cli.measuring import between
-from specdec.cli.options import PATH, configured, interruptible
+from specdec.cli.options import PATH, configured, interruptible, refuse
+from specdec.cli.run_report import acceptance_table
 from specdec.config import Choice, Override, RunConfig
 
 if TYPE_CHECKING:
@@ -115,21 +115,8 @@ def accept(
 # --- recorded traffic ------------------------------------------------------------------------------------------------
 
 _OF_A_MODEL = (
-    "prompts_file",
-    "classes",
-    "per_class",
-    "csv_file",
-    "plot_file",
-    "html_file",
-    "passive",
-    "ablate",
-    "log_file",
-    "max_new_tokens",
-    "temperature",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "verifier_part",
+    *("prompts_file", "classes", "per_class", "csv_file", "plot_file", "html_file", "passive", "ablate", "log_file"),
+    *("max_new_tokens", "temperature", "seed", "verifier_part"),
 )
 
 
@@ -137,19 +124,11 @@ def _judge_traffic(
     ctx: click.Context, config: RunConfig, trace_file: pathlib.Path, depth: int, *, as_json: bool
 ) -> None:
     """``accept --trace``."""
-    given = [
-        "--" + name.removesuffix("_file").removesuffix("_part").replace("_", "-")
-        for name in _OF_A_MODEL
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
-    used = {"drafter", "target.model", "target.revision"}
-    given += [
-        override.source
-        for override in map(Override.parse, ctx.params["settings"])
-        if used.isdisjoint((override.path[0], ".".join(override.path)))
-    ]
-    if given:
-        raise click.UsageError(f"{given[0]}: with --trace no model runs, and the prompts are the file's.")
+    why = "with --trace no model runs, and the prompts are the file's."
+    refuse(_OF_A_MODEL, why)
+    for override in map(Override.parse, ctx.params["settings"]):
+        if override.path[0] != "drafter" and override.path not in (("target", "model"), ("target", "revision")):
+            raise click.UsageError(f"{override.source}: {why}")
     if config.drafter.name == "auto":
         raise click.UsageError("--trace: name the drafter to judge, such as --drafter ngram.")
     from specdec.checkpoints import locate
@@ -185,21 +164,10 @@ def _show_traffic(report: TrafficReport) -> None:
     if report.cut_line:
         rows.append(("left out", f"line {report.cut_line}, the last one, which is incomplete"))
     console.print(output.facts(rows))
-    places = [
-        (str(at), str(offered), str(reached), str(accepted), *map(output.share, _rates(offered, reached, accepted)))
-        for at, (offered, reached, accepted) in enumerate(
-            zip(report.offered, report.reached, report.accepted, strict=True)
-        )
-    ]
-    if places:
+    if report.offered:
         console.print()
-        headings = ("position", "offered", "reached", "accepted", "cond.", "cumul.")
-        console.print(output.table(headings, places, left=()))
+        console.print(acceptance_table(attrs.asdict(report)))
     console.print("\nPasses are counted, not timed: specdec accept without --trace prices them on a model.")
-
-
-def _rates(offered: int, reached: int, accepted: int) -> tuple[float | None, float | None]:
-    return (accepted / reached if reached else None), (accepted / offered if offered else None)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

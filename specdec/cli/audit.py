@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
-from click.core import ParameterSource
 
 from specdec.cli import measuring, output
 from specdec.cli.options import (
@@ -24,6 +23,7 @@ from specdec.cli.options import (
     ignore_eos,
     interruptible,
     prompted,
+    refuse,
 )
 from specdec.config import Override, RunConfig
 from specdec.errors import PromptError, shown
@@ -80,6 +80,7 @@ PER_CLASS = 4  # of specdec's own prompts
 @click.pass_context
 def audit(
     ctx: click.Context,
+    /,
     servers: tuple[str, ...],
     run_file: str | None,
     asked: PromptOptions,
@@ -106,12 +107,16 @@ def audit(
     if servers:
         _compare(ctx, config, asked, tolerance, plot_file, as_json=as_json)
         return
-    _refuse(ctx, of_servers, "it needs --server.")
+    refuse(of_servers, "it needs --server.")
     prompt: str | list[int] = []
     if run_file is None:
         prompt = asked.read(config)
-    elif settings := list(_run_settings(ctx)):
-        raise click.UsageError(f"{', '.join(settings)}: with --run, prompt and generation settings are the file's.")
+    else:
+        why = "with --run, prompt and generation settings are the file's."
+        refuse(("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"}), why)
+        for override in map(Override.parse, ctx.params["settings"]):
+            if override.path[0] == "generation":
+                raise click.UsageError(f"{override.source}: {why}")
 
     import specdec
     from specdec.measuring.audit import audit as replay
@@ -150,15 +155,6 @@ def audit(
         gap = f"the largest gap is {report.largest_gap:.4g} nats, the tolerance {tolerance:g}"
         click.echo(f"error: {output.count(report.beyond, 'token')} beyond the tolerance: {gap}", err=True)
         ctx.exit(output.BROKEN_PROMISE)
-
-
-def _run_settings(ctx: click.Context) -> Iterator[str]:
-    """Options that set what a run file already contains."""
-    for param in ctx.command.params:
-        about_the_run = param.name in ("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"})
-        if about_the_run and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
-            yield next(option for option in param.opts if option.startswith("--"))
-    yield from (o.source for o in map(Override.parse, ctx.params["settings"]) if o.path[0] == "generation")
 
 
 def _run_now(lm: LanguageModel, prompt: str | list[int], *, chat: bool) -> RecordedRun:
@@ -274,14 +270,6 @@ _NOT_OF_SERVERS = {
 }
 
 
-def _refuse(ctx: click.Context, names: Mapping[str, Any] | Sequence[str], why: str) -> None:
-    """Raises: UsageError for the first of these options that the command line has."""
-    for param in ctx.command.params:
-        if param.name in names and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
-            option = next((name for name in param.opts if name.startswith("--")), "MODEL")
-            raise click.UsageError(f"{option}: {why}")
-
-
 def _compare(
     ctx: click.Context,
     config: RunConfig,
@@ -330,7 +318,7 @@ def _compare(
 def _check_options(ctx: click.Context, config: RunConfig) -> None:
     """Raises: UsageError for options that servers do not have."""
     for names, why in _NOT_OF_SERVERS.items():
-        _refuse(ctx, names, why)
+        refuse(names, why)
     if (number := len(ctx.params["servers"])) != 2:
         raise click.UsageError(
             f"--server: give two, a plain and a speculative one, got {number}; the same one twice shows its own noise."

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@configured("Tokens generated per prompt", new_tokens=96)
+@configured("Tokens to generate per prompt", new_tokens=96)
 @measuring.measured(per_class=3, csv_help="Write every run and context length.")
 @click.option(
     "--repeats", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="A B B A rounds per prompt."
@@ -196,8 +196,6 @@ def _terms(report: BenchReport) -> Iterator[tuple[str, ...]]:
 
 def _explained(report: BenchReport) -> Sequence[str]:
     lines = ["free: the speed-up if this part cost no more than in a plain step."]
-    if not report.terms:
-        lines = ["The device ran each cycle in one piece, so its parts cannot be timed."]
     overall, blame = report.overall, report.blame
     if overall is not None and report.predicted_speedup is not None and blame is not None:
         lines.append(

@@ -66,7 +66,7 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
                 default=per_class,
                 show_default=per_class is not None,
                 metavar="N",
-                help=f"The first N prompts of each class{'' if per_class else '; all if unset'}.",
+                help=f"Prompts per class{'' if per_class else ' (default all)'}.",
             ),
             click.option("--csv", "csv_file", metavar="FILE", type=PATH, help=csv_help),
             click.option("--plot", "plot_file", metavar="FILE", type=PATH, help="Draw a PNG (matplotlib)."),

@@ -11,12 +11,13 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from specdec.cli.completion import complete_key, complete_model, plugin_names
 from specdec.config import Override, RunConfig, load_config, read_toml
@@ -35,15 +36,15 @@ class _Text(click.types.StringParamType):
 
 
 class _File(click.types.StringParamType):
-    """The name of a file or model: empty it would mean the current folder."""
+    """The name of a file or model, which is not empty: that would mean the current folder."""
 
-    def __init__(self, made: Callable[[str], Any]) -> None:
-        self._made = made
+    def __init__(self, kind: Callable[[str], Any]) -> None:
+        self._kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("It is empty.", param, ctx)
-        return self._made(value)
+        return self._kind(value)
 
 
 class Number(click.FloatRange):
@@ -102,7 +103,7 @@ ignore_eos = click.option("--ignore-eos", is_flag=True, help="Continue after an 
 
 def add_options(command: Command, *options: Callable[[Command], Command]) -> Command:
     """Add options to a command, listed in this order."""
-    return functools.reduce(lambda made, option: option(made), reversed(options), command)
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
 def settings_option(example: str = "depth.depth=4", help: str = "Override a key") -> Callable[[Command], Command]:
@@ -178,8 +179,9 @@ def flag_overrides(flags: Mapping[str, Any]) -> Iterator[Override]:
     for key, value in flags.items():
         if value is not None and value is not False and value != ():
             option = "--" + key.rpartition(".")[2].replace("_", "-")
-            given = list(value) if isinstance(value, tuple) else _depth(value) if key == "depth" else value
-            yield Override(tuple(key.split(".")), given, option)
+            if isinstance(value, tuple):
+                value = list(value)
+            yield Override(tuple(key.split(".")), _depth(value) if key == "depth" else value, option)
 
 
 def _depth(text: str) -> int | str:
@@ -204,6 +206,15 @@ def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: in
     if given or new_tokens is None:
         return config
     return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=new_tokens))
+
+
+def refuse(names: Iterable[str], why: str) -> None:
+    """Raises: UsageError for the first of these parameters that the command line has."""
+    ctx = click.get_current_context()
+    for param in ctx.command.params:
+        if param.name in names and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE:
+            option = next((name for name in param.opts if name.startswith("--")), "MODEL")
+            raise click.UsageError(f"{option}: {why}")
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------

@@ -73,9 +73,11 @@ def inapplicable(target: ForwardPass, switch: str) -> str | None:
         return f"the switches are mistakes in the rules of the {', '.join(FAMILIES)} heads, not of {target.info.family}"
     assert target.model.mtp is not None
     mixer = target.model.mtp.layer.mixer
-    if switch in ("gate-silu", "no-rotary") and not isinstance(mixer, Attention):
+    if switch not in ("gate-silu", "no-rotary"):
+        return None
+    if not isinstance(mixer, Attention):
         return "the head's layer is not plain attention"
-    if switch == "gate-silu" and isinstance(mixer, Attention) and not mixer.shape.gated:
+    if switch == "gate-silu" and not mixer.shape.gated:
         return "the head's attention has no output gate"
     return None
 
@@ -87,14 +89,13 @@ def check_ablations(lm: LanguageModel, switches: Sequence[str]) -> None:
             f"ablations are of an MTP head, and the drafter {lm.drafter.spec.name!r} uses none",
             try_="drafter.name = mtp, or no --ablate",
         )
+    _check(lm.target, switches)
+
+
+def _check(target: ForwardPass, switches: Iterable[str]) -> None:
     for switch in switches:
-        _check(lm.target, switch)
-
-
-def _check(target: ForwardPass, switch: str) -> None:
-    reason = inapplicable(target, switch)
-    if reason is not None:
-        raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
+        if reason := inapplicable(target, switch):
+            raise UnsupportedError(f"the ablation {switch!r} cannot be measured", reason=reason)
 
 
 def ablated(lm: LanguageModel, switches: Sequence[str]) -> LanguageModel:
@@ -117,33 +118,29 @@ class AblatedLM(CausalLM):
 
     def __init__(self, target: CausalLM, switches: Iterable[str]) -> None:
         self.switches = frozenset(switches)
-        for switch in sorted(self.switches) or SWITCHES:
-            _check(target, switch)
+        _check(target, sorted(self.switches) or SWITCHES)
         assert target.model.mtp is not None
         super().__init__(target.info, attrs.evolve(target.model, mtp=_ablated_head(target.model.mtp, self.switches)))
         self.info = target.info
         self._undo = {False: _inverse(self.model.norm), True: _inverse(target.model.mtp.norm)}
 
-    def _given(self, hidden: Hidden, *, chained: bool) -> Hidden:
+    def _input(self, hidden: Hidden, *, chained: bool) -> Hidden:
         """The head's input: a state from before its norm, up to a factor that the head's norm removes."""
         if ("chain-pre-norm" if chained else "hidden-pre-norm") not in self.switches:
             return hidden
         return self.ops.hidden(self._undo[chained](self.ops.array(hidden)))
 
     def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
-        super().prefill_mtp(state, tokens, self._given(hidden, chained=False))
+        super().prefill_mtp(state, tokens, self._input(hidden, chained=False))
 
     def decode_mtp(
         self, state: State, tokens: Sequence[int], hidden: Hidden, *, provisional: bool = False, **options: Any
     ) -> ForwardOutput:
-        given = self._given(hidden, chained=provisional)
-        return super().decode_mtp(state, tokens, given, provisional=provisional, **options)
+        hidden = self._input(hidden, chained=provisional)
+        return super().decode_mtp(state, tokens, hidden, provisional=provisional, **options)
 
     def draft_mtp(self, state: State, pending: int, depth: int, **options: Any) -> tuple[int, ...]:
         return ForwardPass.draft_mtp(self, state, pending, depth, **options)
-
-    def device_executor(self, *arguments: Any, **options: Any) -> None:
-        return None
 
     # --- no-prefill: the head's cache is emptied after each prompt -------------------------------------------------
 
@@ -218,13 +215,10 @@ def _ablated_head(head: MtpHead, switches: frozenset[str]) -> MtpHead:
 
 def ablation_report(switch: str, right: Sequence[Run], wrong: Sequence[Run], depth: int) -> AblationReport:
     """Compare runs of the same prompts, in the same order."""
-    prompts = len(wrong)
+    pairs = list(zip(right, wrong, strict=True))
     counts = [np.sum([run.counts(depth) for run in runs], axis=0) for runs in (right, wrong)]
-    cumulative = [_known(ratio(accepted, offered)) for _, offered, _, accepted in counts]
-    sizes = np.array(
-        [[len(a.tokens), len(a.cycles), len(b.tokens), len(b.cycles)] for a, b in zip(right, wrong, strict=True)],
-        dtype=np.float64,
-    )
+    cumulative_right, cumulative = (_known(ratio(accepted, offered)) for _, offered, _, accepted in counts)
+    sizes = np.array([[len(part) for run in pair for part in (run.tokens, run.cycles)] for pair in pairs], float)
 
     def change(sums: np.ndarray) -> np.ndarray:
         return ratio(ratio(sums[..., 2], sums[..., 3]), ratio(sums[..., 0], sums[..., 1])) - 1.0
@@ -233,10 +227,10 @@ def ablation_report(switch: str, right: Sequence[Run], wrong: Sequence[Run], dep
     return AblationReport(
         switch=switch,
         mistake=SWITCHES[switch],
-        prompts=prompts,
-        equal=sum(a.tokens == b.tokens for a, b in zip(right, wrong, strict=True)),
-        cumulative=cumulative[1],
-        cumulative_right=cumulative[0],
+        prompts=len(pairs),
+        equal=sum(a.tokens == b.tokens for a, b in pairs),
+        cumulative=cumulative,
+        cumulative_right=cumulative_right,
         tokens_per_cycle=float(total[2] / total[3]),
         tokens_per_cycle_right=float(total[0] / total[1]),
         change=float(change(total)),

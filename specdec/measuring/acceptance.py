@@ -133,7 +133,7 @@ class AcceptanceReport(Report):
                     "depth": depth,
                     "expected_tokens": prediction and prediction.tokens,
                     "speedup": prediction and prediction.speedup,
-                    **ends("speedup", prediction and prediction.interval),
+                    **ends("speedup", None if prediction is None else prediction.interval),
                     "best_depth": group.best and group.best.depth,
                     "verdict": group.verdict and group.verdict.value,
                 }

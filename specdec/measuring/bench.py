@@ -473,9 +473,9 @@ def _timings(cycles: Sequence[CycleRecord], plain_cycles: Sequence[CycleRecord])
         )
 
     lengths = sorted({cycle.offered for cycle in cycles})
-    by_length = {n: [cycle for cycle in cycles if cycle.offered == n] for n in lengths}
+    by_length: dict[int, list[CycleRecord]] = {n: [cycle for cycle in cycles if cycle.offered == n] for n in lengths}
     yield timing("plain step", steps)
-    for n, chosen in ({0: []} | by_length).items():
+    for n, chosen in ({0: list[CycleRecord]()} | by_length).items():
         passes = [*(plain_cycles if n == 0 else ()), *chosen]
         yield timing(f"verify {n + 1} row{'s' if n else ''}", [cycle.verify_seconds for cycle in passes])
     for n, chosen in by_length.items():

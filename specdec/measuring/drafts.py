@@ -1,4 +1,4 @@
-"""Where a drafter goes wrong: each draft next to the output, the commonest mismatches, and acceptance by kind of token."""
+"""Where a drafter goes wrong: each draft next to the output, mismatches, and acceptance by kind of token."""
 
 from __future__ import annotations
 

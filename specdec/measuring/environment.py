@@ -21,67 +21,6 @@ LIBRARIES = ("torch", "numpy", "tokenizers")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-@attrs.frozen(kw_only=True)
-class Environment:
-    """Machine, versions and model. Unknown values are None."""
-
-    command: str  # the command line
-    started: str  # UTC, ISO 8601
-    specdec: str  # version
-    commit: str | None  # of the specdec checkout, with "+" for modified files; None if installed
-    python: str
-    libraries: dict[str, str]  # versions
-    system: str
-    processor: str
-    cores: int  # available to this process
-    memory_bytes: int | None
-    threads: int  # of torch and the native kernels
-    load_1min: float | None  # the load average before the measurement
-    model: str
-    family: str
-    fingerprint: str
-    backend: str
-    device: str
-    dtype: str
-    kernels: str
-    parity: str
-
-    @property
-    def busy(self) -> bool:
-        """Whether any programs used more than half a core in the minute before this record was made."""
-        return self.load_1min is not None and self.load_1min > 0.5
-
-
-def current_environment(info: ModelInfo, model: str = "") -> Environment:
-    """The current record, for a loaded target."""
-    import torch
-
-    return Environment(
-        command=" ".join(
-            ["specdec" if Path(sys.argv[0]).stem in ("specdec", "__main__") else sys.argv[0], *sys.argv[1:]]
-        ),
-        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        specdec=__version__,
-        commit=commit(_PACKAGE.parent),
-        python=platform.python_version(),
-        libraries={name: machine.library_version(name) or "unknown" for name in LIBRARIES},
-        system=machine.system(),
-        processor=machine.processor(),
-        cores=machine.cores(),
-        memory_bytes=machine.memory()[0],
-        threads=torch.get_num_threads(),
-        load_1min=machine.load_1min(),
-        model=model,
-        family=info.family,
-        fingerprint=info.fingerprint,
-        backend=info.backend,
-        device=info.device,
-        dtype=info.dtype,
-        kernels=info.kernels,
-        parity=info.parity.value,
-    )
-
-
 def commit(folder: Path) -> str | None:
     """The short commit of the checkout with root ``folder``, followed by "+" if tracked files are modified.
 
@@ -101,3 +40,57 @@ def _git(folder: Path, *arguments: str) -> str:
         ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
     )
     return done.stdout.strip()
+
+
+def _command() -> str:
+    program = "specdec" if Path(sys.argv[0]).stem in ("specdec", "__main__") else sys.argv[0]
+    return " ".join([program, *sys.argv[1:]])
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@attrs.frozen(kw_only=True)
+class Environment:
+    """Machine, versions and model. Unknown values are None."""
+
+    command: str = attrs.field(factory=_command)
+    started: str = attrs.field(factory=_now)
+    specdec: str = __version__
+    commit: str | None = attrs.field(factory=lambda: commit(_PACKAGE.parent))  # None if installed
+    python: str = attrs.field(factory=platform.python_version)
+    libraries: dict[str, str] = attrs.field(
+        factory=lambda: {name: machine.library_version(name) or "unknown" for name in LIBRARIES}
+    )
+    system: str = attrs.field(factory=machine.system)
+    processor: str = attrs.field(factory=machine.processor)
+    cores: int = attrs.field(factory=machine.cores)  # available to this process
+    memory_bytes: int | None = attrs.field(factory=lambda: machine.memory()[0])
+    threads: int = attrs.field(factory=_threads)  # of torch and the native kernels
+    load_1min: float | None = attrs.field(factory=machine.load_1min)  # before the measurement
+    model: str
+    family: str
+    fingerprint: str
+    backend: str
+    device: str
+    dtype: str
+    kernels: str
+    parity: str
+
+    @property
+    def busy(self) -> bool:
+        """Whether any programs used more than half a core in the minute before this record was made."""
+        return self.load_1min is not None and self.load_1min > 0.5
+
+
+def current_environment(info: ModelInfo, model: str = "") -> Environment:
+    """The current record, for a loaded target."""
+    names = ("family", "fingerprint", "backend", "device", "dtype", "kernels")
+    return Environment(model=model, parity=info.parity.value, **{name: getattr(info, name) for name in names})

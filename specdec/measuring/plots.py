@@ -44,10 +44,9 @@ def panels(title: str, *sizes: float, height: float = 4.6) -> tuple[Any, list[An
     figure = Figure(figsize=(sum(sizes), height), layout="constrained")
     figure.suptitle(title)
     axes = list(figure.subplots(1, len(sizes), squeeze=False)[0])
-    for one in axes:
-        one.set_axisbelow(True)
-        for side in ("top", "right"):
-            one.spines[side].set_visible(False)
+    for panel in axes:
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
@@ -243,17 +242,18 @@ def _gaps(axes: Any, report: GapReport) -> None:
 
 
 def _divergences(axes: Any, report: GapReport) -> None:
-    found = [(one.position, one.gap) for one in report.divergences if math.isfinite(one.gap)]
-    if found:
-        axes.vlines([at for at, _ in found], 0, [gap for _, gap in found], color=RED, linewidth=1)
-        axes.plot([at for at, _ in found], [gap for _, gap in found], "o", color=RED, markersize=3)
-    others = [one.position for one in report.divergences if not math.isfinite(one.gap)]
-    if others:
-        at_the_top = [0.97] * len(others)
+    finite = [
+        (divergence.position, divergence.gap) for divergence in report.divergences if math.isfinite(divergence.gap)
+    ]
+    if finite:
+        positions, gaps = zip(*finite, strict=True)
+        axes.vlines(positions, 0, gaps, color=RED, linewidth=1)
+        axes.plot(positions, gaps, "o", color=RED, markersize=3)
+    if others := [divergence.position for divergence in report.divergences if not math.isfinite(divergence.gap)]:
         top = {"transform": axes.get_xaxis_transform(), "linestyle": "none", "label": "no finite gap"}
-        axes.plot(others, at_the_top, marker="^", color=RED, markersize=6, **top)
+        axes.plot(others, [0.97] * len(others), marker="^", color=RED, markersize=6, **top)
         axes.legend(frameon=False, loc="center right")
     axes.set(xlabel="position after the prompt", ylabel="nats below the best logit", title="The tokens that diverge")
     axes.set_xlim(-0.02 * report.positions, 1.02 * report.positions)
-    axes.set_ylim(0, 1.15 * max((gap for _, gap in found), default=1.0) or 1.0)
+    axes.set_ylim(0, 1.15 * max((gap for _, gap in finite), default=1.0) or 1.0)
     _grid(axes)

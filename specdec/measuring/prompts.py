@@ -66,10 +66,7 @@ class Prompt:
 
 def own_prompts() -> dict[str, list[Prompt]]:
     """The prompts that come with specdec, by class."""
-    found: dict[str, list[Prompt]] = {}
-    for name in CLASSES:
-        found |= load_prompts(FOLDER / f"{name}.jsonl")
-    return found
+    return {name: load_prompts(FOLDER / f"{name}.jsonl")[name] for name in CLASSES}
 
 
 @checked(PromptError)
@@ -95,45 +92,45 @@ def load_prompts(path: str | Path) -> dict[str, list[Prompt]]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise PromptError("the prompt file has no prompt", file=file, try_=f"a line such as {EXAMPLE}")
-    json_lines = file.suffix == ".jsonl" or _is_object(lines[0][1])
-    found: dict[str, list[Prompt]] = {}
+    json_lines = file.suffix == ".jsonl" or isinstance(_parsed(lines[0][1]), dict)
+    prompts: dict[str, list[Prompt]] = {}
     for number, line in lines:
         source = f"{file.name}, line {number}"
         if json_lines:
-            prompt = _from_json(line, file, number, source)
+            try:
+                prompt = _from_json(line, source)
+            except PromptError as error:
+                raise PromptError(error.message, file=file, line=number, try_=EXAMPLE) from error
         else:
             prompt = Prompt(kind=PLAIN_CLASS, text=line.rstrip("\r"), source=source)
-        found.setdefault(prompt.kind, []).append(prompt)
-    return found
+        prompts.setdefault(prompt.kind, []).append(prompt)
+    return prompts
 
 
-def _is_object(line: str) -> bool:
+def _parsed(line: str) -> Any:
+    """The value of a line of JSON, or the error."""
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _from_json(line: str, file: Path, number: int, source: str) -> Prompt:
-    def wrong(what: str) -> PromptError:
-        return PromptError(what, file=file, line=number, try_=EXAMPLE)
-
-    try:
-        data: Any = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise wrong(f"a line of the prompt file is not JSON: {error}") from error
+        return error
+
+
+def _from_json(line: str, source: str) -> Prompt:
+    data = _parsed(line)
+    if isinstance(data, Exception):
+        raise PromptError(f"a line of the prompt file is not JSON: {data}")
     if not isinstance(data, dict):
-        raise wrong(f"a line of the prompt file is not a JSON object: {line.strip()[:40]}")
+        raise PromptError(f"a line of the prompt file is not a JSON object: {line.strip()[:40]}")
     for key in data:
         if key not in KEYS:
-            raise wrong(f"a prompt has the keys {', '.join(KEYS)}, got {key!r}.{did_you_mean(key, KEYS)}")
+            raise PromptError(f"a prompt has the keys {', '.join(KEYS)}, got {key!r}.{did_you_mean(key, KEYS)}")
     for key in ("class", "prompt"):
         if not isinstance(data.get(key), str) or not data[key].strip():
-            raise wrong(f"{key!r} is a string that is not empty, got {data.get(key)!r}")
+            raise PromptError(f"{key!r} is a string that is not empty, got {data.get(key)!r}")
     kind = data["class"].strip()
     chat = data.get("chat", kind in CHAT_CLASSES)
     if not isinstance(chat, bool):
-        raise wrong(f"'chat' is true or false, got {chat!r}")
+        raise PromptError(f"'chat' is true or false, got {chat!r}")
     return Prompt(kind=kind, text=data["prompt"], chat=chat, source=source)
 
 
@@ -148,12 +145,12 @@ def choose_prompts(
 
     Raises: PromptError for an unknown class, or if none is given.
     """
-    wanted = list(prompts) if classes is None else list(dict.fromkeys(classes))
-    for name in wanted:
+    names = list(prompts) if classes is None else list(dict.fromkeys(classes))
+    for name in names:
         if name not in prompts:
             raise PromptError(
                 f"there is no prompt class {name!r}.{did_you_mean(name, prompts)}", available=", ".join(prompts)
             )
-    if not wanted:
+    if not names:
         raise PromptError("no prompt class is chosen", available=", ".join(prompts))
-    return {name: list(prompts[name][:per_class]) for name in wanted}
+    return {name: list(prompts[name][:per_class]) for name in names}

@@ -152,7 +152,7 @@ class ServerEngine:
             raise UnsupportedError("the server lists no model", server=self._url, try_=EXAMPLE)
         if model is None and len(known) == 1:
             return next(iter(known.items()))
-        if model in known:
+        if model is not None and model in known:
             return model, known[model]
         first = shown(next(iter(known)), 60)
         raise ConfigError(

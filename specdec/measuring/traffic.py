@@ -104,18 +104,17 @@ class TrafficReplay:
 
     def run(self) -> TrafficReport:
         """Replay."""
-        stats, done, failures, seconds, tokens = Stats(), 0, [], 0.0, 0
+        stats, done, failures, seconds = Stats(), 0, [], 0.0
         for request in self._requests:
             if self.stopping:
                 break
-            part = self._part(request.vocab_size)
-            run = RecordedRun(part, request.prompt, request.tokens, request.vocab_size)
+            run = RecordedRun(self._part(request.vocab_size), request.prompt, request.tokens, request.vocab_size)
             while run.left:
                 cycle = run.cycle(min(self._depth, run.left - 1))
                 stats.cycles += 1
                 stats.count(cycle.offered, cycle.accepted)
                 seconds += cycle.draft_seconds
-            tokens += len(request.tokens)
+            stats.tokens += len(request.tokens)
             failures += [run.failure] * bool(run.failure)
             done += 1
             self._progress(done, len(self._requests))
@@ -125,11 +124,9 @@ class TrafficReplay:
             hosts=tuple(sorted({request.host for request in self._requests})),
             done=done,
             planned=len(self._requests),
-            tokens=tokens,
+            tokens=stats.tokens,
             passes=stats.cycles,
-            offered=tuple(stats.offered),
-            reached=tuple(stats.reached),
-            accepted=tuple(stats.accepted),
+            **{name: tuple(getattr(stats, name)) for name in ("offered", "reached", "accepted")},
             draft_seconds=seconds,
             failed=len(failures),
             reason=failures[0] if failures else "",

@@ -9,7 +9,6 @@ import signal
 
 import pytest
 
-from specdec.measuring.ablations import SWITCHES
 from specdec.measuring.runs import Measurement
 from specdec.registry import BUILT_INS, Registry
 
@@ -93,17 +92,6 @@ def test_a_file_of_ones_own_and_a_log(accept, tmp_path):
         assert row["mismatch"] is None or row["mismatch"] == row["accepted"] < len(row["drafted"])
 
 
-def test_ablations(accept):
-    done = accept("--classes", "code", *SHORT, "--ablate", "gate-silu,no-prefill")
-    assert done.exit_code == 0, done.stderr
-    text = " ".join(done.stdout.split())
-    assert "mistake at 0 at 1 tokens per cycle change interval same output" in text
-    assert "a drafter's mistake must never change them" in text
-    for switch in ("gate-silu", "no-prefill"):
-        assert f"{switch}: {SWITCHES[switch]}." in text
-    assert text.count("1 of 1") == 2
-
-
 def test_a_changed_output_is_told_and_ends_with_status_1(accept, monkeypatch):
     from specdec.measuring.ablations import AblatedLM
 
@@ -140,15 +128,6 @@ def test_ctrl_c_reports_what_was_measured_so_far(accept, monkeypatch):
     assert told.exit_code == 130
     assert json.loads(told.stdout)["partial"] is True
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_measurement_that_cannot_start_leaves_an_older_log(accept, tmp_path):
-    log = tmp_path / "log.jsonl"
-    log.write_text("of yesterday\n")
-    done = accept(*SHORT[:-1], "99", "--log", log)
-    assert done.exit_code == 2
-    assert "the depth is 1 to" in done.stderr
-    assert log.read_text() == "of yesterday\n"
 
 
 def test_a_configuration_file_gives_model_drafter_and_length(accept, tmp_path):

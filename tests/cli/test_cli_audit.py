@@ -155,13 +155,6 @@ def test_a_bug_is_found_told_and_ends_with_status_1(audit, plain, tmp_path):
     assert told["png"] is None
 
 
-def test_the_same_server_twice_shows_its_noise(audit, plain):
-    done = audit("--server", plain, "--server", plain, "-p", "one", "-n", "5", "--json")
-    assert done.exit_code == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["requests"], told["differ"]["count"], told["control"]["count"]) == (1, 0, 0)
-
-
 def test_a_server_without_log_probabilities_is_refused(audit, plain):
     body = {"choices": [{"text": "a", "finish_reason": "length", "logprobs": None}]}
     with stub(lambda asked: json_reply(body)) as other:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import re
 
 import pytest
 from click.shell_completion import BashComplete
@@ -63,13 +62,6 @@ def test_the_shell_completes_commands_options_plugins_keys_and_models(monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     items = BashComplete(main, {}, "specdec", "_SPECDEC_COMPLETE").get_completions(words, begun)
     assert {item.value for item in items} == found
-
-
-def test_info_prints_words_and_not_python(invoke):
-    done = invoke("info", "demo")
-    assert done.exit_code == 0
-    shown = done.stdout.partition("family")[2]  # the path above may hold anything
-    assert re.findall(r"\b(?:None|True|False)\b|[\[\]{}<>]|\w=", shown) == []
 
 
 def test_a_paste_of_several_lines_is_one_message_and_lines_have_a_history():

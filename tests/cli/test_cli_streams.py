@@ -47,8 +47,6 @@ def shell(command: str) -> tuple[int, str]:
     [
         ("specdec --version >/dev/full", 2, FULL),
         ("specdec --version >&-", 2, "standard output cannot be written: Bad file descriptor"),
-        ("specdec --version 2>&-", 0, "specdec, version"),
-        ("specdec --version | true", 0, ""),
     ],
 )
 def test_streams_of_a_process(command, status, said):
@@ -64,13 +62,10 @@ def test_streams_of_a_process(command, status, said):
     ("command", "status", "said"),
     [
         ("specdec info demo >/dev/full", 2, FULL),
-        ("specdec info demo --json >/dev/full", 2, FULL),
         ("specdec info demo | true", 0, ""),
         ("specdec generate -p 'def f' -n 400 2>/dev/null | head -1", 0, "\n"),
         ("specdec generate -p 'def f' -n 4 --json >/dev/full", 2, FULL),
         ("specdec generate -p 'def f' -n 4 2>/dev/full", 0, "\n"),
-        ("specdec generate -p 'def f' -n 4 2>&-", 0, "\n"),
-        ("specdec generate -p 'def f' -n 4 >&-", 2, "Bad file descriptor"),
         ("specdec chat <&-", 0, "/help lists the commands"),
         ("LC_ALL=C PYTHONUTF8=0 specdec generate -p 'h\u00e9llo' -n 1 --json", 0, '"finish_reason"'),
     ],

@@ -60,7 +60,7 @@ def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) ->
     def lm(script: Sequence[tuple[int, int]], **generation: Any) -> Any:
         made = tiny.make_lm(folder, target, ignore_eos=True, **generation)
         ids = made.tokenizer.encode(PROMPT)
-        truth = tiny.plain_run(target, ids, 120)
+        truth = tiny.plain_run(target, ids, 48)
         factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
         return with_drafter(made, factory=factory)
 
@@ -151,17 +151,10 @@ def test_intervals_are_over_prompts():
     assert second.conditional_interval == (1.0, 1.0)
 
 
-def test_a_class_without_runs_has_no_verdict():
-    group = summarise("a", [], [1.0, 1.1])
-    assert (group.prompts, group.verdict, group.best, group.tokens_per_cycle) == (0, None, None, None)
-    assert group.positions[0].cumulative is None
-    assert (group.predictions, group.clocked) == ((), None)
-
-
 def test_costs_that_no_draft_can_pay_for(scripted):
     lm = scripted([(4, 4)])
     dear = CostTable(verify={1: 1.0, 5: 9.0}, draft={0: 0.0, 4: 4.0}, commit=0.0)
-    report = measure_acceptance(lm, prompts("one", count=8), depth=4, costs=dear, max_new_tokens=30)
+    report = measure_acceptance(lm, prompts("one", count=8), depth=4, costs=dear, max_new_tokens=8)
     assert [one.break_even for one in report.costs] == [None] * 4
     assert report.classes[0].verdict is Advice.NOT_WORTH_IT
     assert report.classes[0].best is not None
@@ -207,7 +200,7 @@ def test_an_interrupted_prompt_is_not_counted(scripted):
     json.dumps(report.to_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize(("factor", "told"), [(1.0, False), (1.4, False), (0.4, True), (9.0, True)])
+@pytest.mark.parametrize(("factor", "told"), [(1.4, False), (9.0, True)])
 def test_a_clock_that_contradicts_the_costs_is_told(scripted, monkeypatch, factor, told):
     """The costs were measured on a quiet machine, the run on a busy one, or the other way round."""
     right = Measurement._generate
@@ -260,32 +253,6 @@ def test_what_cannot_be_measured_is_refused(scripted):
 @pytest.fixture(scope="module")
 def demo():
     return specdec.load(depth=1)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_embedded_model(demo, temperature):
-    """The MTP head, greedy and sampled: the counters of plain sessions, and a plausible acceptance."""
-    texts = ["def add(a, b):\n", "The river flows through"]
-    mine = {"code": [Prompt(kind="code", text=text) for text in texts]}
-    report = measure_acceptance(demo, mine, depth=3, costs=COSTS, max_new_tokens=24, temperature=temperature, seed=5)
-    wanted = Stats()
-    fixed = specdec.load(depth=3)
-    for text in texts:
-        stats = fixed.generate(text, max_new_tokens=24, temperature=temperature, seed=5).stats
-        wanted.cycles, wanted.tokens = wanted.cycles + stats.cycles, wanted.tokens + stats.tokens
-        for mine_, theirs in ((wanted.offered, stats.offered), (wanted.accepted, stats.accepted)):
-            mine_ += [0] * (len(theirs) - len(mine_))
-            mine_[:] = [a + b for a, b in zip(mine_, theirs, strict=True)]
-    (group,) = report.classes
-    assert [p.offered for p in group.positions] == wanted.offered
-    assert [p.accepted for p in group.positions] == wanted.accepted
-    assert (group.tokens, group.cycles) == (wanted.tokens, wanted.cycles)
-    assert group.positions[0].cumulative is not None
-    assert group.positions[0].cumulative > 0.2
-    assert report.temperature == temperature
-    assert group.clocked is not None
-    assert set(group.seconds_per_cycle) == {"draft", "verify", "commit"}
-    assert all(seconds > 0 for seconds in group.seconds_per_cycle.values())
 
 
 # --- the log ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from specdec.config import Choice
 from specdec.contract import Logits, Parity
 from specdec.decoding.parts import make_verifier
 from specdec.errors import ConfigError, PromptError, UnsupportedError
-from specdec.measuring.audit import AuditReport, Control, audit, read_run
+from specdec.measuring.audit import AuditReport, audit, read_run
 from specdec.measuring.divergences import GAP_EDGES, Divergence, Verdict, bin_label
 from specdec.measuring.plots import plot_audit, save_figure
 from tests.decoding.test_sessions import CODE, load, variant
@@ -30,20 +29,6 @@ __all__ = ["load"]  # a fixture
 @pytest.fixture
 def lm(load: Callable[..., Any]) -> Any:
     return variant(load("qwen3_5", "bfloat16"), "mtp")
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
-def test_a_strict_run_of_the_embedded_model_has_no_divergence(count: int, load: Callable[..., Any]) -> None:
-    lm = variant(load("demo", "bfloat16"), "mtp")
-    run = lm.generate(CODE, max_new_tokens=count, ignore_eos=True)
-    assert any(run.stats.accepted)
-    report = audit(lm, run.prompt, run.tokens, generation=run.generation)
-    assert (report.tokens, report.divergences, report.first, report.rate) == (count, (), None, 0.0)
-    assert report.control == Control(
-        rows=4, compared=count, equal_rows=count, argmax_disagreements=0, largest_difference=0.0
-    )
-    assert not report.broken_promise
-    assert sum(count for _, _, count, _ in report.histogram()) == count
 
 
 @given(
@@ -94,7 +79,7 @@ def test_a_lossy_run_that_ends_inside_a_block_counts_only_what_it_kept(load: Cal
     margin = make_verifier(Choice("margin", {"margin": 1.5}))
     lm = attrs.evolve(variant(load("demo", "bfloat16"), "mtp", 6), verifier=margin)
     full = lm.generate(CODE, max_new_tokens=60, ignore_eos=True)
-    for offset in range(40):
+    for offset in range(0, 40, 5):
         stop = lm.tokenizer.decode(full.tokens[offset : offset + 2])
         run = lm.generate(CODE, max_new_tokens=60, ignore_eos=True, stop=stop)
         report = audit(lm, run.prompt, run.tokens, rows=1)
@@ -248,14 +233,6 @@ def test_the_plot_is_a_png_with_a_panel_for_what_there_is(
         assert all(one.get_ylim()[1] > 0 for one in drawn[-1].axes)
     with pytest.raises(UnsupportedError, match="cannot be written"):
         plot_audit(report([1.0]), tmp_path / "no" / "a.png")
-
-
-def test_without_matplotlib_the_plot_says_what_to_install(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UnsupportedError, match=r"specdec-framework\[plot\]"):
-        plot_audit(report([1.0]), tmp_path / "a.png")
 
 
 # --- runs from files -------------------------------------------------------------------------------------------------

@@ -30,6 +30,11 @@ from tests.measuring.test_acceptance import PROMPT, Scripted, prompts
 COSTS = CostTable(verify={1: 1.0, 2: 1.25, 4: 1.75}, draft={0: 0.0, 1: 0.25, 3: 0.75}, commit=0.5)
 
 
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
+
+
 @pytest.fixture
 def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) -> Callable[..., Any]:
     """``scripted([(4, 2), (4, 0)])``: a language model whose drafter follows the script, at depth 4."""
@@ -38,7 +43,7 @@ def scripted(checkpoint: Callable[..., Any], make_target: Callable[..., Any]) ->
     def lm(script: Sequence[tuple[int, int]]) -> Any:
         made = tiny.make_lm(folder, target, ignore_eos=True)
         ids = made.tokenizer.encode(PROMPT)
-        truth = tiny.plain_run(target, ids, 120)
+        truth = tiny.plain_run(target, ids, 48)
         factory = lambda config, env: Scripted(truth, len(ids), script, target.info.vocab_size)  # noqa: E731
         return attrs.evolve(
             made,
@@ -68,7 +73,6 @@ def test_both_arms_run_interleaved_and_are_counted(
         return generate(lm, *args, **settings)
 
     monkeypatch.setattr(runs, "generate", noted)
-    monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
     ticks: list[tuple[int, int]] = []
     lm = scripted([(4, 2), (4, 0)])
     report = compare(
@@ -97,7 +101,6 @@ def test_both_arms_run_interleaved_and_are_counted(
 def test_a_pause_comes_before_every_counted_run(scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(bench_module, "sleep", slept.append)
-    monkeypatch.setattr(bench_module, "measure_costs", lambda lm: COSTS)
     report = compare(scripted([(4, 2)]), prompts("one", "two"), max_new_tokens=8, pause=1.5)
     assert slept == [1.5] * 8
     for group in report.classes:
@@ -269,8 +272,8 @@ def imposed(profile: Sequence[float], depth: int, cycles: int) -> list[Verdict]:
 
 
 def test_imposed_acceptance_has_the_profile_and_its_tail() -> None:
-    """Cumulative rates over 4000 cycles within 4 standard deviations; beyond the profile the last rate goes on."""
-    count, profile = 4000, (0.8, 0.4)
+    """Cumulative rates over 600 cycles within 4 standard deviations; beyond the profile the last rate goes on."""
+    count, profile = 600, (0.8, 0.4)
     accepted = np.array([verdict.accepted for verdict in imposed(profile, 4, count)])
     for place, wanted in enumerate((0.8, 0.4, 0.2, 0.1)):
         got = (accepted > place).mean()

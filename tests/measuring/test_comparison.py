@@ -19,7 +19,7 @@ from specdec.measuring.divergences import ROUNDING, Verdict
 from specdec.measuring.plots import plot_audit
 from specdec.measuring.prompts import Prompt
 from specdec.measuring.server import Answer, Engine, Request, ServerEngine, Step, read_completion
-from tests.completion_stub import Toy, bfloat16, coarse, completion, json_reply, stub, toy_reply
+from tests.completion_stub import Toy, bfloat16, completion, json_reply, stub, toy_reply
 
 REQUEST = Request(max_new_tokens=16)
 PROMPTS = [Prompt(kind="prompts", text=f"prompt {number}", source=f"line {number}") for number in range(8)]
@@ -80,13 +80,6 @@ def test_verification_in_another_format_is_a_tie_in_that_format_and_a_bug_in_a_f
     assert any("say which with --tolerance" in one.reason for one in unknown.divergences)
 
 
-def test_a_coarse_format_is_a_bug_in_every_format() -> None:
-    report = audited(ToyEngine(Toy()), ToyEngine(Toy(depth=3, rounded=coarse)))
-    real = [one for one in report.divergences if one.verdict is Verdict.REAL]
-    assert real
-    assert any("in the same context are" in one.reason for one in real)
-
-
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 
@@ -124,14 +117,10 @@ def test_the_verdict_follows_the_gap(gap: float, tolerance: float | None) -> Non
     assert one.verdict is (Verdict.TIE if found <= tie else Verdict.REAL if found > real else Verdict.UNKNOWN)
 
 
-@given(gap=st.floats(0, 0.9))
-def test_what_plain_decoding_does_to_itself_is_no_bug(gap: float) -> None:
-    """The control changed a token at a gap of 1."""
-    plain, other = answers(gap)
-    assert judged(plain, other, answers(1.0)[1], tolerance=0.0).verdict is not Verdict.REAL or gap == 0
-
-
-def test_noise_of_the_log_probabilities_widens_a_tie() -> None:
+def test_the_noise_of_plain_decoding_widens_a_tie() -> None:
+    """A control that changed a token at a gap of 1 makes smaller gaps no bug; so do other log-probabilities."""
+    plain, other = answers(0.9)
+    assert judged(plain, other, answers(1.0)[1], tolerance=0.0).verdict is Verdict.UNKNOWN
     plain, other = answers(0.02)
     noisy = attrs.evolve(plain, steps=(Step("a", -0.12, {"a": -0.12, "b": -3.0}), plain.steps[1]))
     assert judged(plain, other, plain, tolerance=ROUNDING["float32"]).verdict is Verdict.REAL
@@ -232,7 +221,13 @@ def test_a_server_is_asked_as_the_toy_itself_is() -> None:
     assert report.plain == f"toy at {plain}/v1"
 
 
-def test_vllm_is_asked_for_ids() -> None:
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x/", "http://x:99999", "http://x/?q=1"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="not the URL of a server"):
+        ServerEngine(url)
+
+
+def test_vllm_is_asked_for_ids_and_llama_cpp_gives_entries_of_chat() -> None:
     def reply(asked: dict[str, Any]) -> tuple[int, str, bytes]:
         named = "token_id:7" if asked.get("return_tokens_as_token_ids") else "x"
         logprobs = {"tokens": [named], "token_logprobs": [-1.0], "top_logprobs": [{named: -1.0}]}
@@ -241,17 +236,16 @@ def test_vllm_is_asked_for_ids() -> None:
     for owner, token in (("vllm", 7), ("stub", "x")):
         with stub(reply, owner=owner) as url:
             assert ServerEngine(url).answer("p", REQUEST).steps[0].token == token
-
-
-def test_llama_cpp_writes_entries_of_chat() -> None:
     entry = {"id": 5, "token": "a", "logprob": -0.5, "top_logprobs": [{"id": 5, "token": "a", "logprob": -0.5}]}
     body = {"choices": [{"text": "a", "finish_reason": "stop", "logprobs": {"content": [entry]}}]}
     assert read_completion(body, 4) == Answer((Step(5, -0.5, {5: -0.5}),), "a", True)
 
 
+LISTS: dict[str, list[Any]] = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
+
+
 def choice(**changes: Any) -> dict[str, Any]:
-    lists = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
-    lists.update(changes.pop("lists", {}))
+    lists = LISTS | changes.pop("lists", {})
     return {"choices": [{"text": "a", "finish_reason": "length", "logprobs": lists, **changes}]}
 
 
@@ -261,17 +255,15 @@ def choice(**changes: Any) -> dict[str, Any]:
         ({"choices": []}, "one choice, got 0"),
         ({}, "'choices' takes a list, got None"),
         ([], "for the body"),
-        ({"choices": [None]}, "for the choice"),
+        (choice(lists={name: values * 17 for name, values in LISTS.items()}), "17 tokens, and at most 16"),
         (choice(text=None), "'text' takes text"),
         (choice(logprobs=None), "no log-probabilities"),
         (choice(logprobs=3), "for the logprobs"),
         (choice(lists={"tokens": []}), "different lengths"),
         (choice(lists={"tokens": [], "token_logprobs": [], "top_logprobs": []}), "text and no log-probabilities"),
         (choice(lists={"top_logprobs": None}), "no log-probabilities of other tokens"),
-        (choice(lists={"top_logprobs": 5}), "different lengths"),
         (choice(lists={"tokens": [3]}), "tokens as text"),
         (choice(lists={"token_logprobs": [0.5]}), "numbers up to 0, got 0.5"),
-        (choice(lists={"token_logprobs": ["x"]}), "numbers up to 0, got 'x'"),
         (choice(lists={"token_logprobs": [math.nan]}), "numbers up to 0, got nan"),
         (choice(logprobs={"content": [{"token": "a", "logprob": -1, "top_logprobs": 4}]}), "'top_logprobs' takes"),
         (choice(logprobs={"content": [7]}), "for the log-probability"),
@@ -285,12 +277,6 @@ def test_an_answer_that_cannot_be_used_is_told_in_a_sentence(body: Any, message:
     assert caught.value.facts["server"] == url + "/v1"
 
 
-def test_more_tokens_than_asked_for_are_refused() -> None:
-    body = completion(Toy(), {"prompt": "p", "max_tokens": 16, "logprobs": 5})
-    with pytest.raises(UnsupportedError, match="16 tokens, and at most 3"):
-        read_completion(body, 3)
-
-
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -298,10 +284,8 @@ def test_more_tokens_than_asked_for_are_refused() -> None:
         ((500, "text/html", b""), "answers 500 to /completions: 'Internal"),
         ((302, "text/html", b""), "answers 302"),
         ((200, "text/event-stream", b"data: {}\n\n"), "the server streams"),
-        ((200, "text/html", b"<html>"), "is not JSON"),
         ((200, "application/json", b'{"a": '), "is not JSON"),
         ((200, "application/json", b"[" * 100_000), "is not JSON"),
-        ((200, "application/json", b"\xff\xfe"), "is not JSON"),
     ],
 )
 def test_a_response_that_is_no_answer_is_told_in_a_sentence(reply: tuple[int, str, bytes], message: str) -> None:
@@ -322,14 +306,6 @@ def test_a_late_answer_is_not_waited_for() -> None:
         with pytest.raises(UnsupportedError, match=r"not answered within 0\.2 seconds"):
             engine.answer("p", REQUEST)
         released.set()
-
-
-@pytest.mark.parametrize(
-    "url", ["", "localhost:8000", "ftp://x/", "http://", "http://a b/", "http://x:99999", "http://x/?q=1"]
-)
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="not the URL of a server"):
-        ServerEngine(url)
 
 
 def test_a_failure_on_the_way_keeps_what_was_found() -> None:

@@ -11,22 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.errors import PromptError
-from specdec.measuring.prompts import CHAT_CLASSES, CLASSES, Prompt, choose_prompts, load_prompts, own_prompts
+from specdec.measuring.prompts import CHAT_CLASSES, Prompt, choose_prompts, load_prompts, own_prompts
 from specdec.text import Tokenizer
-
-
-def test_there_are_25_own_prompts_per_class_and_none_twice():
-    own = own_prompts()
-    assert tuple(own) == CLASSES == ("factual", "verbose-thinking", "code", "instruction", "copy")
-    texts = [prompt.text for prompts in own.values() for prompt in prompts]
-    assert {name: len(prompts) >= 25 for name, prompts in own.items()} == dict.fromkeys(CLASSES, True)
-    assert len({" ".join(text.lower().split()) for text in texts}) == len(texts)
-    for name, prompts in own.items():
-        assert all(prompt.kind == name and prompt.chat == (name in CHAT_CLASSES) for prompt in prompts)
-        lengths = [len(prompt.text) for prompt in prompts]
-        assert min(lengths) >= 30
-        assert max(lengths) > 2 * min(lengths)  # of varied length
-
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 

@@ -44,9 +44,7 @@ class OneRow:
         return self._target.decode(state, tokens)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
-@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize(("drafter", "depth", "temperature"), [("mtp", 4, 0.0), ("mtp", 1, 0.9), ("ngram", 4, 0.9)])
 def test_the_drafts_are_those_of_an_active_run_and_nothing_is_verified(
     drafter: str, depth: int, temperature: float, load: Callable[..., Any]
 ) -> None:
