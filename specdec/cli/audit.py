@@ -83,7 +83,7 @@ def audit(
     /,
     servers: tuple[str, ...],
     run_file: str | None,
-    asked: PromptOptions,
+    prompt_options: PromptOptions,
     config: RunConfig,
     rows: int,
     tolerance: float | None,
@@ -105,12 +105,12 @@ def audit(
     log-probabilities. The exit status is 1 if a gap is real.
     """
     if servers:
-        _compare(ctx, config, asked, tolerance, plot_file, as_json=as_json)
+        _compare(ctx, config, prompt_options, tolerance, plot_file, as_json=as_json)
         return
     refuse(of_servers, "it needs --server.")
     prompt: str | list[int] = []
     if run_file is None:
-        prompt = asked.read(config)
+        prompt = prompt_options.read(config)
     else:
         why = "with --run, prompt and generation settings are the file's."
         refuse(("prompt", "prompt_file", "prompt_tokens", "chat", *KEYS.keys() - {"model"}), why)
@@ -129,7 +129,7 @@ def audit(
     if prompt is SAMPLE_PROMPT:
         click.echo("no prompt given: continuing a sample", err=True)
     if recorded is None:
-        recorded = _run_now(lm, prompt, chat=asked.chat)
+        recorded = _run_now(lm, prompt, chat=prompt_options.chat)
     elif recorded.fingerprint and recorded.fingerprint != lm.info.fingerprint:
         raise PromptError(
             "the run was made with another model",
@@ -273,7 +273,7 @@ _NOT_OF_SERVERS = {
 def _compare(
     ctx: click.Context,
     config: RunConfig,
-    asked: PromptOptions,
+    prompt_options: PromptOptions,
     tolerance: float | None,
     plot_file: pathlib.Path | None,
     *,
@@ -286,7 +286,7 @@ def _compare(
 
     _check_options(ctx, config)
     options = ctx.params
-    prompts = _prompts(options, asked)
+    prompts = _prompts(options, prompt_options)
     measuring.check_writable(plot=plot_file)
     plain, speculative = (
         ServerEngine(url, options["model"], api_key=options["api_key"], timeout=options["timeout"] or 300.0)
@@ -330,11 +330,11 @@ def _check_options(ctx: click.Context, config: RunConfig) -> None:
         raise click.UsageError("--tolerance: it is a distance from the best token, and these requests are sampled.")
 
 
-def _prompts(options: Mapping[str, Any], asked: PromptOptions) -> list[Prompt]:
+def _prompts(options: Mapping[str, Any], prompt_options: PromptOptions) -> list[Prompt]:
     from specdec.measuring.prompts import Prompt, choose_prompts, load_prompts, own_prompts
 
     file, per_class = options["prompts_file"], options["per_class"]
-    text = asked.given()
+    text = prompt_options.chosen_text()
     if text is not None:
         if file is not None or per_class is not None:
             raise click.UsageError("--prompts and --per-class: with one prompt of your own, leave them out.")

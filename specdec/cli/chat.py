@@ -164,17 +164,19 @@ class Chat:
 
     def _set(self, argument: str) -> None:
         if not argument:
-            given = ", ".join(f"{key}={value}" for key, value in self._settings.items())
-            raise PromptError(f"/set takes KEY=VALUE, a key of [generation]{f'; set so far: {given}' if given else ''}")
+            current = ", ".join(f"{key}={value}" for key, value in self._settings.items())
+            raise PromptError(
+                f"/set takes KEY=VALUE, a key of [generation]{f'; set so far: {current}' if current else ''}"
+            )
         override = Override.parse(argument)
         key = override.path[-1]
-        wanted = {**self._settings, key: override.value}
+        settings = {**self._settings, key: override.value}
         if override.path not in ((key,), ("generation", key)):
             raise PromptError(f"/set takes a key of [generation], got {shown('.'.join(override.path))}")
         from specdec.decoding.parts import override_generation
 
-        override_generation(self._config.generation, wanted)
-        self._settings = wanted
+        override_generation(self._config.generation, settings)
+        self._settings = settings
         self._say(f"{key} is {override.value}")
 
     def _save(self, argument: str) -> None:
@@ -197,9 +199,9 @@ class Chat:
         ]
         if self._last is not None:
             last, stats = self._last, self._last.stats
-            made = f"{output.count(len(last.tokens), 'token')}, {stats.tokens_per_second:.1f} tokens/s"
+            tokens = f"{output.count(len(last.tokens), 'token')}, {stats.tokens_per_second:.1f} tokens/s"
             rows += [
-                ("last answer", f"{made}, ended by {last.finish_reason!r}"),
+                ("last answer", f"{tokens}, ended by {last.finish_reason!r}"),
                 ("its prompt", f"{last.prompt_tokens} tokens, of which {stats.prefilled} ran through the model"),
                 ("speculation", speculation_line(stats.speculation())),
             ]

@@ -52,7 +52,7 @@ COMPARED_RUNS = 3  # of each kind, with --compare; the fastest counts
 @click.pass_context
 def generate(
     ctx: click.Context,
-    asked: PromptOptions,
+    prompt_options: PromptOptions,
     config: RunConfig,
     stats: bool,
     compare: bool,
@@ -79,7 +79,7 @@ def generate(
     --trace appends the prompt, every draft and what was committed to FILE; specdec accept --trace judges other drafters
     on it.
     """
-    prompt = asked.read(config)
+    prompt = prompt_options.read(config)
     sample = prompt is SAMPLE_PROMPT
     if sample:
         config = attrs.evolve(config, generation=sample_settings(config.generation))
@@ -96,7 +96,7 @@ def generate(
     settings: GenerationSettings = {}
     if html_file is not None and config.generation.logprobs is None:
         settings["logprobs"] = ALTERNATIVES  # the page shows what else was likely
-    stream = lm.stream(prompt, chat=asked.chat, **settings)
+    stream = lm.stream(prompt, chat=prompt_options.chat, **settings)
     missed = trace = None
     if trace_file is not None:
         from specdec.hosting import StreamTrace
@@ -107,7 +107,9 @@ def generate(
 
         missed = MissedDrafts(missed_file, lm.tokenizer)
     colours = None if as_json or not output.coloured() else Colours(lm.tokenizer)
-    watching: list[Callable[[CycleRecord], object]] = [one.add for one in (missed, trace, colours) if one is not None]
+    watching: list[Callable[[CycleRecord], object]] = [
+        writer.add for writer in (missed, trace, colours) if writer is not None
+    ]
     watching += [recorded.append] * (html_file is not None)
     if watching:
         stream.on_cycle = lambda cycle: [add(cycle) for add in watching]
@@ -123,7 +125,7 @@ def generate(
         output.print_json(data)
     else:
         click.echo()
-        three_lines(data, _compared(lm, prompt, asked.chat, result) if compare or sample else None)
+        three_lines(data, _compared(lm, prompt, prompt_options.chat, result) if compare or sample else None)
         if stats:
             report(data)
     if html_file is not None:
@@ -143,12 +145,12 @@ def generate(
         ctx.exit(output.INTERRUPTED)
 
 
-def sample_settings(given: GenerationConfig) -> GenerationConfig:
-    """``given``, with the sample's settings where it has the defaults."""
+def sample_settings(config: GenerationConfig) -> GenerationConfig:
+    """``config``, with the sample's settings where it has the defaults."""
     defaults = GenerationConfig()
-    if any(getattr(given, name) != getattr(defaults, name) for name in SAMPLE_SETTINGS):
-        return given
-    return attrs.evolve(given, **SAMPLE_SETTINGS)
+    if any(getattr(config, name) != getattr(defaults, name) for name in SAMPLE_SETTINGS):
+        return config
+    return attrs.evolve(config, **SAMPLE_SETTINGS)
 
 
 def _compared(lm: LanguageModel, prompt: Any, chat: bool, result: Result) -> dict[str, Any] | None:
@@ -206,12 +208,12 @@ class Colours:
 
     def coloured(self, text: str) -> str:
         """The next text of the stream: drafted tokens green."""
-        made = []
+        pieces = []
         while text and self._parts:
             part, drafted = self._parts.popleft()
             shown = part[: len(text)]
             if len(shown) < len(part):
                 self._parts.appendleft((part[len(shown) :], drafted))
             text = text[len(shown) :]
-            made.append(click.style(shown, fg="green") if drafted and shown else shown)
-        return "".join(made) + text
+            pieces.append(click.style(shown, fg="green") if drafted and shown else shown)
+        return "".join(pieces) + text

@@ -46,10 +46,10 @@ def info(model: str, mtp: str | None, as_json: bool) -> None:
         headings = ("module", "format", "weights", "parameters", "stored")
         console.print(output.table(headings, rows, left=headings[:2]))
     for label in _FINDINGS:
-        one = label.removesuffix("s")
-        output.lines(console, one, data[label][:_LISTED])
+        singular = label.removesuffix("s")
+        output.lines(console, singular, data[label][:_LISTED])
         if len(data[label]) > _LISTED:
-            console.print(f"{one}: {len(data[label]) - _LISTED} more, which --json lists")
+            console.print(f"{singular}: {len(data[label]) - _LISTED} more, which --json lists")
 
 
 def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -130,8 +130,8 @@ def _step(step: Mapping[str, Any]) -> str:
 
 
 def _weight_check(data: Mapping[str, Any]) -> str:
-    found = [f"{n} {label if n > 1 else label.removesuffix('s')}" for label in _FINDINGS if (n := len(data[label]))]
-    return ", ".join(found) or "all that the family expects, and no other"
+    counts = [f"{n} {label if n > 1 else label.removesuffix('s')}" for label in _FINDINGS if (n := len(data[label]))]
+    return ", ".join(counts) or "all that the family expects, and no other"
 
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -153,7 +153,7 @@ def _words(value: Any) -> str:
         return f"{value:g}"
     if not isinstance(value, list | tuple):
         return str(value)
-    if len(value) > 4 and all(isinstance(one, int | float) for one in value):
+    if len(value) > 4 and all(isinstance(number, int | float) for number in value):
         return f"{len(value)} numbers from {value[0]:g} to {value[-1]:g}"
     counted = collections.Counter(map(_words, value))
     return " + ".join(word if count == 1 else f"{count} x {word}" for word, count in counted.items()) or "none"

@@ -44,8 +44,8 @@ def measured(*, per_class: int | None, csv_help: str) -> Callable[[Command], Com
             from specdec.measuring.prompts import choose_prompts, load_prompts, own_prompts
 
             known = own_prompts() if prompts_file is None else load_prompts(prompts_file)
-            wanted = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
-            prompts = choose_prompts(known, classes=wanted, per_class=per_class)
+            names = None if classes is None else [name.strip() for name in classes.split(",") if name.strip()]
+            prompts = choose_prompts(known, classes=names, per_class=per_class)
             check_writable(csv_file, plot=plot_file)
             check_writable(plot=html_file)
             return command(prompts=prompts, files={"csv": csv_file, "plot": plot_file, "html": html_file}, **options)
@@ -174,13 +174,13 @@ def check_writable(*files: pathlib.Path | None, plot: pathlib.Path | None = None
 
 def write_csv(rows: Iterable[Mapping[str, Any]], file: pathlib.Path) -> None:
     """Write a CSV table with the first row's keys as heading; an empty file for no rows. Raises: UnsupportedError."""
-    kept = list(rows)
+    table = list(rows)
     try:
         with file.open("w", newline="", encoding="utf-8") as target:
-            writer = csv.DictWriter(target, fieldnames=list(kept[0]) if kept else [])
-            if kept:
+            writer = csv.DictWriter(target, fieldnames=list(table[0]) if table else [])
+            if table:
                 writer.writeheader()
-            writer.writerows(kept)
+            writer.writerows(table)
     except OSError as error:
         raise UnsupportedError(f"the table cannot be written: {error.strerror or error}", file=file) from error
 

@@ -123,8 +123,8 @@ def repository(kind: str, name: str) -> dict[str, str]:
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True
     )
-    made = {path: environment.get_template(f"{path.lstrip('.')}.jinja").render(values) for path in _FILES}
-    return {**made, "LICENSE": _source("LICENSE"), f"{module}/__init__.py": source}
+    files = {path: environment.get_template(f"{path.lstrip('.')}.jinja").render(values) for path in _FILES}
+    return {**files, "LICENSE": _source("LICENSE"), f"{module}/__init__.py": source}
 
 
 def _check_name(name: str) -> None:
@@ -137,8 +137,12 @@ def _check_name(name: str) -> None:
             f"got {name!r}",
             try_="my-drafter",
         )
-    found = registry()
-    taken = {*_RESERVED, *(entry.spec.name for entry in found.entries()), *(one.name for _, one in found.hooks())}
+    registered = registry()
+    taken = {
+        *_RESERVED,
+        *(entry.spec.name for entry in registered.entries()),
+        *(plugin.name for _, plugin in registered.hooks()),
+    }
     if name in taken:
         raise ConfigError(f"the name {name!r} is taken", try_=f"my-{name}")
 
@@ -160,8 +164,8 @@ def _module(example: str, name: str) -> str:
         if package not in used:  # the main program needed it
             text = text.replace(line, "", 1)
     text = re.sub(r"\n{3,}(?=import|from)", "\n\n", text)
-    found = re.search(r'(?:Spec\(\s*name=|backend == )"([\w-]+)"', text)
-    old = found[1] if found else "cycle-log"  # an observer has no spec
+    match = re.search(r'(?:Spec\(\s*name=|backend == )"([\w-]+)"', text)
+    old = match[1] if match else "cycle-log"  # an observer has no spec
     stem, own = _camel(old), _camel(name)
     words = {getattr(node, field, None) for node in ast.walk(ast.parse(text)) for field in ("id", "name", "asname")}
     clashing = {word.replace(stem, own, 1) for word in words if word and word.startswith(stem)}
@@ -179,13 +183,13 @@ def _camel(name: str) -> str:
 
 def _imported(source: str) -> list[str]:
     """What a module imports that is neither Python's nor ours; each is a distribution of that name."""
-    found = set()
+    packages = set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.partition(".")[0])
-    return sorted(found - {"specdec"} - sys.stdlib_module_names)
+            packages.add(node.module.partition(".")[0])
+    return sorted(packages - {"specdec"} - sys.stdlib_module_names)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -193,18 +197,18 @@ def _imported(source: str) -> list[str]:
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Write all files or none. Raises: ConfigError for a folder with files in it, or one that cannot be written."""
-    made: list[Path] = []  # what is not there yet, outermost first
+    created: list[Path] = []  # what is not there yet, outermost first
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there already, and it is not an empty folder", try_="--into FOLDER")
         for path, text in files.items():
             file = folder / path
-            made += reversed([one for one in (file, *file.parents) if one not in made and not one.exists()])
+            created += reversed([path for path in (file, *file.parents) if path not in created and not path.exists()])
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8", newline="\n")
     except BaseException as error:
-        for one in made:
-            shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
+        for new_path in created:
+            shutil.rmtree(new_path) if new_path.is_dir() else new_path.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ConfigError(f"{folder} cannot be written: {error.strerror or error}", try_="--into FOLDER") from error
         raise

@@ -200,10 +200,10 @@ def _depth(text: str) -> int | str:
 def _config(file: pathlib.Path | None, overrides: list[Override], new_tokens: int | None) -> RunConfig:
     """The configuration, generating ``new_tokens`` unless the file or an override sets another number."""
     config = load_config(file, overrides)
-    given = any(override.path == ("generation", "max_new_tokens") for override in overrides) or (
+    sets_length = any(override.path == ("generation", "max_new_tokens") for override in overrides) or (
         file is not None and "max_new_tokens" in read_toml(file).get("generation", {})
     )
-    if given or new_tokens is None:
+    if sets_length or new_tokens is None:
         return config
     return attrs.evolve(config, generation=attrs.evolve(config.generation, max_new_tokens=new_tokens))
 
@@ -247,23 +247,23 @@ class PromptOptions:
             if self.chat:
                 raise click.UsageError("--chat takes text, not --prompt-tokens.")
             return _token_ids(self.tokens)
-        text = self.given()
+        text = self.chosen_text()
         if text is not None:
             return text
         if model != "demo":
             raise click.UsageError(f"Give {model} a prompt: --prompt, --prompt-file or --prompt-tokens.")
         return SAMPLE_PROMPT
 
-    def given(self) -> str | None:
+    def chosen_text(self) -> str | None:
         """The text of ``--prompt`` or ``--prompt-file``. Raises: UsageError for several, PromptError for a bad file."""
         self._one()
         return self.text if self.file is None else _read(self.file)
 
     def _one(self) -> None:
         values = {"--prompt": self.text, "--prompt-file": self.file, "--prompt-tokens": self.tokens}
-        given = [option for option, value in values.items() if value is not None]
-        if len(given) > 1:
-            raise click.UsageError(f"{' and '.join(given)}: give one prompt only.")
+        options = [option for option, value in values.items() if value is not None]
+        if len(options) > 1:
+            raise click.UsageError(f"{' and '.join(options)}: give one prompt only.")
 
 
 def prompted(command: Command) -> Command:
@@ -273,7 +273,7 @@ def prompted(command: Command) -> Command:
     def resolved(
         prompt: str | None, prompt_file: str | None, prompt_tokens: str | None, chat: bool, **options: Any
     ) -> Any:
-        return command(asked=PromptOptions(prompt, prompt_file, prompt_tokens, chat), **options)
+        return command(prompt_options=PromptOptions(prompt, prompt_file, prompt_tokens, chat), **options)
 
     return add_options(
         resolved,

@@ -71,9 +71,9 @@ class Group(click.Group):
         with _failures(ctx):
             try:
                 started = time.perf_counter()
-                made = super().invoke(ctx)
+                result = super().invoke(ctx)
                 log.info("done", command=ctx.invoked_subcommand, elapsed_s=round(time.perf_counter() - started, 3))
-                return made
+                return result
             finally:
                 sys.stdout.flush()  # what a plugin's command printed may still fail
 
@@ -203,7 +203,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Colle
 
     ruled = sys.stdout.isatty() and sys.stderr.isatty()
     narrow = ruled and console().width < NARROW
-    made = Table(
+    grid = Table(
         box=box.SIMPLE_HEAD if ruled else None,
         show_edge=not ruled,
         pad_edge=False,
@@ -211,27 +211,27 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Colle
     )
     for number, heading in enumerate(headings):
         text = heading in (headings[:1] if left is None else left)
-        made.add_column(
+        grid.add_column(
             heading.replace(" ", "\n") if narrow and not text else heading,
             justify="left" if text else "right",
             no_wrap=number == 0,
             overflow="fold",
         )
     for row in rows:
-        made.add_row(*map(one_line, row))
-    return made
+        grid.add_row(*map(one_line, row))
+    return grid
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
     """Two columns, label and value, without a heading."""
     from rich.table import Table
 
-    made = Table.grid(padding=(0, 2))
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
     for label, value in rows:
-        made.add_row(one_line(label), one_line(value))
-    return made
+        grid.add_row(one_line(label), one_line(value))
+    return grid
 
 
 def section(console: Printer, title: str, table: Table, *explained: str) -> None:
@@ -271,10 +271,10 @@ def amount(size: int | None) -> str:
     return f"{size} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
 
 
-def broken_promise(ctx: click.Context, found: str) -> NoReturn:
+def broken_promise(ctx: click.Context, change: str) -> NoReturn:
     """Report that output changed which must not, and exit."""
     click.echo(
-        f"the verifier promises the tokens of plain decoding and the backend its bits, and {found}: this is a bug",
+        f"the verifier promises the tokens of plain decoding and the backend its bits, and {change}: this is a bug",
         err=True,
     )
     ctx.exit(BROKEN_PROMISE)
@@ -296,13 +296,13 @@ def status(message: str) -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def progress(
     first: str, *, silent: bool = False, then: str = "generating"
-) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr, driven by (done, planned); None if stderr is not a terminal.
+) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr, driven by (done, planned); nothing if stderr is not a terminal.
 
     ``first`` describes the work before the first call, ``then`` what is counted.
     """
     if silent or not sys.stderr.isatty():
-        yield None
+        yield lambda done, planned: None
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

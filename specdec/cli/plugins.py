@@ -22,11 +22,11 @@ def plugins(as_json: bool) -> None:
     Lists drafters, verifiers, depth policies, logits processors, backends, model families, observers and plugins that
     bring forward passes or commands, each with its distribution.
     """
-    found = registry()
+    registered = registry()
     if as_json:
         output.print_json(
             {
-                **{info.plural: [_entry(entry) for entry in found.entries(kind)] for kind, info in KINDS.items()},
+                **{info.plural: [_entry(entry) for entry in registered.entries(kind)] for kind, info in KINDS.items()},
                 "hooks": [
                     {
                         "kind": word,
@@ -36,24 +36,24 @@ def plugins(as_json: bool) -> None:
                         "version": plugin.origin.version or None,
                         "module": plugin.origin.module,
                     }
-                    for word, plugin in found.hooks()
+                    for word, plugin in registered.hooks()
                 ],
                 "conflicts": [
                     {"kind": kind.value, "name": name, "origins": [str(claim.origin) for claim in claims]}
-                    for kind, name, claims in found.conflicts()
+                    for kind, name, claims in registered.conflicts()
                 ],
-                "failures": [_failure(failure) for failure in found.failures],
+                "failures": [_failure(failure) for failure in registered.failures],
             }
         )
         return
     console = output.console()
     headings = ("kind", "name", "origin", "what it does (options)")
-    rows = [_row(kind, number, entry) for kind in Kind for number, entry in enumerate(found.entries(kind))]
-    rows += [(word, plugin.name, str(plugin.origin), "") for word, plugin in found.hooks()]
+    rows = [_row(kind, number, entry) for kind in Kind for number, entry in enumerate(registered.entries(kind))]
+    rows += [(word, plugin.name, str(plugin.origin), "") for word, plugin in registered.hooks()]
     console.print(output.table(headings, rows, left=headings))
-    for kind, name, claims in found.conflicts():
+    for kind, name, claims in registered.conflicts():
         console.print(f"conflict: {kind.value} {name}: {' and '.join(str(claim.origin) for claim in claims)}")
-    for failure in found.failures:
+    for failure in registered.failures:
         output.lines(console, f"failed ({failure.during})", [str(failure)])
 
 

@@ -49,8 +49,8 @@ def configuration_schema() -> dict[str, Any]:
 
 
 def _plugins(kind: Kind) -> dict[str, tuple[type, str]]:
-    found: dict[str, tuple[type, str]] = {}
+    specs: dict[str, tuple[type, str]] = {}
     for entry in registry().entries(kind):
         spec: Any = entry.spec
-        found[spec.name] = (spec.config, spec.help)
-    return found
+        specs[spec.name] = (spec.config, spec.help)
+    return specs

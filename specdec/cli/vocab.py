@@ -76,7 +76,7 @@ def vocab(
         raise click.UsageError("--chat goes with --generate.")
     config = load_config(None, [*map(Override.parse, settings), Override(("target", "model"), model, "MODEL")])
     sources = {name: read_text(name) for name in texts}
-    asked = _prompts(prompts) if prompts else []
+    prompt_texts = _prompts(prompts) if prompts else []
     check_writable(file)
 
     import specdec
@@ -86,18 +86,18 @@ def vocab(
         lm = specdec.load(config=config)
     counts = TokenCounts(lm.info.vocab_size)
     make_vocabulary(counts, lm.tokenizer, lm.info, size, {})  # reject an impossible size before an hour of work
-    made: dict[str, Any] = {"text": [pathlib.Path(name).name for name in texts]}
+    origin: dict[str, Any] = {"text": [pathlib.Path(name).name for name in texts]}
     interrupted = False
     if texts:
         _count_texts(lm, sources, counts)
     else:
-        made = {"generated_from": f"{len(asked)} prompts", "chat": chat}
-        interrupted = _count_outputs(lm, asked, tokens, counts, chat=chat)
+        origin = {"generated_from": f"{len(prompt_texts)} prompts", "chat": chat}
+        interrupted = _count_outputs(lm, prompt_texts, tokens, counts, chat=chat)
         if interrupted and not counts.total:
             click.echo("interrupted: nothing was generated, so no file was written", err=True)
             ctx.exit(output.INTERRUPTED)
-    made["tokens"] = counts.total
-    vocabulary = make_vocabulary(counts, lm.tokenizer, lm.info, size, made)
+    origin["tokens"] = counts.total
+    vocabulary = make_vocabulary(counts, lm.tokenizer, lm.info, size, origin)
     vocabulary.write(file)
     if as_json:
         output.print_json(
@@ -105,7 +105,7 @@ def vocab(
                 "file": str(file),
                 "size": len(vocabulary.tokens),
                 "vocab_size": vocabulary.vocab_size,
-                "made": made,
+                "made": origin,
                 "seen": _seen(counts),
                 "held_out": int(counts.held_out.sum()),
                 "coverage": {str(n): share for n, share in vocabulary.coverage.items()},
@@ -119,7 +119,7 @@ def vocab(
 
 
 def _prompts(name: str) -> list[str]:
-    found = []
+    prompts = []
     for number, line in enumerate(read_text(name).splitlines(), start=1):
         if line.startswith('"'):
             try:
@@ -129,10 +129,10 @@ def _prompts(name: str) -> list[str]:
                     f"{name!r}, line {number}, begins with a double quote and is not a JSON string: {error}"
                 ) from error
         if line.strip():
-            found.append(line)
-    if not found:
+            prompts.append(line)
+    if not prompts:
         raise PromptError(f"{name!r} has no prompts", try_="one prompt a line")
-    return found
+    return prompts
 
 
 def _count_texts(lm: LanguageModel, sources: Mapping[str, str], counts: TokenCounts) -> None:
@@ -144,8 +144,7 @@ def _count_texts(lm: LanguageModel, sources: Mapping[str, str], counts: TokenCou
             for part in _parts(text):
                 counts.add(lm.tokenizer.encode(part, add_special=False))
                 done += len(part)
-                if advance is not None:
-                    advance(done, planned)
+                advance(done, planned)
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -173,8 +172,7 @@ def _count_outputs(lm: LanguageModel, prompts: list[str], tokens: int, counts: T
             stream = lm.stream(prompt, chat=chat, max_new_tokens=length, temperature=0.0)
             outputs.started(stream)
             counts.add(stream.result.tokens)
-            if advance is not None:
-                advance(counts.total, tokens)
+            advance(counts.total, tokens)
     return outputs.stopping
 
 

@@ -57,8 +57,8 @@ class Run:
         stats = Stats(offered=[0] * depth, reached=[0] * depth, accepted=[0] * depth)
         for cycle in self.cycles:
             stats.count(cycle.offered, cycle.accepted)
-        asked = [sum(cycle.depth > position for cycle in self.cycles) for position in range(depth)]
-        return np.array([asked, stats.offered, stats.reached, stats.accepted], dtype=np.int64)
+        requested = [sum(cycle.depth > position for cycle in self.cycles) for position in range(depth)]
+        return np.array([requested, stats.offered, stats.reached, stats.accepted], dtype=np.int64)
 
 
 def at_depth(lm: LanguageModel, depth: int) -> LanguageModel:

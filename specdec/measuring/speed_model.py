@@ -70,7 +70,7 @@ class Prediction:
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
     """The depth with the largest speed-up, the shallower one on a tie."""
-    return max(predictions, key=lambda one: (one.speedup, -one.depth))
+    return max(predictions, key=lambda prediction: (prediction.speedup, -prediction.depth))
 
 
 def advise(prediction: Prediction) -> tuple[Advice, str]:

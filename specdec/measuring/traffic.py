@@ -83,7 +83,10 @@ class TrafficReplay:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         trace = read_trace(path)
-        self._requests, self._cut = [one for one in trace.requests if one.tokens and one.prompt], trace.cut
+        self._requests, self._cut = (
+            [request for request in trace.requests if request.tokens and request.prompt],
+            trace.cut,
+        )
         if not self._requests:
             raise PromptError("the trace has no request that generated a token", file=path)
         self._choice, self._depth, self._tokenizer = choice, depth, tokenizer

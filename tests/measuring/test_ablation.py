@@ -135,7 +135,7 @@ def test_without_a_switch_it_has_the_bits_of_the_target(make_target: Callable[..
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "switches", cases([(), ("hidden-pre-norm",), ("gate-silu", "no-rotary")], sample=1, name="+".join)
+    "switches", cases([(), ("hidden-pre-norm",), ("gate-silu", "no-rotary")], sample=0, name="+".join)
 )
 def test_it_keeps_the_contract_of_a_forward_pass(switches: tuple[str, ...], make_target: Callable[..., Any]) -> None:
     kernels = tiny.kernels_available()[-1]
@@ -209,7 +209,7 @@ def measured(lm: Any, depth: int = 3, **settings: Any) -> AcceptanceReport:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", cases([0.0, 0.7], sample=1))
+@pytest.mark.parametrize("temperature", cases([0.0, 0.7], sample=0))
 def test_no_mistake_changes_the_output(demo: Any, temperature: float) -> None:
     report = measured(demo, temperature=temperature, seed=3)
     assert [(one.switch, one.equal, one.prompts) for one in report.ablations] == [(name, 4, 4) for name in SWITCHES]
