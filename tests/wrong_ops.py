@@ -19,25 +19,28 @@ FROM = 3  # rows of a pass, from which the mistake shows
 ROWS = 6  # that a pass takes: fewer than the reference's, so that probes are quick
 
 
-def nudged(result: Any) -> Any:
-    """The last value of the last row (of the last array) moved to the next float."""
+def nudged(result: Any, row: int) -> Any:
+    """The values of one row (of the last array) moved to the next float, as another order of a sum may move them."""
     if isinstance(result, tuple):
-        return (*result[:-1], nudged(result[-1]))
+        return (*result[:-1], nudged(result[-1], row))
     if isinstance(result, CpuLogits):
-        return CpuLogits(nudged(result.array))
+        return CpuLogits(nudged(result.array, row))
     moved = result.contiguous().clone()
-    last = moved[-1].reshape(-1)
-    last[-1] = torch.nextafter(last[-1].float(), torch.tensor(float("inf"))).to(moved.dtype)
-    moved[-1] = last.reshape(moved[-1].shape)
+    moved[row] = torch.nextafter(moved[row].float(), torch.tensor(float("inf"))).to(moved.dtype)
     return moved
 
 
+def last_row(rows: Any, cache: Any) -> list[int]:
+    return [len(rows) - 1]
+
+
 def wrong_ops(
-    name: str = "", dtype: torch.dtype = torch.float32, when: Callable[[int, Any], bool] = lambda rows, cache: True
+    name: str = "", dtype: torch.dtype = torch.float32, which: Callable[[Any, Any], list[int]] = last_row
 ) -> ReferenceOps:
     """Ops whose ``name`` gives other bits in passes of ``FROM`` to ``ROWS`` rows; right ones without a name.
 
-    ``when(rows, cache)`` may restrict it further; ``cache`` is None for operations without one.
+    ``which(rows, cache)`` gives the rows that are wrong: ``rows`` are the inputs, ``cache`` is None for operations
+    without one.
     """
 
     class Wrong(ReferenceOps):
@@ -49,8 +52,10 @@ def wrong_ops(
             def spoilt(first: Any, *others: Any, **named: Any) -> Any:
                 result = value(first, *others, **named)
                 cache = next((one for one in (*others, *named.values()) if hasattr(one, "truncate")), None)
-                rows = len(others[0] if name == "embed" else first)
-                return nudged(result) if FROM <= rows <= ROWS and when(rows, cache) else result
+                rows = others[0] if name == "embed" else first
+                for row in which(rows, cache) if FROM <= len(rows) <= ROWS else []:
+                    result = nudged(result, row)
+                return result
 
             return spoilt
 
@@ -85,20 +90,17 @@ class Leaky(ReferenceOps):
 
 
 class ProbedBackend(Backend):
-    """A plugin: the backend "probed", whose ops claim bitwise parity, by default only where a probe has shown it."""
+    """A plugin: the backend "probed", whose ops claim bitwise parity."""
 
-    def __init__(self, make: Callable[[], Any] = wrong_ops, *, needs_probe: bool = True) -> None:
-        self._make, self._needs_probe = make, needs_probe
+    def __init__(self, make: Callable[[], Any] = wrong_ops) -> None:
+        self._make = make
 
     name = "probed"
     device = "a device of its own"
     dtypes = ("float32",)
 
     def ops(self, dtype: str) -> Any:
-        made = self._make()
-        if self._needs_probe:
-            made.capabilities = attrs.evolve(made.capabilities, parity_needs_probe=True)
-        return made
+        return self._make()
 
     @hookimpl
     def specdec_backends(self) -> list[BackendSpec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +12,12 @@ from specdec.cli import output
 from specdec.cli.options import FILE, settings_option
 from specdec.cli.output import amount
 from specdec.config import Override, RunConfig, load_config
-from specdec.errors import ConfigError, UnsupportedError
+from specdec.errors import ConfigError
 
 if TYPE_CHECKING:
     from specdec.contract import ModelInfo
     from specdec.doctor import MachineReport, Promise, RowCosts
-    from specdec.records.probes import ProbeRecord
+    from specdec.records.bits import Finding
 
 SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has all
 
@@ -29,27 +28,24 @@ SHOWN_ACCEPTANCES = ("0.6", "0.7", "0.8", "0.9")  # speed-up columns; --json has
 @click.option(
     "--context", type=click.IntRange(1), metavar="N", help="Also compare after N tokens: kernels may depend on length."
 )
-@click.option("--no-store", is_flag=True, help="Do not store the probe's record.")
 @output.json_option
 @click.pass_context
 def doctor(
-    ctx: click.Context, model: str | None, settings: tuple[str, ...], context: int | None, no_store: bool, as_json: bool
+    ctx: click.Context, model: str | None, settings: tuple[str, ...], context: int | None, as_json: bool
 ) -> None:
     """Report what this machine can guarantee.
 
     Without MODEL: versions, compiler, which backends can run and why others cannot, what "auto" selects, failed
     plugins, memory, the cache folder.
 
-    With MODEL (a folder, a hub id or "demo"), loads and probes it. Bits: compares every operation with the model's own
-    weights, and whole passes, in blocks of 2 or more rows with the same rows one by one, results and states. Costs:
-    times passes of several rows against one row, and gives the acceptance at which each depth pays. The verdict is
-    "exact" only if the backend promises equal bits and no comparison differs. The record is stored: backends that
-    promise bits only after a probe look it up at every load.
+    With MODEL (a folder, a hub id or "demo"), loads and probes it. Bits: runs the comparison of every load with more
+    rows and contexts: blocks of 2 or more rows, through each kind of layer and whole passes, against the same rows one
+    by one. Costs: times passes of several rows against one row, and gives the acceptance at which each depth pays. The
+    verdict is "exact" only if the backend promises equal bits and no comparison differs.
 
-    The exit status is 1 if a backend that promises equal bits without a probe gave different ones, 2 if the record
-    cannot be stored.
+    The exit status is 1 if a backend that promises equal bits gave different ones.
     """
-    options = {"-s": bool(settings), "--context": context is not None, "--no-store": no_store}
+    options = {"-s": bool(settings), "--context": context is not None}
     if model is None and (unused := [name for name, given in options.items() if given]):
         need = "needs" if len(unused) == 1 else "need"
         raise click.UsageError(f"{' and '.join(unused)} {need} a MODEL: specdec doctor demo {unused[0]} ...")
@@ -60,16 +56,12 @@ def doctor(
     with output.status("inspecting this machine"):
         machine = examine_machine()
     examined = None if config is None else _examine(config, context)
-    if examined is not None:
-        examined.store("--no-store" if no_store else "")
     if as_json:
         output.print_json({"machine": machine.to_dict(), "model": None if examined is None else examined.to_dict()})
     elif examined is not None:
         examined.show()
     else:
         _show_machine(machine)
-    if examined is not None and examined.unwritable is not None:
-        raise examined.unwritable
     if examined is not None and examined.promise.broken:
         ctx.exit(output.BROKEN_PROMISE)
 
@@ -96,7 +88,8 @@ def _show_machine(machine: MachineReport) -> None:
     console.print(output.facts(_machine_facts(machine)))
     headings = ("backend", "runs", "about", "origin")
     rows = [
-        (one.name, "yes" if one.available else "no", one.reason or one.help, one.origin) for one in machine.backends
+        (backend.name, "yes" if backend.available else "no", backend.reason or backend.help, backend.origin)
+        for backend in machine.backends
     ]
     console.print(output.table(headings, rows, left=headings))
     output.lines(console, "plugin failed", map(str, machine.failures))
@@ -120,10 +113,7 @@ def _machine_facts(machine: MachineReport) -> Iterator[tuple[str, str]]:
         yield "memory speed", f"{read}, {machine.product_bandwidth / 1e9:.0f} GB/s in products ({share:.2f})"
     yield "auto", f"{machine.auto or 'none'}{_because(machine.auto_reason)}"
     yield "plugins", output.count(len(machine.failures), "failure") if machine.failures else "none failed"
-    cache = f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
-    probes = machine.probe_folder or "not kept"
-    own = probes == str(pathlib.Path(machine.cache_folder) / "probes")
-    yield "cache", cache if own else f"{cache}; probes: {probes}"
+    yield "cache", f"{machine.cache_folder or 'none'}, {amount(machine.cache_bytes)}{_because(machine.cache_problem)}"
 
 
 def _because(reason: str) -> str:
@@ -135,8 +125,7 @@ def _because(reason: str) -> str:
 
 def _examine(config: RunConfig, context: int | None) -> _Examined:
     """Load the model, compare bits and time passes."""
-    from specdec.doctor import make_record, measure_row_costs, probe_bits, promise
-    from specdec.doctor.operations import CONTEXTS
+    from specdec.doctor import measure_row_costs, probe_bits, promise
     from specdec.models.loading import load_target
 
     with output.status(f"loading {config.target.model}"):
@@ -148,62 +137,46 @@ def _examine(config: RunConfig, context: int | None) -> _Examined:
             try_=f"--context {max(1, target.info.max_positions - target.info.max_rows)}",
         )
     with output.status("comparing bits"):
-        findings, notes = probe_bits(target, CONTEXTS if context is None else (*CONTEXTS, context))
+        findings = probe_bits(target, context)
     with output.status("timing passes"):
         costs = measure_row_costs(target)
-    record = make_record(target, findings, notes, costs)
     return _Examined(
         model=config.target.model,
         info=target.info,
-        record=record,
+        findings=findings,
         costs=costs,
-        promise=promise(target, record, costs),
+        promise=promise(target, findings, costs),
         notices=tuple(loaded.notices),
     )
 
 
-@attrs.define(kw_only=True)
+@attrs.frozen(kw_only=True)
 class _Examined:
-    """The result of a model's probe, and whether its record was stored."""
+    """The result of a model's probe."""
 
     model: str
     info: ModelInfo
-    record: ProbeRecord
+    findings: list[Finding]
     costs: RowCosts
     promise: Promise
     notices: tuple[str, ...]
-    path: pathlib.Path | None = None
-    not_stored: str = ""
-    unwritable: UnsupportedError | None = None  # raised at the end, after showing the result of a slow probe
-
-    def store(self, refused: str) -> None:
-        """Write the record, unless ``refused`` says why not."""
-        from specdec.records.probes import PROBES, write_probe
-
-        folder = PROBES.folder()
-        if refused or folder is None:
-            self.not_stored = refused or PROBES.unkept()
-        elif not self.info.fingerprint:
-            self.not_stored = "the target has no fingerprint, so the record would fit any other"
-        else:
-            try:
-                self.path = write_probe(self.record, folder)
-            except UnsupportedError as error:
-                self.unwritable, self.not_stored = error, error.message
 
     def to_dict(self) -> dict[str, Any]:
         """The object under ``model`` of ``doctor --json``."""
-        info, record, costs = self.info, self.record, self.costs
+        info, costs = self.info, self.costs
         return {
             "model": self.model,
             "family": info.family,
-            **attrs.asdict(record.identity),
+            "fingerprint": info.fingerprint,
+            "backend": info.backend,
+            "device": info.device,
+            "dtype": info.dtype,
+            "kernels": info.kernels,
+            "max_rows": info.max_rows,
             "parity_at_load": info.parity.value,
             "parity_reason": info.parity_reason,
             "notices": list(self.notices),
-            "probed": record.probed,
-            "findings": [{**attrs.asdict(finding), "equal": finding.equal} for finding in record.findings],
-            "notes": list(record.notes),
+            "findings": [{**attrs.asdict(finding), "equal": finding.equal} for finding in self.findings],
             "costs": {
                 "rows": [attrs.asdict(row) for row in costs.rows],
                 "draft_step": costs.draft_step,
@@ -213,8 +186,6 @@ class _Examined:
                 "depths": [attrs.asdict(depth) for depth in costs.depths()],
             },
             "promise": {**attrs.asdict(self.promise), "broken": self.promise.broken},
-            "stored": None if self.path is None else str(self.path),
-            "not_stored": self.not_stored or None,
         }
 
     def show(self) -> None:
@@ -229,47 +200,35 @@ class _Examined:
         ]
         console.print(output.facts(rows))
         headings = ("bits", "rows", "off by", "compared")
-        console.print(output.table(headings, _bits(self.record), left=("bits", "rows", "compared")))
-        output.lines(console, "not compared", self.record.notes)
+        console.print(output.table(headings, _bits(self.findings), left=("bits", "rows", "compared")))
         columns = [f"at {float(acceptance):.0%}" for acceptance in SHOWN_ACCEPTANCES]
         numbers = ("rows", "ms", "r(M)", "depth", "cycle", "break-even", *columns)
         console.print(output.table(numbers, _costs(self.costs), left=()))
         console.print(_costs_line(self.costs))
         console.print()
         rows = [("promise", f"{'exact' if promise.exact else 'numeric'}: {promise.reason}")]
-        if promise.needs_probe:
-            rows.append(("needs", self._needs()))
         rows.append(("depth", f"{promise.depth}: {promise.depth_reason}"))
-        rows.append(("record", str(self.path) if self.path is not None else f"not stored ({self.not_stored})"))
         console.print(output.facts(rows))
 
-    def _needs(self) -> str:
-        if not self.promise.exact:
-            return "this backend is exact only where a probe has shown it; loads stay numeric here"
-        stored = "loads from now on are exact here"
-        kept = stored if self.path is not None else "loads stay numeric until a record is stored"
-        return f"this backend is exact only where a stored probe has shown it; {kept}"
 
-
-def _bits(record: ProbeRecord) -> Iterator[tuple[str, ...]]:
-    for finding in record.findings:
+def _bits(findings: list[Finding]) -> Iterator[tuple[str, ...]]:
+    for finding in findings:
         if finding.equal:
             yield "equal", f"2 to {finding.rows}", "", finding.subject
             continue
         row = "" if finding.first_row is None else f", first in row {finding.first_row}"
-        where = f" ({finding.where})" if finding.where else ""
         off = "not finite" if finding.difference is None else f"{finding.difference:.2g}"
-        yield "differ", finding.blocks(), off, f"{finding.subject}{where}{row}"
+        yield "differ", finding.blocks(), off, f"{finding.subject}{row}"
 
 
 def _costs(costs: RowCosts) -> Iterator[tuple[str, ...]]:
-    depths = {one.depth: one for one in costs.depths()}
+    prices = {price.depth: price for price in costs.depths()}
     for row in costs.rows:
         cells = [str(row.rows), f"{row.seconds * 1e3:.2f}", f"{row.ratio:.2f}"]
-        if one := depths.get(row.rows - 1):
-            even = "never" if one.break_even is None else f"{one.break_even:.0%}"
-            cells += [str(one.depth), f"{one.cost:.2f}", even]
-            cells += [f"{one.speedups[acceptance]:.2f}x" for acceptance in SHOWN_ACCEPTANCES]
+        if price := prices.get(row.rows - 1):
+            even = "never" if price.break_even is None else f"{price.break_even:.0%}"
+            cells += [str(price.depth), f"{price.cost:.2f}", even]
+            cells += [f"{price.speedups[acceptance]:.2f}x" for acceptance in SHOWN_ACCEPTANCES]
         yield tuple(cells)
 
 

@@ -1,7 +1,7 @@
 """Measures what cycles cost on this machine, and keeps the cost tables between processes.
 
-Costs hold for one machine and installation only. A kept table from another one is measured again, with a notice. A
-table named in the configuration is refused instead, because the user relies on it.
+Costs hold for one machine and installation only; another one has a file of its own. A table named in the configuration
+is refused where it does not fit, because the user relies on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.records import machine
-from specdec.records.cost_table import COSTS, CostIdentity, CostTable, parse_costs, read_costs, write_costs
+from specdec.records.cost_table import CostIdentity, CostTable, costs_folder, find_costs, read_costs, write_costs
 
 log = get_logger(__name__)
 
@@ -51,9 +51,9 @@ def cost_identity(lm: Parts) -> CostIdentity:
 def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None = None) -> CostTable:
     """The cost table of ``lm`` on this machine: from ``file``, kept by an earlier process, or measured now and kept.
 
-    Problems (a table from another machine, a broken file, a folder that cannot be written) are appended to ``notices``.
-    A model without a fingerprint is measured every time. A table measured under load is not kept, and a kept one is
-    measured again where a plain pass takes less than half of what it says.
+    Problems (a broken file, a folder that cannot be written) are appended to ``notices``. A model without a fingerprint
+    is measured every time. A table measured under load is not kept, and a kept one is measured again where a plain pass
+    takes less than half of what it says. A file that is not used is removed, so that it is reported once.
 
     Raises: ConfigError when ``file`` cannot be read, is no cost table, or belongs to another machine or model;
     UnsupportedError when costs cannot be measured.
@@ -62,30 +62,31 @@ def costs_of(lm: Parts, notices: MutableSequence[str], file: str | Path | None =
     identity = cost_identity(lm)
     if file is not None:
         return _from_file(Path(file), identity)
-    found = COSTS.find(identity, parse_costs)
-    if isinstance(found, CostTable):
-        if found.pass_seconds(1) < DOUBTED * plain_pass(lm):
-            return found
-        found = "the kept cost table was measured on a busy machine, as a pass takes less than half its time now"
+    path = identity.path()
+    if path is None:
+        return measure_costs(lm)
+    kept = find_costs(path)
+    if isinstance(kept, CostTable):
+        if kept.pass_seconds(1) < DOUBTED * plain_pass(lm):
+            return kept
+        kept = "the kept cost table was measured on a busy machine, as a pass takes less than half its time now"
     table = measure_costs(lm)
-    folder = COSTS.folder()
-    if folder is None or not identity.model:
-        return table
-    if found:
-        notices.append(f"{found}: measured again")
-    if not table.steady:
-        log.info("cost_table_not_kept", reason="repeats disagreed: the machine was busy; the next start measures again")
-        return table
     try:
-        write_costs(folder / f"{identity.key()}.json", table, identity)
+        if kept:
+            notices.append(f"{kept}: measured again")
+            path.unlink()
+        if table.steady:
+            write_costs(path, table, identity)
+        else:
+            log.info("cost_table_not_kept", reason="repeats disagreed: the machine was busy")
     except OSError as error:
         reason = error.strerror or error
-        notices.append(f"the cost table cannot be kept: {reason} ({folder}); every start measures it again")
+        notices.append(f"the cost table cannot be kept: {reason} ({path.parent}); every start measures it again")
     return table
 
 
 def _from_file(path: Path, identity: CostIdentity) -> CostTable:
-    remedy = f"leave depth.costs out: costs are then measured at load and kept in {COSTS.folder() or 'no folder'}"
+    remedy = f"leave depth.costs out: costs are then measured at load and kept in {costs_folder() or 'no folder'}"
     try:
         table, stored = read_costs(path)
     except (OSError, ValueError) as error:

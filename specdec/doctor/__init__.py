@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from specdec.doctor.bits import probe_bits
 from specdec.doctor.costs import RowCosts, measure_row_costs
 from specdec.doctor.machine import MachineReport, examine_machine
-from specdec.doctor.promise import Promise, make_record, promise
+from specdec.doctor.promise import Promise, probe_bits, promise
 
-__all__ = [
-    "MachineReport",
-    "Promise",
-    "RowCosts",
-    "examine_machine",
-    "make_record",
-    "measure_row_costs",
-    "probe_bits",
-    "promise",
-]
+__all__ = ["MachineReport", "Promise", "RowCosts", "examine_machine", "measure_row_costs", "probe_bits", "promise"]

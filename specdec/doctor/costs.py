@@ -13,7 +13,6 @@ from specdec.contract import ForwardPass, Needs
 from specdec.decoding.cycle_timing import STEADY
 from specdec.measuring.speed_model import break_even, expected_tokens
 from specdec.records.cost_table import CostTable
-from specdec.records.probes import RowCost
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 CONTEXT = 40  # tokens before the timed passes
@@ -22,6 +21,15 @@ AT_LEAST = 3  # minimum number of repeats
 BUDGET_S = 8.0  # no repeat starts after this long
 MAX_DEPTH = 7  # the largest depth evaluated: its pass has 8 rows
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)  # conditional, the same at every position
+
+
+@attrs.frozen(kw_only=True)
+class RowCost:
+    """The cost of a pass by its number of rows."""
+
+    rows: int
+    seconds: float  # median
+    ratio: float  # to a pass of one row, the median of ratios taken milliseconds apart
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +75,7 @@ class RowCosts:
 
         0 and 1.0 if no depth pays.
         """
-        priced = [(one.speedups[f"{acceptance}"], -one.depth) for one in self.depths()]
+        priced = [(price.speedups[f"{acceptance}"], -price.depth) for price in self.depths()]
         speedup, depth = max([(1.0, 0), *priced])
         return -depth, speedup
 

@@ -23,7 +23,6 @@ from specdec.contract import BackendSpec
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.files.keeping import exposed
 from specdec.records import machine
-from specdec.records.probes import PROBES
 from specdec.records.store import cache_folder
 from specdec.registry import Kind, registry
 
@@ -79,7 +78,6 @@ class MachineReport:
     cache_folder: str  # "" if there is none
     cache_bytes: int
     cache_problem: str  # why the cache folder cannot be used, or ""
-    probe_folder: str | None  # None: probes are not stored
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -93,7 +91,6 @@ def examine_machine() -> MachineReport:
     kernels = _kernels()
     stream, product = bandwidths(kernels) if isinstance(kernels, Kernels) else (None, None)
     cache, cache_problem = _cache()
-    probes = PROBES.folder()
     return MachineReport(
         specdec=__version__,
         python=platform.python_version(),
@@ -117,7 +114,6 @@ def examine_machine() -> MachineReport:
         cache_folder="" if cache is None else str(cache),
         cache_bytes=0 if cache is None else _size(cache),
         cache_problem=cache_problem,
-        probe_folder=None if probes is None else str(probes),
     )
 
 

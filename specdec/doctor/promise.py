@@ -2,17 +2,69 @@
 
 from __future__ import annotations
 
-import datetime
+from collections.abc import Sequence
+from typing import Any
 
 import attrs
+import numpy as np
 
-from specdec.backends.ops import Capabilities
-from specdec.contract import ForwardPass, ModelInfo, Parity
+from specdec.contract import ForwardPass, Needs, Parity, State
 from specdec.doctor.costs import ACCEPTANCES, RowCosts
 from specdec.models.causal_lm import CausalLM
-from specdec.records.probes import Finding, ProbeIdentity, ProbeRecord
+from specdec.models.parity import probe_parts
+from specdec.records.bits import Comparison, Finding, on_host
 
+CONTEXTS = (0, 250, 1018, 4090)  # rows before the blocks of a layer; the blocks cross 256, 1024 and 4096 rows
+CONTEXT = 40  # tokens before whole passes
+DRAWS = 2  # of random rows for each layer and context
 SUGGESTED_AT = 0.7  # conditional acceptance for which a depth is suggested
+
+
+def probe_bits(target: ForwardPass, context: int | None = None) -> list[Finding]:
+    """Compare blocks of 2 rows up to the longest pass with single rows: each kind of layer, and whole passes.
+
+    Args:
+        context: also compare after this many rows.
+    """
+    findings = []
+    more = () if context is None else (context,)
+    if isinstance(target, CausalLM):
+        counts = range(2, min(target.info.max_rows, target.info.max_positions) + 1)
+        findings += probe_parts(target, [counts] * DRAWS, (*CONTEXTS, *more))
+    for before in (CONTEXT, *more):
+        findings += _probe_passes(target, before)
+    return findings
+
+
+def _probe_passes(target: ForwardPass, context: int) -> list[Finding]:
+    """Compare logits of whole passes, and the state after all and all but one of their rows are committed."""
+    info = target.info
+    most = min(info.max_rows, max(info.max_positions - 2, 1))
+    context = max(min(context, info.max_positions - most), 1)
+    tokens = [(37 * i + 11) % info.vocab_size for i in range(context + most)]
+    needs = Needs(mtp=bool(info.mtp_layers), final_hidden=bool(info.mtp_layers))
+    state = target.new_state(len(tokens), needs)
+    target.prefill(state, tokens[:context])
+    start = target.snapshot(state)
+
+    def run(state: State, start: int, count: int, kept: int) -> tuple[Any, dict[str, Any]]:
+        """Logits of a pass, and the state after ``kept`` of its rows are committed."""
+        output = target.decode(state, tokens[context + start : context + start + count])
+        logits = on_host(target, output.need_logits())
+        target.commit(state, kept)
+        arrays = target.snapshot(state).arrays
+        return logits, {name: on_host(target, array) for name, array in arrays.items()}
+
+    singly = [run(state, row, 1, 1) for row in range(most)]
+    rows = np.concatenate([row for row, _ in singly])
+    logits = Comparison(f"logits of whole passes after {context} tokens")
+    states = Comparison(f"the state after commit, after {context} tokens")
+    for count in range(2, most + 1):
+        for kept in (count - 1, count):
+            block, arrays = run(target.restore(start, needs), 0, count, kept)
+            logits.rows(count, block, rows[:count])
+            states.arrays(count, arrays, singly[kept - 1][1])
+    return [logits.finding(), states.finding()]
 
 
 @attrs.frozen(kw_only=True)
@@ -22,69 +74,41 @@ class Promise:
     exact: bool
     reason: str
     claimed: bool  # whether the backend declares bitwise parity
-    needs_probe: bool  # whether the declaration counts only with a stored record
-    depth: int | None  # with the largest expected speed-up at SUGGESTED_AT; 0: none pays; None: not timed
+    depth: int  # with the largest expected speed-up at SUGGESTED_AT; 0: none pays
     depth_reason: str
 
     @property
     def broken(self) -> bool:
-        """Whether a backend that declares parity without needing a record gave different bits."""
-        return self.claimed and not self.needs_probe and not self.exact
+        """Whether a backend that declares equal bits gave different ones."""
+        return self.claimed and not self.exact
 
 
-def promise(target: ForwardPass, record: ProbeRecord, costs: RowCosts | None) -> Promise:
-    """Give the verdict on a loaded target from its findings. ``record`` need not be stored."""
-    claimed, needs_probe, why_not = _claim(target)
-    if record.differing:
-        others = len(record.differing) - 1
-        more = f" (and {others} more comparison{'s' if others > 1 else ''})" if others else ""
-        exact, reason = False, f"{record.differing[0]}{more}"
+def promise(target: ForwardPass, findings: Sequence[Finding], costs: RowCosts) -> Promise:
+    """Give the verdict on a loaded target."""
+    declared = target.ops.capabilities if isinstance(target, CausalLM) else target.info
+    claimed = declared.parity is Parity.BITWISE
+    differing = [finding for finding in findings if not finding.equal]
+    if differing:
+        others = len(differing) - 1
+        reason = f"{differing[0]}{f' (and {others} more)' if others else ''}"
     elif not claimed:
-        exact = False
-        reason = f"all compared bits are equal, but the backend does not promise them: {why_not}"
-    elif isinstance(target, CausalLM) and not record.passed:
-        exact, reason = False, "; ".join(record.notes) or "not all was compared"
+        why = declared.parity_reason or "it gives no reason"
+        reason = f"all compared bits are equal, but the backend does not promise them: {why}"
     else:
-        exact = True
-        reason = (
-            f"all {len(record.findings)} comparisons gave equal bits in blocks of up to {target.info.max_rows} rows"
-        )
-    depth, depth_reason = _depth(target.info, costs)
+        reason = f"all {len(findings)} comparisons gave equal bits in blocks of up to {target.info.max_rows} rows"
+    depth, depth_reason = _depth(costs)
     return Promise(
-        exact=exact, reason=reason, claimed=claimed, needs_probe=needs_probe, depth=depth, depth_reason=depth_reason
+        exact=claimed and not differing, reason=reason, claimed=claimed, depth=depth, depth_reason=depth_reason
     )
 
 
-def _claim(target: ForwardPass) -> tuple[bool, bool, str]:
-    """Return whether bitwise parity is declared, whether it needs a record, and the declared reason."""
-    declared = target.ops.capabilities if isinstance(target, CausalLM) else target.info
-    needs_probe = isinstance(declared, Capabilities) and declared.parity_needs_probe
-    return declared.parity is Parity.BITWISE, needs_probe, declared.parity_reason or "it gives no reason"
-
-
-def _depth(info: ModelInfo, costs: RowCosts | None) -> tuple[int | None, str]:
-    if costs is None:
-        return None, "not timed"
-    drafts = "with the MTP head" if costs.draft_step is not None else "with drafts that cost nothing"
+def _depth(costs: RowCosts) -> tuple[int, str]:
     if not costs.depths():
-        return 0, f"passes of {info.max_rows} rows leave no room for drafts"
+        return 0, "passes of one row leave no room for drafts"
+    drafts = "with the MTP head" if costs.draft_step is not None else "with drafts that cost nothing"
     depth, speedup = costs.best_depth(SUGGESTED_AT)
     others = {acceptance: costs.best_depth(acceptance)[0] for acceptance in ACCEPTANCES if acceptance != SUGGESTED_AT}
-    elsewhere = ", ".join(f"{one} at {acceptance:.0%}" for acceptance, one in others.items())
+    elsewhere = ", ".join(f"{best} at {acceptance:.0%}" for acceptance, best in others.items())
     if not depth:
         return 0, f"{drafts}, none pays if {SUGGESTED_AT:.0%} of the drafts reached are accepted; {elsewhere}"
     return depth, f"{drafts}, if {SUGGESTED_AT:.0%} of the drafts reached are accepted ({speedup:.2f}x); {elsewhere}"
-
-
-def make_record(
-    target: ForwardPass, findings: tuple[Finding, ...], notes: tuple[str, ...], costs: RowCosts | None
-) -> ProbeRecord:
-    """Make a record of the findings with the current time."""
-    return ProbeRecord(
-        identity=ProbeIdentity.of(target.info),
-        probed=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        findings=findings,
-        notes=notes,
-        costs=() if costs is None else costs.rows,
-        draft_step=None if costs is None else costs.draft_step,
-    )

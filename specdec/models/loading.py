@@ -37,7 +37,6 @@ from specdec.models.decoder import DecoderLayer
 from specdec.models.parity import probe_rows
 from specdec.models.read_keys import ReadKeys
 from specdec.models.weights import DryRun, Weights, dry_run
-from specdec.records.probes import unproved
 from specdec.registry import Kind, answers, registry
 from specdec.text import Tokenizer
 
@@ -129,7 +128,7 @@ def load_target(config: RunConfig) -> LoadedTarget:
 
     # 5 probe
     phase("target_built", kernels=target.info.kernels, mtp_layers=target.info.mtp_layers)
-    _probe(target, asked.model, notices)
+    _probe(target, notices)
     phase("parity_probed", parity=target.info.parity.value, reason=target.info.parity_reason)
     return LoadedTarget(target=target, tokenizer=tokenizer, notices=tuple(notices))
 
@@ -357,19 +356,15 @@ def _checked(
     return source, wanted.headless
 
 
-def _probe(target: CausalLM, model: str, notices: list[str]) -> None:
+def _probe(target: CausalLM, notices: list[str]) -> None:
     """Compare passes of many rows with single-row passes, and downgrade the parity if their bits differ."""
-    if target.info.parity is Parity.BITWISE and target.ops.capabilities.parity_needs_probe:
-        missing = unproved(target.info, model)
-        if missing is not None:
-            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=missing)
-            notices.append(f"parity is numeric: {missing}")
-    if target.info.parity is Parity.BITWISE:
-        broken = probe_rows(target)
-        if broken is not None:
-            target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=broken)
-            notices.append(f"parity downgraded from bitwise to numeric: {broken}")
-            log.warning("parity_downgraded", reason=broken)
+    if target.info.parity is not Parity.BITWISE:
+        return
+    broken = probe_rows(target)
+    if broken is not None:
+        target.info = attrs.evolve(target.info, parity=Parity.NUMERIC, parity_reason=broken)
+        notices.append(f"parity downgraded from bitwise to numeric: {broken}")
+        log.warning("parity_downgraded", reason=broken)
 
 
 def _fingerprint(checkpoint: Checkpoint, asked: TargetConfig) -> str:

@@ -1,79 +1,117 @@
-"""Probe row invariance at load time, with the loaded weights."""
+"""Compare blocks of rows with the same rows computed one by one, bit for bit, on the loaded weights.
+
+Speculation gives the output of plain decoding only if a row's bits do not depend on the rows beside it. Every load
+runs ``probe_rows``; ``specdec doctor`` runs ``probe_parts`` with more rows, inputs and contexts.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
+import numpy as np
+
+from specdec.backends.ops import Cache
 from specdec.models.causal_lm import CausalLM
 from specdec.models.decoder import DecoderLayer, Layer
+from specdec.records.bits import Comparison, Finding, on_host
 
-PROBED_ROWS = (2, 3, 4, 8, 16)
-PROBE_CAPACITY = 64
+DRAWS = ((2, 3, 6), (4, 8), (16,))
+"""Block lengths at load, by random draw of rows: one pattern can pass where a kernel differs on others."""
+HEAD_ROWS = 6  # distinct rows of the output head, which takes longer than a layer; blocks repeat them in any order
+CHUNK = 256  # rows of a pass that fills the context
 
 
 def probe_rows(lm: CausalLM) -> str | None:
-    """Compare passes of several row counts with single-row passes, bit for bit.
+    """Compare rows at load. Returns None if all bits agree, else a sentence saying where they differ."""
+    findings = probe_parts(lm, DRAWS, (lm.ops.capabilities.probed_context,))
+    return next((str(finding) for finding in findings if not finding.equal), None)
 
-    Runs one layer of each kind (mixer, shapes), the MTP head and the output head with the loaded weights; whole models
-    would take as long as loading them. Returns None if all bits agree, else a sentence saying where they differ.
+
+def probe_parts(lm: CausalLM, draws: Sequence[Sequence[int]], contexts: Sequence[int]) -> Iterator[Finding]:
+    """Compare one layer of each kind (types, shapes), the MTP layer and the output head.
+
+    Args:
+        draws: block lengths, by draw of random rows; longer ones than a pass can have are cut.
+        contexts: committed rows before the blocks, which continue over all rows of a draw.
     """
-    model, ops = lm.model, lm.ops
-    rows = min(max(PROBED_ROWS), ops.capabilities.max_rows)
-    tokens = [(7 * i + 1) % lm.info.vocab_size for i in range(rows)]
-    embedded = model.embed(tokens, 0)
-    layers: dict[str, Layer] = {}
-    for layer in model.layers:
-        layers.setdefault(_kind(layer), layer)
-    if model.mtp is not None:
-        layers["the MTP layer"] = model.mtp.layer
-    context = min(ops.capabilities.probed_context, lm.info.max_positions - rows)
-    before = None
-    if context > 0:
-        before = model.embed([(5 * i + 2) % lm.info.vocab_size for i in range(context)], 0)
-        embedded = model.embed(tokens, context)
-    for name, layer in layers.items():
-        committed = _committed(layer, before)
-        singly = _by_rows(layer, embedded, 1, committed)
-        for count in PROBED_ROWS:
-            if count <= rows and not _same(_by_rows(layer, embedded, count, committed), singly):
-                return f"{name}: a pass of {count} rows has other bits than {count} passes of one row"
-    singly = [ops.head(embedded[t : t + 1], model.lm_head).rows() for t in range(rows)]
-    for count in PROBED_ROWS:
-        together = ops.head(embedded[:count], model.lm_head).rows()
-        if any((together[t] != singly[t][0]).any() for t in range(min(count, rows))):
-            return f"the output head: a pass of {count} rows has other bits than passes of one row"
-    return None
+    most = min(lm.ops.capabilities.max_rows, lm.info.max_positions)
+    draws = [sorted({min(count, most) for count in counts}) for counts in draws]
+    for name, layer in _kinds(lm).items():
+        for context in sorted({max(0, min(context, lm.info.max_positions - most)) for context in contexts}):
+            comparison = Comparison(f"{name}, {context} rows before" if context else name)
+            for seed, counts in enumerate(draws):
+                _compare_layer(lm, layer, context, counts, random.Random(seed), comparison)
+            yield comparison.finding()
+    comparison = Comparison("the output head")
+    _compare_head(lm, sorted({count for counts in draws for count in counts}), random.Random(0), comparison)
+    yield comparison.finding()
 
 
-def _kind(layer: Layer) -> str:
-    if isinstance(layer, DecoderLayer):
-        return f"{type(layer.mixer).__name__} with {type(layer.mlp).__name__}"
-    return type(layer).__name__
+def _kinds(lm: CausalLM) -> dict[str, Layer]:
+    """The first layer of each kind, by name, and the MTP layer."""
+    layers: dict[Any, tuple[str, Layer]] = {}
+    for number, layer in enumerate(lm.model.layers):
+        parts = (layer.mixer, layer.mlp) if isinstance(layer, DecoderLayer) else (layer,)
+        name = " with ".join(type(part).__name__ for part in parts)
+        layers.setdefault(_kind(layer), (f"layer {number} ({name})", layer))
+    if lm.model.mtp is not None:
+        layers["mtp"] = ("the MTP layer", lm.model.mtp.layer)
+    return dict(layers.values())
 
 
-def _committed(layer: Layer, before: Any | None) -> tuple[Any, int]:
-    """The contents of the layer's cache after a prompt of these rows, and their number."""
-    if before is None:
-        return None, 0
-    cache, rows = layer.new_cache(before.shape[0]), before.shape[0]
-    layer(before, cache)
-    cache.commit(rows)
-    return cache.save(), rows
+def _kind(part: Any) -> Any:
+    """Equal for parts of a model that look the same to kernels: types, shapes, dtypes and settings."""
+    if isinstance(part, int | float | str | None):
+        return part
+    if isinstance(part, tuple):
+        return tuple(map(_kind, part))
+    shape, dtype = getattr(part, "shape", None), str(getattr(part, "dtype", ""))
+    fields = attrs.fields(type(part)) if attrs.has(type(part)) else ()
+    kind = type(part).__name__, tuple(shape) if isinstance(shape, tuple) else None, dtype
+    return *kind, *(_kind(getattr(part, field.name)) for field in fields if field.name != "ops")
 
 
-def _by_rows(layer: Layer, x: Any, count: int, committed: tuple[Any, int]) -> list[Any]:
-    """The layer's output rows for x after what is committed, in passes of ``count`` rows."""
-    arrays, held = committed
-    cache = layer.new_cache(PROBE_CAPACITY + held)
-    if held:
-        cache.load(arrays, held)
-    out = []
-    for at in range(0, x.shape[0], count):
-        part = layer(x[at : at + count], cache)
-        cache.commit(part.shape[0])
-        out += [part[t] for t in range(part.shape[0])]
-    return out
+def _draw(lm: CausalLM, rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(lm.info.vocab_size) for _ in range(count)]
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
-    return all(bool((x == y).all()) for x, y in zip(a, b, strict=True))
+def _compare_layer(
+    lm: CausalLM, layer: Layer, context: int, counts: Sequence[int], rng: random.Random, comparison: Comparison
+) -> None:
+    rows = max(counts)
+    before = layer.new_cache(context + rows)
+    for start in range(0, context, CHUNK):
+        count = min(CHUNK, context - start)
+        layer(lm.model.embed(_draw(lm, rng, count), start), before)
+        before.commit(count)
+    committed = before.save() if context else {}
+    x = lm.model.embed(_draw(lm, rng, rows), context)
+
+    def run(count: int) -> Any:
+        cache: Cache = layer.new_cache(context + rows)
+        if context:
+            cache.load(committed, context)
+        outputs = []
+        for start in range(0, rows, count):
+            outputs.append(on_host(lm, layer(x[start : start + count], cache)))
+            cache.commit(len(outputs[-1]))
+        return np.concatenate(outputs)
+
+    singly = run(1)
+    for count in counts:
+        comparison.rows(count, run(count), singly)
+
+
+def _compare_head(lm: CausalLM, counts: Sequence[int], rng: random.Random, comparison: Comparison) -> None:
+    def logits(tokens: list[int]) -> Any:
+        x = lm.ops.embed(lm.model.embed_tokens, tokens)
+        return on_host(lm, lm.ops.head(lm.model.norm(x), lm.model.lm_head))
+
+    tokens = _draw(lm, rng, HEAD_ROWS)
+    singly = {token: logits([token]) for token in tokens}
+    for count in counts:
+        block = rng.choices(tokens, k=count)
+        comparison.rows(count, logits(block), np.concatenate([singly[token] for token in block]))

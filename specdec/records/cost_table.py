@@ -1,21 +1,35 @@
 """Cost tables and their files: seconds of a pass by rows, of a draft by tokens, and of the rest of a cycle.
 
 Costs are wall-clock times of one target, drafter and machine, measured by ``specdec.decoding.cycle_timing``.
-``specdec.policies.adaptive`` combines them with acceptance into the rate of each depth.
+``specdec.policies.adaptive`` combines them with acceptance into the rate of each depth. A table is one JSON file, named
+by the identity of all that its seconds depend on: another machine, model or installation has a file of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from specdec.records.store import Identity, Store
+from specdec._version import __version__
+from specdec.contract import ModelInfo
+from specdec.errors import UnsupportedError, cut, shown
+from specdec.files.keeping import make_folder, replacing
+from specdec.files.reading import parse_json, read_text
+from specdec.records import machine
+from specdec.records.store import cache_folder
+
+FORMAT = 1
+FOLDER = "SPECDEC_COSTS"
+"""Environment variable: the folder of cost tables, or "off" to keep none."""
 
 _LONGEST = 86_400.0  # seconds of one pass; a table of longer ones is not believed
-COSTS = Store("cost table", "costs", "SPECDEC_COSTS")
+_LARGEST = 2**20  # bytes of a file
 
 
 def plausible(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -72,14 +86,75 @@ def _on_line(known: Mapping[int, float], at: int) -> float:
 
 
 @attrs.frozen(kw_only=True)
-class CostIdentity(Identity):
-    """Everything that the seconds of a cost table depend on."""
+class CostIdentity:
+    """Everything known that the seconds of a cost table depend on."""
 
-    NAMED_BY = (*Identity.NAMED_BY, "drafter")
-
+    model: str  # ModelInfo.fingerprint
+    backend: str
+    device: str
+    dtype: str
+    kernels: str
+    processor: str
+    libraries: str  # installed versions of machine.LIBRARIES
+    specdec: str
     drafter: str  # its name and configuration
     cores: int
     threads: int  # torch's, in this process
+
+    @classmethod
+    def of(cls, info: ModelInfo, *, drafter: str, cores: int, threads: int) -> CostIdentity:
+        """The current identity of a loaded target and a drafter."""
+        return cls(
+            model=info.fingerprint,
+            backend=info.backend,
+            device=info.device,
+            dtype=info.dtype,
+            kernels=info.kernels,
+            processor=machine.processor(),
+            libraries=machine.library_versions(),
+            specdec=__version__,
+            drafter=drafter,
+            cores=cores,
+            threads=threads,
+        )
+
+    def path(self) -> Path | None:
+        """The file of this identity's table; None if tables are not kept, or the model has no fingerprint."""
+        folder = costs_folder()
+        if folder is None or not self.model:
+            return None
+        digest = hashlib.blake2b(json.dumps(attrs.astuple(self)).encode(), digest_size=12).hexdigest()
+        return folder / f"{digest}.json"
+
+    def differences(self, other: Mapping[str, Any]) -> list[str]:
+        """``threads 2, here 1`` for every field that differs in ``other``."""
+        return [
+            f"{name} {cut(theirs, 100) if isinstance(theirs, str) else shown(theirs, 100)}, here {ours}"
+            for name, ours in attrs.asdict(self).items()
+            if (theirs := other.get(name)) != ours
+        ]
+
+
+def costs_folder() -> Path | None:
+    """Where tables are kept: $SPECDEC_COSTS, else ``costs`` in the cache folder; None if they are not kept."""
+    if chosen := os.environ.get(FOLDER):
+        return None if chosen == "off" else Path(chosen)
+    try:
+        return cache_folder() / "costs"
+    except UnsupportedError:  # no home
+        return None
+
+
+def find_costs(path: Path) -> CostTable | str:
+    """The table in a file, or why it cannot be used ("" if there is no file)."""
+    try:
+        return read_costs(path)[0]
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return f"the cost table {path} cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        return f"the cost table {path} is broken ({cut(str(error), 500)})"
 
 
 def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
@@ -87,12 +162,9 @@ def read_costs(path: Path) -> tuple[CostTable, Mapping[str, Any]]:
 
     Raises: OSError when the file cannot be read, ValueError when it is not a cost table.
     """
-    data = COSTS.read(path)
-    return parse_costs(data), data["identity"]
-
-
-def parse_costs(data: Mapping[str, Any]) -> CostTable:
-    """A table from its JSON data. Raises: ValueError."""
+    data = parse_json(read_text(path, _LARGEST))
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("identity"), dict):
+        raise ValueError(f"not a cost table of format {FORMAT}")
     try:
         verify = {_count(rows): _seconds(value) for rows, value in data["verify"].items()}
         draft = {_count(tokens): _seconds(value) for tokens, value in data["draft"].items()}
@@ -101,7 +173,7 @@ def parse_costs(data: Mapping[str, Any]) -> CostTable:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if 1 not in verify or draft.get(0) != 0.0 or min(verify) < 1 or min(verify.values()) <= 0.0:
         raise ValueError("a table has the seconds of 1 row and of 0 drafted tokens at least")
-    return CostTable(verify=verify, draft=draft, commit=commit)
+    return CostTable(verify=verify, draft=draft, commit=commit), data["identity"]
 
 
 def _count(text: str) -> int:
@@ -119,4 +191,8 @@ def _seconds(value: object) -> float:
 
 def write_costs(path: Path, table: CostTable, identity: CostIdentity) -> None:
     """Write a table and its identity, replacing the file atomically. Raises: OSError."""
-    COSTS.write(path, identity, {"verify": table.verify, "draft": table.draft, "commit": table.commit})
+    data = {"format": FORMAT, "identity": attrs.asdict(identity)}
+    data |= {"verify": table.verify, "draft": table.draft, "commit": table.commit}
+    make_folder(path.parent)
+    with replacing(path) as new:
+        new.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 from typing import Any
 
@@ -13,16 +12,13 @@ import torch
 from specdec import __version__
 from specdec.contract import BackendSpec
 from specdec.hookspecs import hookimpl
-from specdec.records.probes import read_probe
 from specdec.registry import BUILT_INS, Registry
 from tests.wrong_ops import ROWS, ProbedBackend, wrong_ops
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECDEC_PROBES", str(tmp_path / "probes"))
+def torch_kernels(monkeypatch):
     monkeypatch.setenv("SPECDEC_CPU_KERNELS", "torch")
-    return tmp_path / "probes"
 
 
 @pytest.fixture
@@ -78,7 +74,7 @@ def test_a_machine_says_what_runs_and_why_the_rest_does_not(invoke):
         assert text in said, text
 
 
-def test_a_machine_as_json(invoke, folder):
+def test_a_machine_as_json(invoke):
     told = json.loads(invoke("doctor", "--json", registry=with_plugins(Fails(), Odd())).stdout)
     assert told["model"] is None
     machine = told["machine"]
@@ -98,7 +94,6 @@ def test_a_machine_as_json(invoke, folder):
     assert "absent: no such device" in machine["auto_reason"]
     assert not machine["kernels_available"]
     assert machine["memory"]["total"] is None or machine["memory"]["total"] > machine["memory"]["free"] > 0
-    assert machine["probe_folder"] == str(folder)
     assert machine["cache_folder"]
     assert len(machine["failures"]) == 1
 
@@ -119,100 +114,50 @@ def doctor(invoke: Any, model: object, *arguments: str, plugin: object | None = 
     return done.exit_code, json.loads(done.stdout)
 
 
-def test_a_model_is_exact_and_the_record_is_kept(invoke, tiny_model, folder):
-    status, told = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=ProbedBackend())
+PROBED = ("-s", "target.backend=probed")
+
+
+def test_a_model_that_is_exact(invoke, tiny_model):
+    status, told = doctor(invoke, tiny_model, *PROBED, "--context", "41", plugin=ProbedBackend())
     assert status == 0
     model = told["model"]
     assert told["machine"]["auto"]
     assert model["promise"]["exact"]
-    assert model["promise"]["needs_probe"]
-    assert model["parity_at_load"] == "numeric"
+    assert model["parity_at_load"] == "bitwise"
     assert all(finding["equal"] for finding in model["findings"])
+    subjects = [finding["subject"] for finding in model["findings"]]
+    assert any(subject.startswith("layer 0") and subject.endswith("41 rows before") for subject in subjects)
+    assert "logits of whole passes after 41 tokens" in subjects
     assert [row["rows"] for row in model["costs"]["rows"]] == list(range(1, ROWS + 1))
     assert model["costs"]["rows"][0]["ratio"] == 1.0
     assert model["costs"]["draft_step"] > 0.0
     assert [price["depth"] for price in model["costs"]["depths"]] == list(range(1, ROWS))
-    (path,) = folder.iterdir()
-    assert model["stored"] == str(path)
-    record = read_probe(path)
-    assert record.passed
-    assert record.identity.backend == "probed"
-
-    _, again = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=ProbedBackend())
-    assert again["model"]["parity_at_load"] == "bitwise"
 
 
-def test_a_model_for_people(invoke, tiny_model, folder):
-    done = invoke("doctor", tiny_model, "-s", "target.backend=probed", registry=with_plugins(ProbedBackend()))
+def test_a_model_for_people(invoke, tiny_model):
+    done = invoke("doctor", tiny_model, *PROBED, registry=with_plugins(ProbedBackend()))
     assert done.exit_code == 0, done.output
     said = flat(done.stdout)
-    for text in (
-        "promise exact: all ",
-        "loads from now on are exact here",
-        "equal 2 to 6 swiglu 72x48, 72x48",
-        "not probed on this machine",
-        "break-even",
-        "a step of the MTP head takes",
-    ):
+    for text in ("promise exact: all ", "equal 2 to 6 layer 0 (", "break-even", "a step of the MTP head takes"):
         assert text in said, text
-    (path,) = folder.iterdir()
-    assert path.name in said.replace(" ", "")
 
 
-def test_a_mistake_is_named_and_a_believed_backend_that_makes_it_fails(invoke, tiny_model, folder):
-    wrong = ProbedBackend(lambda: wrong_ops("swiglu"), needs_probe=False)
-    status, told = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=wrong)
+def test_a_mistake_is_named_and_a_backend_that_promises_equal_bits_fails(invoke, tiny_model):
+    wrong = ProbedBackend(lambda: wrong_ops("swiglu"))
+    status, told = doctor(invoke, tiny_model, *PROBED, plugin=wrong)
     assert status == 1
+    assert told["model"]["parity_at_load"] == "numeric"
     assert not told["model"]["promise"]["exact"]
-    assert told["model"]["promise"]["reason"].startswith("swiglu 72x48, 72x48: different bits in blocks of 3 to 6 rows")
-    assert not read_probe(next(folder.iterdir())).passed
-
-    done = invoke("doctor", tiny_model, "-s", "target.backend=probed", registry=with_plugins(wrong))
+    reason = told["model"]["promise"]["reason"]
+    assert re.match(r"layer 0 \(\w+ with GatedMlp\): different bits in blocks of 3 to 6 rows, first in row 2", reason)
+    done = invoke("doctor", tiny_model, *PROBED, registry=with_plugins(wrong))
     assert done.exit_code == 1
-    assert re.search(r"differ 3 to 6 \S+ swiglu 72x48, 72x48, first in row 2", flat(done.stdout))
-    assert "numeric: swiglu" in flat(done.stdout)
-
-    careful = ProbedBackend(lambda: wrong_ops("swiglu"))
-    status, told = doctor(invoke, tiny_model, "-s", "target.backend=probed", plugin=careful)
-    assert status == 0
-    assert not told["model"]["promise"]["exact"]
+    assert re.search(r"differ 3 to 6 \S+ layer 0 .*, first in row 2", flat(done.stdout))
+    assert "numeric: layer 0" in flat(done.stdout)
 
 
-def test_nothing_is_kept_where_nobody_wants_it(invoke, tiny_model, folder, monkeypatch):
-    probed = ("-s", "target.backend=probed")
-    _, told = doctor(invoke, tiny_model, "--no-store", *probed, plugin=ProbedBackend())
-    assert told["model"]["stored"] is None
-    assert told["model"]["not_stored"] == "--no-store"
-    monkeypatch.setenv("SPECDEC_PROBES", "off")
-    done = invoke("doctor", tiny_model, *probed, registry=with_plugins(ProbedBackend()))
-    assert "not stored (SPECDEC_PROBES=off)" in flat(done.stdout)
-    assert not folder.exists()
-    assert not pathlib.Path("off").exists()
-
-
-def test_a_record_that_cannot_be_stored_is_an_error_after_the_report(invoke, tiny_model, tmp_path, monkeypatch):
-    """Measuring takes minutes on a large model: the report used to be lost with the record."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECDEC_PROBES", str(tmp_path / "file"))
-    arguments = ("doctor", tiny_model, "-s", "target.backend=probed")
-    done = invoke(*arguments, registry=with_plugins(ProbedBackend()))
-    assert done.exit_code == 2
-    assert "promise exact: all " in flat(done.stdout)
-    assert "not stored (the probe cannot be stored: " in flat(done.stdout)
-    assert "loads stay numeric until a record is stored" in flat(done.stdout)
-    assert "--no-store" in done.stderr
-    done = invoke(*arguments, "--json", registry=with_plugins(ProbedBackend()))
-    assert done.exit_code == 2
-    assert json.loads(done.stdout)["model"]["not_stored"].startswith("the probe cannot be stored: ")
-
-
-def test_a_context_is_compared_too(invoke, tiny_model):
-    probed = ("--no-store", "-s", "target.backend=probed")
-    _, told = doctor(invoke, tiny_model, *probed, "--context", "41", plugin=ProbedBackend())
-    subjects = [finding["subject"] for finding in told["model"]["findings"]]
-    assert any(subject.startswith("attend") and subject.endswith("41 rows before") for subject in subjects)
-    assert "logits of whole passes after 41 tokens" in subjects
-    done = invoke("doctor", tiny_model, *probed, "--context", "64", registry=with_plugins(ProbedBackend()))
+def test_a_context_that_does_not_fit_is_an_error(invoke, tiny_model):
+    done = invoke("doctor", tiny_model, *PROBED, "--context", "64", registry=with_plugins(ProbedBackend()))
     assert done.exit_code == 2
     assert "ConfigError: --context 64 leaves no room" in done.stderr
     assert f"--context {64 - ROWS}" in done.stderr
@@ -221,7 +166,7 @@ def test_a_context_is_compared_too(invoke, tiny_model):
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["-s", "target.backend=cpu"], ["--context", "3"], ["--no-store"]])
+@pytest.mark.parametrize("arguments", [["-s", "target.backend=cpu"], ["--context", "3"]])
 def test_options_of_a_model_need_one(invoke, arguments):
     done = invoke("doctor", *arguments)
     assert done.exit_code == 2

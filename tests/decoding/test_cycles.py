@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import specdec
 from specdec.contract import DepthPolicy, DepthPolicySpec, Outcome, Stats
 from specdec.decoding.parts import DepthPart
-from specdec.doctor.passes import PassProbe
 from specdec.drafters.mtp import MtpDrafter
 from specdec.errors import PluginError
 from tests import tiny
@@ -206,20 +205,3 @@ def test_a_head_of_nonsense_is_given_up(demo: Any) -> None:
     result = session.generate(TEXTS[0], max_new_tokens=40)
     assert result.tokens == demo.generate(TEXTS[0], max_new_tokens=40).tokens
     assert "not finite" in result.stats.inactive_reason
-
-
-def test_doctor_tells_cycles_that_differ_from_single_passes(demo: Any) -> None:
-    class KeepsARowTooFew(FakeExecutor):
-        def settle(self) -> None:
-            if len(self.emitted) > 1:
-                self.emitted = self.emitted[:-1]
-            super().settle()
-
-    def cycle_finding(target: Any) -> Any:
-        return [finding for finding in PassProbe(target, context=12).findings() if finding.kind == "cycle"]
-
-    assert cycle_finding(demo.target) == []  # it offers none
-    (right,) = cycle_finding(OnDevice(demo.target))
-    (wrong,) = cycle_finding(OnDevice(demo.target, KeepsARowTooFew))
-    assert not right.differing
-    assert wrong.differing

@@ -1,4 +1,4 @@
-"""Mutated cost tables and probe records: each is used with values in range, or made again for a stated reason."""
+"""Mutated cost tables: each is used with values in range, or measured again for a stated reason."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ import random
 import pytest
 
 from specdec.contract import ModelInfo, Parity
-from specdec.records.cost_table import COSTS as COST_STORE
-from specdec.records.cost_table import CostIdentity, CostTable, parse_costs, write_costs
-from specdec.records.probes import (
-    PROBES,
-    Finding,
-    ProbeIdentity,
-    ProbeRecord,
-    RowCost,
-    stored_probe,
-    unproved,
-    write_probe,
-)
+from specdec.records.cost_table import FOLDER, CostIdentity, CostTable, find_costs, write_costs
 from tests.fuzz.campaign import blocks
 from tests.fuzz.mutations import Mutant, mutate_bytes, mutate_json
 
@@ -50,15 +39,16 @@ def mutated(rng: random.Random, data: bytes) -> Mutant:
 def test_a_mutated_cost_table_gives_costs_or_a_reason(
     seeds: range, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(COST_STORE.switch, str(tmp_path))
+    monkeypatch.setenv(FOLDER, str(tmp_path))
     identity = CostIdentity.of(INFO, drafter="mtp {}", cores=2, threads=1)
-    path = tmp_path / f"{identity.key()}.json"
+    path = identity.path()
+    assert path is not None
     write_costs(path, TABLE, identity)
     data, refused = path.read_bytes(), 0
     for seed in seeds:
         mutant = mutated(random.Random(seed), data)
         path.write_bytes(mutant.data)
-        found = COST_STORE.find(identity, parse_costs)
+        found = find_costs(path)
         if isinstance(found, str):
             refused += 1
             assert 0 < len(found) <= LONGEST, (seed, mutant.what)
@@ -66,31 +56,3 @@ def test_a_mutated_cost_table_gives_costs_or_a_reason(
             for depth in (0, 1, 7, 100):
                 assert 0.0 < found.cycle(depth) < 1e12, (seed, mutant.what)
     assert refused > len(seeds) // 4
-
-
-@pytest.mark.parametrize("seeds", blocks())
-def test_a_mutated_probe_record_proves_nothing_that_was_not_probed(
-    seeds: range, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An operation differs in the record; a mutant that is believed says so too, unless it has lost that finding."""
-    monkeypatch.setenv(PROBES.switch, str(tmp_path))
-    passing = [Finding(kind=kind, subject=f"some {kind}", rows=8) for kind in ("op", "pass", "state")]
-    failed = Finding(kind="op", subject="linear", rows=8, differing=(3, 4), first_row=2, difference=0.5)
-    record = ProbeRecord(
-        identity=ProbeIdentity.of(INFO),
-        probed="2026-11-22T10:00:00",
-        findings=(*passing, failed),
-        costs=(RowCost(rows=2, seconds=0.1, ratio=1.2),),
-        draft_step=0.01,
-    )
-    path = write_probe(record, tmp_path)
-    data = path.read_bytes()
-    for seed in seeds:
-        mutant = mutated(random.Random(seed), data)
-        path.write_bytes(mutant.data)
-        reason, found = unproved(INFO, "model"), stored_probe(INFO)
-        assert reason is None or 0 < len(reason) <= LONGEST, (seed, mutant.what)
-        assert (reason is None) == (found is not None and found.passed), (seed, mutant.what)
-        if found is not None:
-            assert found.identity == record.identity, (seed, mutant.what)
-            assert found.passed <= (failed not in found.findings), (seed, mutant.what)
