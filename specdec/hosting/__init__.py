@@ -5,20 +5,17 @@ A host runs the target and decides what stays; a ``HostedDrafter`` gives it draf
 """
 
 from specdec.hosting.choosing import chosen_drafter, chosen_tokenizer
-from specdec.hosting.drafting import Costs, HostedDrafter, hosted_part, named_part
+from specdec.hosting.drafting import HostedDrafter, named_part
 from specdec.hosting.engines import host_info, supported
-from specdec.hosting.recorded import Difference, RecordedRun, RecordedTarget, recorded_part, replay
+from specdec.hosting.replay import Difference, recorded_drafter, replay, replayed_cycles
 from specdec.hosting.sessions import HostSession, HostSessions
 from specdec.hosting.traces import Round, StreamTrace, Trace, TracedRequest, TraceWriter, read_trace
 
 __all__ = [
-    "Costs",
     "Difference",
     "HostSession",
     "HostSessions",
     "HostedDrafter",
-    "RecordedRun",
-    "RecordedTarget",
     "Round",
     "StreamTrace",
     "Trace",
@@ -27,10 +24,10 @@ __all__ = [
     "chosen_drafter",
     "chosen_tokenizer",
     "host_info",
-    "hosted_part",
     "named_part",
     "read_trace",
-    "recorded_part",
+    "recorded_drafter",
     "replay",
+    "replayed_cycles",
     "supported",
 ]

@@ -1,35 +1,22 @@
-"""Drafts for a host: safe to verify, counted, and never an exception.
+"""Drafts for a host: safe to verify and counted; an exception of a drafter never reaches it.
 
-Whatever a drafter does, the host gets a list of at most ``depth`` token ids of its vocabulary for every row. A drafter
-that raises is switched off for its session; one that fails in most sessions, for good. Time is watched too: while
-drafting takes longer than the passes it can save, it pauses. Each reason is logged once.
+A host gets at most ``depth`` token ids of its vocabulary for every row. A drafter that raises is switched off for its
+session; one that fails in most sessions, for good. While drafting takes longer than the passes it can save, it pauses.
+Each reason is logged once.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 
 from specdec.config import Choice, RunConfig, TargetConfig
-from specdec.contract import (
-    EMPTY_DRAFT,
-    Context,
-    Draft,
-    Drafter,
-    ForwardOutput,
-    ForwardPass,
-    ModelInfo,
-    Needs,
-    PrepareEnv,
-    Stats,
-    Verdict,
-)
+from specdec.contract import Context, Draft, Drafter, ForwardOutput, ModelInfo, Needs, PrepareEnv, Stats, Verdict
 from specdec.decoding.parts import DrafterPart
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hosting.engines import HostState, HostTarget
@@ -37,9 +24,9 @@ from specdec.hosting.sessions import HostSession, HostSessions
 from specdec.hosting.traces import TraceWriter
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
-from specdec.registry import Switch, answers, registry
 
 log = get_logger(__name__)
+T = TypeVar("T")
 
 FAILED_SESSIONS = 3  # sessions, at least, in which a drafter must fail before it is off in all
 LOOK_EVERY = 64  # calls between two looks at the time that drafting took
@@ -48,17 +35,17 @@ SESSIONS = 256
 
 
 @attrs.define
-class Costs:
-    """Seconds that drafting took and that it can have saved at most, since the last look.
+class _Pauses:
+    """Compares the seconds that drafting took with what it can have saved at most.
 
     An accepted token saves its row's share of a pass: the host's time between two calls, divided by the rows.
     """
 
-    clock: Callable[[], float] = perf_counter
+    clock: Callable[[], float]
     drafting: float = 0.0
     saved: float = 0.0
     calls: int = 0
-    paused: int = 0  # calls that are left without drafts
+    left: int = 0  # calls without drafts
     _ended: float | None = None
 
     def begin(self, accepted: int, rows: int) -> float:
@@ -69,7 +56,7 @@ class Costs:
         return now
 
     def end(self, began: float) -> str:
-        """The call ends; returns why drafting should pause, or an empty string."""
+        """The call ends; returns why a pause begins, or an empty string."""
         self._ended = self.clock()
         self.drafting += self._ended - began
         self.calls += 1
@@ -79,23 +66,28 @@ class Costs:
         self.calls, self.drafting, self.saved = 0, 0.0, 0.0
         if drafting <= saved:
             return ""
-        self.paused = PAUSE
+        self.left = PAUSE
         return (
             f"drafting took {drafting:.3g} s in {LOOK_EVERY} calls and saved {saved:.3g} s at most: "
             f"no drafts in the next {PAUSE} calls"
         )
 
 
-@attrs.define(eq=False)
-class Hosted:
-    """What belongs to one session: its drafter, and the draft that the host verifies."""
+class _Request(HostSession):
+    """A session with its drafter, and the draft that the host verifies."""
 
-    context: Context
-    drafter: Drafter | None
-    switch: Switch
-    at: int = 0  # committed tokens before the draft
-    draft: tuple[int, ...] = ()
-    request: int | None = None  # its number in the trace
+    def __init__(self, part: DrafterPart, target: HostTarget) -> None:
+        super().__init__()
+        self.context = Context(self.tokens)
+        self.failure = ""  # why its drafter is off
+        self.drafter: Drafter | None = None
+        try:
+            self.drafter = part.make(target, HostState(self.tokens, target.info.max_positions))
+        except SpecdecError as error:
+            self.failure = error.message
+        self.drafted_at = 0  # committed tokens before the draft
+        self.draft: tuple[int, ...] = ()
+        self.number: int | None = None  # in the trace
 
 
 class HostedDrafter:
@@ -108,12 +100,14 @@ class HostedDrafter:
         sessions: requests that are remembered at the same time; at least those that the host decodes together.
         trace: records every request.
         pausing: whether drafting pauses while it takes longer than it saves.
-        clock: for the costs.
+        clock: for the pauses.
 
     Attributes:
         stats: acceptance counters over all requests, derived from the histories.
         faults: what had to be cut from drafts, and how often.
+        failed: sessions in which the drafter failed, by reason.
         off: why nothing is drafted any more; empty while it is.
+        asked: calls of ``draft``.
 
     Raises: UnsupportedError, with the reason, for a drafter that needs what the host does not give; and the errors of
         an unknown name, wrong options or a model that cannot be loaded.
@@ -125,26 +119,24 @@ class HostedDrafter:
         info: ModelInfo,
         *,
         tokenizer: Any = None,
-        target: ForwardPass | None = None,
         sessions: int = SESSIONS,
         trace: TraceWriter | None = None,
         pausing: bool = True,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.info = info
-        self._target = HostTarget(info) if target is None else target
-        self._part = hosted_part(choice, self._target, tokenizer)
+        self._target = HostTarget(info)
+        self._part = _prepared(choice, self._target, tokenizer)
         self._part.make(self._target, HostState([], info.max_positions))  # one that cannot start is refused at once
         self._trace = trace
-        self._pausing = pausing
-        self._sessions = HostSessions(sessions, self._new, self._ended)
-        self.costs = Costs(clock)
+        self._sessions = HostSessions(sessions, self._new, self._end)
+        self._pauses = _Pauses(clock) if pausing else None
         self.stats = Stats()
         self.faults: dict[str, int] = {}
-        self.pauses = 0
-        self.asked = 0  # calls of ``draft``
+        self.failed: dict[str, int] = {}
         self.off = ""
-        self._failed: dict[str, int] = {}  # sessions that a drafter failed in, by reason
+        self.asked = 0
+        self._paused = 0
 
     @property
     def needs(self) -> Needs:
@@ -166,33 +158,28 @@ class HostedDrafter:
         """
         self.asked += 1
         depths = [depth] * len(histories) if isinstance(depth, int) else list(depth)
-        if self.off:
-            return [[] for _ in histories]
-        if self.costs.paused:
-            self.costs.paused -= 1
-            return [[] for _ in histories]
-        began: float | None = None
         drafts: list[list[int]] = [[] for _ in histories]
-        try:
-            rows = [None if history is None or not len(history) else _array(history) for history in histories]
-            found = self._sessions.find(rows)
-            accepted = 0
-            for session, row in zip(found, rows, strict=True):
-                if session is not None and row is not None:
-                    accepted += self._follow(session, row)
-            began = self.costs.begin(accepted, sum(one is not None for one in found))
-            for number, (session, asked) in enumerate(zip(found, depths, strict=True)):
-                if session is not None:
-                    drafts[number] = self._drafted(session, asked)
-        except Exception as error:  # noqa: BLE001 - a host must not end, whatever happens here
-            self._switch_off(f"drafting failed: {type(error).__name__}: {error}")
-            return [[] for _ in histories]
-        reason = self.costs.end(began)
-        if reason and self._pausing:
-            self.pauses += 1
+        if self.off:
+            return drafts
+        if self._pauses is not None and self._pauses.left:
+            self._pauses.left -= 1
+            return drafts
+        rows = [None if history is None or not len(history) else _array(history) for history in histories]
+        sessions = self._sessions.find(rows)
+        accepted = sum(
+            self._follow(session, row)
+            for session, row in zip(sessions, rows, strict=True)
+            if session is not None and row is not None
+        )
+        began = 0.0
+        if self._pauses is not None:
+            began = self._pauses.begin(accepted, sum(session is not None for session in sessions))
+        for number, session in enumerate(sessions):
+            if session is not None:
+                drafts[number] = self._propose(session, depths[number])
+        if self._pauses is not None and (reason := self._pauses.end(began)):
+            self._paused += 1
             log.warning("speculation_paused", host=self.info.family, drafter=self.name, reason=reason)
-        elif reason:
-            self.costs.paused = 0
         return drafts
 
     def one(self, history: Any, depth: int) -> list[int]:
@@ -212,22 +199,15 @@ class HostedDrafter:
         """
         if self.off:
             return
-        try:
-            row = _array(history)
-            (session,) = self._sessions.find([row])
-            assert session is not None
-            self._follow(session, row)
-            own = session.own
-            if own.drafter is None:
-                return
-            if prompt is not None:
-                own.switch.call(own.drafter, "prefill", Context(session.tokens[: prompt.rows]), prompt)
-            verdict = Verdict(accepted, session.tokens[-1])
-            own.switch.call(own.drafter, "observe", verdict, output, own.context)
-            if own.switch.failure:
-                self._count_failure(own.switch.failure)
-        except Exception as error:  # noqa: BLE001 - as in draft
-            self._switch_off(f"drafting failed: {type(error).__name__}: {error}")
+        row = _array(history)
+        (session,) = self._sessions.find([row])
+        assert session is not None
+        self._follow(session, row)
+        if prompt is not None:
+            context = Context(session.tokens[: prompt.rows])
+            self._call(session, "prefill", lambda drafter: drafter.prefill(context, prompt))
+        verdict = Verdict(accepted, session.tokens[-1])
+        self._call(session, "observe", lambda drafter: drafter.observe(verdict, output, session.context))
 
     def forget(self) -> None:
         """End all sessions: the host begins a text anew, with new passes over its beginning."""
@@ -245,8 +225,8 @@ class HostedDrafter:
             "reached": list(self.stats.reached),
             "accepted": list(self.stats.accepted),
             "faults": dict(self.faults),
-            "failed": dict(self._failed),
-            "pauses": self.pauses,
+            "failed": dict(self.failed),
+            "pauses": self._paused,
             "off": self.off,
         }
 
@@ -258,82 +238,71 @@ class HostedDrafter:
 
     # --- one session ------------------------------------------------------------------------------------------------
 
-    def _new(self, session: HostSession[Hosted]) -> Hosted:
-        context = Context(session.tokens)
-        state = HostState(session.tokens, self.info.max_positions)
-        switch = Switch(registry().guard(self._part.spec))
-        drafter: Drafter | None = None
-        try:
-            drafter = self._part.make(self._target, state)
-        except SpecdecError as error:
-            switch.fail(error.message)
-            self._count_failure(switch.failure)
-        return Hosted(context, drafter, switch)
+    def _new(self) -> _Request:
+        session = _Request(self._part, self._target)
+        if session.failure:
+            self._count_failure(session.failure)
+        return session
 
-    def _ended(self, session: HostSession[Hosted]) -> None:
-        if self._trace is not None and session.own.request is not None:
-            self._trace.end(session.own.request)
+    def _end(self, session: _Request) -> None:
+        if self._trace is not None and session.number is not None:
+            self._trace.end(session.number)
 
-    def _follow(self, session: HostSession[Hosted], history: Any) -> int:
+    def _follow(self, session: _Request, history: Any) -> int:
         """Bring the session to ``history``; returns how many tokens of its last draft were accepted."""
-        own, before = session.own, len(session)
+        before = len(session)
         kept = session.follow(history)
         if kept < before:
-            if self._trace is not None and own.request is not None:
-                self._trace.rewind(own.request, kept)
-            if own.drafter is not None:
-                own.switch.call(own.drafter, "rewind", max(kept - 1, 0))
-        new = session.tokens[kept:]
+            if self._trace is not None and session.number is not None:
+                self._trace.rewind(session.number, kept)
+            self._call(session, "rewind", lambda drafter: drafter.rewind(max(kept - 1, 0)))
         if self._trace is not None:
-            if own.request is None:
-                own.request = self._trace.begin(new)
+            new = session.tokens[kept:]
+            if session.number is None:
+                session.number = self._trace.begin(new)
             elif new:
-                self._trace.commit(own.request, new)
-        if own.draft and kept >= own.at and len(session) > own.at:
-            following = session.tokens[own.at : own.at + len(own.draft)]
-            accepted = next(
-                (i for i, (ours, theirs) in enumerate(zip(own.draft, following, strict=False)) if ours != theirs),
-                len(following),
-            )
-            self.stats.count(len(own.draft), accepted)
-            own.draft = ()
-            return accepted
-        return 0
+                self._trace.commit(session.number, new)
+        if not session.draft or kept < session.drafted_at or len(session) == session.drafted_at:
+            return 0
+        pairs = zip(session.draft, session.tokens[session.drafted_at :], strict=False)
+        accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.stats.count(len(session.draft), accepted)
+        session.draft = ()
+        return accepted
 
-    def _drafted(self, session: HostSession[Hosted], depth: int) -> list[int]:
-        own = session.own
-        vocab = self.info.vocab_size
-        room = self.info.max_positions - len(session) - 1
-        depth = max(min(depth, room), 0)
-        drafted: tuple[int, ...] = ()
-        if own.drafter is not None and not own.switch.failure and depth:
-            check = functools.partial(answers.draft, asked=depth, vocab_size=vocab, honest=False)
-            count = len(session)
-            draft: Draft = own.switch.call(
-                own.drafter, "propose", own.context, depth, check=check, otherwise=EMPTY_DRAFT
+    def _propose(self, session: _Request, depth: int) -> list[int]:
+        depth = max(min(depth, self.info.max_positions - len(session) - 1), 0)
+        draft = None
+        if depth:
+            draft = self._call(
+                session, "propose", lambda drafter: self._usable(drafter.propose(session.context, depth), depth)
             )
-            if len(session.tokens) != count:
-                del session.tokens[count:]
-                own.switch.fail(f"{own.switch.guard} changed the tokens of its sequence, in propose")
-            elif not own.switch.failure:
-                drafted = self._usable(draft.tokens, depth)
-            if own.switch.failure:
-                self._count_failure(own.switch.failure)
-        own.at, own.draft = len(session), drafted
+        session.drafted_at, session.draft = len(session), draft or ()
         self.stats.cycles += 1
-        self.stats.tokens += len(drafted)
-        if self._trace is not None and own.request is not None:
-            self._trace.draft(own.request, len(session), depth, drafted)
-        return list(drafted)
+        self.stats.tokens += len(session.draft)
+        if self._trace is not None and session.number is not None:
+            self._trace.draft(session.number, len(session), depth, session.draft)
+        return list(session.draft)
 
-    def _usable(self, tokens: Sequence[int], depth: int) -> tuple[int, ...]:
+    def _call(self, session: _Request, method: str, call: Callable[[Drafter], T]) -> T | None:
+        """Call the session's drafter; None if it is off or fails now."""
+        if session.drafter is not None and not session.failure:
+            try:
+                return call(session.drafter)
+            except Exception as error:  # noqa: BLE001 - the host goes on without drafts
+                session.failure = f"the drafter {self.name!r} failed in {method}: {type(error).__name__}: {error}"
+                self._count_failure(session.failure)
+        return None
+
+    def _usable(self, draft: Draft, depth: int) -> tuple[int, ...]:
         """The part of a draft that a host can verify."""
-        if len(tokens) > depth:
+        tokens = draft.tokens[:depth]
+        if len(draft.tokens) > depth:
             self._fault("draft longer than asked for")
-        kept = tuple(itertools.takewhile(lambda token: 0 <= token < self.info.vocab_size, tokens[:depth]))
-        if len(kept) < min(len(tokens), depth):
+        usable = tuple(itertools.takewhile(lambda token: 0 <= token < self.info.vocab_size, tokens))
+        if len(usable) < len(tokens):
             self._fault("draft token outside the vocabulary")
-        return kept
+        return tuple(map(int, usable))
 
     def _fault(self, what: str) -> None:
         if what not in self.faults:
@@ -341,14 +310,11 @@ class HostedDrafter:
         self.faults[what] = self.faults.get(what, 0) + 1
 
     def _count_failure(self, reason: str) -> None:
-        self._failed[reason] = self._failed.get(reason, 0) + 1
-        failed = sum(self._failed.values())
+        self.failed[reason] = self.failed.get(reason, 0) + 1
+        failed = sum(self.failed.values())
         if failed >= FAILED_SESSIONS and 2 * failed > self._sessions.begun:
-            self._switch_off(f"it failed in {failed} of {self._sessions.begun} requests; the last time: {reason}")
-
-    def _switch_off(self, reason: str) -> None:
-        self.off = reason
-        log.warning("speculation_switched_off", host=self.info.family, drafter=self.name, reason=reason)
+            self.off = f"it failed in {failed} of {self._sessions.begun} requests; the last time: {reason}"
+            log.warning("speculation_switched_off", host=self.info.family, drafter=self.name, reason=self.off)
 
 
 def _array(history: Any) -> Any:
@@ -361,16 +327,13 @@ def named_part(choice: Choice, info: ModelInfo) -> DrafterPart:
     Raises: as ``HostedDrafter``.
     """
     part = DrafterPart.of(choice)
-    static = part.spec.needs
-    if not callable(static):
-        _check(part, static, info)
+    if not callable(part.spec.needs):
+        _check(part, part.spec.needs, info)
     return part
 
 
-def hosted_part(choice: Choice, target: ForwardPass, tokenizer: Any = None) -> DrafterPart:
-    """The prepared drafter that ``choice`` names. Raises: as ``HostedDrafter``."""
-
-    def load(asked: TargetConfig) -> tuple[ForwardPass, Any]:
+def _prepared(choice: Choice, target: HostTarget, tokenizer: Any) -> DrafterPart:
+    def load(asked: TargetConfig) -> tuple[Any, Any]:
         loaded = load_target(RunConfig(target=asked))
         return loaded.target, loaded.tokenizer
 

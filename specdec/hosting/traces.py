@@ -47,10 +47,10 @@ class Round:
     position: int  # committed tokens before
     depth: int
     drafted: tuple[int, ...]
-    committed: tuple[int, ...]
+    committed: tuple[int, ...] = ()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class TracedRequest:
     """One request of a trace."""
 
@@ -58,14 +58,13 @@ class TracedRequest:
     drafter: Choice | None
     vocab_size: int
     prompt: tuple[int, ...]
-    rounds: tuple[Round, ...]
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    rounds: list[Round] = attrs.field(factory=list)
     line: int = 0  # of the request's first line, from 1
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens committed after the prompt."""
-        return tuple(token for one in self.rounds for token in one.committed)
+        return tuple(token for drafting in self.rounds for token in drafting.committed)
 
 
 @attrs.frozen
@@ -106,7 +105,7 @@ class TraceWriter:
         self._file: TextIO | None = None
         try:
             if append and os.path.isfile(path):
-                _whole_lines(path)
+                _drop_cut_line(path)
             self._file = open(path, "a" if append else "w", encoding="utf-8")
         except OSError as error:
             raise self._cannot(error) from error
@@ -120,45 +119,37 @@ class TraceWriter:
         """A request begins; returns its number."""
         number = self._requests
         self._requests += 1
-        extra = {"settings": dict(settings)} if settings else {}
-        if self._known(number, prompt):
-            self._write({"request": number, "prompt": list(prompt), **extra})
+        self._record(number, prompt, prompt=list(prompt), **({"settings": dict(settings)} if settings else {}))
         return number
 
     def draft(self, request: int, position: int, depth: int, tokens: Sequence[int]) -> None:
         """A draft of at most ``depth`` tokens was asked for after ``position`` tokens."""
-        if self._known(request, tokens):
-            self._write({"request": request, "position": position, "depth": depth, "draft": list(tokens)})
+        self._record(request, tokens, position=position, depth=depth, draft=list(tokens))
 
     def commit(self, request: int, tokens: Sequence[int]) -> None:
         """Tokens were committed."""
-        if self._known(request, tokens):
-            self._write({"request": request, "commit": list(tokens)})
+        self._record(request, tokens, commit=list(tokens))
 
     def rewind(self, request: int, length: int) -> None:
         """Only the first ``length`` tokens stay."""
-        if self._known(request):
-            self._write({"request": request, "rewind": length})
+        self._record(request, rewind=length)
 
     def end(self, request: int) -> None:
         """No more tokens will come."""
-        if self._known(request):
-            self._write({"request": request, "end": True})
+        self._record(request, end=True)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as error:
-                self.failure = self.failure or self._cannot(error)
+            self._file.close()
             self._file = None
 
-    def _known(self, request: int, tokens: Sequence[int] = ()) -> bool:
-        """Whether a line of the request is recorded; not after tokens that the reader would refuse."""
+    def _record(self, request: int, tokens: Sequence[int] = (), **line: Any) -> None:
+        """Write a line of the request; none after tokens that the reader would refuse."""
         if not all(0 <= token < self._vocab_size for token in tokens):
             self._closed.add(request)
-        return request not in self._closed
+        if request not in self._closed:
+            self._write({"request": request, **line})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
@@ -176,32 +167,31 @@ class TraceWriter:
         return UnsupportedError(f"the trace cannot be written: {reason}", file=self._path)
 
 
-def _whole_lines(path: str | Path) -> None:
-    """Cut off an incomplete last line, or end a complete one.
-
-    Raises: UnsupportedError if the file has lines and is no trace.
-    """
+def _drop_cut_line(path: str | Path) -> None:
+    """Cut off an incomplete last line. Raises: UnsupportedError if the file has lines and is no trace."""
     with open(path, "rb+") as file:
-        first = file.readline()
+        first = last = file.readline()
         if not first:
             return
-        try:
-            header = json.loads(first)
-        except (ValueError, RecursionError):
-            header = None
-        if not isinstance(header, dict) or header.get("specdec") != "trace":
+        if not isinstance(header := _json(first), dict) or header.get("specdec") != "trace":
             raise UnsupportedError(
                 "a trace is not appended to a file of another kind", file=path, try_="the name of a new file"
             )
-        file.seek(0)
-        *_, last = file
+        for last in file:  # noqa: B007 - the last one is wanted
+            pass
         if last.endswith(b"\n"):
             return
-        try:
-            json.loads(last)
-            file.write(b"\n")
-        except ValueError:
+        if _json(last) is None:
             file.truncate(file.tell() - len(last))
+        else:
+            file.write(b"\n")
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 class StreamTrace:
@@ -240,39 +230,6 @@ class StreamTrace:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-@attrs.define
-class _Open:
-    """A request while its lines are read."""
-
-    line: int
-    header: Mapping[str, Any]
-    prompt: list[int]
-    settings: Mapping[str, Any]
-    tokens: list[int]
-    drafts: list[tuple[int, int, tuple[int, ...]]] = attrs.field(factory=list)  # position, depth, tokens
-
-    def finished(self) -> TracedRequest:
-        ends = [*(position for position, _, _ in self.drafts), len(self.tokens)][1:]
-        first = self.drafts[0][0] if self.drafts else len(self.tokens)
-        begun = len(self.prompt)
-        rounds = [Round(begun, 0, (), tuple(self.tokens[begun:first]))] if first > begun else []
-        rounds += [
-            Round(position, depth, tokens, tuple(self.tokens[position:end]))
-            for (position, depth, tokens), end in zip(self.drafts, ends, strict=True)
-        ]
-        table = dict(self.header.get("drafter") or {})
-        name = table.pop("name", None)
-        return TracedRequest(
-            host=str(self.header.get("host", "")),
-            drafter=Choice(name, table) if isinstance(name, str) and name else None,
-            vocab_size=self.header["vocab_size"],
-            prompt=tuple(self.prompt),
-            rounds=tuple(rounds),
-            settings=self.settings,
-            line=self.line,
-        )
-
-
 def read_trace(path: str | Path) -> Trace:
     """Read a trace. Its last line may be incomplete, as a process that was ended leaves it (``Trace.cut``).
 
@@ -283,89 +240,90 @@ def read_trace(path: str | Path) -> Trace:
     except OSError as error:
         raise PromptError(f"the trace cannot be read: {error.strerror or error}", file=path) from error
     lines = content.splitlines()
-    whole = content.endswith(b"\n")
-    header: Mapping[str, Any] | None = None
-    current: dict[int, _Open] = {}
-    opened: list[_Open] = []
-    cut = 0
+    reader: _Section | None = None
+    requests: list[TracedRequest] = []
     for number, raw in enumerate(lines, start=1):
         try:
             line = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            if number == len(lines) > 1 and not whole:
-                cut = number
-                break
+            if number == len(lines) > 1 and not content.endswith(b"\n"):
+                return Trace(tuple(requests), cut=number)
             raise _wrong(path, number, f"is not JSON: {error}") from error
         if not isinstance(line, dict):
             raise _wrong(path, number, "is no JSON object")
-        if "specdec" in line or header is None:
-            header, current = _header(line, path, number), {}
-            continue
         try:
-            _take(line, number, header, current, opened)
+            if "specdec" in line or reader is None:
+                reader = _Section(line, requests)
+            else:
+                reader.take(line, number)
         except (KeyError, TypeError, ValueError) as error:
             raise _wrong(path, number, f"breaks the format: {error}") from error
-    if header is None:
+    if reader is None:
         raise PromptError("the trace is empty", file=path, try_="specdec generate --trace FILE")
-    return Trace(tuple(one.finished() for one in opened), cut)
+    return Trace(tuple(requests))
 
 
-def _header(line: Mapping[str, Any], path: object, number: int) -> Mapping[str, Any]:
-    if line.get("specdec") != "trace":
-        raise _wrong(path, number, "is no header of a trace")
-    version, vocab = line.get("version"), line.get("vocab_size")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise PromptError(
-            f"the trace has version {shown(version)}, and this specdec reads 1 to {VERSION}",
-            file=path,
-            try_="a newer specdec",
+class _Section:
+    """A header, and the requests whose lines follow it."""
+
+    def __init__(self, header: Mapping[str, Any], requests: list[TracedRequest]) -> None:
+        if header.get("specdec") != "trace":
+            raise ValueError("it is no header of a trace")
+        if header.get("version") != VERSION:
+            raise ValueError(f"version {shown(header.get('version'))}, and this specdec reads {VERSION}")
+        self._vocab_size = _count(header.get("vocab_size"), "vocab_size")
+        options = dict(header.get("drafter") or {})
+        name = options.pop("name", None)
+        self._drafter = Choice(name, options) if isinstance(name, str) and name else None
+        self._host = str(header.get("host", ""))
+        self._requests = requests
+        self._open: dict[int, tuple[TracedRequest, list[int]]] = {}  # with all committed tokens, by number
+
+    def take(self, line: Mapping[str, Any], number: int) -> None:
+        """Read a line of a request. Raises: KeyError, TypeError, ValueError."""
+        key = _count(line["request"], "request")
+        if "prompt" in line:
+            if key in self._open:
+                raise ValueError(f"request {key} begins twice")
+            self._begin(key, self._tokens(line["prompt"]), number)
+            return
+        if key not in self._open:
+            raise ValueError(f"request {key} has not begun")
+        request, committed = self._open[key]
+        if "draft" in line:
+            position = _count(line["position"], "position")
+            if position != len(committed):
+                raise ValueError(f"a draft at position {position}, and {len(committed)} tokens are committed")
+            drafted = tuple(self._tokens(line["draft"]))
+            request.rounds.append(Round(position, _count(line["depth"], "depth"), drafted))
+        elif "commit" in line:
+            tokens = self._tokens(line["commit"])
+            current = request.rounds.pop() if request.rounds else Round(len(committed), 0, ())
+            request.rounds.append(attrs.evolve(current, committed=(*current.committed, *tokens)))
+            committed += tokens
+        elif "rewind" in line:  # what follows is another request that begins with these tokens
+            length = _count(line["rewind"], "rewind")
+            if length > len(committed):
+                raise ValueError(f"a rewind to {length} of {len(committed)} tokens")
+            self._begin(key, committed[:length], number)
+
+    def _begin(self, key: int, prompt: list[int], line: int) -> None:
+        request = TracedRequest(
+            host=self._host, drafter=self._drafter, vocab_size=self._vocab_size, prompt=tuple(prompt), line=line
         )
-    if type(vocab) is not int or vocab < 1:
-        raise _wrong(path, number, f"has no vocab_size of 1 or more, got {shown(vocab)}")
-    return line
+        self._open[key] = request, prompt
+        self._requests.append(request)
 
-
-def _take(
-    line: Mapping[str, Any], number: int, header: Mapping[str, Any], current: dict[int, _Open], opened: list[_Open]
-) -> None:
-    vocab: int = header["vocab_size"]
-    key = _count(line["request"], "request")
-    if "prompt" in line:
-        if key in current:
-            raise ValueError(f"request {key} begins twice")
-        prompt, settings = _tokens(line["prompt"], vocab), line.get("settings", {})
-        if not isinstance(settings, dict):
-            raise TypeError("settings are a JSON object")
-        current[key] = _Open(number, header, prompt, settings, list(prompt))
-        opened.append(current[key])
-        return
-    if key not in current:
-        raise ValueError(f"request {key} has not begun")
-    request = current[key]
-    if "draft" in line:
-        position = _count(line["position"], "position")
-        if position != len(request.tokens):
-            raise ValueError(f"a draft at position {position}, and {len(request.tokens)} tokens are committed")
-        request.drafts.append((position, _count(line["depth"], "depth"), tuple(_tokens(line["draft"], vocab))))
-    elif "commit" in line:
-        request.tokens += _tokens(line["commit"], vocab)
-    elif "rewind" in line:  # what follows is another request that begins with these tokens
-        length = _count(line["rewind"], "rewind")
-        if length > len(request.tokens):
-            raise ValueError(f"a rewind to {length} of {len(request.tokens)} tokens")
-        current[key] = _Open(number, header, request.tokens[:length], request.settings, request.tokens[:length])
-        opened.append(current[key])
+    def _tokens(self, value: object) -> list[int]:
+        size = self._vocab_size
+        if not isinstance(value, list) or any(type(token) is not int or not 0 <= token < size for token in value):
+            raise TypeError(f"tokens are a list of ids from 0 to {size - 1}, got {shown(value, 60)}")
+        return value
 
 
 def _count(value: object, name: str) -> int:
     if type(value) is not int or value < 0:
         raise TypeError(f"{name} is a whole number from 0, got {shown(value)}")
-    return value
-
-
-def _tokens(value: object, vocab: int) -> list[int]:
-    if not isinstance(value, list) or any(type(token) is not int or not 0 <= token < vocab for token in value):
-        raise TypeError(f"tokens are a list of ids from 0 to {vocab - 1}, got {shown(value, 60)}")
     return value
 
 

@@ -1,13 +1,14 @@
 """Judge a drafter on recorded traffic: how many passes it would have saved.
 
-Speculation with an exact verifier does not change what is generated. So specdec's engine can run over the recorded
-tokens instead of a model: the drafts that agree with them are those that would have been accepted.
+Speculation with an exact verifier does not change what is generated. So drafts can be compared with the recorded tokens
+instead of a model's: those that agree would have been accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import attrs
@@ -15,9 +16,8 @@ import attrs
 from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import Stats
-from specdec.decoding.parts import DrafterPart
 from specdec.errors import PromptError
-from specdec.hosting import RecordedRun, RecordedTarget, hosted_part, read_trace
+from specdec.hosting import HostedDrafter, read_trace, recorded_drafter, replayed_cycles
 
 
 @attrs.frozen(kw_only=True)
@@ -34,7 +34,7 @@ class TrafficReport:
     offered: tuple[int, ...]
     reached: tuple[int, ...]
     accepted: tuple[int, ...]
-    draft_seconds: float  # that drafting took here
+    draft_seconds: float  # that the replay took here, nearly all of it drafting
     failed: int  # requests in which the drafter was switched off
     reason: str  # of the first one
     cut_line: int  # the recording's last line, incomplete and left out; 0 if it is whole
@@ -88,35 +88,35 @@ class TrafficReplay:
             raise PromptError("the trace has no request that generated a token", file=path)
         self._choice, self._depth, self._tokenizer = choice, depth, tokenizer
         self._progress = progress or (lambda done, planned: None)
-        self._parts: dict[int, DrafterPart] = {}
+        self._drafters: dict[int, HostedDrafter] = {}
         for request in self._requests:  # fail before anything is replayed
-            self._part(request.vocab_size)
+            self._drafter(request.vocab_size)
         self.stopping = False
 
     def stop(self) -> None:
         """End early. Safe to call from a signal handler."""
         self.stopping = True
 
-    def _part(self, vocab_size: int) -> DrafterPart:
-        if vocab_size not in self._parts:
-            self._parts[vocab_size] = hosted_part(self._choice, RecordedTarget([], vocab_size), self._tokenizer)
-        return self._parts[vocab_size]
+    def _drafter(self, vocab_size: int) -> HostedDrafter:
+        if vocab_size not in self._drafters:
+            self._drafters[vocab_size] = recorded_drafter(self._choice, vocab_size, self._tokenizer)
+        return self._drafters[vocab_size]
 
     def run(self) -> TrafficReport:
         """Replay."""
-        stats, done, failures, seconds, tokens = Stats(), 0, [], 0.0, 0
+        stats, done, failed, reason, tokens = Stats(), 0, 0, "", 0
+        started = perf_counter()
         for request in self._requests:
             if self.stopping:
                 break
-            part = self._part(request.vocab_size)
-            run = RecordedRun(part, request.prompt, request.tokens, request.vocab_size)
-            while run.left:
-                cycle = run.cycle(min(self._depth, run.left - 1))
+            drafter = self._drafter(request.vocab_size)
+            before = sum(drafter.failed.values())
+            for offered, accepted in replayed_cycles(drafter, request.prompt, request.tokens, self._depth):
                 stats.cycles += 1
-                stats.count(cycle.offered, cycle.accepted)
-                seconds += cycle.draft_seconds
+                stats.count(offered, accepted)
             tokens += len(request.tokens)
-            failures += [run.failure] * bool(run.failure)
+            failed += bool(drafter.off) or sum(drafter.failed.values()) > before
+            reason = reason or next(iter(drafter.failed), "")
             done += 1
             self._progress(done, len(self._requests))
         return TrafficReport(
@@ -130,8 +130,8 @@ class TrafficReplay:
             offered=tuple(stats.offered),
             reached=tuple(stats.reached),
             accepted=tuple(stats.accepted),
-            draft_seconds=seconds,
-            failed=len(failures),
-            reason=failures[0] if failures else "",
+            draft_seconds=perf_counter() - started,
+            failed=failed,
+            reason=reason,
             cut_line=self._cut,
         )

@@ -12,10 +12,6 @@ from specdec.hookspecs import hookimpl
 from specdec.registry import BUILT_INS, Registry
 
 
-class Panic(BaseException):
-    """As compiled libraries raise it."""
-
-
 class Faulty(NgramDrafter):
     """An n-gram drafter that now and then does something wrong."""
 
@@ -37,29 +33,20 @@ class Faulty(NgramDrafter):
         match self.fault:
             case "raises":
                 raise RuntimeError("the table is empty")
-            case "panics":
-                raise Panic("unreachable")
             case "too long":
                 return Draft((1,) * (depth + 3))
-            case "endless":
-                return Draft(iter(lambda: 1, 2))  # type: ignore[arg-type]
             case "out of range":
                 return Draft((*draft.tokens[:1], self._vocab))
             case "negative":
                 return Draft((-1,))
             case "no draft":
                 return [1, 2]
-            case "words":
-                return Draft(("one",))  # type: ignore[arg-type]
             case "slow":
                 time.sleep(0.0005)
                 return draft
             case "leak":
                 self.leaked.extend(context)
                 return Draft(tuple(self.leaked[-depth:]))
-            case "writes":
-                context._tokens.append(3)
-                return draft
             case "target":
                 self._target.decode(None, [1])  # type: ignore[attr-defined]
         return draft
@@ -84,10 +71,7 @@ class NeverStarts(Drafter):
         return Draft()
 
 
-FAULTS = (
-    *("raises", "panics", "too long", "endless", "out of range", "negative", "no draft", "words", "slow", "leak"),
-    *("writes", "target", "no rewind"),
-)
+FAULTS = ("raises", "too long", "out of range", "negative", "no draft", "slow", "leak", "target", "no rewind")
 
 
 def faulty(fault: str) -> DrafterSpec:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.hosting import HostSessions
+from specdec.hosting import HostSession, HostSessions
 from tests.hosting.simulated import random_requests, serve
 from tests.selection import examples
 
@@ -22,7 +22,7 @@ def arrays(*histories):
 def test_a_request_keeps_its_session_from_batch_to_batch(seed):
     """Or gets one that knows more of its history, left by an equal request."""
     rng = random.Random(seed)
-    sessions: HostSessions[None] = HostSessions(256, lambda session: None)
+    sessions: HostSessions[HostSession] = HostSessions(256, HostSession)
     last: list[list[int]] = []
 
     def propose(new, histories, lengths, buffer):
@@ -48,19 +48,19 @@ def test_a_request_keeps_its_session_from_batch_to_batch(seed):
 
 
 def test_sessions_expire_by_recency_and_those_of_the_batch_stay():
-    ended = []
-    sessions: HostSessions[None] = HostSessions(3, lambda session: None, lambda session: ended.append(session.number))
+    ended: list[int] = []
+    sessions = HostSessions(3, HostSession, lambda session: ended.append(session.tokens[0]))
     for number in range(10):
-        (session,) = sessions.find(arrays([100 + number, 1]))
-        session.follow(np.array([100 + number, 1]))
-    assert len(sessions) == 3
+        (session,) = sessions.find(arrays([number, 1]))
+        session.follow(np.array([number, 1]))
     assert ended == [0, 1, 2, 3, 4, 5, 6]
-    found = sessions.find(arrays([1, 1], [2, 2], [3, 3], [4, 4]))
-    assert len({one.number for one in found}) == 4
+    found = sessions.find(arrays([11, 1], [12, 2], [13, 3], [14, 4]))
+    assert len(set(found)) == 4
+    assert ended[7:] == [7, 8, 9]
 
 
 def test_a_conversation_that_goes_back_keeps_its_session_if_more_than_half_stays():
-    sessions: HostSessions[None] = HostSessions(8, lambda session: None)
+    sessions: HostSessions[HostSession] = HostSessions(8, HostSession)
     (first,) = sessions.find(arrays([1, 2, 3, 4, 5, 6]))
     first.follow(np.array([1, 2, 3, 4, 5, 6]))
     assert sessions.find(arrays([1, 2, 3, 4, 9])) == [first]
@@ -68,7 +68,7 @@ def test_a_conversation_that_goes_back_keeps_its_session_if_more_than_half_stays
 
 
 def test_a_new_request_does_not_take_the_session_of_one_in_the_same_batch():
-    sessions: HostSessions[None] = HostSessions(8, lambda session: None)
+    sessions: HostSessions[HostSession] = HostSessions(8, HostSession)
     history = list(range(20))
     (first,) = sessions.find(arrays(history))
     first.follow(np.array(history))

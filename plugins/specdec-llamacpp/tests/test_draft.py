@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import VOCAB, plain, random_requests
 from specdec.errors import SpecdecError
-from specdec.hosting import read_trace, recorded_part, replay
+from specdec.hosting import read_trace, replay
 
 from specdec_llamacpp import SpecdecDraft, recurrent_rollback
 
@@ -53,7 +53,7 @@ def test_drafts_are_those_of_the_engine_and_the_output_is_plain(tmp_path_factory
     assert (report["off"], report["failed"], report["faults"]) == ("", {}, {})
     for request in read_trace(path).requests:
         assert request.host == "llama-cpp-python"
-        assert replay(request, recorded_part(request)) == []
+        assert replay(request) == []
 
 
 def test_drafts_are_accepted_and_counted():

@@ -8,7 +8,7 @@ import pytest
 import specdec
 from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.errors import SpecdecError
-from specdec.hosting import read_trace, recorded_part, replay
+from specdec.hosting import read_trace, recorded_drafter, replay
 from specdec.measuring.comparison import Comparison
 from specdec.measuring.engines.engine import Asked
 from specdec.measuring.engines.llamacpp import LlamaCppEngine
@@ -87,7 +87,7 @@ def test_the_output_is_plain_and_drafts_are_those_of_the_engine(file, tmp_path, 
     requests = read_trace(tmp_path / "trace").requests
     assert len(requests) == len(PROMPTS)
     for request in requests:
-        assert replay(request, recorded_part(request, tokenizer)) == []
+        assert replay(request, recorded_drafter(request.drafter, request.vocab_size, tokenizer)) == []
 
 
 def test_drafts_of_repeating_text_are_accepted(file):

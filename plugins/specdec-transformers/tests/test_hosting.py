@@ -10,7 +10,7 @@ import torch
 from specdec.contract import Context, Draft, Drafter, DrafterSpec, Needs
 from specdec.errors import ConfigError, SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.hosting import read_trace, recorded_part, replay
+from specdec.hosting import read_trace, replay
 from specdec.registry import registry
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -181,7 +181,7 @@ def test_drafts_in_transformers_are_those_of_the_engine(model, tmp_path):
         assert len(trace.requests) == requests
         for request in trace.requests:
             assert sum(len(one.drafted) for one in request.rounds) > 0
-            assert replay(request, recorded_part(request)) == []
+            assert replay(request) == []
 
 
 def test_processors_and_stopping_criteria_are_those_of_transformers(model):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from simulated import VOCAB, plain, random_requests, serve
 from specdec.config import load_config
 from specdec.errors import SpecdecError
-from specdec.hosting import read_trace, recorded_part, replay
+from specdec.hosting import read_trace, replay
 
 from specdec_vllm import Proposer
 
@@ -80,7 +80,7 @@ def test_drafts_are_those_of_the_engine_and_the_output_is_plain(tmp_path_factory
     assert (report["off"], report["failed"], report["faults"]) == ("", {}, {})
     for request in read_trace(path).requests:
         assert request.host == "vllm"
-        assert replay(request, recorded_part(request)) == []
+        assert replay(request) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS)

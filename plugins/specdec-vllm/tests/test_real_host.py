@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from faulty import FAULTS
 from specdec.checkpoints import locate
-from specdec.hosting import read_trace, recorded_part, replay
+from specdec.hosting import read_trace, recorded_drafter, replay
 from specdec.registry import registry
 
 from specdec_vllm import Proposer
@@ -160,7 +160,7 @@ def test_the_output_is_plain_and_drafts_are_those_of_the_engine(hosts, tmp_path,
 
         tokenizer = specdec.load("demo").tokenizer
     for request in requests:
-        assert replay(request, recorded_part(request, tokenizer)) == []
+        assert replay(request, recorded_drafter(request.drafter, request.vocab_size, tokenizer)) == []
 
 
 def test_drafts_of_repeating_text_are_accepted(hosts, monkeypatch):
