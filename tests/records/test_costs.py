@@ -123,6 +123,7 @@ def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(
     assert heads == [max(depths) + 1] * head
 
 
+@pytest.mark.slow
 def test_a_load_that_measures_costs_warms_up_as_one_that_finds_them(folder, monkeypatch):
     """Whatever the measurement has recorded already. What is new to a backend takes ten times as long here."""
     measured = cycle_timing._Measured.cycle
