@@ -26,7 +26,7 @@ def probe_bits(target: ForwardPass, context: int | None = None) -> list[Finding]
     Args:
         context: also compare after this many rows.
     """
-    findings = []
+    findings: list[Finding] = []
     more = () if context is None else (context,)
     if isinstance(target, CausalLM):
         counts = range(2, min(target.info.max_rows, target.info.max_positions) + 1)

@@ -148,16 +148,15 @@ class HostedDrafter:
         """The drafter's name."""
         return self._part.spec.name
 
-    def draft(self, histories: Sequence[Any], depth: int | Sequence[int]) -> list[list[int]]:
+    def draft(self, histories: Sequence[Any], depth: int) -> list[list[int]]:
         """Drafts for the rows of a batch: at most ``depth`` ids each, all of the vocabulary; ``[]`` is no opinion.
 
         Args:
             histories: all committed tokens of each row, as a sequence or an array of integers; None or an empty one for
                 a row that wants no draft. They are copied.
-            depth: for all rows, or for each.
+            depth: for every row.
         """
         self.asked += 1
-        depths = [depth] * len(histories) if isinstance(depth, int) else list(depth)
         drafts: list[list[int]] = [[] for _ in histories]
         if self.off:
             return drafts
@@ -176,7 +175,7 @@ class HostedDrafter:
             began = self._pauses.begin(accepted, sum(session is not None for session in sessions))
         for number, session in enumerate(sessions):
             if session is not None:
-                drafts[number] = self._propose(session, depths[number])
+                drafts[number] = self._propose(session, depth)
         if self._pauses is not None and (reason := self._pauses.end(began)):
             self._paused += 1
             log.warning("speculation_paused", host=self.info.family, drafter=self.name, reason=reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Sequence
 
 from specdec.contract import NO_NEEDS, ForwardOutput, ForwardPass, ModelInfo, Needs, Parity, Snapshot, State
@@ -113,12 +114,5 @@ def supported(distributions: Sequence[str], first: str, end: str, why: str) -> s
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The release of a version as numbers: ``0.32.0rc1`` is (0, 32, 0)."""
-    numbers: list[int] = []
-    for part in version.split("."):
-        digits = part[: next((at for at, c in enumerate(part) if not c.isdigit()), len(part))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
+    release = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()

@@ -221,10 +221,9 @@ class StreamTrace:
         return self._writer.failure
 
     def add(self, record: CycleRecord) -> None:
-        """Record a cycle; a device may run some past the end, which emit nothing."""
-        if record.emitted:
-            self._writer.draft(self._request, record.position, record.depth, record.drafted)
-            self._writer.commit(self._request, record.emitted)
+        """Record a cycle."""
+        self._writer.draft(self._request, record.position, record.depth, record.drafted)
+        self._writer.commit(self._request, record.emitted)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

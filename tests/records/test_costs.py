@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import stat
 from typing import Any
 
 import attrs
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 
 import specdec
 from specdec.decoding import cycle_timing
-from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, plain_pass, warm_up
+from specdec.decoding.cycle_timing import cost_identity, costs_of, measure_costs, warm_up
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.records.cost_table import CostTable, costs_folder, plausible, read_costs, write_costs
 
@@ -126,6 +123,7 @@ def test_what_a_recording_costs_beside_a_pass_decides_what_is_warmed_up(
     assert heads == [max(depths) + 1] * head
 
 
+@pytest.mark.slow
 def test_a_load_that_measures_costs_warms_up_as_one_that_finds_them(folder, monkeypatch):
     """Whatever the measurement has recorded already. What is new to a backend takes ten times as long here."""
     measured = cycle_timing._Measured.cycle
@@ -167,7 +165,7 @@ def test_passes_are_priced_where_the_drafter_has_no_opinion():
     assert table.verify[4] > 0.0
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 9, 40])
+@pytest.mark.parametrize("capacity", [1, 3, 4, 9])
 def test_a_short_session_is_measured_or_refused_never_overrun(capacity):
     config = specdec.load_config(overrides=[f"target.capacity={capacity}"])
     lm = specdec.load(config=config, depth=2)
@@ -238,14 +236,6 @@ def test_a_kept_table_that_is_much_too_slow_is_measured_again_and_said_so(folder
         assert all("busy machine" in notice and notice.endswith("measured again") for notice in notices)
 
 
-def test_a_plain_pass_is_timed_without_a_trace(demo):
-    assert 0.0 < plain_pass(demo)
-    assert (
-        demo.generate("x", max_new_tokens=3).tokens
-        == specdec.load(drafter="none").generate("x", max_new_tokens=3).tokens
-    )
-
-
 def test_a_table_from_a_busy_moment_is_used_and_not_kept(folder, demo, monkeypatch):
     busy = attrs.evolve(TABLE, steady=False)
     monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: busy)
@@ -279,51 +269,48 @@ def test_a_table_that_is_not_used_is_reported_once(folder, demo, monkeypatch):
     assert len(notices) == 1
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"format": 1}',
-        '{"format": 2, "identity": {}, "verify": {"1": 1}, "draft": {"0": 0}}',
-        '{"format": 1, "identity": {}, "verify": {"1": -1}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": NaN}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": 0}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"2": 1}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": 1}, "draft": {}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": [1], "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": true}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"one": 1}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": 1e999}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": 90000}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": 1%s}, "draft": {"0": 0}, "commit": 0}' % ("0" * 400),
-        '{"format": 1, "identity": {}, "verify": {"1": 1%s}, "draft": {"0": 0}, "commit": 0}' % ("0" * 5_000),
-        '{"format": 1, "identity": {}, "verify": {"1": 1, "1%s": 1}, "draft": {"0": 0}, "commit": 0}' % ("0" * 30),
-        '{"format": 1, "identity": {}, "verify": {"1": 1, "-2": 1}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": {"1": 1, "1_0": 1}, "draft": {"0": 0}, "commit": 0}',
-        '{"format": 1, "identity": {}, "verify": %s}' % ("[" * 50_000),
-        '{"format": 1, "identity": {}, "verify": {}%s}' % (" " * 2**20),
-        "\udcff",
-    ],
-    ids=range(24),
-)
-def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content):
+BROKEN = [
+    "",
+    "[]",
+    '{"format": 1}',
+    '{"format": 2, "identity": {}, "verify": {"1": 1}, "draft": {"0": 0}, "commit": 0}',
+    *(
+        f'{{"format": 1, "identity": {{}}, "verify": {verify}, "draft": {draft}, "commit": 0}}'
+        for verify, draft in (
+            ('{"1": -1}', '{"0": 0}'),
+            ('{"1": NaN}', '{"0": 0}'),
+            ('{"1": 0}', '{"0": 0}'),
+            ('{"2": 1}', '{"0": 0}'),
+            ('{"1": 1}', "{}"),
+            ("[1]", '{"0": 0}'),
+            ('{"1": true}', '{"0": 0}'),
+            ('{"1": 90000}', '{"0": 0}'),
+            ('{"1": 1%s}' % ("0" * 5_000), '{"0": 0}'),
+            ('{"1": 1, "1%s": 1}' % ("0" * 30), '{"0": 0}'),
+            ('{"1": 1, "-2": 1}', '{"0": 0}'),
+            ('{"1": 1, "1_0": 1}', '{"0": 0}'),
+            ("[" * 50_000, '{"0": 0}'),
+            ("{}" + " " * 2**20, '{"0": 0}'),
+        )
+    ),
+    "\udcff",
+]
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_file_is_measured_again_and_said_so(folder, demo, content, monkeypatch):
+    monkeypatch.setattr("specdec.decoding.cycle_timing.measure_costs", lambda lm: TABLE)
     path = cost_identity(demo).path()
     folder.mkdir()
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"depth\.costs is not a cost table"):
+        costs_of(demo, [], path)
     notices: list[str] = []
-    costs_of(demo, notices)
+    assert costs_of(demo, notices) == costs_of(demo, notices) == TABLE
     assert len(notices) == 1
     assert "is broken (" in notices[0] or "cannot be read: it has" in notices[0]
     assert len(notices[0]) < 500
     assert notices[0].endswith("measured again")
-    read_costs(path)  # and replaced
-    broken = folder / "named.json"
-    broken.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match=r"depth\.costs is not a cost table"):
-        costs_of(demo, [], broken)
 
 
 def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch):
@@ -333,15 +320,6 @@ def test_a_folder_that_cannot_be_written_is_a_notice(tmp_path, demo, monkeypatch
     notices: list[str] = []
     assert costs_of(demo, notices).verify[1] > 0.0
     assert [notice.partition(":")[0] for notice in notices][-1] == "the cost table cannot be kept"
-
-
-def test_the_file_is_as_readable_as_others(folder, demo):
-    path = folder / "t.json"
-    write_costs(path, TABLE, cost_identity(demo))
-    mask = os.umask(0)
-    os.umask(mask)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
-    assert json.loads(path.read_text())["format"] == 1
 
 
 def test_off_keeps_nothing_and_the_cache_folder_is_the_default(demo, monkeypatch, tmp_path):
@@ -381,8 +359,8 @@ def test_the_default_adapts_where_the_depth_cannot_change_the_output(folder):
     assert len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "margin", "typical"])
-def test_the_default_is_fixed_where_the_output_depends_on_the_depth(folder, verifier):
+def test_the_default_is_fixed_where_the_output_depends_on_the_depth(folder):
+    verifier = "typical"
     lm = specdec.load(verifier=verifier)
     assert (lm.depth.spec.name, lm.depth.config.depth) == ("fixed", 2)
     assert list(lm.notices) == [

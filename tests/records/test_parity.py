@@ -33,14 +33,15 @@ def differing(target: Any, context: int | None = None) -> list[Finding]:
 def test_right_operations_of_every_family_pass(checkpoint, family):
     target = tiny.make_target(checkpoint(family), ops=wrong_ops())
     assert probe_rows(target) is None
-    kinds = [finding.subject for finding in probe_parts(target, [(2,)], (0,))]
+    kinds = [finding.subject for finding in probe_parts(target, [(1,)], (0,))]
     assert len(kinds) <= 4 + bool(target.info.mtp_layers)  # a model of a hundred layers takes no longer
 
 
+@pytest.mark.slow
 def test_native_kernels_pass(make_target):
     if "native" not in tiny.kernels_available():
         pytest.skip("the native kernels do not compile on this machine")
-    assert differing(make_target("qwen3_5", kernels="native", dtype="bfloat16"), 250) == []
+    assert differing(make_target("qwen3_5", kernels="native", dtype="bfloat16")) == []
 
 
 QWEN35 = ("project", "linear", "swiglu", "rms_norm", "norm_rope", "attend", "conv_window", "gated_delta")
@@ -88,13 +89,13 @@ def test_a_mistake_behind_a_long_context_is_found_there(checkpoint):
 
 def test_a_mistake_in_the_longest_pass_alone_is_found(checkpoint):
     ops = wrong_ops("swiglu", which=lambda rows, cache: last_row(rows, cache) * (len(rows) == ROWS))
-    found = differing(tiny.make_target(checkpoint("qwen3"), ops=ops))
+    found = differing(tiny.make_target(checkpoint("qwen3", max_positions=64), ops=ops))
     assert {finding.differing for finding in found} == {(ROWS,)}
     assert {finding.subject.split(" ")[0] for finding in found} == {"layer", "logits", "the"}
 
 
 def test_a_state_that_keeps_rejected_rows_is_found(checkpoint):
-    found = differing(tiny.make_target(checkpoint("qwen3_5"), ops=Leaky(wrong_ops().dtype)))
+    found = differing(tiny.make_target(checkpoint("qwen3_5", max_positions=64), ops=Leaky(wrong_ops().dtype)))
     assert [finding.subject for finding in found] == ["the state after commit, after 40 tokens"]
 
 
