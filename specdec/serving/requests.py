@@ -44,6 +44,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's API that are refused, and the values that ask for nothing."""
 
+Item = TypeVar("Item")
+_List = Annotated[
+    list[Item], Field(fail_fast=True)
+]  # one wrong item is enough: an error for each of 300,000 takes seconds
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -155,7 +159,7 @@ class Request(_Object):
 class CompletionRequest(Request):
     """The body of ``/v1/completions``; a prompt is text or token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | _List[int] | _List[str] | _List[_List[int]]
     logprobs: _Top | None = None
 
     @property
@@ -182,7 +186,7 @@ class Message(_Object):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | _List[TextPart]
 
     def rendered(self) -> dict[str, str]:
         """As a chat template takes it; templates know ``developer`` by its former name."""
@@ -193,7 +197,7 @@ class Message(_Object):
 class ChatRequest(Request):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[_List[Message], Field(min_length=1)]
     max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: _Top | None = None
