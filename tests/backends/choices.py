@@ -34,7 +34,6 @@ SETTINGS: dict[str, dict[str, list[Any]]] = {
         "min_new_tokens": [0, 3],
     },
 }
-ROWS = 10_000  # per combination of settings, over all vocabularies
 
 
 def logits_of(kind: str, rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -36,13 +36,33 @@ from specdec.logs import get_logger
 
 if TYPE_CHECKING:
     from specdec.backends.cpu.library import Kernels
-    from specdec.backends.cpu.native import NativeOps
     from specdec.backends.cpu.threads import Threads
-    from specdec.backends.ops import Array, Cache
+    from specdec.backends.ops import Array, Cache, Capabilities
+    from specdec.contract import Logits
+    from specdec.locks import ForkSafeLock
 
 log = get_logger(__name__)
 
 R = TypeVar("R")
+
+
+class TapeOps(Protocol):
+    """The part of ``NativeOps`` that recording and replaying use."""
+
+    dtype: torch.dtype
+    capabilities: Capabilities
+    threads: Threads
+    lock: ForkSafeLock
+    timing: bool
+    _head: Kernel
+    _argmax_rows: Kernel
+    _choose_rows: Kernel
+
+    def parameters(self) -> list[Tensor]: ...
+    def work(self, size: int) -> int: ...
+    def logits(self, array: Tensor) -> Logits: ...
+    def choice(self, choosing: Choosing, drafted: Any) -> tuple[Any, Any]: ...
+    def _matrix(self, w: Tensor, length: int, op: str) -> tuple[int, int, int]: ...
 
 
 ALIGNMENT = 64  # bytes
@@ -189,7 +209,7 @@ class _Buffer:
 class Tape(TorchFunctionMode):
     """A recording: checks torch calls and records kernel calls."""
 
-    def __init__(self, ops: NativeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
+    def __init__(self, ops: TapeOps, runner: Runner, caches: Sequence[Cache], rows: int, hidden_size: int) -> None:
         super().__init__()
         self._ops = ops
         self._runner = runner
@@ -451,7 +471,7 @@ class RecordedPasses:
 
     eager_reason = ""
 
-    def __init__(self, ops: NativeOps, runner: Runner, body: Body, hidden_size: int) -> None:
+    def __init__(self, ops: TapeOps, runner: Runner, body: Body, hidden_size: int) -> None:
         self.ops = ops
         self.runner = runner
         self.body = body
@@ -653,7 +673,7 @@ class RecordedPass(Pass):
         return failed
 
 
-def record(ops: NativeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
+def record(ops: TapeOps, runner: Runner, body: Body, caches: Sequence[Cache], hidden_size: int) -> Passes:
     """Return recorded passes, or eager ones with the reason why recording failed."""
     passes = RecordedPasses(ops, runner, body, hidden_size)
     try:

@@ -30,7 +30,12 @@ def fast(dtype: str) -> MetalOps:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "make", [lambda dtype: MetalOps(getattr(mx, dtype)), numeric, fast], ids=["own parity", "numeric", "fast"]
+    "make",
+    [
+        pytest.param(lambda dtype: MetalOps(getattr(mx, dtype)), id="own parity"),
+        pytest.param(numeric, id="numeric", marks=pytest.mark.slow),
+        pytest.param(fast, id="fast", marks=pytest.mark.slow),
+    ],
 )
 def test_operations(make: Callable[[str], MetalOps], dtype: str) -> None:
     check_subjects(f"metal {dtype}", {Subject.OPS: OpsSubject(make=lambda: make(dtype))}).raise_for_failures()

@@ -27,6 +27,7 @@ from specdec.errors import ContractError  # noqa: E402
 from specdec.models.parity import probe_rows  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.decoding.test_lossless import Case, ScriptedDepth, mtp, ngram, oracle, partly_right, random  # noqa: E402
+from tests.selection import cases  # noqa: E402
 from tests.tiny_families import SHAPES  # noqa: E402
 
 VOCAB = 277
@@ -54,6 +55,7 @@ TRIED = {  # the shape with most branches of each family
     "deepseek_v3": SHAPES["deepseek_v3"]["all-sparse-mixed"],
 }
 GENERATED = 10
+few = cases(TRIED, sample=("qwen3_5", "deepseek_v3"), mark="slow")
 FEW = max(1, settings().max_examples // 6)
 
 exact = pytest.mark.skipif(
@@ -99,7 +101,7 @@ def poison(state: Any) -> None:
             cache.rows[stale] = mx.nan
 
 
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", few)
 def test_hidden_states_at_boundaries_are_those_of_the_reference(
     metal: Targets, checkpoint: Callable[..., pathlib.Path], family: str
 ) -> None:
@@ -129,7 +131,14 @@ def test_hidden_states_at_boundaries_are_those_of_the_reference(
             assert (ours == alone).all()
 
 
-@pytest.mark.parametrize(("family", "shape"), [(family, shape) for family, shapes in ALL.items() for shape in shapes])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        pytest.param(family, shape, marks=() if number == 0 else pytest.mark.slow)
+        for family, shapes in ALL.items()
+        for number, shape in enumerate(shapes)
+    ],
+)
 def test_logits_are_those_of_the_torch_reference(
     checkpoint: Callable[..., pathlib.Path], family: str, shape: str
 ) -> None:
@@ -154,7 +163,7 @@ def test_logits_are_those_of_the_torch_reference(
 
 
 @exact
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", few)
 @settings(max_examples=FEW)
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14).map(tuple),
@@ -189,7 +198,7 @@ def test_any_drafter_gives_the_tokens_and_the_state_of_plain_decoding(
 
 @exact
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", few)
 def test_every_accept_count_leaves_the_state_of_a_plain_run(metal: Targets, family: str, dtype: str) -> None:
     """None to all of 5, the bits right after the commit and the logits of the pass after it; stale rows are NaN."""
     target, prompt, depth = metal(family, dtype), (3, 1, 4, 1, 5), 5
@@ -211,7 +220,7 @@ def test_every_accept_count_leaves_the_state_of_a_plain_run(metal: Targets, fami
 
 
 @exact
-@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", cases(["qwen3_5", "glm4_moe", "deepseek_v3"], sample=1, mark="slow"))
 @given(data=st.data())
 @settings(max_examples=FEW)
 def test_a_chain_drafts_what_the_steps_draft(family: str, metal: Targets, data: st.DataObject) -> None:
@@ -249,7 +258,7 @@ def test_a_chain_refuses_what_it_cannot_draft(metal: Targets, monkeypatch: pytes
 
 
 @exact
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", few)
 def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, family: str) -> None:
     target, prompt = metal(family), tuple(range(40, 52))
     truth = [*prompt, *tiny.plain_run(target, prompt, 12)]
@@ -274,8 +283,8 @@ def test_rewind_snapshot_and_restore_give_the_bits_of_a_new_run(metal: Targets, 
 
 
 @exact
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("deepseek_v3", marks=pytest.mark.slow), "glm4_moe"])
+@pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], sample=1, mark="slow"))
+@pytest.mark.parametrize("family", cases(["qwen3_5", "deepseek_v3", "glm4_moe"], sample=1, mark="slow"))
 def test_sessions_fork_save_and_load(
     metal: Targets, checkpoint: Callable[..., pathlib.Path], tmp_path: pathlib.Path, family: str, dtype: str
 ) -> None:
@@ -297,7 +306,7 @@ def test_sessions_fork_save_and_load(
 
 
 @exact
-@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize("family", cases(["qwen3_5", "deepseek_v3"], sample=1, mark="slow"))
 def test_a_session_may_go_on_in_another_thread(
     metal: Targets, checkpoint: Callable[..., pathlib.Path], family: str
 ) -> None:

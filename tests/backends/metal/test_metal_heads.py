@@ -6,11 +6,12 @@ import pytest
 
 from tests.drafters.heads.recorded_heads import NAMES, Recorded
 from tests.drafters.heads.test_recorded_heads import BOUND, run
+from tests.selection import cases
 
 mx = pytest.importorskip("mlx.core")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(NAMES, sample=1, mark="slow"))
 def test_heads_draft_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from specdec.backends.metal.ops import MetalOps
 

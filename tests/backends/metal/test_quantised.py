@@ -33,6 +33,7 @@ from tests import tiny  # noqa: E402
 from tests.backends.metal.oracle import to_host  # noqa: E402
 from tests.checkpoints.quantised import mlx_layout  # noqa: E402
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT  # noqa: E402
+from tests.selection import cases  # noqa: E402
 
 DTYPES = ("float32", "float16", "bfloat16")
 exact = pytest.mark.skipif(
@@ -67,7 +68,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", cases([2, 3, 4, 5, 6, 8], sample=("3", "4"), mark="slow"))
 def test_every_product_has_the_values_of_the_decoded_weight(
     tmp_path_factory: pytest.TempPathFactory, bits: int
 ) -> None:
@@ -163,7 +164,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[P
     return get
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=("qwen3_5", "deepseek_v3"), mark="slow"))
 def test_a_packed_model_has_the_logits_of_its_twin(converted: Callable[..., tuple[Path, Path]], family: str) -> None:
     """The twin decoded, on the torch reference; a prompt, and a pass of several rows behind it."""
     mlx, twin = converted(family)
@@ -184,7 +185,7 @@ def test_a_packed_model_has_the_logits_of_its_twin(converted: Callable[..., tupl
 
 
 @exact
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", cases(DTYPES, sample=("bfloat16",), mark="slow"))
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
 def test_rows_have_the_same_bits_in_any_company(
     converted: Callable[..., tuple[Path, Path]], family: str, dtype: str
@@ -196,13 +197,14 @@ def test_rows_have_the_same_bits_in_any_company(
 # --- float16 ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_operations_in_float16() -> None:
     check_subjects(
         "metal float16", {Subject.OPS: OpsSubject(make=lambda: MetalOps(mx.float16))}, effort="sample"
     ).raise_for_failures()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=1, mark="slow"))
 def test_float16_is_closer_to_float32_than_bfloat16_is(checkpoint: Callable[..., Path], family: str) -> None:
     folder = checkpoint(family, **FAMILIES[family])
     rows = {}
