@@ -1,15 +1,13 @@
 """Logits, hidden states and gathered head rows on the device, and deferred results that the next op can fuse.
 
-Logits are computed on demand and only as far as needed: greedy decoding never writes full rows of logits to memory.
+Logits stay on the device until their rows are read: a choice of tokens brings one integer per row to the host.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -18,30 +16,14 @@ from torch import Tensor
 
 from specdec.backends.arrays import ArrayHidden, not_finite
 from specdec.backends.cpu.pruned import PrunedLogits
-from specdec.backends.cuda.choosing import choose
+from specdec.backends.cuda import choosing
 from specdec.contract import Choosing, Logits
-from specdec.sampling import Purpose, gumbel, is_plain
+from specdec.sampling import keeps_logits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from specdec.contract import Float32
-
-
-class Stats(Protocol):
-    """Statistics of every row from a head kernel, on the device."""
-
-    @property
-    def ids(self) -> Tensor:
-        """Best token ids ``[T]`` int32; ties go to the lowest id; -1 in a row with a NaN."""
-
-    @property
-    def values(self) -> Tensor:
-        """Logits of the best tokens ``[T]`` float32."""
-
-    @property
-    def log_sum(self) -> Tensor:
-        """Log-sum-exp of the logits ``[T]`` float32."""
 
 
 class CudaHidden(ArrayHidden):
@@ -58,89 +40,47 @@ class CudaHidden(ArrayHidden):
         return rows
 
 
-class HeadProducts(Protocol):
-    """The three head computations that logits use, for given rows of hidden states."""
-
-    def logits(self) -> Tensor:
-        """``[T, n]`` float32."""
-
-    def best(self) -> Stats:
-        """Find the best token of every row."""
-
-    def sample(self, scale: float, seed: int, position: int) -> Stats:
-        """Find the best token of ``scale * logits + noise``; row t uses the noise of ``position + t``."""
-
-
 class _DeviceLogits(Logits):
-    """Logits whose best and sampled tokens are found on the device, once, in parts of the vocabulary."""
+    """Logits whose tokens are chosen on the device; everything else differs between full and pruned rows.
 
-    def __init__(self, rows: int, parts: Sequence[HeadProducts]) -> None:
+    Args:
+        product: computes ``[T, n]`` float32 on the device.
+        ids: int32 ``[n]`` on the device, the token ids of the columns, ascending; None: 0 to V - 1.
+    """
+
+    def __init__(self, rows: int, product: Callable[[], Tensor], ids: Tensor | None = None) -> None:
         self._count = rows
-        self._parts = parts
-        self._sampled: dict[tuple[float, int, int], list[int]] = {}
+        self._product = product
+        self._ids = ids
 
     def __len__(self) -> int:
         return self._count
 
     @functools.cached_property
-    def _stats(self) -> list[Stats]:
-        return [part.best() for part in self._parts]
+    def array(self) -> Tensor:
+        """The logits on the device."""
+        return self._product()
 
     @functools.cached_property
     def _best(self) -> list[int]:
-        return _winners(self._stats)
+        best: list[int] = choosing.best(self.array, self._ids).tolist()
+        return best
 
     def argmax(self) -> list[int]:
         return checked(self._best)
 
     def logsumexp(self) -> list[float]:
-        sums = np.array([stats.log_sum.tolist() for stats in self._stats], dtype=np.float64)
-        found: list[float] = np.logaddexp.reduce(sums, axis=0).tolist()
-        return found
+        sums: list[float] = torch.logsumexp(self.array, 1).tolist()
+        return sums
 
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        if position < row:
-            return None
-        key = scale, seed, position - row  # one launch samples all rows: their positions are consecutive
-        if key not in self._sampled:
-
-            def score(row: int, token: int, value: float) -> float:  # only for the winners of parts
-                noise = gumbel(seed, key[2] + row, np.array([token]), Purpose.TOKEN)
-                return scale * value + float(noise[0])
-
-            self._sampled[key] = _winners([part.sample(*key) for part in self._parts], score)
-        return checked([self._sampled[key][row]])[0]
-
-    def choose(self, choosing: Choosing) -> Sequence[int | None]:
-        if is_plain(choosing.sampling):
-            return ()  # ``argmax`` and ``noisy_argmax`` need no logits in memory
-        return choose(self.columns(), choosing, self.column_ids)
-
-    @property
-    def column_ids(self) -> NDArray[np.int32] | None:
-        """Token ids of ``columns``, ascending; None: 0 to V - 1."""
-        return None
-
-    @abc.abstractmethod
-    def columns(self) -> Tensor:
-        """The logits on the device, float32 ``[T, n]``."""
-
-
-def _winners(
-    parts: Sequence[Stats], score: Callable[[int, int, float], float] = lambda row, token, value: value
-) -> list[int]:
-    """Merge the best tokens of several parts of a vocabulary; -1 for a row without a finite best."""
-    found = [(stats.ids.tolist(), stats.values.tolist()) for stats in parts]
-    ids, values = found[0]
-    for other_ids, other_values in found[1:]:
-        for row, (token, value) in enumerate(zip(other_ids, other_values, strict=True)):
-            if token < 0 or ids[row] < 0:
-                ids[row] = -1
-                continue
-            ours, theirs = score(row, ids[row], values[row]), score(row, token, value)
-            if theirs > ours or (theirs == ours and token < ids[row]):
-                ids[row], values[row] = token, value
-    return [token if math.isfinite(value) else -1 for token, value in zip(ids, values, strict=True)]
+    def choose(self, request: Choosing) -> Sequence[int | None]:
+        """Tokens of the device's sampler; empty where history, bans, bias or processors change the logits."""
+        sampling = request.sampling
+        if sampling.temperature == 0 or not keeps_logits(sampling):
+            return ()
+        position = len(request.context) + request.first
+        tokens = choosing.sample(self.array, sampling, position, self._ids).tolist()
+        return [None if token < 0 else token for token in tokens]
 
 
 def checked(tokens: Sequence[int]) -> list[int]:
@@ -152,18 +92,7 @@ def checked(tokens: Sequence[int]) -> list[int]:
 
 
 class CudaLogits(_DeviceLogits):
-    """Logits ``[T, V]`` float32, computed on demand from hidden states."""
-
-    def __init__(self, rows: int, products: HeadProducts) -> None:
-        super().__init__(rows, [products])
-
-    @functools.cached_property
-    def array(self) -> Tensor:
-        """The logits on the device."""
-        return self._parts[0].logits()
-
-    def columns(self) -> Tensor:
-        return self.array
+    """Logits ``[T, V]`` float32."""
 
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         logits = self.array
@@ -204,10 +133,10 @@ class CudaHeadRows:
         parts: one or two weights, in the form that the head kernels take.
         part_ids: token ids of their rows, int32 on the device; ascending in each part.
         ids: the same on the host, concatenated.
+        order: the columns of all parts side by side, by ascending id, on the device.
+        ascending: the ids in that order, int32 on the device.
         vocab_size: V.
     """
-
-    __slots__ = ("ids", "part_ids", "parts", "tokens", "vocab_size")
 
     def __init__(
         self, parts: tuple[Any, ...], part_ids: tuple[Tensor, ...], ids: NDArray[np.int32], vocab_size: int
@@ -216,7 +145,10 @@ class CudaHeadRows:
         self.part_ids = part_ids
         self.ids = ids
         self.vocab_size = vocab_size
-        self.tokens: tuple[int, ...] = tuple(np.sort(ids).tolist())
+        order = np.argsort(ids)
+        self.tokens: tuple[int, ...] = tuple(ids[order].tolist())
+        self.order = torch.from_numpy(order).to(part_ids[0].device)
+        self.ascending = torch.cat(part_ids)[self.order]
 
     @classmethod
     def of(
@@ -240,28 +172,16 @@ class CudaHeadRows:
 
 
 class CudaPrunedLogits(_DeviceLogits):
-    """Logits of gathered rows; the best tokens are found on the device, everything else on the host."""
+    """Logits of gathered rows; tokens are chosen on the device, everything else is computed on the host."""
 
-    def __init__(self, rows: int, products: Sequence[HeadProducts], head: CudaHeadRows) -> None:
-        super().__init__(rows, products)
+    def __init__(self, rows: int, product: Callable[[], Tensor], head: CudaHeadRows) -> None:
+        """``product``: the logits of the rows of ``head`` in the order of its parts."""
+        super().__init__(rows, lambda: product()[:, head.order], head.ascending)
         self._head = head
 
     @functools.cached_property
     def _host(self) -> PrunedLogits:
-        values = torch.cat([part.logits() for part in self._parts], dim=1).cpu().numpy()
-        return PrunedLogits(values, self._head.ids, self._head.vocab_size)
-
-    @functools.cached_property
-    def _order(self) -> NDArray[np.intp]:
-        return np.argsort(self._head.ids)
-
-    @property
-    def column_ids(self) -> NDArray[np.int32]:
-        return self._head.ids[self._order]
-
-    def columns(self) -> Tensor:
-        logits = torch.cat([part.logits() for part in self._parts], dim=1)
-        return logits[:, torch.from_numpy(self._order).to(logits.device)]
+        return PrunedLogits(self.array.cpu().numpy(), np.sort(self._head.ids), self._head.vocab_size)
 
     def topk(self, k: int) -> tuple[list[list[int]], list[list[float]]]:
         return self._host.topk(k)
@@ -317,27 +237,6 @@ class Deferred:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.tensor(), name)
-
-
-@attrs.define(eq=False, slots=False)
-class Normed(Deferred):
-    """A delayed ``rms_norm(x)``, which can be the prologue of a product."""
-
-    weight: Tensor
-    eps: float
-
-
-@attrs.define(eq=False, slots=False)
-class GatedNormed(Deferred):
-    """A delayed ``gated_rms_norm(x, z)``, ``[T, n * D]``, which can be the prologue of a product."""
-
-    z: Tensor
-    weight: Tensor
-    eps: float
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.x.shape[0], self.x.shape[1] * self.x.shape[2]))
 
 
 @attrs.define(eq=False, slots=False)

@@ -1,4 +1,4 @@
-"""The ops on a CUDA device: Triton kernels for passes of up to 16 rows, torch for prompts.
+"""The ops on a CUDA device: torch's products and Triton kernels for passes of up to 16 rows, torch for prompts.
 
 No op reads from the device. An op whose result the next one can fuse returns a ``Deferred``.
 """
@@ -7,45 +7,37 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
-from specdec.backends.cuda import prompts
+from specdec.backends.cuda import products, prompts
 from specdec.backends.cuda.arrays import (
     Convolved,
     CudaHeadRows,
     CudaHidden,
     CudaLogits,
     CudaPrunedLogits,
-    GatedNormed,
-    Normed,
     Rotated,
-    Stats,
     materialised,
 )
 from specdec.backends.cuda.caches import CudaDeltaCache, CudaKVCache, CudaLatentCache, DeviceLength
 from specdec.backends.cuda.device import Device
-from specdec.backends.cuda.executor import CudaExecutor, device_executor
-from specdec.backends.cuda.kernels import attention, delta, delta_chunked, gemm, head, latent, moe, norm, rope
+from specdec.backends.cuda.kernels import attention, delta, delta_chunked, latent, moe, norm, rope
 from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
-from specdec.backends.cuda.kernels.norm import GatedRms, Prologue, Rms
 from specdec.backends.cuda.kernels.packed import Layout
-from specdec.backends.cuda.kernels.project_heads import project_heads, project_heads_reference
 from specdec.backends.cuda.kernels.route import choose, choose_reference
 from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
-from specdec.backends.passes import Body, ExecutorSetup, Pass
+from specdec.backends.passes import Body
 from specdec.checkpoints.quantised.stored import StoredMatrix, alike
-from specdec.contract import Logits, Parity, Sampling
+from specdec.contract import Logits, Parity
 from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
 from specdec.logs import get_logger
-from specdec.sampling import keeps_logits
 
 log = get_logger(__name__)
 
@@ -68,10 +60,9 @@ class CudaOps(Ops):
         self.capabilities = Capabilities(
             kernels=f"{kernels}, interpreted on the host" if interpreting() else kernels,
             parity=Parity.BITWISE,
-            parity_reason=f"one compiled kernel serves 1 to {MAX_ROWS} rows and sums in one order, so that "
-            "verification has the bits of decoding; longer prompt chunks are computed in bulk, so that another "
-            "chunking of a prompt may round differently",
-            parity_needs_probe=device.place.type == "cuda",
+            parity_reason=f"passes of 1 to {MAX_ROWS} rows are padded to {MAX_ROWS} for library products, and one "
+            "compiled kernel serves all of them elsewhere, so that verification has the bits of decoding; longer "
+            "prompt chunks are computed in bulk, so that another chunking of a prompt may round differently",
             probed_context=attention.PROBED,
             max_rows=MAX_ROWS,
             packed_formats=frozenset({"fp8-block", "nvfp4"}),
@@ -83,13 +74,6 @@ class CudaOps(Ops):
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> CudaPasses:
         """Return passes that are captured as graphs on their first run, one per number of rows."""
         return CudaPasses(self.device, self.dtype, body, len(caches), hidden_size, self.eager_reason)
-
-    def device_samples(self, sampling: Sampling) -> bool:
-        """With temperature and filters alone: bans, biases and penalties change logits on the host."""
-        return keeps_logits(sampling)
-
-    def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> CudaExecutor | None:
-        return device_executor(target, head, setup)
 
     # --- weights and storage ---------------------------------------------------------------------------------------
 
@@ -184,44 +168,27 @@ class CudaOps(Ops):
     def project(
         self, x: Any, weights: Sequence[Weight], biases: Sequence[DenseWeight | None] = ()
     ) -> tuple[Tensor, ...]:
-        if x.shape[0] > MAX_ROWS:
-            x = materialised(x)
-            biases = biases or [None] * len(weights)
-            return tuple(prompts.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        if len(weights) > 1 and not weights[0].fused and fuse(weights):
-            there = [bias for bias in biases if bias is not None]
-            if there and len(there) == len(weights):
-                fuse(there)
-        x, prologue = _prologue(x)
-        return gemm.project(x, weights, biases=biases, prologue=prologue)
+        if len(weights) > 1 and not weights[0].fused:
+            fuse(weights)
+        return products.project(materialised(x), weights, biases)
 
     def project_heads(self, x: Any, weights: ExpertStack) -> Tensor:
-        x = materialised(x)
         whole = self._stacks.get(weights)
         if whole is None:
             whole = self._stacks[weights] = weights.decode().to(self.dtype)
-        if x.shape[0] > MAX_ROWS:
-            return project_heads_reference(x, whole)
-        return project_heads(x, whole)
+        return products.project_heads(materialised(x), whole)
 
     def linear(self, x: Any, weight: Weight, residual: Any = None) -> Tensor:
-        residual = None if residual is None else materialised(residual)
-        if x.shape[0] > MAX_ROWS:
-            y = prompts.linear(materialised(x), weight)
-            return y if residual is None else y + residual
-        x, prologue = _prologue(x)
-        return gemm.linear(x, weight, residual=residual, prologue=prologue)
+        y = products.linear(materialised(x), weight)
+        return y if residual is None else row_kernels.add(y, materialised(residual))
 
     def swiglu(self, x: Any, gate: Weight, up: Weight) -> Tensor:
-        if x.shape[0] > MAX_ROWS:
-            return prompts.swiglu(materialised(x), gate, up)
-        x, prologue = _prologue(x)
-        return gemm.swiglu(x, gate, up, prologue=prologue)
+        if not gate.fused:
+            fuse([gate, up])
+        return products.swiglu(materialised(x), gate, up)
 
-    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
-        x = materialised(x)
-        compute = functools.partial(norm.rms_norm, x, weight, eps)
-        return Normed(compute, x, weight, eps) if x.ndim == 2 else compute()
+    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(materialised(x), weight, eps)
 
     def layer_norm(self, x: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return norm.layer_norm(materialised(x), weight, bias, eps)
@@ -242,10 +209,8 @@ class CudaOps(Ops):
     # --- experts ---------------------------------------------------------------------------------------------------
 
     def route(self, x: Any, weight: Weight, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x = materialised(x)  # the experts read it too
-        if x.shape[0] > MAX_ROWS:
-            return choose_reference(prompts.float32_product(x, weight), routing, bias)
-        return choose(gemm.float32_product(x, weight), routing, bias)
+        logits = products.float32_product(materialised(x), weight)
+        return (choose if len(logits) <= MAX_ROWS else choose_reference)(logits, routing, bias)
 
     def moe(
         self,
@@ -259,15 +224,17 @@ class CudaOps(Ops):
     ) -> Tensor:
         x, residual = materialised(x), materialised(residual)
         ids, weights = chosen
-        if x.shape[0] <= MAX_ROWS:
-            gate_row = None if shared_gate is None else self._matrix(shared_gate)
-            return moe.experts(x, ids, weights, *experts, residual, shared=shared, shared_gate=gate_row)
         common = None
         if shared is not None:
             gate, up, down = shared
-            common = prompts.linear(prompts.swiglu(x, gate, up), down).float()
+            common = products.linear(products.swiglu(x, gate, up), down)
+        if x.shape[0] <= MAX_ROWS:
+            gate_row = None if shared_gate is None else self._matrix(shared_gate)
+            return moe.experts(x, ids, weights, *experts, residual, shared=common, shared_gate=gate_row)
+        if common is not None:
+            common = common.float()
             if shared_gate is not None:
-                common = common * torch.sigmoid(prompts.float32_product(x, shared_gate))
+                common = common * torch.sigmoid(products.float32_product(x, shared_gate))
         return prompts.moe(x, ids, weights, experts, residual, common)
 
     # --- attention -------------------------------------------------------------------------------------------------
@@ -365,15 +332,14 @@ class CudaOps(Ops):
             raise StateError("the delta rule takes what conv_window gave for the same cache")
         return delta.delta_rows(u.x, a, b, u.weight, a_log, dt_bias, cache.row, shape)
 
-    def gated_rms_norm(self, x: Any, z: Any, weight: Tensor, eps: float) -> GatedNormed:
-        x, z = materialised(x), materialised(z)
-        return GatedNormed(functools.partial(norm.gated_rms_norm, x, z, weight, eps), x, z, weight, eps)
+    def gated_rms_norm(self, x: Any, z: Any, weight: Tensor, eps: float) -> Tensor:
+        return norm.gated_rms_norm(materialised(x), materialised(z), weight, eps)
 
     # --- head ------------------------------------------------------------------------------------------------------
 
     def head(self, x: Any, weight: Weight) -> CudaLogits:
         x = materialised(x)
-        return CudaLogits(len(x), _Products(x, weight))
+        return CudaLogits(len(x), lambda: products.logits(x, [weight]))
 
     def head_rows(self, weight: Weight, tokens: Sequence[int], base: Any = None) -> CudaHeadRows:
         def gather(ids: list[int]) -> tuple[DenseWeight, Tensor]:
@@ -387,8 +353,7 @@ class CudaOps(Ops):
     def pruned_head(self, x: Any, rows: Any) -> Logits:
         x = materialised(x)
         own = _own(rows)
-        products = [_Products(x, part, ids) for part, ids in zip(own.parts, own.part_ids, strict=True)]
-        return CudaPrunedLogits(len(x), products, own)
+        return CudaPrunedLogits(len(x), lambda: products.logits(x, own.parts), own)
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -399,59 +364,6 @@ class CudaOps(Ops):
 def _aligned(part: Tensor) -> Tensor:
     """Align ``part`` for 16-byte reads; a view of a memory-mapped file may start at any address."""
     return part.clone() if part.data_ptr() % _ALIGNED else part
-
-
-@attrs.frozen(eq=False)
-class _Joined:
-    """Joined statistics of several chunks of rows."""
-
-    ids: Tensor
-    values: Tensor
-    log_sum: Tensor
-
-
-@attrs.frozen(eq=False)
-class _Products:
-    """Products of a head, or of gathered rows of one with their ids, with any number of rows, 16 at a time."""
-
-    x: Tensor
-    weight: Weight
-    ids: Tensor | None = None
-
-    def logits(self) -> Tensor:
-        pieces = [head.logits(part, self.weight) for part in torch.split(self.x, MAX_ROWS)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def best(self) -> Stats:
-        return _joined([head.best(part, self.weight, ids=self.ids) for part in torch.split(self.x, MAX_ROWS)])
-
-    def sample(self, scale: float, seed: int, position: int) -> Stats:
-        signed, place = (seed + 2**63) % 2**64 - 2**63, self.x.device
-        pieces = []
-        for at, part in enumerate(torch.split(self.x, MAX_ROWS)):
-            key = torch.tensor([signed, position + MAX_ROWS * at], dtype=torch.int64, device=place)
-            noise = head.Noise(key, torch.tensor([scale], dtype=torch.float32, device=place))
-            pieces.append(head.sample(part, self.weight, noise=noise, ids=self.ids))
-        return _joined(pieces)
-
-
-def _joined(pieces: Sequence[Stats]) -> Stats:
-    if len(pieces) == 1:
-        return pieces[0]
-    columns: list[Callable[[Stats], Tensor]] = [lambda s: s.ids, lambda s: s.values, lambda s: s.log_sum]
-    return _Joined(*(torch.cat([column(piece) for piece in pieces]) for column in columns))
-
-
-def _prologue(x: Any) -> tuple[Tensor, Prologue | None]:
-    """Split ``x`` into the input and the prologue of a product, even if the deferred result is already computed.
-
-    A gated prologue changes the bits of a product, which then runs over K head by head.
-    """
-    if isinstance(x, Normed):
-        return x.x, Rms(x.weight, x.eps)
-    if isinstance(x, GatedNormed):
-        return x.x, GatedRms(x.z, x.weight, x.eps)
-    return materialised(x), None
 
 
 def _in_place(x: Any, cache: Any) -> bool:

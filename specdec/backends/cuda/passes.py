@@ -5,8 +5,9 @@ before a replay the sequence's table is copied into the static one. Lengths, add
 graph, so growing caches and other sessions need no new graph, as long as their rows fit the graph's bound. A commit
 updates the sequence's own table, in one launch.
 
-A greedy draft is two graphs: the pass over the true pairs with the first token, and all further steps. Its tokens stay
-on the device, and the static table counts the rows between the steps.
+A greedy draft is two graphs, replayed one after the other: the pass over the true pairs with the first token, and all
+further steps. (One graph for both would be captured for every pair of a number of rows and a depth.) Its tokens stay on
+the device, the static table counts the rows between the steps, and the host reads all tokens at once.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.backends.cuda import choosing, products
 from specdec.backends.cuda.arrays import CudaHeadRows, checked, materialised
 from specdec.backends.cuda.caches import CapturedCache, DeviceCache, Kind, write_rows
 from specdec.backends.cuda.device import Device, Graph
-from specdec.backends.cuda.kernels import accept, head
+from specdec.backends.cuda.kernels.commit import commit_rows
 from specdec.backends.cuda.kernels.launch import COLUMNS, MAX_ROWS
 from specdec.backends.cuda.memory import stage
+from specdec.backends.cuda.weights import DenseWeight, Weight
 from specdec.backends.passes import Body, Pass
 from specdec.backends.placeholders import PlaceholderTokens
 from specdec.contract import Choosing
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 
 if TYPE_CHECKING:
-    from specdec.backends.cuda.weights import Weight
     from specdec.backends.ops import Array, Cache
 
-_WIDTH = 4  # int32 values per drafted token: id, score and padding to 16 bytes
+_ADDED_ROWS = (256, 1024, 4096)  # allowed numbers of rows added to a pruned head: few graphs
+_HEADS = 4  # heads whose captured drafts are kept
 
 
 class DeviceTokens(PlaceholderTokens):
@@ -51,6 +53,54 @@ class _Captured:
     graph: Graph
     out: Tensor  # [T, H], overwritten by every replay
     body: Callable[[], Tensor]  # keeps alive the memory that the graph uses by address
+
+
+class _Drafts:
+    """The captured drafts with one head, which they know by address only.
+
+    The rows that a sequence adds to a pruned head are copied to a buffer of the graphs, padded with copies of the first
+    one; its products have other sizes than those of a single step, so that rounding may decide another draft token.
+    """
+
+    def __init__(self, head: Weight | CudaHeadRows, added: int) -> None:
+        """``added``: room for added rows, 0 if ``head`` has none."""
+        self.firsts: dict[tuple[int, int], _Captured] = {}  # by rows and bound
+        self.rests: dict[tuple[int, int], _Captured] = {}  # by further tokens and bound
+        self._head: Weight | CudaHeadRows | None = None  # whose added rows are in the buffer
+        if not isinstance(head, CudaHeadRows):
+            self._parts: tuple[Weight, ...] = (head,)
+            self._ids: Tensor | None = None
+            return
+        base, ids = head.parts[0], head.part_ids[0]
+        self._count = len(ids)
+        self._parts, self._ids = (base,), ids
+        if added:
+            rows = torch.empty(added, base.shape[1], dtype=base.tensor.dtype, device=ids.device)
+            self._parts = (base, DenseWeight(rows))
+            self._ids = torch.cat([ids, torch.empty(added, dtype=ids.dtype, device=ids.device)])
+
+    def use(self, head: Weight | CudaHeadRows) -> None:
+        """Copy the added rows of ``head`` for the next replays."""
+        if head is self._head or not isinstance(head, CudaHeadRows) or len(head.parts) == 1:
+            return
+        self._head, (_, rows), (_, ids) = head, head.parts, head.part_ids
+        room, places = self._parts[1].decode(), self._ids
+        assert places is not None
+        places = places[self._count :]
+        for buffer, values in ((room, rows.tensor), (places, ids)):
+            buffer[: len(ids)] = values
+            buffer[len(ids) :] = values[:1]
+
+    def token(self, x: Tensor) -> Tensor:
+        """The best token of every row of ``x``, -1 if no logit is finite."""
+        return choosing.best(products.logits(x, self._parts), self._ids)
+
+
+def _added_room(head: Weight | CudaHeadRows) -> int | None:
+    """The room for added rows in captured drafts, 0 without any; None if there are too many."""
+    if not isinstance(head, CudaHeadRows) or len(head.parts) == 1:
+        return 0
+    return next((size for size in _ADDED_ROWS if size >= len(head.part_ids[1])), None)
 
 
 class CudaPasses:
@@ -70,13 +120,10 @@ class CudaPasses:
         self._ids = torch.zeros(rows, dtype=torch.int32, device=place)
         self._hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=place)
         self._fed = torch.zeros(1, hidden_size, dtype=dtype, device=place)  # the row that a draft continues from
-        self._drafted = torch.zeros(rows, _WIDTH, dtype=torch.int32, device=place)
+        self._drafted = torch.zeros(rows, dtype=torch.int32, device=place)
         self.graphs: dict[tuple[int, int], _Captured] = {}  # by rows and bound
-        self._firsts: dict[tuple[int, int], _Captured] = {}  # first graphs of drafts, by rows and bound
-        self._rests: dict[tuple[int, int], _Captured] = {}  # second graphs of drafts, by further tokens and bound
-        self._head: Weight | None = None  # the head of the captured drafts
+        self._drafts: dict[tuple[int, int], _Drafts] = {}  # by head and room for added rows, the last used one last
         self._captures = 0
-        self.cycle_graphs: dict[CudaPasses | None, Any] = {}  # by the head's passes (``executor``)
 
     def bind(self, caches: Sequence[Cache]) -> CudaPass:
         return CudaPass(self, caches)
@@ -100,10 +147,16 @@ class CudaPasses:
             self.load(of.table, tokens, hidden)
         return found
 
-    def draft(self, rows: int, depth: int, of: CudaPass, weight: Weight) -> list[_Captured]:
+    def draft(self, rows: int, depth: int, of: CudaPass, head: Weight | CudaHeadRows, room: int) -> list[_Captured]:
         """Return the graphs of a greedy draft."""
-        first = self.first(rows, of.caches, of.kinds, weight)
-        return [first] if depth == 1 else [first, self.rest(depth - 1, of.caches, of.kinds, weight)]
+        base = head.parts[0] if isinstance(head, CudaHeadRows) else head
+        drafts = self._drafts.pop((id(base), room), None) or _Drafts(head, room)
+        self._drafts[id(base), room] = drafts
+        while len(self._drafts) > _HEADS:
+            del self._drafts[next(iter(self._drafts))]
+        drafts.use(head)
+        first = self.first(rows, of.caches, of.kinds, drafts)
+        return [first] if depth == 1 else [first, self.rest(depth - 1, of.caches, of.kinds, drafts)]
 
     def checked(self, hidden: Array | None, rows: int) -> Tensor | None:
         """Check the shape and dtype of hidden states. Raises: ShapeError."""
@@ -131,46 +184,38 @@ class CudaPasses:
             )
         return self.graphs[key]
 
-    def first(self, rows: int, caches: Sequence[DeviceCache], kinds: Tensor, weight: Weight) -> _Captured:
+    def first(self, rows: int, caches: Sequence[DeviceCache], kinds: Tensor, drafts: _Drafts) -> _Captured:
         """Capture a draft's first pass: its last row goes to ``_fed``, its token to ``_drafted[0]``."""
-        self._draft_with(weight)
         key = rows, _bound(caches)
-        if key not in self._firsts:
+        if key not in drafts.firsts:
             stand_ins = self._stand_ins(caches, key[1])
 
             def run() -> Tensor:
                 x = self.launched(stand_ins, self._ids[:rows], self._given(rows))
-                accept.commit_rows(self.current, kinds, rows)
+                commit_rows(self.current, kinds, rows)
                 self._fed.copy_(x[-1:])
-                self._draft(self._fed, weight, 0)
+                self._drafted[:1].copy_(drafts.token(self._fed))
                 return x
 
-            self._firsts[key] = self._capture(f"a draft over {rows} rows", run)
-        return self._firsts[key]
+            drafts.firsts[key] = self._capture(f"a draft over {rows} rows", run)
+        return drafts.firsts[key]
 
-    def rest(self, steps: int, caches: Sequence[DeviceCache], kinds: Tensor, weight: Weight) -> _Captured:
+    def rest(self, steps: int, caches: Sequence[DeviceCache], kinds: Tensor, drafts: _Drafts) -> _Captured:
         """Capture a draft's further steps, each over the token before it and that token's hidden state."""
-        self._draft_with(weight)
         key = steps, _bound(caches)
-        if key not in self._rests:
+        if key not in drafts.rests:
             stand_ins = self._stand_ins(caches, key[1])
 
             def run() -> Tensor:
                 x = self._fed
                 for step in range(1, steps + 1):
-                    x = self.launched(stand_ins, self._drafted[step - 1, :1], x)
-                    accept.commit_rows(self.current, kinds, 1)
-                    self._draft(x, weight, step)
+                    x = self.launched(stand_ins, self._drafted[step - 1 : step], x)
+                    commit_rows(self.current, kinds, 1)
+                    self._drafted[step : step + 1].copy_(drafts.token(x))
                 return x
 
-            self._rests[key] = self._capture(f"{steps} steps of a draft", run)
-        return self._rests[key]
-
-    def _draft_with(self, weight: Weight) -> None:
-        if weight is not self._head:
-            self._firsts.clear()
-            self._rests.clear()
-            self._head = weight
+            drafts.rests[key] = self._capture(f"{steps} steps of a draft", run)
+        return drafts.rests[key]
 
     def _given(self, rows: int) -> Tensor | None:
         return self._hidden[:rows] if self.hidden_size else None
@@ -182,17 +227,9 @@ class CudaPasses:
         """Run the body on ids and hidden states on the device, with stand-ins for the caches."""
         return materialised(self.body(stand_ins, DeviceTokens(ids), hidden))
 
-    def _draft(self, x: Tensor, weight: Weight, place: int) -> None:
-        """Write the best token of the single row ``x`` and its score to ``place``."""
-        best = head.best(x, weight)
-        self._drafted[place, :1].copy_(best.ids)
-        self._drafted.view(torch.float32)[place, 1:2].copy_(best.values)
-
     def drafted(self, count: int) -> list[int]:
-        """Read the first ``count`` tokens of the last draft, -1 where no score was finite. Waits for the device."""
-        found = self._drafted[:count].cpu().numpy()
-        finite = np.isfinite(found.view(np.float32)[:, 1])
-        tokens: list[int] = np.where(finite, found[:, 0], -1).tolist()
+        """Read the first ``count`` tokens of the last draft, -1 where no logit was finite. Waits for the device."""
+        tokens: list[int] = self._drafted[:count].tolist()
         return tokens
 
     def _capture(self, what: str, run: Callable[[], Tensor]) -> _Captured:
@@ -224,7 +261,7 @@ class CudaPass(Pass):
         passes: the passes of the body, shared by all sequences.
         caches: the sequence's caches.
         table: their rows of the address table ``[caches, 8]`` int64.
-        kinds: ``kernels.accept.ROWS`` or ``STATES`` for each, int32 ``[caches]``.
+        kinds: ``kernels.commit.ROWS`` or ``STATES`` for each, int32 ``[caches]``.
     """
 
     def __init__(self, passes: CudaPasses, caches: Sequence[Any]) -> None:
@@ -255,14 +292,15 @@ class CudaPass(Pass):
 
     def commit(self, rows: int) -> None:
         if rows:
-            accept.commit_rows(self.table, self.kinds, rows, whole=self._rows > MAX_ROWS)
+            commit_rows(self.table, self.kinds, rows, whole=self._rows > MAX_ROWS)
         for cache in self.caches:
             cache.advance(rows)
 
     def chain(
         self, tokens: Sequence[int], hidden: Array, depth: int, head: Any, choosing: Choosing | None = None
     ) -> tuple[int, ...] | None:
-        if choosing is not None or isinstance(head, CudaHeadRows):
+        room = _added_room(head)
+        if choosing is not None or room is None:
             return None
         rows, passes = len(tokens), self.passes
         most = rows + depth - 1
@@ -275,7 +313,7 @@ class CudaPass(Pass):
             cache.reserve(most)
         self._rows = 0
         with passes.lock:
-            first, *rest = passes.ready(self, tokens, given, lambda: passes.draft(rows, depth, self, head))
+            first, *rest = passes.ready(self, tokens, given, lambda: passes.draft(rows, depth, self, head, room))
             first.graph.replay()
             for further in rest:
                 further.graph.replay()

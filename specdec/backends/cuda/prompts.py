@@ -1,44 +1,19 @@
-"""Passes of more than 16 rows (prompts), with torch's products and attention.
-
-Their bits depend on how a prompt is cut into chunks, as ``parity_reason`` says. Plain and speculative decoding both
-continue from the same prompt pass, so this does not affect their parity.
-"""
+"""Experts and attention of passes of more than 16 rows (prompts), by torch."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own convention)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Weight
+from specdec.backends.cuda import products
+from specdec.backends.cuda.weights import ExpertStack
 
 # torch's own choice among its kernels changes with its version and with what is installed; the second one takes shapes
 # that the first refuses
 _ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _MASK = 2**26  # entries of the largest attention mask built at once
-
-
-def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Return the weight as a matrix in ``dtype``, decoded if packed."""
-    return weight.decode().to(dtype)
-
-
-def linear(x: Tensor, weight: Weight, bias: DenseWeight | None = None) -> Tensor:
-    """``x @ w.T (+ bias)``."""
-    return F.linear(x, dense(weight, x.dtype), None if bias is None else bias.tensor)
-
-
-def swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)``, the gating in float32."""
-    return (F.silu(linear(x, gate).float()) * linear(x, up).float()).to(x.dtype)
-
-
-def float32_product(x: Tensor, weight: Weight) -> Tensor:
-    """``x @ w.T`` not rounded to act."""
-    return F.linear(x.float(), weight.decode().float())
 
 
 def moe(
@@ -60,8 +35,8 @@ def moe(
     for expert, count in enumerate(chosen.bincount(minlength=len(gates)).tolist()):
         if count:
             start, end = end, end + count
-            part = swiglu(gathered[start:end], gates[expert], ups[expert])
-            out[order[start:end]] = linear(part, downs[expert])
+            part = products.swiglu(gathered[start:end], gates[expert], ups[expert])
+            out[order[start:end]] = products.linear(part, downs[expert])
     parts = out.view(rows, slots, -1)
     total = weights[:, :1] * parts[:, 0].float()
     for slot in range(1, slots):
@@ -97,9 +72,3 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, position: int, scale: float)
             )
         out.append(mixed.view(kv_heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, heads, -1))
     return out[0] if len(out) == 1 else torch.cat(out)
-
-
-def in_pieces(function: Callable[[int, int], Sequence[Tensor]], rows: int, most: int) -> list[Tensor]:
-    """Call ``function(first, last)`` for every ``most`` rows, and join each of its results along the rows."""
-    parts = [function(at, min(at + most, rows)) for at in range(0, rows, most)]
-    return [torch.cat(columns) for columns in zip(*parts, strict=True)]

@@ -241,6 +241,14 @@ def runs(weights: Sequence[Weight]) -> list[int]:
     return lengths
 
 
+def joined(run: Sequence[Weight]) -> Tensor:
+    """Dense weights that are contiguous in memory (``runs``) as one matrix, without a copy."""
+    first = run[0]
+    assert isinstance(first, DenseWeight)
+    size = (sum(w.shape[0] for w in run), *first.shape[1:])
+    return first.tensor if len(run) == 1 else first.tensor.as_strided(size, first.tensor.stride())
+
+
 def _ends(tensor: Tensor) -> int:
     return tensor.data_ptr() + tensor.nbytes
 

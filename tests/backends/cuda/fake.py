@@ -1,8 +1,8 @@
 """A device for tests: tensors on the host, kernels in Triton's interpreter, and graphs that are lists of launches.
 
-It is stricter than a CUDA device. Under capture nothing is computed, so that nothing can be read from it; torch may
-look at tensors and make new ones, copies are recorded as launches are, and everything else is refused. Before every
-replay all memory that was made under capture is poisoned: a value that is not computed anew shows.
+It is stricter than a CUDA device. Under capture nothing may be read; torch may look at tensors and make new ones,
+copies and the few computations that passes need are recorded as launches are, and everything else is refused. Before
+every replay all memory that was made under capture is poisoned: a value that is not computed anew shows.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _VIEWS = frozenset(
     "view _unsafe_view _reshape_alias unfold diagonal lift_fresh".split()
 )
 _MAKES = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
+_COMPUTES = frozenset("amax amin arange bmm cat constant_pad_nd eq isfinite mm scalar_tensor where".split())
 _READS = frozenset("tolist numpy item cpu to_list __bool__ __int__ __float__ __index__ __array__".split())
 
 
@@ -68,7 +69,15 @@ class _Recording(TorchDispatchMode):
         if name == "copy_":
             self.steps.append(lambda: _copy(args[0], args[1]))
             return args[0]
+        if name in _COMPUTES:
+            return self._computed(func, args, kwargs or {})
         raise CaptureRefused(f"torch computes {name} under capture")
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """The result's memory now, over poisoned inputs, and its values at every replay."""
+        made = self._own(func(*args, **kwargs))
+        self.steps.append(lambda: _copy(made, func(*args, **kwargs)))
+        return made
 
     def _own(self, tensor: Tensor) -> Tensor:
         poison(tensor)

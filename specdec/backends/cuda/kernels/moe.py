@@ -14,12 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from specdec.backends.cuda.kernels import gemm, packed
-from specdec.backends.cuda.kernels.gemm import check_rows, silu_product
+from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.kernels.launch import dtype_of, interpreting, launch, rounded
 from specdec.backends.cuda.kernels.norm import strided
-from specdec.backends.cuda.kernels.packed import DENSE, FP8, Layout
-from specdec.backends.cuda.kernels.tiles import Tile
+from specdec.backends.cuda.kernels.packed import DENSE, FP8, Layout, Tile, check_rows, silu_product
 from specdec.backends.cuda.weights import ExpertStack, Weight
 from specdec.errors import ShapeError, UnsupportedError
 
@@ -116,6 +114,7 @@ def combine_kernel(
     parts_ptr,
     weights_ptr,
     shared_ptr,
+    shared_stride,
     x_ptr,
     x_stride,
     gate_ptr,
@@ -140,7 +139,7 @@ def combine_kernel(
         part = tl.load(parts_ptr + (row * CHOSEN + slot) * N + columns, mask=mask, other=0.0)
         total += tl.load(weights_ptr + row * CHOSEN + slot) * part.to(tl.float32)
     if SHARED:
-        common = tl.load(shared_ptr + row * N + columns, mask=mask, other=0.0).to(tl.float32)
+        common = tl.load(shared_ptr + row * shared_stride + columns, mask=mask, other=0.0).to(tl.float32)
         if GATED:
             sums = tl.zeros((BLOCK_K,), tl.float32)
             for start in range(0, K, BLOCK_K):
@@ -153,20 +152,11 @@ def combine_kernel(
     tl.store(out_ptr + row * N + columns, rounded(total, OUT), mask=mask)
 
 
-def expert_tile(layout: Layout, *, pair: bool) -> Tile:
-    """Narrow tiles for all sizes, since eight experts of 512 columns must fill a device."""
-    if interpreting():
-        return Tile(256, min(layout.most_k, 128))
-    block_n = 32
-    step = (2 if pair else 1) * block_n * layout.most_k * layout.bits // 8
-    return Tile(block_n, layout.most_k, stages=min(max(3, 1 + -(-16_000 // step)), 6))
-
-
 def _experts(x: Tensor, choices: Tensor, first: ExpertStack, second: ExpertStack | None, out: Tensor) -> Tensor:
     """One launch of ``experts_kernel``; x is ``[T, K]``, or ``[T, k, K]`` with a row for every slot."""
     rows, chosen = choices.shape
     layout = Layout.of(first[0])
-    tile = expert_tile(layout, pair=second is not None)
+    tile = Tile.of(layout, 32)  # narrow for all sizes, since eight experts of 512 columns must fill a device
     n, k = first.shape[1:]
     if not (first.aligned and (second is None or second.aligned)):
         raise UnsupportedError(
@@ -209,20 +199,17 @@ def experts(
     downs: ExpertStack,
     residual: Tensor,
     *,
-    shared: tuple[Weight, Weight, Weight] | None = None,
+    shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
-    parts: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` in x's dtype.
 
     ``x`` and ``residual`` are ``[T, H]``, ``ids [T, k]`` int32 and ``weights [T, k]`` float32; a row's experts must all
-    differ. gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared`` is gate, up and down of an expert
-    for every row, ``shared_gate [1, H]`` in act dtype. Each expert's result is rounded to x's dtype; the sum runs in
-    float32, slot by slot, then the shared expert, then the residual, and is rounded once. The experts' results are
-    written to ``parts [T, k, H]``.
+    differ. gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared [T, H]`` is the result of an expert for
+    every row, ``shared_gate [1, H]`` in act dtype. Each expert's result is rounded to x's dtype; the sum runs in
+    float32, slot by slot, then the shared expert, then the residual, and is rounded once.
 
-    Raises: ShapeError above 16 rows or for parts that do not fit.
+    Raises: ShapeError above 16 rows or for experts that do not fit.
     """
     rows, chosen = ids.shape
     check_rows(rows)
@@ -239,15 +226,11 @@ def experts(
     ids, weights = ids.contiguous(), weights.contiguous()
     inner = torch.empty(rows, chosen, gates.shape[1], dtype=x.dtype, device=x.device)
     _experts(x, ids, gates, ups, inner)
-    if parts is None:
-        parts = torch.empty(rows, chosen, x.shape[1], dtype=x.dtype, device=x.device)
+    parts = torch.empty(rows, chosen, x.shape[1], dtype=x.dtype, device=x.device)
     _experts(inner, ids, downs, None, parts)
-    common = x
-    if shared is not None:
-        gate, up, down = shared
-        common = gemm.linear(gemm.swiglu(x, gate, up), down)
+    common, common_stride = (x, x_stride) if shared is None else strided(shared)
     residual, residual_stride = strided(residual)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     n = x.shape[1]
     block = 4096 if interpreting() else 256
     launch(
@@ -256,6 +239,7 @@ def experts(
         parts,
         weights,
         common,
+        common_stride,
         x,
         x_stride,
         x if shared_gate is None else shared_gate,
@@ -284,7 +268,7 @@ def experts_reference(
     downs: ExpertStack,
     residual: Tensor,
     *,
-    shared: tuple[Weight, Weight, Weight] | None = None,
+    shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """``experts`` in float64, rounded to x's dtype between the products like ``experts``."""
@@ -295,8 +279,8 @@ def experts_reference(
 
     total = residual.double()
     if shared is not None:
-        common = torch.stack([expert(row, *shared) for row in x])
-        total = total + (common if shared_gate is None else common * torch.sigmoid(x.double() @ shared_gate.double().T))
+        share = 1.0 if shared_gate is None else torch.sigmoid(x.double() @ shared_gate.double().T)
+        total = total + share * shared.double()
     for t, (row, places) in enumerate(zip(x, ids.tolist(), strict=True)):
         for slot, e in enumerate(places):
             total[t] += weights[t, slot].double() * expert(row, gates[e], ups[e], downs[e])

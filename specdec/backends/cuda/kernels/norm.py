@@ -1,12 +1,8 @@
-"""Layer norms; RMS norms, as separate kernels and as the prologue of a product, which normalises x while reading it.
-
-Both forms of an RMS norm run the same functions on tiles of the same shape, so a row has the same bits in both.
-"""
+"""Layer norms, RMS norms, and RMS norms gated by another activation; any number of rows."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-import attrs
 import torch
 import triton
 import triton.language as tl
@@ -15,39 +11,10 @@ from torch import Tensor
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, dtype_of, interpreting, launch, rounded
 from specdec.errors import ShapeError
 
-PLAIN = tl.constexpr(0)
-RMS = tl.constexpr(1)
-GATED = tl.constexpr(2)
-
-
-@attrs.frozen(eq=False)
-class Rms:
-    """Prologue: ``x * rsqrt(mean(x^2) + eps) * weight`` in float32, rounded to x's dtype. ``weight`` float32 [K]."""
-
-    weight: Tensor
-    eps: float
-
-
-@attrs.frozen(eq=False)
-class GatedRms:
-    """Prologue: ``rms_norm(x) * silu(z)`` per head, rounded once; ``z [T, heads, D]``, ``weight`` float32 ``[D]``."""
-
-    z: Tensor
-    weight: Tensor
-    eps: float
-
-
-Prologue = Rms | GatedRms
-
 
 def block_of(k: int) -> int:
     """Columns of x that ``inverse_rms`` reads at once; depends only on K, because it affects the bits."""
     return min(4096 if interpreting() else 512, max(16, int(triton.next_power_of_2(k))))
-
-
-def fusible(heads_dim: int) -> bool:
-    """Whether a head of this size fits one tile of a product, so that ``GatedRms`` can be the prologue."""
-    return heads_dim in (16, 32, 64, 128)
 
 
 @triton.jit
@@ -107,14 +74,14 @@ def _gated_kernel(
     tl.store(out_ptr + wide_rows * K + columns[None, :], rounded(gated(part, gate, weight, D, eps), OUT), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis of ``x [..., K]``, any number of rows: the same shape and dtype, contiguous.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
     k = x.shape[-1]
     flat, stride = strided(x.reshape(-1, k))
-    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device) if out is None else out
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     launch(
         _rms_kernel,
         (-(-len(flat) // MAX_ROWS),),
@@ -194,14 +161,14 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``rms_norm(x) * silu(z)`` per head of ``x, z [T, heads, D]``: ``[T, heads * D]``, any number of rows."""
     rows, heads, dim = x.shape
     if z.shape != x.shape:
         raise ShapeError(f"a gate should have the shape of what it gates, {list(x.shape)}, got {list(z.shape)}")
     flat, stride = strided(x.reshape(rows, heads * dim))
     gate, gate_stride = strided(z.reshape(rows, heads * dim))
-    out = torch.empty(rows, heads * dim, dtype=x.dtype, device=x.device) if out is None else out
+    out = torch.empty(rows, heads * dim, dtype=x.dtype, device=x.device)
     launch(
         _gated_kernel,
         (-(-rows // MAX_ROWS), heads),

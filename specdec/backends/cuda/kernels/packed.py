@@ -1,4 +1,8 @@
-"""Products of a tile of a weight, in any format, with a tile of activations.
+"""Products with packed weights: a row-invariant kernel for up to 16 rows, and the tiles that experts multiply too.
+
+One compiled kernel serves every T: 16 rows are one tile, and rows from T on are masked. Each output is summed by one
+program over blocks of K in ascending order, whose sizes depend only on the weight and its format.
+Source of the conditions: He et al. 2025, "Defeating nondeterminism in LLM inference" (batch-invariant kernels).
 
 Codes are converted to bfloat16 by shifting bits: the sign, exponent and mantissa of an E4M3 or E2M1 code move to those
 of a bfloat16. This gives the value times a power of two, also for subnormal codes, and one exact multiplication removes
@@ -10,13 +14,15 @@ The E4M3 codes of NaN (0x7f, 0xff) become 480; checkpoints with such codes are r
 from __future__ import annotations
 
 import attrs
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.backends.cuda.kernels.launch import RAISE, interpreting, raised
+from specdec.backends.cuda.kernels.launch import MAX_ROWS, RAISE, dtype_of, interpreting, launch, raised, rounded
+from specdec.backends.cuda.kernels.norm import strided
 from specdec.backends.cuda.weights import GROUP, DenseWeight, Fp8BlockWeight, Nvfp4Weight, Weight, parts
-from specdec.errors import UnsupportedError
+from specdec.errors import ShapeError, UnsupportedError
 
 DENSE = tl.constexpr(0)
 FP8 = tl.constexpr(1)
@@ -196,25 +202,6 @@ def multiply(
         return dot(odd, high, dot(even, low, acc))
 
 
-LINE = tl.constexpr(128)  # bytes that memory moves at a time
-
-
-@triton.jit
-def ask(w_ptr, rows, start, K, FORMAT: tl.constexpr, LINES: tl.constexpr):
-    """Ask for the first ``LINES`` lines of a slice of each of a weight's ``rows``, so that L2 has them when needed.
-
-    Nothing waits for them and no result depends on them; interpreted, there is nothing to ask.
-    """
-    if not RAISE:
-        VALUES: tl.constexpr = LINE * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
-        CODES: tl.constexpr = 2 if FORMAT == NVFP4 else 1  # values of a byte
-        columns = tl.minimum(start // CODES + tl.arange(0, LINES) * VALUES, K // CODES - 1)
-        at = w_ptr + rows[:, None] * (K // CODES) + columns[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
 @triton.jit
 def finish(acc, global_ptr, rows, FORMAT: tl.constexpr):
     """Finish a complete sum ``[16, BLOCK_N]``: multiply by NVFP4's scale of each row of the weight."""
@@ -260,6 +247,112 @@ class Layout:
                         try_="blocks of a multiple of 16 columns, or decode the weight when loading",
                     )
                 return cls(tensors, FP8, 8, min(step, 128), scale_n, max(scale_k, 1))
+
+
+@attrs.frozen
+class Tile:
+    """The work of one program: ``[16, block_n]`` outputs, over blocks of ``block_k`` columns."""
+
+    block_n: int
+    block_k: int
+    stages: int = 3  # blocks in flight
+    warps: int = 4
+
+    @classmethod
+    def of(cls, layout: Layout, block_n: int) -> Tile:
+        """The tile of a weight's format, never of T: the size of a block decides the order of sums."""
+        if interpreting():
+            return cls(256, min(layout.most_k, 128))
+        step = block_n * layout.most_k * layout.bits // 8
+        return cls(block_n, layout.most_k, min(max(3, 1 + -(-_FLIGHT // step)), 6))
+
+
+_FLIGHT = 16_000  # bytes of a weight that a program should have in flight; an estimate
+_BLOCK_N = 32  # narrow, so that matrices of a few thousand rows fill a device
+
+
+@triton.jit(do_not_specialize=["T"])
+def product_kernel(
+    x_ptr,
+    x_stride,
+    T,
+    w_ptr,
+    scales_ptr,
+    globals_ptr,
+    out_ptr,
+    N,
+    K,
+    FORMAT: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Compute ``out [T, N]``, one tile of N per program."""
+    rows = tl.arange(0, 16)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(columns, N - 1).to(tl.int64)  # past N, the last row is read again and not stored
+    acc = tl.zeros((16, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        mask = (rows < T)[:, None]
+        if not EVEN_K:
+            mask = mask & (at < K)[None, :]
+        x = tl.load(x_ptr + rows[:, None].to(tl.int64) * x_stride + at[None, :], mask=mask, other=0.0)
+        acc = multiply(x, acc, w_ptr, scales_ptr, inside, start, K, FORMAT, BLOCK_N, BLOCK_K, SCALE_N, SCALE_K, EVEN_K)
+    acc = finish(acc, globals_ptr, inside, FORMAT)
+    mask = (rows < T)[:, None] & (columns < N)[None, :]
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * N + columns[None, :], rounded(acc, OUT), mask=mask)
+
+
+def product(x: Tensor, weight: Weight, size: int, dtype: torch.dtype) -> Tensor:
+    """``x [T, K] @ w.T`` of the first ``size`` rows from ``weight``'s memory on: ``[T, size]`` in ``dtype``.
+
+    Raises: ShapeError above 16 rows.
+    """
+    check_rows(len(x))
+    layout, k = Layout.of(weight), weight.shape[1]
+    tile = Tile.of(layout, _BLOCK_N)
+    x, stride = strided(x)
+    out = torch.empty(len(x), size, dtype=dtype, device=x.device)
+    launch(
+        product_kernel,
+        (triton.cdiv(size, tile.block_n),),
+        x,
+        stride,
+        len(x),
+        *layout.tensors,
+        out,
+        size,
+        k,
+        **layout.constexprs,
+        OUT=dtype_of(dtype),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=k % tile.block_k == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def product_reference(x: Tensor, weight: Weight) -> Tensor:
+    """``product`` with a whole weight in float64, not rounded."""
+    return x.double() @ weight.decode().double().T
+
+
+def check_rows(rows: int) -> None:
+    """Check that the rows fit one tile. Raises: ShapeError."""
+    if not 0 < rows <= MAX_ROWS:
+        raise ShapeError(f"a row-invariant product takes 1 to {MAX_ROWS} rows, got {rows}")
+
+
+@triton.jit
+def silu_product(gate, up):
+    """``silu(gate) * up`` in float32."""
+    return gate * tl.sigmoid(gate) * up
 
 
 assert GROUP == 16  # written out in ``multiply``

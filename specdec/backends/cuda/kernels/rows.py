@@ -1,4 +1,4 @@
-"""Kernels over rows: embedding of token ids on the device, concatenation and sums of activations, and GELU."""
+"""Kernels over rows: embedding of token ids on the device, concatenation, sums and gating of activations, GELU."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.kernels.launch import LENGTH, dtype_of, launch, rounded
 
 _BLOCK = 1024  # values that one program moves
@@ -106,6 +107,35 @@ def gelu(x: Tensor) -> Tensor:
     block = min(_BLOCK, triton.next_power_of_2(size))
     stride = x.stride(0) if rows > 1 else size  # that of a single row is arbitrary
     launch(_gelu, (rows, triton.cdiv(size, block)), x, stride, out, size, BLOCK=block, OUT=dtype_of(x.dtype))
+    return out
+
+
+@triton.jit
+def _silu_product(gate, gate_row, up, up_row, out, size, BLOCK: tl.constexpr, OUT: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(gate + t * gate_row + at, at < size).to(tl.float32)
+    b = tl.load(up + t * up_row + at, at < size).to(tl.float32)
+    tl.store(out + t * size + at, rounded(packed.silu_product(a, b), OUT), at < size)
+
+
+def silu_product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
+    """``silu(gate) * up`` of two ``[T, I]``, the last axis dense, in float32 and rounded once to ``dtype``."""
+    rows, size = gate.shape
+    out = torch.empty(rows, size, dtype=dtype, device=gate.device)
+    block = min(_BLOCK, triton.next_power_of_2(size))
+    launch(
+        _silu_product,
+        (rows, triton.cdiv(size, block)),
+        gate,
+        gate.stride(0),
+        up,
+        up.stride(0),
+        out,
+        size,
+        BLOCK=block,
+        OUT=dtype_of(dtype),
+    )
     return out
 
 
