@@ -25,7 +25,7 @@ def best(logits: Tensor, ids: Tensor | None = None) -> Tensor:
     if ids is None:
         ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     token = torch.where(logits == top, ids, _LAST).amin(1)
-    return torch.where(torch.isfinite(top[:, 0]), token, -1)
+    return torch.where(top[:, 0].abs() < torch.inf, token, -1)
 
 
 def sample(logits: Tensor, sampling: Sampling, position: int, ids: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ def sample(logits: Tensor, sampling: Sampling, position: int, ids: Tensor | None
         scores = scores.masked_fill(~_prefix(below, shares, sampling), -torch.inf)
     if sampling.min_p > 0.0:
         scores = scores.masked_fill(shares < sampling.min_p * noise.UNIT, -torch.inf)
-    return torch.where(torch.isfinite(top[:, 0]), best(scores, ids), -1)
+    return torch.where(top[:, 0].abs() < torch.inf, best(scores, ids), -1)
 
 
 def _prefix(below: Tensor, shares: Tensor, sampling: Sampling) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
-from specdec.backends.cuda.kernels.workspace import Workspace
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight, Weight
 
 FORMS = ["dense", "fp8 128x128", "fp8 per row", "fp8 32x32", "nvfp4"]
@@ -54,23 +53,17 @@ def first_rows(x: Tensor, count: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def poisoned(device: torch.device) -> Iterator[None]:
-    """Fresh memory holds NaN or an impossible number while the context is open, the workspace too.
-
-    Afterwards every arrival counter has to be zero again.
-    """
+def poisoned() -> Iterator[None]:
+    """Fresh memory holds NaN or an impossible number while the context is open."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def fill(tensor: Tensor) -> Tensor:
         return tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
 
-    space = Workspace.of(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *args, **options: fill(empty(*args, **options)))
         patch.setattr(torch, "empty_like", lambda *args, **options: fill(empty_like(*args, **options)))
-        space.partials.fill_(float("nan"))
         yield
-    assert not space.counters.any(), "a kernel left arrival counters behind"
 
 
 def same_for_any_rows(
@@ -83,7 +76,7 @@ def same_for_any_rows(
     alone, for t in ``alone``: ``run(x)``."""
 
     def poisoned_run(rows: Tensor, count: int) -> Tensor:
-        with poisoned(x.device):
+        with poisoned():
             return run(first_rows(rows, count))
 
     expected = poisoned_run(x, len(x))

@@ -27,7 +27,7 @@ _VIEWS = frozenset(
     "view _unsafe_view _reshape_alias unfold diagonal lift_fresh".split()
 )
 _MAKES = frozenset("empty empty_strided empty_like new_empty new_empty_strided".split())
-_COMPUTES = frozenset("amax amin arange bmm cat constant_pad_nd eq isfinite mm scalar_tensor where".split())
+_COMPUTES = frozenset("abs amax amin arange bmm cat constant_pad_nd eq lt mm scalar_tensor where".split())
 _READS = frozenset("tolist numpy item cpu to_list __bool__ __int__ __float__ __index__ __array__".split())
 
 

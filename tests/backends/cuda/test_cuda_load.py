@@ -7,27 +7,17 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
 from specdec import pipeline
 from specdec.backends.cuda.kernels import attention
-from specdec.backends.cuda.ops import CudaOps
 from specdec.config import Choice, RunConfig
 from specdec.contract import Needs
 from specdec.errors import PluginError, UnsupportedError
 from specdec.models.causal_lm import CACHE_SHARE, CausalLM
 from specdec.models.parity import probe_rows
-from tests.backends.cuda.fake import FakeDevice
 from tests.backends.cuda.test_models import _short_caches, build  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.interpreter
-
-
-@pytest.mark.parametrize("place", ["cuda", "cpu"])
-def test_equal_bits_on_a_gpu_count_only_with_a_stored_probe(place: str) -> None:
-    device: Any = FakeDevice()
-    device.place = torch.device(place)
-    assert CudaOps(device, torch.float32).capabilities.parity_needs_probe is (place == "cuda")
 
 
 @pytest.mark.slow

@@ -150,24 +150,15 @@ def test_a_family_with_learned_positions_and_no_rotation(
 
 
 @attrs.define
-class OnHost:
-    """A target whose cycles are run by the host."""
+class Recorded:
+    """A target that remembers the logits of every row that was committed."""
 
     inner: Any
+    rows: list[Any] = attrs.field(factory=list)
+    _last: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-    def device_executor(self, *arguments: Any, **options: Any) -> None:
-        return None
-
-
-@attrs.define
-class Recorded(OnHost):
-    """A target that remembers the logits of every row that was committed."""
-
-    rows: list[Any] = attrs.field(factory=list)
-    _last: Any = None
 
     def decode(self, state: Any, tokens: Sequence[int]) -> Any:
         output = self.inner.decode(state, tokens)

@@ -16,15 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.backends.cpu.reference import ReferenceOps
-from specdec.backends.cuda.arrays import CudaLogits, Deferred
-from specdec.backends.cuda.kernels import project_heads as kernels_of_heads
+from specdec.backends.cuda.arrays import CudaLogits
 from specdec.backends.cuda.kernels import route, rows
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.weights import DenseWeight, Fp8BlockWeight, Nvfp4Weight
 from specdec.backends.ops import DeltaShape, Rope, Routing
 from specdec.checkpoints.quantised import fp4, fp8
 from specdec.checkpoints.quantised.stored import StoredMatrix
-from specdec.errors import ContractError, ShapeError, StateError, UnsupportedError
+from specdec.errors import ContractError, StateError, UnsupportedError
 from specdec.testing import OpsSubject, Subject, check_subjects
 
 FEW = settings(max_examples=8)
@@ -58,37 +57,6 @@ def test_the_contract_of_operations_in_bfloat16(make: Callable[..., CudaOps]) ->
 
 
 # --- results that wait -----------------------------------------------------------------------------------------------
-
-
-def test_a_result_that_waits_has_the_same_bits_by_itself(make: Callable[..., CudaOps]) -> None:
-    """As the prologue of a product, and computed for whoever looks at it; looked at first, it is taken as it is."""
-    ops, draw = make(), torch.Generator().manual_seed(1)
-    place = ops.device.place
-    x = torch.randn(3, 32, generator=draw).to(place)
-    z = torch.randn(3, 2, 16, generator=draw).to(place)
-    weight, inner = ops.vector(torch.randn(32, generator=draw)), ops.vector(torch.randn(16, generator=draw))
-    matrix, other = (ops.weight(torch.randn(24, 32, generator=draw)) for _ in range(2))
-    calls: list[Callable[[Any], Any]] = [
-        lambda y: ops.project(y, (matrix, other))[1],
-        lambda y: ops.linear(y, matrix),
-        lambda y: ops.swiglu(y, matrix, other),
-        lambda y: ops.head(y, matrix).array,
-    ]
-    for call in calls:
-        waiting, looked = ops.rms_norm(x, weight, 1e-6), ops.rms_norm(x, weight, 1e-6)
-        assert isinstance(waiting, Deferred)
-        assert isinstance(looked.sum().item(), float)
-        assert looked.computed
-        assert not waiting.computed
-        assert torch.equal(call(waiting), call(looked))
-    waiting, looked = (ops.gated_rms_norm(z, z, inner, 1e-6) for _ in range(2))
-    assert (waiting.shape, len(waiting), waiting.ndim) == ((3, 32), 3, 2)
-    looked[0]
-    assert torch.equal(ops.linear(waiting, matrix), ops.linear(looked, matrix))
-    with pytest.raises(AttributeError):
-        _ = waiting.no_such_thing
-    with pytest.raises(AttributeError):
-        _ = waiting.__array_interface__
 
 
 def test_a_convolution_may_be_looked_at_after_its_commit(make: Callable[..., CudaOps]) -> None:
@@ -297,28 +265,6 @@ def test_logits_full_and_pruned(
         assert np.allclose(ours.logsumexp(), theirs.logsumexp(), rtol=1e-5, atol=1e-5)
 
 
-def test_noise_chooses_as_the_host_does(make: Callable[..., CudaOps]) -> None:
-    """All rows in one launch, each at the position behind the one before; gathered heads of two parts too."""
-    from specdec.sampling import Purpose, gumbel
-
-    ops, draw = make(), torch.Generator().manual_seed(5)
-    weight, x = torch.randn(60, 16, generator=draw), torch.randn(3, 16, generator=draw).to(ops.device.place)
-    held = ops.weight(weight)
-    pruned = ops.head_rows(held, [59, 0, 7], ops.head_rows(held, range(10, 50, 2)))
-    chosen = set()
-    for logits in (ops.head(x, held), ops.pruned_head(x, pruned)):
-        raw = logits.rows().astype(np.float64)
-        for seed, first, scale in ((1, 0, 1.0), (2**63 + 5, 100, 0.5), (2**40, 7, 3.0)):
-            for row in range(3):
-                scores = scale * raw[row] + gumbel(seed, first + row, np.arange(60), Purpose.TOKEN)
-                order = np.argsort(-scores)
-                assert scores[order[0]] - scores[order[1]] > 1e-4
-                assert logits.noisy_argmax(row, scale, seed, first + row) == order[0]
-                chosen.add(int(order[0]))
-    assert len(chosen) > 5
-    assert logits.noisy_argmax(2, 1.0, 1, 1) is None  # row 0 would be before the first position
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_has_no_best_token(make: Callable[..., CudaOps], value: float) -> None:
     ops = make()
@@ -379,34 +325,6 @@ def test_activations_side_by_side(
     a, b = (torch.randn(count, *middle, step * size + 2, device=device) for size in (left, right))
     a, b = a[..., 1 : 1 + step * left : step], b[..., : step * right : step]
     assert torch.equal(rows.concat(a, b), rows.concat_reference(a, b))
-
-
-@FEW
-@given(count=st.integers(1, 16), heads_=st.integers(1, 3), length=st.integers(1, 90), features=st.integers(1, 70))
-def test_heads_with_matrices_of_their_own(
-    device: torch.device, count: int, heads_: int, length: int, features: int
-) -> None:
-    """Beside float64; and every row alone has the bits that it has among others."""
-    draw = torch.Generator().manual_seed(count)
-    x = torch.randn(count, heads_, length + 4, generator=draw).to(device)[..., 4:]
-    weights = torch.randn(heads_, features, length, generator=draw).to(device)
-    got = kernels_of_heads.project_heads(x, weights)
-    wanted = kernels_of_heads.project_heads_reference(x.double(), weights.double())
-    assert torch.allclose(got.double(), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
-    t = count // 2
-    assert torch.equal(kernels_of_heads.project_heads(x[t : t + 1], weights)[0], got[t])
-
-
-def test_heads_that_do_not_fit_are_refused(device: torch.device) -> None:
-    x, weights = torch.zeros(2, 3, 8, device=device), torch.zeros(3, 5, 8, device=device)
-    for wrong in (
-        (torch.zeros(17, 3, 8, device=device), weights),
-        (x[:, :2], weights),
-        (x, weights[..., :7]),
-        (x, weights.transpose(1, 2)),
-    ):
-        with pytest.raises(ShapeError, match="project_heads"):
-            kernels_of_heads.project_heads(*wrong)
 
 
 @settings(max_examples=20)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.backends.cuda import weights
-from specdec.backends.cuda.kernels import gemm, packed
-from specdec.backends.cuda.kernels.tiles import Tile
+from specdec.backends.cuda.kernels import packed
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight
 from specdec.checkpoints.quantised import fp4
 from specdec.errors import ShapeError, UnsupportedError
@@ -27,8 +26,7 @@ def _columns(weight: weights.Weight, device: torch.device) -> Tensor:
     """The weight read column by column through the product: unit rows times the weight, exactly."""
     k = weight.shape[1]
     unit = torch.eye(k, device=device)
-    tile = Tile(128, 16 if k % 32 else 32)
-    return torch.cat([gemm.float32_product(part, weight, tile=tile) for part in unit.split(16)]).T
+    return torch.cat([packed.product(part, weight, weight.shape[0], torch.float32) for part in unit.split(16)]).T
 
 
 def test_every_e4m3_code_is_decoded_exactly(device: torch.device) -> None:

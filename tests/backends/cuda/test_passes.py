@@ -250,8 +250,33 @@ def test_a_draft_has_the_tokens_and_the_state_of_its_steps(build: Callable[..., 
         held = [state.mtp.save() for state in states]
         assert held[0]["keys"].shape[0] == length + depth - 1
         tiny.assert_same_bits(*held)
-    found = target._mtp_passes
-    assert (sorted(found._firsts), sorted(found._rests)) == ([(1, 64), (2, 64), (3, 64)], [(1, 64), (2, 64)])
+    (drafts,) = target._mtp_passes._drafts.values()
+    assert (sorted(drafts.firsts), sorted(drafts.rests)) == ([(1, 64), (2, 64), (3, 64)], [(1, 64), (2, 64)])
+
+
+def test_a_draft_with_a_pruned_head_has_the_tokens_of_its_steps(build: Callable[..., Any]) -> None:
+    """Rows that a sequence adds go to a buffer of the graphs, which sequences use in turn."""
+    target = build(**HEAD)
+    base = target.draft_head(range(0, 120, 3))
+    heads = [base, base.extended([1, 2, 100]), base.extended([7, 50])]
+    states = [target.new_state(40, Needs(mtp=True)) for _ in range(2)]
+    for state in states:
+        target.prefill(state, list(range(20, 32)))
+    found = []
+    for at in range(4):
+        for head in heads:
+            drafts = [
+                target.draft_mtp(state, 32 + at, 3, choose=choose, head=head)
+                for state, choose in zip(states, (None, best), strict=True)
+            ]
+            assert drafts[0] == drafts[1]
+            assert set(drafts[0]) <= set(head.tokens)
+            found.append(drafts[0])
+            for state in states:
+                target.decode(state, [32 + at])
+                target.commit(state, 1)
+    assert len(set(found)) > 1
+    assert len(target._mtp_passes._drafts) == 2  # with and without room for added rows
 
 
 def test_a_draft_without_room_is_not_chained(build: Callable[..., Any]) -> None:

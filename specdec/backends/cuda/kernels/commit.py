@@ -15,15 +15,7 @@ ROWS, STATES = 0, 1  # kinds of caches: only rows (keys and values, latent rows)
 
 
 @triton.jit(do_not_specialize=["caches", "count"])
-def _commit_rows(
-    table,
-    kinds,
-    count,
-    caches,
-    WHOLE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _commit_rows(table, kinds, count, caches, WHOLE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     cache = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = cache < caches
     at = table + cache.to(tl.int64) * COLUMNS
