@@ -1,20 +1,17 @@
-"""Build, check and time the CUDA backend in one process, with figures relative to the bandwidth measured in it.
+"""Check and time the CUDA backend in one process, with figures relative to the bandwidth measured in it.
 
-    python -m benchmarks.cuda --out FOLDER [--stage check,models,kernels,transformers,demo] [--shapes 0.8b,4b,9b]
-                              [--minutes 4] [--total 9.5] [--earlier cuda.json] [--again] [--plot] [--smoke]
+    python -m benchmarks.cuda --out FOLDER [--stage check,models,transformers,demo] [--shapes 0.8b,4b,9b] [--plot]
 
 Stages run in the order given.
 
     stream        the bandwidth of a stream read; always measured first
-    check         every kernel: row invariance (equal bits), distance from float64; whole models: 64 greedy tokens
-                  plain, verified at depth 1, 3 and 7, op by op and from graphs: the same ids and bits of logits
-    models        device time of decode, verify(T), draft steps and bookkeeping; generations, plain and speculative
-    kernels       every kernel at 1 to 16 rows against the bandwidth; our products against cuBLAS at one row
+    check         whole models: 64 greedy tokens plain, verified at depth 1, 3 and 7, op by op and from graphs: the same
+                  ids and bits of logits. The kernels' own checks are ``pytest tests/backends/cuda -m gpu``
+    models        device time of decode, verify(T), draft steps and commits; generations, plain and speculative
     transformers  the same weights in transformers' generate, at its best setting
     demo          the embedded model, plain and speculative, by class of prompt
 
-FOLDER/cuda.json is rewritten after every figure, so a time limit loses none. Another run in the same folder, or one
-with --earlier, adds to it and skips completed parts (unless --again). Weights are random and created on the device.
+FOLDER/cuda.json is rewritten after every figure, so an end loses none. Weights are random and created on the device.
 
 The exit status is 1 if a parity gate or a part failed, 2 if there is no device, otherwise 0; a missed target is not an
 error. With --smoke everything runs on the host with interpreted kernels and a toy shape; its figures mean nothing.
@@ -23,311 +20,162 @@ error. With --smoke everything runs on the host with interpreted kernels and a t
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import gc
+import json
+import platform
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.cuda.kernels import Case
-    from benchmarks.cuda.record import Record
     from benchmarks.cuda.shapes import Shape
     from benchmarks.cuda.timing import Lab
 
-STAGES = ("stream", "check", "models", "kernels", "tiles", "transformers", "demo")
+STAGES = ("check", "models", "transformers", "demo")
 ORDER = ("0.8b", "4b", "9b")
 DEPTHS = (3, 4, 2, 1)  # of generations, the most promising first
-
-
-class Deadline:
-    """Minutes that a stage and the whole run may take, checked between measurements."""
-
-    def __init__(self, minutes: float, total: float) -> None:
-        self._minutes, self._total = minutes, total
-        self._began = self._stage_began = perf_counter()
-
-    def stage(self) -> None:
-        """A stage begins."""
-        self._stage_began = perf_counter()
-
-    def passed(self) -> bool:
-        """Whether the time is up."""
-        now = perf_counter()
-        return now - self._stage_began > 60 * self._minutes or now - self._began > 60 * self._total
 
 
 class Session:
     """One run of the script: its measurements, their file, and the failures."""
 
-    def __init__(self, lab: Lab, record: Record, options: argparse.Namespace, shapes: Sequence[Shape]) -> None:
+    def __init__(self, lab: Lab, options: argparse.Namespace, shapes: Sequence[Shape]) -> None:
         import torch
+        import triton
 
-        self.lab, self.record, self.options, self.shapes = lab, record, options, shapes
-        self.deadline = Deadline(options.minutes, options.total)
+        from specdec.measuring.environment import commit
+
+        self.lab, self.options, self.shapes = lab, options, shapes
         self.dtype = torch.bfloat16 if lab.real else torch.float32
+        self.path: Path = options.out / "cuda.json"
+        self.results: dict[str, dict[str, Any]] = {}
         self.failures: list[str] = []
-        self.bandwidth = 0.0
+        self.data: dict[str, Any] = {
+            "device": lab.device.name,
+            "measurement": lab.real,
+            "command": " ".join(["python -m benchmarks.cuda", *sys.argv[1:]]),
+            "commit": commit(Path(__file__).resolve().parents[2]) or "unknown",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+            "results": self.results,
+            "failures": self.failures,
+        }
+        options.out.mkdir(parents=True, exist_ok=True)
+
+    def write(self) -> None:
+        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
 
     def run(self) -> int:
         """Run all stages; return the exit status."""
+        from benchmarks.cuda import report
         from benchmarks.cuda.timing import stream_bandwidth
 
-        with self.part("stream", "all") as part:
-            part |= stream_bandwidth(self.lab)
-            self.bandwidth = part["bytes_per_second"]
-            self.say(f"stream read: {self.bandwidth / 1e12:.3f} TB/s")
+        stream = stream_bandwidth(self.lab)
+        self.results["stream"] = {"all": stream}
+        self.bandwidth: float = stream["bytes_per_second"]
+        print(f"stream read: {self.bandwidth / 1e12:.3f} TB/s", flush=True)
         for stage in self.options.stage:
-            self.deadline.stage()
             for name, measure in self.parts(stage):
                 self.attempt(stage, name, measure)
-        return self.report()
+        lines = report.print_table(self.results, real=self.lab.real)
+        self.data["table"] = [line.to_dict() for line in lines]
+        self.write()
+        if self.options.plot:
+            report.plot(lines, self.path.with_suffix(".png"))
+        for text in self.failures:
+            print(f"FAILED: {text}")
+        print(f"{self.path}: {len(self.failures)} failures")
+        return 1 if self.failures else 0
 
     def parts(self, stage: str) -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
         """The parts of a stage, by name."""
-        if stage == "stream":
-            return
         if stage == "demo":
             yield "embedded", self.demo
             return
-        measure = {
-            "check": self.check,
-            "models": self.models,
-            "kernels": self.kernels,
-            "tiles": self.tiles,
-            "transformers": self.transformers,
-        }[stage]
+        measure = {"check": self.check, "models": self.models, "transformers": self.transformers}[stage]
         for shape in self.shapes:
-            yield shape.name, functools.partial(measure, shape)
-        if stage == "check":
-            yield "others", self.check_others
-        if stage == "kernels":
-            yield "others", self.time_others
+            yield shape.name, lambda part, shape=shape: measure(shape, part)  # type: ignore[misc]
 
     def attempt(self, stage: str, name: str, measure: Callable[[dict[str, Any]], None]) -> None:
-        """Measure a part, unless it is complete or time is up; an error ends the part, not the run."""
-        if self.record.has(stage, name) and not self.options.again:
-            self.record.skip(stage, name, "complete in an earlier run")
-            return
-        if self.deadline.passed():
-            self.record.skip(stage, name, "no time was left")
-            return
-        began = perf_counter()
-        self.say(f"{stage} {name} ...")
+        """Measure a part, with the card's state before and after; an error ends the part, not the run."""
+        import torch
+
+        from benchmarks.cuda.timing import watched
+
+        print(f"{stage} {name} ...", flush=True)
+        part = self.results.setdefault(stage, {}).setdefault(name, {})
         try:
-            with self.part(stage, name) as part:
+            with watched(part, real=self.lab.real):
                 measure(part)
+            part["complete"] = True
         except Exception as error:  # noqa: BLE001  any error: the other parts still run
             traceback.print_exc()
             self.failures.append(f"{stage} {name} ended with {type(error).__name__}: {error}")
-        self.say(f"{stage} {name}: {perf_counter() - began:.1f} s")
-        self.clean()
-
-    @contextlib.contextmanager
-    def part(self, stage: str, name: str) -> Iterator[dict[str, Any]]:
-        """A part of the record, with the card's state before and after."""
-        from benchmarks.cuda.timing import watched
-
-        with self.record.measuring(stage, name) as part, watched(part, real=self.lab.real):
-            yield part
-
-    def clean(self) -> None:
-        """Free memory between parts."""
-        import torch
-
+        self.write()
         if self.lab.real:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def say(self, text: str) -> None:
-        print(text, flush=True)
+    def failed(self, what: str, failures: Sequence[str]) -> None:
+        self.failures += [f"{what}: {text}" for text in failures]
 
     # --- stages ------------------------------------------------------------------------------------------------------
 
     def check(self, shape: Shape, part: dict[str, Any]) -> None:
-        from benchmarks.cuda import kernels, models
+        from benchmarks.cuda import models
 
-        self._check(shape.name, kernels.cases(shape, self.lab, self.dtype), part)
         sizes: dict[str, Any] = {} if self.lab.real else {"tokens": 3, "depths": (0, 1), "prompt_tokens": 3}
         with tempfile.TemporaryDirectory() as folder:
-            found = models.gates(shape, self.lab, Path(folder), self.dtype, **sizes)
-        part["gates"] = found
-        self.failed(f"{shape.name}, whole model", found["failures"])
-
-    def check_others(self, part: dict[str, Any]) -> None:
-        self._check("others", self._others(), part)
-
-    def _others(self) -> Iterator[Case]:
-        from benchmarks.cuda import others
-
-        return others.cases(others.Sizes() if self.lab.real else others.TOY_SIZES, self.lab, self.dtype)
-
-    def _check(self, name: str, cases: Iterator[Case], part: dict[str, Any]) -> None:
-        from benchmarks.cuda import kernels
-
-        part["kernels"] = {}
-        few: dict[str, Any] = {} if self.lab.real else {"counts": (3,), "alone": (7,)}
-        for case in cases:
-            found = kernels.check(case, **few)
-            part["kernels"][case.name] = found
-            self.failed(f"{name}, {case.name}", found["failures"])
-            del case
-            self.clean()
-        self.record.write()
+            part["gates"] = models.gates(shape, self.lab, Path(folder), self.dtype, **sizes)
+        self.failed(f"{shape.name}, whole model", part["gates"]["failures"])
 
     def models(self, shape: Shape, part: dict[str, Any]) -> None:
         from benchmarks.cuda import models
 
-        rows = models.ROWS if self.lab.real else (1, 2, 4)
+        real = self.lab.real
         with tempfile.TemporaryDirectory() as folder:
             model = models.made(shape, self.lab, Path(folder), self.dtype)
             part["build_seconds"] = model.build_seconds
             part["kernels"] = model.target.info.kernels
-            costs = models.passes(model, self.bandwidth, part, self.record.write, rows)
-            self.say(
-                f"  decode {1e3 * costs.decode:.3f} ms, {part['decode']['of_bound']:.3f} of the bound; "
-                f"verify(4) x{part['verify']['4']['of_decode']:.3f}; draft x{part['draft']['pruned']['of_decode']:.3f}"
-            )
+            costs = models.passes(model, self.bandwidth, part, self.write, models.ROWS if real else (1, 2, 4))
             broken = models.generations(
-                model,
-                costs,
-                part,
-                self.record.write,
-                tokens=128 if self.lab.real else 3,
-                repeats=1,
-                depths=DEPTHS if self.lab.real else (1,),
-                out_of_time=self.deadline.passed,
+                model, costs, part, self.write, tokens=128 if real else 3, repeats=1, depths=DEPTHS if real else (1,)
             )
         self.failed(f"{shape.name}, generations", broken)
-        for depth, entry in part["generation"].items():
-            made, coin = entry["made"], entry["coin"]
-            rate = entry["plain"]["tokens_per_second"]
-            self.say(
-                f"  depth {depth}: plain {rate:.0f} tokens/s; speed-up {made['speedup']:.2f} "
-                f"(identity {made['identity']:.3f}), by coin {coin['speedup']:.2f} (identity {coin['identity']:.3f})"
-            )
-            for name in ("plain", "made", "coin"):
-                if not entry[name]["identity_holds"] and self.lab.real:
-                    self.say(f"  depth {depth}, {name}: parts explain {entry[name]['identity']:.1%} of a cycle")
-        missing = [depth for depth in DEPTHS if str(depth) not in part["generation"]]
-        if missing and self.lab.real:
-            self.record.skip("models", shape.name, f"generations at depth {missing}: no time was left")
-
-    def kernels(self, shape: Shape, part: dict[str, Any]) -> None:
-        from benchmarks.cuda import kernels
-
-        part["cases"], part["prices"] = {}, {}
-        prices = []
-        for name, n, k, times in kernels.products(shape):
-            if self.deadline.passed():
-                self.record.skip("kernels", shape.name, f"price of {name} and what follows: no time was left")
-                break
-            found = kernels.price(name, n, k, times, self.lab, self.dtype)
-            prices.append(found)
-            part["prices"][name] = found.to_dict()
-            self.clean()
-            self.record.write()
-        if len(prices) == len(kernels.products(shape)):
-            part["price"] = kernels.total_price(prices)
-        self._time(shape.name, kernels.cases(shape, self.lab, self.dtype), part)
-
-    def tiles(self, shape: Shape, part: dict[str, Any]) -> None:
-        from benchmarks.cuda import kernels
-
-        part["products"] = {}
-        for name, n, k, _ in kernels.products(shape):
-            if name == "head":  # its statistics need complete sums
-                continue
-            if self.deadline.passed():
-                self.record.skip("tiles", shape.name, f"{name} and what follows: no time was left")
-                break
-            found = kernels.sweep(name, n, k, self.lab, self.dtype, self.bandwidth)
-            part["products"][name] = found
-            chosen = next(entry["median"] for entry in found.values() if entry["chosen"])
-            label, fastest = min(found.items(), key=lambda one: one[1]["median"])
-            self.say(f"  {name}: {label} takes {fastest['median'] / chosen:.2f} of the chosen tile's time")
-            self.clean()
-            self.record.write()
-
-    def time_others(self, part: dict[str, Any]) -> None:
-        part["cases"] = {}
-        self._time("others", self._others(), part)
-
-    def _time(self, name: str, cases: Iterator[Case], part: dict[str, Any]) -> None:
-        from benchmarks.cuda import kernels
-
-        counts = kernels.ROWS if self.lab.real else (1, 2)
-        for case in cases:
-            if self.deadline.passed():
-                self.record.skip("kernels", name, f"{case.name} and what follows: no time was left")
-                break
-            part["cases"][case.name] = kernels.time(case, self.lab, self.bandwidth, counts)
-            del case
-            self.clean()
-            self.record.write()
 
     def transformers(self, shape: Shape, part: dict[str, Any]) -> None:
         from benchmarks.cuda import models, peers
         from benchmarks.cuda.weights import AGREEMENT
 
-        generation = self.record.results.get("models", {}).get(shape.name, {}).get("generation", {})
+        generation = self.results.get("models", {}).get(shape.name, {}).get("generation", {})
         best = max(generation, key=lambda depth: generation[depth]["made"]["speedup"], default="3")
+        real = self.lab.real
         with tempfile.TemporaryDirectory() as folder:
             model = models.made(shape, self.lab, Path(folder), self.dtype)
             peers.beside_transformers(
                 model,
                 int(best),
                 part,
-                self.record.write,
+                self.write,
                 agreement=AGREEMENT,
-                tokens=64 if self.lab.real else 4,
-                repeats=2 if self.lab.real else 1,
-                out_of_time=self.deadline.passed,
-                skip=lambda what, reason: self.record.skip("transformers", f"{shape.name}, {what}", reason),
+                tokens=64 if real else 4,
+                repeats=2 if real else 1,
             )
         if not part["settings"]:
-            raise RuntimeError("transformers' generate ran at no setting; the skipped ones say why")
+            raise RuntimeError(f"transformers' generate ran at no setting: {part['skipped']}")
 
     def demo(self, part: dict[str, Any]) -> None:
         from benchmarks.cuda import peers
 
         real = self.lab.real
-        depths = (1, 2, 3) if real else (1,)
-        broken = peers.demo(
-            self.lab, part, self.record.write, tokens=128 if real else 4, repeats=3 if real else 1, depths=depths
-        )
-        self.failed("the embedded model", broken)
-
-    def failed(self, what: str, failures: Sequence[str]) -> None:
-        """Record the result of a gate."""
-        for text in failures:
-            self.failures.append(f"{what}: {text}")
-            self.say(f"  FAILED {what}: {text}")
-
-    # --- the end -----------------------------------------------------------------------------------------------------
-
-    def report(self) -> int:
-        """Print the table; return 1 if anything failed."""
-        from benchmarks.cuda import report
-
-        data = self.record.data
-        found = report.print_table(data, real=self.lab.real)
-        data["table"] = [line.to_dict() for line in found]
-        data["runs"][self.record.run]["failures"] = self.failures
-        self.record.write()
-        if self.options.plot:
-            report.plot(found, self.record.path.with_suffix(".png"))
-        for entry in self.record.skipped():
-            self.say(f"left out: {entry['stage']} {entry['part']}: {entry['reason']}")
-        for text in self.failures:
-            self.say(f"FAILED: {text}")
-        self.say(f"{self.record.path}: {len(self.failures)} failures")
-        return 1 if self.failures else 0
+        sizes: dict[str, Any] = {"tokens": 128, "repeats": 3, "depths": (1, 2, 3)}
+        small: dict[str, Any] = {"tokens": 4, "repeats": 1, "depths": (1,)}
+        self.failed("the embedded model", peers.demo(self.lab, part, self.write, **(sizes if real else small)))
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -348,15 +196,10 @@ def _lab(options: argparse.Namespace) -> Lab:
         from benchmarks.cuda import smoke
 
         return smoke.lab()
-    import torch
-
     from benchmarks.cuda.timing import Lab
     from specdec.backends.cuda.device import open_device
 
-    lab = Lab(device=open_device(), real=True)
-    l2 = torch.cuda.get_device_properties(lab.place).L2_cache_size
-    lab.cache_bytes = max(lab.cache_bytes, l2)
-    return lab
+    return Lab(device=open_device(), real=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -366,10 +209,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--stage", type=_some_of(STAGES), default=list(STAGES), metavar=",".join(STAGES))
     parser.add_argument("--shapes", type=_some_of(ORDER), default=list(ORDER), metavar=",".join(ORDER))
-    parser.add_argument("--minutes", type=float, default=1e9, help="time limit of a stage; nothing is started after it")
-    parser.add_argument("--total", type=float, default=1e9, help="time limit of the whole run, in minutes")
-    parser.add_argument("--earlier", type=Path, help="a cuda.json to continue, if the folder has none")
-    parser.add_argument("--again", action="store_true", help="measure completed parts again")
     parser.add_argument("--plot", action="store_true", help="draw cuda.png next to the figures")
     parser.add_argument("--smoke", action="store_true", help="interpreted on the host with a toy shape: no measurement")
     options = parser.parse_args(arguments)
@@ -380,13 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SpecdecError as error:
         print(error, file=sys.stderr)
         return 2
-    from benchmarks.cuda.record import Record
     from benchmarks.cuda.shapes import SHAPES, TOY
 
     shapes = [TOY] if options.smoke else [SHAPES[name] for name in options.shapes]
-    facts = {"device": lab.device.name, "measurement": lab.real}
-    record = Record(options.out, earlier=options.earlier, facts=facts)
-    return Session(lab, record, options, shapes).run()
+    return Session(lab, options, shapes).run()
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cuda.shapes import DEPTHS, IDENTITY, PROFILE, Costs, Shape, conditional, predict
+from benchmarks.cuda.shapes import DEPTHS, IDENTITY, PROFILE, Costs, Shape, conditional
 from benchmarks.cuda.timing import Lab
 from benchmarks.cuda.weights import AGREEMENT, MadeWeights, build_target, language_model
+from specdec.backends.cuda import choosing, products
 from specdec.backends.cuda.arrays import CudaHidden, materialised
 from specdec.backends.cuda.caches import CapturedCache
-from specdec.backends.cuda.kernels import accept, head
+from specdec.backends.cuda.kernels.commit import commit_rows
 from specdec.backends.cuda.ops import CudaOps
 from specdec.backends.cuda.passes import DeviceTokens
 from specdec.contract import Needs, State
@@ -228,7 +229,7 @@ def decode_body(model: Model, state: Any, rows: int) -> Callable[[], object]:
 
     def body() -> object:
         x = materialised(run(caches, DeviceTokens(ids), None))
-        return head.best(x, target.model.lm_head)
+        return choosing.best(products.logits(x, [target.model.lm_head]))
 
     return body
 
@@ -244,34 +245,23 @@ def draft_body(model: Model, state: Any, pruned: PrunedHead | None, rows: int = 
     assert isinstance(last, CudaHidden)
     hidden = last.array.repeat(rows, 1)
     if pruned is None:
-        weight, names = target._mtp_lm_head, None
+        weights, names = (target._mtp_lm_head,), None
     else:
         rows_kept: Any = pruned.rows
-        weight, names = rows_kept.parts[0], rows_kept.part_ids[0]
+        weights, names = rows_kept.parts, rows_kept.part_ids[0]
 
     def body() -> object:
         x = materialised(target._run_mtp(caches, DeviceTokens(ids), hidden))
-        return head.best(x[-1:], weight, ids=names)
+        return choosing.best(products.logits(x[-1:], weights), names)
 
     return body
 
 
-def bookkeeping_body(model: Model, state: Any, depth: int) -> Callable[[], object]:
-    """The decision over a draft and the commit of all caches, on a copy of the tables."""
-    place = model.lab.place
-    drafted = torch.arange(depth, dtype=torch.int32, device=place)
-    best = torch.arange(depth + 1, dtype=torch.int32, device=place)
-    stops = torch.tensor([model.shape.vocabulary - 1], dtype=torch.int32, device=place)
-    control = accept.new_control(remaining=2**30, pending=1, position=1, depth=depth, device=place)
-    kinds = torch.tensor([int(cache.kind) for cache in state.caches], dtype=torch.int32, device=place)
+def commit_body(model: Model, state: Any) -> Callable[[], object]:
+    """The commit of all caches, on a copy of the tables."""
+    kinds = torch.tensor([int(cache.kind) for cache in state.caches], dtype=torch.int32, device=model.lab.place)
     table = torch.stack([cache.row for cache in state.caches])
-
-    def body() -> object:
-        accept.accept(drafted, best, stops, control)
-        accept.commit_rows(table, kinds, control[accept.KEPT.value : accept.KEPT.value + 1])
-        return control
-
-    return body
+    return lambda: commit_rows(table, kinds, 0)
 
 
 def passes(
@@ -303,7 +293,7 @@ def passes(
     out["draft"] = {
         name: {**spread.to_dict(), "of_decode": spread.median / decode} for name, spread in drafts.items()
     } | {"bytes": {"pruned": shape.draft_bytes(shape.draft_rows), "full": shape.draft_bytes(shape.vocabulary)}}
-    bookkeeping = lab.time(_repeated(bookkeeping_body(model, state, DEPTHS[-1]), lab), parts=_parts(lab))
+    bookkeeping = lab.time(_repeated(commit_body(model, state), lab), parts=_parts(lab))
     out["bookkeeping"] = {**bookkeeping.to_dict(), "of_decode": bookkeeping.median / decode}
     costs = Costs(
         decode=decode,
@@ -317,14 +307,6 @@ def passes(
         "best_depth": depth,
         "speedup": speedup,
         "by_depth": {depth: costs.speedup(depth) for depth in DEPTHS if depth + 1 in costs.verify},
-    }
-    predicted = predict(shape, bandwidth)
-    out["predicted"] = {
-        "decode_of_bound": predicted.decode_of_bound,
-        "verify_4": predicted.verify_4,
-        "draft": predicted.draft,
-        "speedup": predicted.costs.best()[1],
-        "kernels": predicted.kernels,
     }
     write()
     return costs
@@ -355,14 +337,12 @@ def generations(
     tokens: int,
     repeats: int,
     depths: Sequence[int] = DEPTHS,
-    out_of_time: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     """Wall-clock tokens per second, plain and by depth, interleaved; returns parity failures.
 
     There are two kinds of speculative generation: ``made``, where the head of the weights drafts the target's tokens in
-    about the profile's share of cases, and ``coin``, where a coin replaces the outcome (on the engine's path, even if
-    the device could run cycles itself). Neither is a result of a model. ``speedup`` uses measured seconds per cycle and
-    the profile's expected tokens per cycle.
+    about the profile's share of cases, and ``coin``, where a coin replaces the outcome. Neither is a result of a model.
+    ``speedup`` uses measured seconds per cycle and the profile's expected tokens per cycle.
     """
     shape, failures = model.shape, []
     prompts = [prompt_of(shape, shape.context, start) for start in range(PROMPTS if model.lab.real else 1)]
@@ -374,8 +354,6 @@ def generations(
     found: dict[str, Any] = {}
     out["generation"] = found
     for depth in depths:
-        if out_of_time():
-            break
         made = model.pipeline("mtp", depth, capacity=capacity)
         coin = attrs.evolve(made, verifier=SyntheticVerifier(made.verifier, PROFILE))
         runs: dict[str, list[Any]] = {"plain": [], "made": [], "coin": []}
@@ -389,8 +367,7 @@ def generations(
                     outputs[name] = run.tokens
                 if outputs["made"] != outputs["plain"]:
                     failures.append(f"{shape.name}, depth {depth}: speculative tokens differ from plain ones")
-        on_device = any(cycle.on_device for run in runs["made"] for cycle in run.cycles)
-        found[str(depth)] = _generation(runs, costs, depth) | {"cycles_on_the_device": on_device}
+        found[str(depth)] = _generation(runs, costs, depth)
         write()
     return failures
 

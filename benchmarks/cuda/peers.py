@@ -96,8 +96,6 @@ def beside_transformers(
     agreement: float | None,
     tokens: int,
     repeats: int,
-    skip: Callable[[str, str], None],
-    out_of_time: Callable[[], bool] = lambda: False,
 ) -> None:
     """Our tokens per second, plain and speculative, and ``generate``'s at each setting, interleaved."""
     import transformers
@@ -117,13 +115,11 @@ def beside_transformers(
         "context": shape.context,
         "kernel_packages": {name: util.find_spec(name) is not None for name in ("fla", "causal_conv1d", "kernels")},
         "settings": {},
+        "skipped": {},
     }
     for setting, options in SETTINGS.items():
         if "compiled" in setting and not lab.real:
-            skip(setting, "compiling takes minutes, and its speed without a device says nothing")
-            continue
-        if out_of_time():
-            skip(setting, "no time was left")
+            out["skipped"][setting] = "compiling takes minutes, and its speed without a device says nothing"
             continue
         began = perf_counter()
         arm = Theirs(theirs, lab, options)
@@ -131,7 +127,7 @@ def beside_transformers(
             for _ in range(2 if lab.real else 1):
                 arm.run(prompt, tokens)
         except Exception as error:  # noqa: BLE001  a setting that this model does not support
-            skip(setting, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+            out["skipped"][setting] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             continue
         warm_up = perf_counter() - began
         rates: dict[str, list[float]] = {"plain": [], "speculative": [], "theirs": []}

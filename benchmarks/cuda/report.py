@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, INVARIANCE_PRICE, SHAPES, predict
+from benchmarks.cuda.shapes import AGAINST_TRANSFORMERS, SHAPES
 
 FIELDS = ("decode_of_bound", "verify_4", "draft", "speedup")
 TITLES = {
@@ -27,7 +27,6 @@ class Line:
     quantity: str
     target: float
     least: bool  # True: the figure should reach the target; False: stay below
-    predicted: float | None
     figure: float | None  # None: not measured
     note: str = ""
 
@@ -50,13 +49,6 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
     """Every target, with its figure if measured."""
     for name, shape in SHAPES.items():
         model = results.get("models", {}).get(name, {})
-        predicted = predict(shape)
-        guesses = {
-            "decode_of_bound": predicted.decode_of_bound,
-            "verify_4": predicted.verify_4,
-            "draft": predicted.draft,
-            "speedup": predicted.costs.best()[1],
-        }
         speedup, note = _speedup(model)
         figures = {
             "decode_of_bound": _at(model, "decode", "of_bound"),
@@ -72,7 +64,6 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
                     quantity=TITLES[field],
                     target=target,
                     least=field in ("decode_of_bound", "speedup"),
-                    predicted=guesses[field],
                     figure=figures[field],
                     note=note if field == "speedup" else "",
                 )
@@ -84,20 +75,9 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Line]:
                 quantity=f"{arm} / transformers' generate",
                 target=target,
                 least=True,
-                predicted=None,
                 figure=_at(found, "ratio", arm),
                 note=found.get("best_setting", ""),
             )
-    for name in SHAPES:
-        found = results.get("kernels", {}).get(name, {})
-        yield Line(
-            shape=name,
-            quantity="our products / cuBLAS at one row",
-            target=INVARIANCE_PRICE,
-            least=False,
-            predicted=1.0,
-            figure=_at(found, "price"),
-        )
 
 
 def _speedup(model: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -106,9 +86,8 @@ def _speedup(model: Mapping[str, Any]) -> tuple[float | None, str]:
     found = [(entry[arm]["speedup"], depth, arm) for depth, entry in generation.items() for arm in ("made", "coin")]
     if found:
         speedup, depth, arm = max(found)
-        where = "cycles on the device" if generation[depth]["cycles_on_the_device"] and arm == "made" else "the engine"
         bare = generation[depth][arm]["speedup_over_graph_decode"]
-        return speedup, f"depth {depth}, {where}, seconds of {arm} cycles; {bare:.2f} over a decode as a graph"
+        return speedup, f"depth {depth}, seconds of {arm} cycles; {bare:.2f} over a decode as a graph"
     identity = model.get("speedup_by_identity")
     if identity:
         return identity["speedup"], f"depth {identity['best_depth']}, added up from passes: no generation was timed"
@@ -123,35 +102,17 @@ def _at(tree: Any, *keys: str) -> float | None:
     return float(tree)
 
 
-def print_kernels(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """One line per kernel: microseconds, share of the stream read, cost of more rows."""
-    for name, found in results.get("kernels", {}).items():
-        print(f"\nkernels of {name}")
-        for case, entry in found.get("cases", {}).items():
-            rows = entry["rows"]
-            cells = [f"T={count} {1e6 * row['median']:.1f} us x{row['of_one_row']:.2f}" for count, row in rows.items()]
-            first = next(iter(rows.values()))
-            share = f"{first['of_bandwidth']:.2f} BW" if first["bytes"] else "-"
-            print(f"  {case:38} {share:>8}  {'  '.join(cells)}")
-        for product, entry in found.get("prices", {}).items():
-            ours, cublas = entry["ours"]["median"], entry["cublas"]["median"]
-            print(f"  price of {product:29} {entry['ratio']:8.3f}  {1e6 * ours:.1f} us, cuBLAS {1e6 * cublas:.1f} us")
-
-
-def print_table(data: Mapping[str, Any], *, real: bool) -> list[Line]:
+def print_table(results: Mapping[str, Mapping[str, Any]], *, real: bool) -> list[Line]:
     """Print the table last, where readers look first."""
-    results = data["results"]
-    print_kernels(results)
     found = list(lines(results))
-    print(f"\n{'shape':6} {'quantity':34} {'target':>9} {'predicted':>9} {'figure':>8} {'ratio':>6}")
+    print(f"\n{'shape':6} {'quantity':34} {'target':>9} {'figure':>8} {'ratio':>6}")
     for line in found:
         sign = ">=" if line.least else "<="
-        predicted = "-" if line.predicted is None else f"{line.predicted:.3f}"
         figure, ratio, verdict = "-", "-", "not measured"
         if line.figure is not None and line.ratio is not None:
             figure, ratio, verdict = f"{line.figure:.3f}", f"{line.ratio:.2f}", "met" if line.met else "MISSED"
         print(
-            f"{line.shape:6} {line.quantity:34} {sign} {line.target:<6} {predicted:>9} {figure:>8} {ratio:>6}  "
+            f"{line.shape:6} {line.quantity:34} {sign} {line.target:<6} {figure:>8} {ratio:>6}  "
             + verdict
             + (f"  ({line.note})" if line.note else "")
         )

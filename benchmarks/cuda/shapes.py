@@ -1,12 +1,7 @@
-"""Benchmarked shapes, the bytes that their passes read, and the predicted decoding times.
+"""Benchmarked shapes, the bytes that their passes read, and targets for them.
 
 A pass of T rows reads every matrix once, the context's keys and values once, and the recurrent states once; it writes
 the states T times (one state is kept per row, so that rollback is free).
-
-    t = bytes / (STREAMED * bandwidth) + kernels * GAP
-
-``STREAMED`` (share of the stream-read bandwidth that a large product reaches) and ``GAP`` (seconds between dependent
-kernels inside a graph) are assumptions, to be replaced by measurements.
 """
 
 from __future__ import annotations
@@ -23,19 +18,7 @@ from specdec.measuring.synthetic import PROFILES
 
 CONTEXT = 2048
 DRAFT_ROWS = 32768  # rows of a pruned draft head
-BANDWIDTH = 4.3e12  # bytes per second of a stream read on an H200, until measured
-STREAMED = 0.93
-GAP = 1.5e-6
-PER_ROW = 1.0e-6  # seconds per additional row of the recurrence, per linear layer
-DRAFT_STREAMED = 0.8  # the matrices of a draft step are smaller
-DRAFT_LATENCY = 30e-6
-BOOKKEEPING = 6e-6  # accept and commit
 DEPTHS = (1, 2, 3, 4)  # as far as the profile "mixed" was published
-
-# kernels of the design; docs/performance.md describes each launch
-DELTA_LAYER_KERNELS = 5
-ATTENTION_LAYER_KERNELS = 7
-PASS_KERNELS = 6  # embedding, final norm, head, fold of the head's tiles, the table in, the commit
 
 
 @attrs.frozen(kw_only=True)
@@ -203,7 +186,6 @@ TOY = Shape(
 """For runs without a device: all layer kinds, minimal sizes."""
 
 AGAINST_TRANSFORMERS = {"speculative": 5.0, "plain": 2.0}
-INVARIANCE_PRICE = 1.05  # our product at one row over cuBLAS': upper limit
 IDENTITY = 0.03  # allowed deviation of a generation from the sum of its parts
 PROFILE = PROFILES["mixed"]
 
@@ -239,47 +221,3 @@ class Costs:
         """The depth with the largest speed-up among the timed ones, and that speed-up."""
         depths = [depth for depth in DEPTHS if depth + 1 in self.verify]
         return max(((depth, self.speedup(depth, cumulative)) for depth in depths), key=lambda pair: pair[1])
-
-
-# --- predictions -----------------------------------------------------------------------------------------------------
-
-
-@attrs.frozen(kw_only=True)
-class Prediction:
-    """Predictions for a shape, in seconds."""
-
-    bound: float  # of a decode, at the full bandwidth
-    kernels: int
-    costs: Costs
-
-    @property
-    def decode_of_bound(self) -> float:
-        return self.bound / self.costs.decode
-
-    @property
-    def verify_4(self) -> float:
-        return self.costs.verify[4] / self.costs.decode
-
-    @property
-    def draft(self) -> float:
-        return self.costs.draft / self.costs.decode
-
-
-def predict(shape: Shape, bandwidth: float = BANDWIDTH, gap: float = GAP) -> Prediction:
-    """The prediction of the module docstring; more rows add bytes of states and steps of the recurrence."""
-    kernels = shape.delta_layers * DELTA_LAYER_KERNELS + shape.attention_layers * ATTENTION_LAYER_KERNELS + PASS_KERNELS
-
-    def verify(rows: int) -> float:
-        more = (shape.pass_bytes(rows) - shape.pass_bytes(1)) / bandwidth
-        return decode + more + PER_ROW * (rows - 1) * shape.delta_layers
-
-    bound = shape.pass_bytes(1) / bandwidth
-    decode = bound / STREAMED + kernels * gap
-    draft = shape.draft_bytes(shape.draft_rows) / (DRAFT_STREAMED * bandwidth) + DRAFT_LATENCY
-    costs = Costs(
-        decode=decode,
-        verify={rows: verify(rows) for rows in range(1, DEPTHS[-1] + 2)},
-        draft=draft,
-        bookkeeping=BOOKKEEPING,
-    )
-    return Prediction(bound=bound, kernels=kernels, costs=costs)

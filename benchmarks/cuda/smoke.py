@@ -9,9 +9,6 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from typing import Any
-
-import numpy as np
 import torch
 
 from benchmarks.cuda.timing import Lab
@@ -24,20 +21,9 @@ def lab() -> Lab:
 
     if not interpreting():
         raise UnsupportedError("triton was set up for a device", try_="TRITON_INTERPRET=1 in the environment")
-    from tests.backends.cuda.fake import FakeDevice
+    from tests.backends.cuda.fake import FakeDevice, dot_row_by_row
 
-    rows_alike()
+    dot_row_by_row()
+
     torch.set_num_threads(1)
-    return Lab(device=FakeDevice(), real=False, replays=1, repeats=1, cache_bytes=0, stream_bytes=1 << 16)
-
-
-def rows_alike() -> None:
-    """Make the interpreter multiply row by row: numpy's BLAS sums rows in ways that depend on their position."""
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        kind = d.data.dtype
-        product = np.concatenate([np.matmul(a.data[i : i + 1], b.data, dtype=kind) for i in range(len(a.data))])
-        return TensorHandle(product + d.data, d.dtype.scalar)
-
-    InterpreterBuilder.create_dot = create_dot
+    return Lab(device=FakeDevice(), real=False, replays=1, repeats=1, stream_bytes=1 << 16)

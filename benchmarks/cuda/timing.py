@@ -23,7 +23,6 @@ from specdec.backends.cuda.kernels.launch import launch
 
 STREAM_BYTES = 4 << 30  # per read, many times the cache size
 STREAM_RUNS = 20  # the best one counts
-CACHE_BYTES = 60 << 20  # L2 of an H200; copies rotate over four times as much
 STEADY = 0.01  # warm-up ends when three windows agree to within this share
 WINDOWS = 12  # maximum for the warm-up
 CLOCK_CHANGE = 0.02  # change of the SM clock above which the times in between are marked
@@ -67,24 +66,18 @@ class Lab:
         device: of ``specdec.backends.cuda.device``, or the tests' stand-in.
         real: whether there is a GPU; otherwise no figure means anything.
         replays: replays between two events; repeats: minimum number of such times in a median.
-        cache_bytes: rotating copies must exceed four times this.
     """
 
     device: Any
     real: bool
     replays: int = 100
     repeats: int = 5
-    cache_bytes: int = CACHE_BYTES
     stream_bytes: int = STREAM_BYTES
 
     @property
     def place(self) -> torch.device:
         place: torch.device = self.device.place
         return place
-
-    def copies(self, nbytes: int, *, most: int = 64) -> int:
-        """How many copies keep a rotation out of the cache."""
-        return min(most, max(1, -(-4 * self.cache_bytes // max(nbytes, 1))))
 
     def capture(self, body: Body) -> Replayable:
         """``body`` as a graph; without a GPU the body itself, launched anew each time."""

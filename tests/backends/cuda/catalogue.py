@@ -1,6 +1,5 @@
-"""Compile example launches of every kernel ahead of time and report registers, shared memory, spills and load widths.
+"""Compile example launches of every kernel ahead of time, without a device: shared memory, spills and copies.
 
-No device is needed. ``python -m specdec.backends.cuda.kernels.catalogue`` prints the table for sm_80 and sm_90.
 An example calls a wrapper with the sizes of a real model. Its launches are intercepted and compiled with the
 specialisation that triton would choose for their arguments.
 """
@@ -8,10 +7,8 @@ specialisation that triton would choose for their arguments.
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,13 +23,7 @@ from triton.compiler import ASTSource
 from specdec.backends.cuda.kernels.launch import interpreting, recording
 from specdec.errors import UnsupportedError
 
-ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> shared memory that one block may have, bytes
-_SHARED = (
-    1024  # bytes of shared memory that every block takes beside its own; a multiprocessor has so much above a block
-)
-_REGISTERS = 65536  # of 32 bits, per multiprocessor; given to warps by 8 for each of 32 threads
-_WARPS = 64  # of one multiprocessor
-_BLOCKS = 32
+ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> bytes of shared memory of one block
 
 # name -> a function that calls wrappers; memory that is allocated but not touched costs nothing
 EXAMPLES: dict[str, Callable[[], object]] = {}
@@ -65,48 +56,11 @@ class Compiled:
     name: str
     kernel: str
     architecture: int
-    grid: tuple[int, ...]
-    warps: int
-    registers: int
     shared: int  # bytes per block
     spilled: int  # bytes of local memory per thread, stack included
     copies: tuple[int, ...]  # widths of cp.async in bytes, ascending
-    loads: tuple[int, ...]  # widths of ld.global in bytes, ascending
-    parameters: tuple[str, ...]  # names of the kernel's parameters that are not constants, in order
     ttir: str = attrs.field(repr=False)
     ptx: str = attrs.field(repr=False)
-
-    @property
-    def resident(self) -> int:
-        """Programs that one multiprocessor runs at a time, by registers, shared memory and warps.
-
-        Source: NVIDIA, "CUDA C++ programming guide", technical specifications per compute capability.
-        """
-        registers = 32 * 8 * -(-self.registers // 8)
-        by_registers = _REGISTERS // registers // self.warps
-        by_shared = (ARCHITECTURES[self.architecture] + _SHARED) // (self.shared + _SHARED)
-        return min(by_registers, by_shared, _WARPS // self.warps, _BLOCKS)
-
-    def before_access(self, parameter: str) -> int | None:
-        """PTX instructions, in the order of the text, before the first access through a pointer; None without one."""
-        if parameter not in self.parameters:
-            return None
-        source = f"_param_{self.parameters.index(parameter)}]"
-        derived: set[str] = set()
-        count = 0
-        for line in self.ptx.splitlines():
-            text = line.strip()
-            if not text.endswith(";") or text.startswith((".", "//")):
-                continue
-            names = re.findall(r"%\w+", text)
-            access = re.search(r"\b(?:cp\.async\.c[ag]|ld\.global|prefetch\.global)", text)
-            if access and not derived.isdisjoint(names):
-                return count
-            target = re.match(r"(?:@!?%\w+\s+)?[\w.:]+\s+(%\w+),", text)
-            if target and (source in text or not derived.isdisjoint(names[names.index(target[1]) + 1 :])):
-                derived.add(target[1])
-            count += 1
-        return None
 
 
 class _Catcher:
@@ -134,8 +88,7 @@ def compile_launch(name: str, launch: Launch, architecture: int) -> Compiled:
         raise UnsupportedError(
             "kernels cannot be compiled while TRITON_INTERPRET is set", try_="unset it, in a fresh process"
         )
-    specialisation = _specialisation(launch)
-    signature, constants, attributes = specialisation.parts()
+    signature, constants, attributes = _specialisation(launch).parts()
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {name: launch.options[name] for name in _OPTIONS}
     binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -145,14 +98,9 @@ def compile_launch(name: str, launch: Launch, architecture: int) -> Compiled:
         name=name,
         kernel=launch.kernel.__name__,
         architecture=architecture,
-        grid=launch.grid,
-        warps=launch.options["num_warps"],
-        registers=usage["REG"],
         shared=binary.metadata.shared,
         spilled=usage["STACK"] + usage["LOCAL"],
         copies=_copies(ptx),
-        loads=_loads(ptx),
-        parameters=tuple(name for name, kind in specialisation.kinds if kind != "constexpr"),
         ttir=binary.asm["ttir"],
         ptx=ptx,
     )
@@ -248,26 +196,6 @@ def _copies(ptx: str) -> tuple[int, ...]:
     )
 
 
-def _loads(ptx: str) -> tuple[int, ...]:
-    """Widths of loads from global memory."""
-    found = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+)", ptx)
-    return tuple(sorted({int(count or 1) * int(bits) // 8 for count, bits in found}))
-
-
-def table(rows: list[Compiled]) -> str:
-    """Format the results as a table."""
-    head = f"{'example':<39}{'kernel':<20}{'sm':>3} {'grid':>14} {'warps':>5} {'regs':>5} {'shared':>7} {'spilled':>7}"
-    lines = [head + " per SM  cp.async  ld.global"]
-    for row in rows:
-        grid = "x".join(map(str, row.grid))
-        lines.append(
-            f"{row.name:<39}{row.kernel:<20}{row.architecture:>3} {grid:>14} {row.warps:>5} {row.registers:>5} "
-            f"{row.shared:>7} {row.spilled:>7} {row.resident:>6}  {'/'.join(map(str, row.copies)):<8}  "
-            f"{'/'.join(map(str, row.loads))}"
-        )
-    return "\n".join(lines)
-
-
 # --- examples: Qwen3.5-like sizes, three rows -------------------------------------------------------------------------
 
 
@@ -291,89 +219,36 @@ def _weight(form: str, n: int, k: int) -> Any:
 
 
 def _products(form: str) -> None:
-    from specdec.backends.cuda.kernels import gemm, norm
-
-    @example(f"{form} project norm 4096->12352")
-    def _project() -> object:
-        return gemm.project(_act(3, 4096), [_weight(form, 12352, 4096)], prologue=norm.Rms(_float(4096), 1e-6))
-
-    @example(f"{form} linear residual 12288->4096")
-    def _linear() -> object:
-        return gemm.linear(_act(3, 12288), _weight(form, 4096, 12288), residual=_act(3, 4096))
-
-    @example(f"{form} swiglu norm 4096->12288")
-    def _swiglu() -> object:
-        gate, up = _weight(form, 12288, 4096), _weight(form, 12288, 4096)
-        return gemm.swiglu(_act(3, 4096), gate, up, prologue=norm.Rms(_float(4096), 1e-6))
+    from specdec.backends.cuda.kernels import moe, packed
+    from specdec.backends.cuda.weights import ExpertStack
 
     @example(f"{form} experts 8 of 2048->512->2048")
     def _experts() -> object:
-        from specdec.backends.cuda.kernels import moe
-        from specdec.backends.cuda.weights import ExpertStack
-
         def stack(n: int, k: int) -> ExpertStack:
             return ExpertStack(tuple(_weight(form, n, k) for _ in range(8)))
 
         ids = torch.empty(3, 8, dtype=torch.int32)
-        shared = (_weight(form, 512, 2048), _weight(form, 512, 2048), _weight(form, 2048, 512))
-        both: dict[str, Any] = {"shared": shared, "shared_gate": _act(1, 2048)} if form == "bf16" else {}
-        return moe.experts(
-            _act(3, 2048),
-            ids,
-            _float(3, 8),
-            stack(512, 2048),
-            stack(512, 2048),
-            stack(2048, 512),
-            _act(3, 2048),
-            **both,
-        )
+        x, stacks = _act(3, 2048), (stack(512, 2048), stack(512, 2048), stack(2048, 512))
+        return moe.experts(x, ids, _float(3, 8), *stacks, x, shared=x, shared_gate=_act(1, 2048))
 
-    if form == "nvfp4":
-        return  # in existing checkpoints, heads are bfloat16 or FP8
+    if form != "bf16":  # dense products are torch's
 
-    @example(f"{form} head 4096->248320")
-    def _head() -> object:
-        from specdec.backends.cuda.kernels import head
-
-        return head.best(_act(3, 4096), _weight(form, 248320, 4096), prologue=norm.Rms(_float(4096), 1e-6))
+        @example(f"{form} product 4096->12352")
+        def _product() -> object:
+            weight = _weight(form, 12352, 4096)
+            return [packed.product(_act(3, 4096), weight, 12352, dtype) for dtype in (torch.bfloat16, torch.float32)]
 
 
 for _form in ("bf16", "fp8", "nvfp4"):
     _products(_form)
 
 
-@example("bf16 linear gated 32x128->4096")
-def _gated() -> object:
-    from specdec.backends.cuda.kernels import gemm, norm
-
-    prologue = norm.GatedRms(_act(3, 32, 128), _float(128), 1e-6)
-    return gemm.linear(_act(3, 32, 128), _weight("bf16", 4096, 4096), residual=_act(3, 4096), prologue=prologue)
-
-
-@example("bf16 sampling head 4096->248320")
-def _sampling_head() -> object:
-    from specdec.backends.cuda.kernels import head
-
-    noise = head.Noise.of(1, 100, 0.8, torch.device("cpu"))
-    ids = torch.empty(16384, dtype=torch.int32)
-    return head.sample(_act(3, 4096), _weight("bf16", 16384, 4096), noise=noise, ids=ids)
-
-
 @example("noise on 248320 logits")
 def _noise() -> object:
-    from specdec.backends.cuda.kernels import head
+    from specdec.backends.cuda.kernels import noise
 
-    noise = head.Noise.of(1, 100, 1.0, torch.device("cpu"))
-    ids = torch.empty(16384, dtype=torch.int32)
-    return head.perturbed(_float(3, 248320), noise), head.perturbed(_float(3, 16384), noise, ids=ids)
-
-
-@example("float32 linear 1000->100")
-def _float32() -> object:
-    from specdec.backends.cuda.kernels import gemm
-    from specdec.backends.cuda.weights import DenseWeight
-
-    return gemm.linear(_float(3, 1000), DenseWeight(_float(100, 1000)))
+    key, ids = torch.empty(2, dtype=torch.int64), torch.empty(16384, dtype=torch.int32)
+    return noise.perturb(_float(3, 248320), key), noise.perturb(_float(3, 16384), key, ids)
 
 
 @example("norm 4096")
@@ -390,7 +265,7 @@ def _gated_norm() -> object:
     return norm.gated_rms_norm(_act(3, 32, 128), _act(3, 32, 128), _float(128), 1e-6)
 
 
-# --- sequences: attention, the delta rule and acceptance at the sizes of Qwen3.5 0.8B, 4B and 9B, and DeepSeek-V3 -----
+# --- sequences: attention and the delta rule at the sizes of Qwen3.5 0.8B, 4B and 9B, and DeepSeek-V3 -----
 
 
 def _sequences(size: str, dtype: torch.dtype, heads: int, kv_heads: int, value_heads: int) -> None:
@@ -472,18 +347,14 @@ def _delta_chunked() -> object:
     return delta_chunked.delta_chunked(u, zeros, zeros, vector, vector, row, shape)
 
 
-@example("accept 3, commit 32")
-def _accept() -> None:
-    from specdec.backends.cuda.kernels import accept
+@example("commit 32")
+def _commit() -> None:
+    from specdec.backends.cuda.kernels import commit
 
-    control = accept.new_control(remaining=9, pending=0, position=0, depth=3, device=torch.device("cpu"))
-    tokens = torch.zeros(4, dtype=torch.int32)
-    accept.accept(tokens[:3], tokens, tokens[:2], control)
-    table = torch.zeros(32, 8, dtype=torch.int64)
-    accept.commit_rows(table, torch.zeros(32, dtype=torch.int32), control[4:5])
+    commit.commit_rows(torch.zeros(32, 8, dtype=torch.int64), torch.zeros(32, dtype=torch.int32), 3)
 
 
-# --- other ops: moving rows, one matrix per head, the choice of experts -----------------------------------------------
+# --- other ops: moving rows, the choice of experts -----------------------------------------------
 
 
 @example("layer_norm 3x768")
@@ -499,6 +370,8 @@ def _learned_positions() -> object:
 
     at = torch.zeros(8, dtype=torch.int64)
     x, table = _act(3, 768), _act(1024, 768)
+    both = _act(3, 2, 3072)
+    rows.silu_product(both[:, 0], both[:, 1], torch.bfloat16)
     return rows.gelu(_act(3, 3072)), rows.add(x, x), rows.add(x, table, 5), rows.add(x, table, at)
 
 
@@ -518,14 +391,6 @@ def _concat() -> object:
     return rows.concat(_act(3, 4096), _act(3, 4096)), rows.concat(_act(3, 128, 512), halves)
 
 
-@example("project heads 128x128->512")
-def _project_heads() -> object:
-    from specdec.backends.cuda.kernels.project_heads import project_heads
-
-    up = project_heads(_act(3, 128, 192)[..., :128], _act(128, 512, 128))
-    return project_heads(up, _act(128, 128, 512)), project_heads(_float(3, 4, 64), _float(4, 64, 64))
-
-
 @example("route 8 of 256, grouped and plain")
 def _route() -> object:
     from specdec.backends.cuda.kernels import route
@@ -534,54 +399,3 @@ def _route() -> object:
     grouped = Routing(top_k=8, scores="sigmoid", normalised=True, scale=2.5, groups=8, kept_groups=4)
     plain = Routing(top_k=8, scores="softmax", normalised=True)
     return route.choose(_float(3, 256), grouped, _float(256)), route.choose(_float(3, 256), plain)
-
-
-@example("settle, last row and winner of a cycle")
-def _cycle() -> object:
-    from specdec.backends.cuda.kernels import cycle
-
-    ids, one = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    counters = torch.zeros(2, dtype=torch.int32)
-    cycle.settle(ids, _act(16, 4096), _act(16, 4096), ids[:16], counters, ids[:17])
-    cycle.winner(one, _float(1), one, _float(1), one)
-    return cycle.last_row(_act(16, 4096), counters)
-
-
-@example("choose under filters, 248320 logits")
-def _filters() -> object:
-    from specdec.backends.cuda.kernels import filters
-
-    key, settings = torch.zeros(2, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
-    out = torch.empty(3, dtype=torch.int32)
-    filters.choose(_float(3, 248320), key, settings, out)
-    return out
-
-
-@example("draft under filters, keys of a cycle")
-def _filters_of_a_draft() -> object:
-    from specdec.backends.cuda.kernels import filters
-
-    key, settings = torch.zeros(16, 2, dtype=torch.int64), torch.ones(4, dtype=torch.float64)
-    filters.keys(torch.empty(24, dtype=torch.int32), key[0, :1], key)
-    ids, out = torch.empty(32768, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
-    filters.choose(_float(1, 32768), key[0], settings, out, ids=ids, guess=True)
-    return out
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description="Compile the kernels ahead of time, without a GPU, and print a table.")
-    parser.add_argument(
-        "architectures", nargs="*", type=int, metavar="ARCHITECTURE", help="such as 90 for sm_90; default: all"
-    )
-    chosen = tuple(parser.parse_args().architectures) or tuple(ARCHITECTURES)
-    if unknown := [one for one in chosen if one not in ARCHITECTURES]:
-        parser.error(f"no architecture {unknown[0]}: take {', '.join(map(str, ARCHITECTURES))}")
-    sys.stdout.write(table(list(compiled(chosen))) + "\n")
-
-
-if __name__ == "__main__":
-    # use the imported module: this one, run as a script, has a separate registry
-    from specdec.backends.cuda.kernels import catalogue
-
-    catalogue.main()

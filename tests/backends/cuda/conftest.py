@@ -17,21 +17,6 @@ if not torch.cuda.is_available():  # before anything imports triton, which reads
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def _dot_row_by_row() -> None:
-    """Give interpreted products the bits that rows of a matrix product have on a device, wherever they stand.
-
-    numpy's product has other code, and other roundings, for the first rows of a matrix than for the last ones.
-    """
-    import numpy as np
-    from triton.runtime import interpreter
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        product = np.einsum("mk,kn->mn", a.data, b.data, dtype=d.data.dtype, casting="same_kind")
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
-
-
 def _interpret_quickly() -> None:
     """Spare the interpreter two things that it does anew for every launch and call, and that take a third of the time.
 
@@ -69,7 +54,9 @@ def _interpret_quickly() -> None:
 
 
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    _dot_row_by_row()
+    from tests.backends.cuda.fake import dot_row_by_row
+
+    dot_row_by_row()
     _interpret_quickly()
 
 _HERE = pathlib.Path(__file__).parent

@@ -18,31 +18,16 @@ ROOT = Path(__file__).resolve().parents[3]
 # In a process of its own: this one interprets. A kernel that the backend must not have is compiled beside the others.
 _SCRIPT = """
 import json, sys, attrs, torch
-from specdec.backends.cuda.kernels import catalogue, gemm, norm, tiles
 from specdec.backends.cuda.kernels.launch import launch
-from specdec.backends.cuda.kernels.tiles import Tile
-from specdec.backends.cuda.weights import DenseWeight
-from tests.backends.cuda.kernels import narrow_kernel
+from tests.backends.cuda import catalogue
+from tests.backends.cuda.narrow import narrow_kernel
 
-def facts(row):
-    return attrs.asdict(row) | {"resident": row.resident, "before": row.before_access("w_ptr")}
-
-rows = [facts(row) for row in catalogue.compiled()]
+rows = [attrs.asdict(row) for row in catalogue.compiled()]
 catalogue.EXAMPLES.clear()
 x = torch.empty(64)
 catalogue.example("narrow")(lambda: launch(narrow_kernel, (1,), x, x, 48, 17, BLOCK=16))
-narrow = [facts(row) for row in catalogue.compiled((90,))]
-
-catalogue.EXAMPLES.clear()
-chosen = {f"{n}": Tile(n, 128, splits=2, stages=3) for n in (128, 32)}
-weight, x = DenseWeight(torch.empty(4096, 4096, dtype=torch.bfloat16)), torch.empty(3, 4096, dtype=torch.bfloat16)
-for name, tile in chosen.items():
-    rms = norm.Rms(torch.empty(4096), 1e-6)
-    catalogue.example(name)(lambda tile=tile: gemm.linear(x, weight, prologue=rms, tile=tile))
-held = [
-    facts(row) | {"expected": tiles.resident(chosen[row.name], 16, x.device)} for row in catalogue.compiled((90,))
-]
-json.dump({"rows": rows, "narrow": narrow, "held": held}, sys.stdout)
+narrow = [attrs.asdict(row) for row in catalogue.compiled((90,))]
+json.dump({"rows": rows, "narrow": narrow}, sys.stdout)
 """
 
 
@@ -60,7 +45,7 @@ def _name(row: dict[str, Any]) -> str:
 def test_nothing_spills_and_shared_memory_fits(compiled: dict[str, list[dict[str, Any]]]) -> None:
     rows = compiled["rows"]
     assert {row["architecture"] for row in rows} == {80, 90}
-    kernels = {"product_kernel", "head_kernel", "fold_kernel", "experts_kernel", "combine_kernel"}
+    kernels = {"product_kernel", "experts_kernel", "combine_kernel", "_perturb", "_commit_rows", "_attend_splits"}
     assert kernels <= {row["kernel"] for row in rows}
     for row in rows:
         most = _SPILLED.get((row["kernel"], row["architecture"]), 0)
@@ -76,7 +61,7 @@ def test_weights_are_read_16_bytes_at_a_time(compiled: dict[str, list[dict[str, 
     streamed = [
         row
         for row in compiled["rows"]
-        if row["kernel"] in ("product_kernel", "head_kernel", "experts_kernel") and "float32" not in row["name"]
+        if row["kernel"] in ("product_kernel", "experts_kernel") and "float32" not in row["name"]
     ]
     assert streamed
     for row in streamed:
@@ -84,27 +69,6 @@ def test_weights_are_read_16_bytes_at_a_time(compiled: dict[str, list[dict[str, 
         # weights come through shared memory, asynchronously; loads of single values are scales, norms and residuals
         products = len(re.findall(r"mma\.sync", row["ptx"]))
         assert products >= 4, f"{_name(row)} has {products} tensor core instructions"
-
-
-def test_the_programs_of_a_multiprocessor_are_those_of_the_compiled_kernel(
-    compiled: dict[str, list[dict[str, Any]]],
-) -> None:
-    """What ``tiles`` assumes when it chooses."""
-    assert {row["name"]: row["resident"] for row in compiled["held"]} == {"128": 2, "32": 3}
-    for row in compiled["held"]:
-        assert row["resident"] == row["expected"], _name(row)
-
-
-def test_products_with_a_norm_ask_for_weights_before_they_compute_it(compiled: dict[str, list[dict[str, Any]]]) -> None:
-    normed = [row for row in compiled["rows"] if row["kernel"] == "product_kernel" and " norm " in row["name"]]
-    assert len(normed) == 12  # three formats, two products, two architectures
-    for row in normed:
-        first_sum = len(row["ptx"].split("ld.global", 1)[0].splitlines())
-        assert 0 < row["before"] < 200, f"{_name(row)}: {row['before']} instructions"
-        assert "prefetch.global.L2" in "\n".join(row["ptx"].splitlines()[:first_sum]), _name(row)
-    plain = [row for row in compiled["rows"] if "residual" in row["name"] and row["kernel"] == "product_kernel"]
-    assert plain
-    assert not any("prefetch" in row["ptx"] for row in plain)
 
 
 def narrow_products(ttir: str) -> list[str]:
@@ -141,7 +105,7 @@ def test_no_address_is_a_32_bit_product(compiled: dict[str, list[dict[str, Any]]
     """Rows times a stride can pass 2^31 elements; the factor that is known when compiling cannot."""
     assert narrow_products(compiled["narrow"][0]["ttir"]), "the check does not see what it is there for"
     checked = [row for row in compiled["rows"] if row["kernel"] not in _BOUNDED and row["architecture"] == 90]
-    assert {"product_kernel", "_attend_splits", "_write_rows", "_delta_rows", "_select"} <= {
+    assert {"product_kernel", "_attend_splits", "_write_rows", "_delta_rows", "_perturb"} <= {
         row["kernel"] for row in checked
     }
     for row in checked:
@@ -150,4 +114,4 @@ def test_no_address_is_a_32_bit_product(compiled: dict[str, list[dict[str, Any]]
 
 
 # they multiply at most 512 rows of a prompt with the width of a hidden state, or 16 rows with a number of experts
-_BOUNDED = ("_choose", "_concat", "_embed", "_last_row", "_project_heads", "_settle")
+_BOUNDED = ("_choose", "_concat", "_embed")

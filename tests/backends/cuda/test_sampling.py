@@ -103,7 +103,7 @@ def test_the_noise_is_that_of_its_words() -> None:
 
 
 MUTANTS = {
-    "every row has one position": (noise, "tl.load(key + 1) + row, tl.load(key)", "tl.load(key + 1) + row * 0, tl.load(key)"),
+    "every row has one position": (noise, "tl.load(key + 1) + row,", "tl.load(key + 1) + row * 0,"),
     "no seed": (noise, "k0 = seed.to(tl.uint64) & LOW", "k0 = seed.to(tl.uint64) & 0"),
     "the sign of the noise": (noise, "nats + gumbel(", "nats - gumbel("),
     "one word of four": (noise, "place = ids & 3", "place = ids & 0"),
