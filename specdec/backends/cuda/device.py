@@ -29,25 +29,16 @@ class Graph(Protocol):
         """Launch them again, after all earlier launches."""
 
 
-class Marker(Protocol):
-    """A point in the stream."""
-
-    def wait(self) -> None:
-        """Wait until the device reaches it."""
-
-
 class Device(Protocol):
     """The device interface that the ops use.
 
     Attributes:
         place: the torch device.
         name: a readable name.
-        label: the key of tile tables, such as "sm_90".
     """
 
     place: torch.device
     name: str
-    label: str
 
     def capture(self, body: Callable[[], None]) -> Graph:
         """Capture the launches of ``body`` as a graph.
@@ -58,12 +49,6 @@ class Device(Protocol):
 
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Copy integers to the device, into ``out`` if given, without waiting for the device."""
-
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate pinned host memory."""
-
-    def marker(self) -> Marker:
-        """Return a marker after everything launched so far."""
 
     def synchronise(self) -> None:
         """Wait until everything launched so far is done."""
@@ -81,14 +66,6 @@ class Device(Protocol):
         """Device seconds of ``body``, the mean of ``repeats`` consecutive runs."""
 
 
-class _EventMarker:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class CudaDevice:
     """The current CUDA device. Graphs share one memory pool, since only one of them runs at a time."""
 
@@ -99,7 +76,6 @@ class CudaDevice:
         self.place = torch.device("cuda", index)
         major, minor = torch.cuda.get_device_capability(index)
         self.name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}, CUDA {torch.version.cuda})"
-        self.label = f"sm_{major}{minor}"
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._anchor: tuple[Tensor, Graph] | None = None
@@ -130,14 +106,6 @@ class CudaDevice:
         if out is None:
             return host.to(self.place, non_blocking=True)
         return out.copy_(host, non_blocking=True)
-
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, pin_memory=True)
-
-    def marker(self) -> Marker:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return _EventMarker(event)
 
     def synchronise(self) -> None:
         torch.cuda.synchronize(self.place)
@@ -171,12 +139,17 @@ class CudaDevice:
 
 def nvidia_here() -> bool:
     """Whether this process can see an NVIDIA device, usable or not."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
-        return False  # hidden on purpose
+    if _hidden() is not None:
+        return False  # on purpose
     if platform.system() == "Darwin":
         return False
     return _device_files() or (torch.version.cuda is not None and torch.cuda.device_count() > 0)
+
+
+def _hidden() -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES if it hides every device."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None or value.split(",")[0].strip() not in ("", "-1") else value
 
 
 def _device_files() -> bool:
@@ -206,8 +179,8 @@ def unusable() -> str | None:
 
 
 def _why_not_available() -> str:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
+    hidden = _hidden()
+    if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every CUDA device (unset it)"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -114,20 +114,12 @@ class FakeGraph:
         return len(self._recording.steps)
 
 
-class FakeMarker:
-    """Everything is done at once here."""
-
-    def wait(self) -> None:
-        pass
-
-
 class FakeDevice:
     """See ``specdec.backends.cuda.device.Device``. ``free`` bytes are left of ``total``, whatever is allocated."""
 
     def __init__(self, free: int = 2**40, total: int = 2**41) -> None:
         self.place = torch.device("cpu")
         self.name = "Triton's interpreter"
-        self.label = "interpreter"
         self.free, self.total = free, total
         self.graphs: list[FakeGraph] = []
 
@@ -145,12 +137,6 @@ class FakeDevice:
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         host = torch.tensor(values, dtype=dtype)
         return host if out is None else out.copy_(host)
-
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
-
-    def marker(self) -> FakeMarker:
-        return FakeMarker()
 
     def synchronise(self) -> None:
         pass
