@@ -50,9 +50,6 @@ class Device(Protocol):
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Copy integers to the device, into ``out`` if given, without waiting for the device."""
 
-    def synchronise(self) -> None:
-        """Wait until everything launched so far is done."""
-
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
@@ -61,9 +58,6 @@ class Device(Protocol):
 
         Raises: OutOfMemory if they fail, naming ``what`` and suggesting ``setting``.
         """
-
-    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
-        """Device seconds of ``body``, the mean of ``repeats`` consecutive runs."""
 
 
 class CudaDevice:
@@ -107,9 +101,6 @@ class CudaDevice:
             return host.to(self.place, non_blocking=True)
         return out.copy_(host, non_blocking=True)
 
-    def synchronise(self) -> None:
-        torch.cuda.synchronize(self.place)
-
     def memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.place)
         held = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
@@ -122,16 +113,6 @@ class CudaDevice:
         except torch.cuda.OutOfMemoryError as error:
             free, total = self.memory()
             raise out_of_memory(what, nbytes, free, total, setting) from error
-
-    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        first.record()
-        for _ in range(repeats):
-            body()
-        last.record()
-        last.synchronize()
-        elapsed_ms: float = first.elapsed_time(last)
-        return elapsed_ms / 1000 / repeats
 
 
 # --- detection --------------------------------------------------------------------------------------------------------

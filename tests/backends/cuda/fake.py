@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -138,9 +137,6 @@ class FakeDevice:
         host = torch.tensor(values, dtype=dtype)
         return host if out is None else out.copy_(host)
 
-    def synchronise(self) -> None:
-        pass
-
     def memory(self) -> tuple[int, int]:
         return self.free, self.total
 
@@ -149,12 +145,6 @@ class FakeDevice:
         if nbytes is not None and nbytes > self.free:
             raise out_of_memory(what, nbytes, self.free, self.total, setting)
         yield
-
-    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
-        started = perf_counter()
-        for _ in range(repeats):
-            body()
-        return (perf_counter() - started) / repeats
 
 
 def dot_row_by_row() -> None:
