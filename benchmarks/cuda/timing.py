@@ -93,8 +93,13 @@ class Lab:
     def seconds(self, graph: Replayable, replays: int) -> float:
         """Mean seconds of a replay, from one event to the next."""
         if self.real:
-            seconds: float = self.device.seconds(graph.replay, replays)
-            return seconds
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for _ in range(replays):
+                graph.replay()
+            last.record()
+            last.synchronize()
+            return first.elapsed_time(last) / 1000 / replays
         began = perf_counter()
         for _ in range(replays):
             graph.replay()
@@ -131,7 +136,8 @@ class Lab:
         return {name: spread(values, replays, steady=steady[name]) for name, values in found.items()}
 
     def synchronise(self) -> None:
-        self.device.synchronise()
+        if self.real:
+            torch.cuda.synchronize(self.place)
 
 
 @attrs.frozen

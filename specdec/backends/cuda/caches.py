@@ -90,10 +90,9 @@ class DeviceCache(Cache):
         self._pending = rows
 
     @abc.abstractmethod
-    def make_room(self, end: int, rows: int) -> bool:
-        """Ensure memory for ``end`` rows in total and passes of ``rows`` rows; return whether the memory moved.
+    def make_room(self, end: int, rows: int) -> None:
+        """Ensure memory for ``end`` rows in total and passes of ``rows`` rows.
 
-        Rows and states that the host has not counted yet are copied too.
         Raises: StateError above the capacity, OutOfMemory.
         """
 
@@ -118,43 +117,46 @@ class CudaKVCache(DeviceCache):
     """Keys and values ``[bound, nkv, D]`` in act dtype; rows from ``length`` on are stale or provisional."""
 
     kind = Kind.ROWS
+    names: ClassVar[tuple[str, ...]] = ("keys", "values")
 
     def __init__(self, device: Device, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(device, capacity)
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.keys, self.values = self._taken(2, rows_for(0, 0, capacity), dtype)
+        self.kv_heads, self.head_dim, self._dtype = kv_heads, head_dim, dtype
+        self._arrays = self._allocated(rows_for(0, 0, capacity))
         self.write()
 
-    def _taken(self, count: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
+    def _allocated(self, rows: int) -> dict[str, Tensor]:
         size = (rows, self.kv_heads, self.head_dim)
-        nbytes = count * rows * self.kv_heads * self.head_dim * dtype.itemsize
+        nbytes = len(self.names) * rows * self.kv_heads * self.head_dim * self._dtype.itemsize
         with self.device.guarded(f"keys and values of {rows} tokens in one layer", nbytes, MORE_ROOM):
-            return [torch.empty(size, dtype=dtype, device=self.device.place) for _ in range(count)]
+            return {name: torch.empty(size, dtype=self._dtype, device=self.device.place) for name in self.names}
+
+    @property
+    def keys(self) -> Tensor:
+        return self._arrays[self.names[0]]
+
+    @property
+    def values(self) -> Tensor:
+        return self._arrays["values"]
 
     @property
     def bound(self) -> int:
         return self.keys.shape[0]
 
     def entries(self) -> list[int]:
-        return [self._length, self.keys.data_ptr(), self.values.data_ptr(), self.bound, 0, 0, 0, 0]
+        first, second = ([*(array.data_ptr() for array in self._arrays.values()), 0])[:2]
+        return [self._length, first, second, self.bound, 0, 0, 0, 0]
 
-    def make_room(self, end: int, rows: int) -> bool:
+    def make_room(self, end: int, rows: int) -> None:
         if end > self.capacity:
             raise StateError(f"the cache holds {self.capacity} tokens, {end} are needed")
-        wanted = rows_for(end, self.bound, self.capacity)
-        if wanted == self.bound:
-            return False
-        self._grow(wanted)
-        self.write()
-        return True
-
-    def _grow(self, rows: int) -> None:
-        self.keys, self.values = self._longer(self.keys, rows), self._longer(self.values, rows)
-
-    def _longer(self, held: Tensor, rows: int) -> Tensor:
-        (made,) = self._taken(1, rows, held.dtype)
-        made[: len(held)] = held
-        return made
+        size = rows_for(end, self.bound, self.capacity)
+        if size != self.bound:
+            longer = self._allocated(size)
+            for name, array in self._arrays.items():
+                longer[name][: len(array)] = array
+            self._arrays = longer
+            self.write()
 
     def truncate(self, length: int) -> bool:
         self._length, self._pending = length, None
@@ -162,52 +164,27 @@ class CudaKVCache(DeviceCache):
         return True
 
     def save(self) -> dict[str, Tensor]:
-        return {"keys": self.keys[: self._length].clone(), "values": self.values[: self._length].clone()}
+        return {name: array[: self._length].clone() for name, array in self._arrays.items()}
 
     def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
         self._length, self._pending = 0, None
         self.make_room(length, 0)
-        self.keys[:length] = arrays["keys"]
-        self.values[:length] = arrays["values"]
+        for name, array in self._arrays.items():
+            array[:length] = arrays[name]
         self._length = length
         self.write()
 
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(array.nbytes for array in self._arrays.values())
 
 
 class CudaLatentCache(CudaKVCache):
-    """Rows of latent attention ``[bound, 1, D]``; a key is a whole row, a value its first entries."""
+    """Rows of latent attention ``[bound, 1, D]``, named as keys; a value is the first entries of a row."""
+
+    names = ("rows",)
 
     def __init__(self, device: Device, capacity: int, dims: int, dtype: torch.dtype) -> None:
-        DeviceCache.__init__(self, device, capacity)
-        self.kv_heads, self.head_dim = 1, dims
-        (self.keys,) = self._taken(1, rows_for(0, 0, capacity), dtype)
-        self.write()
-
-    @property
-    def rows(self) -> Tensor:
-        """``[bound, D]``."""
-        return self.keys[:, 0]
-
-    def entries(self) -> list[int]:
-        return [self._length, self.keys.data_ptr(), 0, self.bound, 0, 0, 0, 0]
-
-    def _grow(self, rows: int) -> None:
-        self.keys = self._longer(self.keys, rows)
-
-    def save(self) -> dict[str, Tensor]:
-        return {"rows": self.keys[: self._length].clone()}
-
-    def load(self, arrays: Mapping[str, Tensor], length: int) -> None:
-        self._length, self._pending = 0, None
-        self.make_room(length, 0)
-        self.keys[:length] = arrays["rows"]
-        self._length = length
-        self.write()
-
-    def nbytes(self) -> int:
-        return self.keys.nbytes
+        super().__init__(device, capacity, 1, dims, dtype)
 
 
 class CudaDeltaCache(MarkedCache, DeviceCache):
@@ -261,11 +238,11 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
         addresses = [self.states.data_ptr(), self.ring.data_ptr()]
         return [self._length, *addresses, self.slots, self._slot, self.ring_rows, 0, 0]
 
-    def make_room(self, end: int, rows: int) -> bool:
+    def make_room(self, end: int, rows: int) -> None:
         self._tail = None
         needed = rows + 1 if rows <= MAX_ROWS else 2  # a prompt writes only its last state
         if needed <= self.slots:
-            return False
+            return
         before = self.states
         self.states = self._taken(MAX_ROWS + 1)
         order = [(self._slot + at) % len(before) for at in range(len(before))]  # the committed one first
@@ -273,7 +250,6 @@ class CudaDeltaCache(MarkedCache, DeviceCache):
             to.copy_(before[at])
         self._slot = 0
         self.write()
-        return True
 
     def commit(self, rows: int) -> None:
         if rows and self._pending is None:

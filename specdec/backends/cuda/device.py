@@ -29,25 +29,16 @@ class Graph(Protocol):
         """Launch them again, after all earlier launches."""
 
 
-class Marker(Protocol):
-    """A point in the stream."""
-
-    def wait(self) -> None:
-        """Wait until the device reaches it."""
-
-
 class Device(Protocol):
     """The device interface that the ops use.
 
     Attributes:
         place: the torch device.
         name: a readable name.
-        label: the key of tile tables, such as "sm_90".
     """
 
     place: torch.device
     name: str
-    label: str
 
     def capture(self, body: Callable[[], None]) -> Graph:
         """Capture the launches of ``body`` as a graph.
@@ -59,15 +50,6 @@ class Device(Protocol):
     def upload(self, values: Sequence[int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """Copy integers to the device, into ``out`` if given, without waiting for the device."""
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate pinned host memory."""
-
-    def marker(self) -> Marker:
-        """Return a marker after everything launched so far."""
-
-    def synchronise(self) -> None:
-        """Wait until everything launched so far is done."""
-
     def memory(self) -> tuple[int, int]:
         """Free and total bytes of the device."""
 
@@ -76,17 +58,6 @@ class Device(Protocol):
 
         Raises: OutOfMemory if they fail, naming ``what`` and suggesting ``setting``.
         """
-
-    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
-        """Device seconds of ``body``, the mean of ``repeats`` consecutive runs."""
-
-
-class _EventMarker:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class CudaDevice:
@@ -99,7 +70,6 @@ class CudaDevice:
         self.place = torch.device("cuda", index)
         major, minor = torch.cuda.get_device_capability(index)
         self.name = f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}, CUDA {torch.version.cuda})"
-        self.label = f"sm_{major}{minor}"
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
         self._anchor: tuple[Tensor, Graph] | None = None
@@ -131,17 +101,6 @@ class CudaDevice:
             return host.to(self.place, non_blocking=True)
         return out.copy_(host, non_blocking=True)
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, pin_memory=True)
-
-    def marker(self) -> Marker:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return _EventMarker(event)
-
-    def synchronise(self) -> None:
-        torch.cuda.synchronize(self.place)
-
     def memory(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.place)
         held = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
@@ -155,28 +114,23 @@ class CudaDevice:
             free, total = self.memory()
             raise out_of_memory(what, nbytes, free, total, setting) from error
 
-    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        first.record()
-        for _ in range(repeats):
-            body()
-        last.record()
-        last.synchronize()
-        elapsed_ms: float = first.elapsed_time(last)
-        return elapsed_ms / 1000 / repeats
-
 
 # --- detection --------------------------------------------------------------------------------------------------------
 
 
 def nvidia_here() -> bool:
     """Whether this process can see an NVIDIA device, usable or not."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
-        return False  # hidden on purpose
+    if _hidden() is not None:
+        return False  # on purpose
     if platform.system() == "Darwin":
         return False
     return _device_files() or (torch.version.cuda is not None and torch.cuda.device_count() > 0)
+
+
+def _hidden() -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES if it hides every device."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None or value.split(",")[0].strip() not in ("", "-1") else value
 
 
 def _device_files() -> bool:
@@ -206,8 +160,8 @@ def unusable() -> str | None:
 
 
 def _why_not_available() -> str:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.split(",")[0].strip() in ("", "-1"):
+    hidden = _hidden()
+    if hidden is not None:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every CUDA device (unset it)"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

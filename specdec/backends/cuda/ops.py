@@ -29,7 +29,7 @@ from specdec.backends.cuda.kernels import attention, delta, delta_chunked, laten
 from specdec.backends.cuda.kernels import rows as row_kernels
 from specdec.backends.cuda.kernels.launch import MAX_ROWS, interpreting
 from specdec.backends.cuda.kernels.packed import Layout
-from specdec.backends.cuda.kernels.route import choose, choose_reference
+from specdec.backends.cuda.kernels.route import choose
 from specdec.backends.cuda.passes import CudaPasses, DeviceTokens
 from specdec.backends.cuda.weights import DenseWeight, ExpertStack, Fp8BlockWeight, Nvfp4Weight, Weight, fuse
 from specdec.backends.ops import Cache, Capabilities, DeltaShape, Ops, Rope, Routing
@@ -209,8 +209,7 @@ class CudaOps(Ops):
     # --- experts ---------------------------------------------------------------------------------------------------
 
     def route(self, x: Any, weight: Weight, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits = products.float32_product(materialised(x), weight)
-        return (choose if len(logits) <= MAX_ROWS else choose_reference)(logits, routing, bias)
+        return choose(products.float32_product(materialised(x), weight), routing, bias)
 
     def moe(
         self,

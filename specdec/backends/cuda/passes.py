@@ -13,7 +13,7 @@ the device, the static table counts the rows between the steps, and the host rea
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -123,7 +123,6 @@ class CudaPasses:
         self._drafted = torch.zeros(rows, dtype=torch.int32, device=place)
         self.graphs: dict[tuple[int, int], _Captured] = {}  # by rows and bound
         self._drafts: dict[tuple[int, int], _Drafts] = {}  # by head and room for added rows, the last used one last
-        self._captures = 0
 
     def bind(self, caches: Sequence[Cache]) -> CudaPass:
         return CudaPass(self, caches)
@@ -136,27 +135,17 @@ class CudaPasses:
         if hidden is not None:
             self._hidden[:rows].copy_(hidden)
 
-    def ready(
-        self, of: CudaPass, tokens: Sequence[int], hidden: Tensor | None, graphs: Callable[[], list[_Captured]]
-    ) -> list[_Captured]:
-        """Return the graphs, with the static buffers filled for a replay, again after a capture that used them."""
-        self.load(of.table, tokens, hidden)
-        before = self._captures
-        found = graphs()
-        if self._captures != before:
-            self.load(of.table, tokens, hidden)
-        return found
-
-    def draft(self, rows: int, depth: int, of: CudaPass, head: Weight | CudaHeadRows, room: int) -> list[_Captured]:
-        """Return the graphs of a greedy draft."""
+    def draft(self, rows: int, depth: int, of: CudaPass, head: Weight | CudaHeadRows, room: int) -> Iterator[Graph]:
+        """The graphs of a greedy draft, each to be replayed before the next one: a capture runs it for real."""
         base = head.parts[0] if isinstance(head, CudaHeadRows) else head
         drafts = self._drafts.pop((id(base), room), None) or _Drafts(head, room)
         self._drafts[id(base), room] = drafts
         while len(self._drafts) > _HEADS:
             del self._drafts[next(iter(self._drafts))]
         drafts.use(head)
-        first = self.first(rows, of.caches, of.kinds, drafts)
-        return [first] if depth == 1 else [first, self.rest(depth - 1, of.caches, of.kinds, drafts)]
+        yield self.first(rows, of.caches, of.kinds, drafts).graph
+        if depth > 1:
+            yield self.rest(depth - 1, of.caches, of.kinds, drafts).graph
 
     def checked(self, hidden: Array | None, rows: int) -> Tensor | None:
         """Check the shape and dtype of hidden states. Raises: ShapeError."""
@@ -172,7 +161,7 @@ class CudaPasses:
     # --- capturing -------------------------------------------------------------------------------------------------
     #
     # The static buffers must be filled first, because the body runs for real before it is captured. It writes rows to
-    # the sequence's caches that the replay writes again.
+    # the sequence's caches that the replay writes again; the static table is put back.
 
     def captured(self, rows: int, caches: Sequence[DeviceCache]) -> _Captured:
         """Capture a pass of ``rows`` rows."""
@@ -234,7 +223,7 @@ class CudaPasses:
 
     def _capture(self, what: str, run: Callable[[], Tensor]) -> _Captured:
         out: Tensor | None = None
-        self._captures += 1
+        table = self.current.clone()
 
         def body() -> None:
             nonlocal out
@@ -251,6 +240,7 @@ class CudaPasses:
                 f"{what} cannot be captured as a CUDA graph: {type(error).__name__}: {error}", try_="SPECDEC_EAGER=1"
             ) from error
         assert out is not None
+        self.current.copy_(table)
         return _Captured(graph, out, run)
 
 
@@ -286,7 +276,8 @@ class CudaPass(Pass):
         for cache in self.caches:
             cache.reserve(rows)
         with passes.lock:
-            captured = passes.ready(self, tokens, given, lambda: [passes.captured(rows, self.caches)])[0]
+            passes.load(self.table, tokens, given)
+            captured = passes.captured(rows, self.caches)
             captured.graph.replay()
             return captured.out.clone()  # the next replay overwrites it
 
@@ -313,10 +304,9 @@ class CudaPass(Pass):
             cache.reserve(most)
         self._rows = 0
         with passes.lock:
-            first, *rest = passes.ready(self, tokens, given, lambda: passes.draft(rows, depth, self, head, room))
-            first.graph.replay()
-            for further in rest:
-                further.graph.replay()
+            passes.load(self.table, tokens, given)
+            for graph in passes.draft(rows, depth, self, head, room):
+                graph.replay()
             found = passes.drafted(depth)
         ran = found.index(-1) + 1 if -1 in found else depth  # passes that single steps would have run
         self.commit(rows + ran - 1)

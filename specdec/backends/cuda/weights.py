@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import attrs
 import torch
@@ -21,10 +22,25 @@ def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
+class _Held:
+    """Where the tensors of a weight are, and their size."""
+
+    names: ClassVar[tuple[str, ...]]  # of the tensors, codes first
+
+    @property
+    def device(self) -> torch.device:
+        return parts(self)[0].device  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in parts(self))  # type: ignore[arg-type]
+
+
 @attrs.define(eq=False)
-class DenseWeight:
+class DenseWeight(_Held):
     """A weight in act dtype: ``tensor [N, K]`` (or ``[N]``, a bias), contiguous."""
 
+    names: ClassVar = ("tensor",)
     tensor: Tensor = attrs.field(converter=_contiguous)
     fused: bool = attrs.field(default=False, init=False)  # a view of a tensor shared with other weights
 
@@ -32,21 +48,13 @@ class DenseWeight:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
     def decode(self) -> Tensor:
         """Return the tensor."""
         return self.tensor
 
 
 @attrs.define(eq=False)
-class Fp8BlockWeight:
+class Fp8BlockWeight(_Held):
     """E4M3 codes with one float32 scale per block: ``W[n, k] = code[n, k] * scales[n // bn, k // bk]``.
 
     ``codes`` uint8 ``[N, K]``, ``scales`` float32 ``[ceil(N / bn), ceil(K / bk)]``. One scale per row is the block
@@ -54,6 +62,7 @@ class Fp8BlockWeight:
     Raises: ShapeError when the scales do not cover the codes.
     """
 
+    names: ClassVar = ("codes", "scales")
     codes: Tensor = attrs.field(converter=_contiguous)
     scales: Tensor = attrs.field(converter=_contiguous)
     block: tuple[int, int]
@@ -68,14 +77,6 @@ class Fp8BlockWeight:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.codes.shape)
 
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
     def decode(self) -> Tensor:
         """float32 ``[N, K]``, each value rounded once."""
         (bn, bk), (rows, columns) = self.block, self.shape
@@ -84,7 +85,7 @@ class Fp8BlockWeight:
 
 
 @attrs.define(eq=False)
-class Nvfp4Weight:
+class Nvfp4Weight(_Held):
     """E2M1 codes, two per byte (even column in the low half), with an E4M3 scale per 16 columns and one scale per row.
 
     ``codes`` uint8 ``[N, K / 2]``, ``scales`` uint8 (E4M3, never negative) ``[N, K / 16]``, ``global_scale`` float32
@@ -92,6 +93,7 @@ class Nvfp4Weight:
     ``W = code * scale * global_scale``. Raises: ShapeError if K is not a multiple of 16 or the shapes disagree.
     """
 
+    names: ClassVar = ("codes", "scales", "global_scale")
     codes: Tensor = attrs.field(converter=_contiguous)
     scales: Tensor = attrs.field(converter=_contiguous)
     global_scale: Tensor
@@ -111,14 +113,6 @@ class Nvfp4Weight:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.codes.shape[0], 2 * self.codes.shape[1])
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes + self.global_scale.nbytes
 
     def decode(self) -> Tensor:
         """float32 ``[N, K]``, each value rounded once: code times scale is exact."""
@@ -193,13 +187,7 @@ class ExpertStack:
 
 def parts(weight: Weight) -> tuple[Tensor, ...]:
     """Return the tensors of a weight, codes first."""
-    match weight:
-        case DenseWeight():
-            return (weight.tensor,)
-        case Fp8BlockWeight():
-            return (weight.codes, weight.scales)
-        case Nvfp4Weight():
-            return (weight.codes, weight.scales, weight.global_scale)
+    return tuple(getattr(weight, name) for name in weight.names)
 
 
 def fuse(weights: Sequence[Weight]) -> bool:
@@ -213,8 +201,7 @@ def fuse(weights: Sequence[Weight]) -> bool:
         return False
     if isinstance(first, Fp8BlockWeight) and any(w.shape[0] % first.block[0] for w in weights[:-1]):
         return False
-    names = {DenseWeight: ("tensor",), Fp8BlockWeight: ("codes", "scales"), Nvfp4Weight: (_NVFP4)}[type(first)]
-    for name in names:
+    for name in first.names:
         whole = torch.cat([getattr(w, name) for w in weights])
         at = 0
         for weight in weights:
@@ -224,9 +211,6 @@ def fuse(weights: Sequence[Weight]) -> bool:
     for weight in weights:
         weight.fused = True
     return True
-
-
-_NVFP4 = ("codes", "scales", "global_scale")
 
 
 def runs(weights: Sequence[Weight]) -> list[int]:

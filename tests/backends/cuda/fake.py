@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -114,20 +113,12 @@ class FakeGraph:
         return len(self._recording.steps)
 
 
-class FakeMarker:
-    """Everything is done at once here."""
-
-    def wait(self) -> None:
-        pass
-
-
 class FakeDevice:
     """See ``specdec.backends.cuda.device.Device``. ``free`` bytes are left of ``total``, whatever is allocated."""
 
     def __init__(self, free: int = 2**40, total: int = 2**41) -> None:
         self.place = torch.device("cpu")
         self.name = "Triton's interpreter"
-        self.label = "interpreter"
         self.free, self.total = free, total
         self.graphs: list[FakeGraph] = []
 
@@ -146,15 +137,6 @@ class FakeDevice:
         host = torch.tensor(values, dtype=dtype)
         return host if out is None else out.copy_(host)
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
-
-    def marker(self) -> FakeMarker:
-        return FakeMarker()
-
-    def synchronise(self) -> None:
-        pass
-
     def memory(self) -> tuple[int, int]:
         return self.free, self.total
 
@@ -163,12 +145,6 @@ class FakeDevice:
         if nbytes is not None and nbytes > self.free:
             raise out_of_memory(what, nbytes, self.free, self.total, setting)
         yield
-
-    def seconds(self, body: Callable[[], None], repeats: int = 1) -> float:
-        started = perf_counter()
-        for _ in range(repeats):
-            body()
-        return (perf_counter() - started) / repeats
 
 
 def dot_row_by_row() -> None:

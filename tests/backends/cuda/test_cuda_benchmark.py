@@ -24,7 +24,6 @@ from benchmarks.cuda.weights import AGREEMENT, MadeWeights, build_target, langua
 pytestmark = pytest.mark.interpreter
 
 HOST = torch.device("cpu")
-DOCUMENT = pathlib.Path(__file__).resolve().parents[3] / "docs" / "performance.md"
 
 
 @pytest.fixture

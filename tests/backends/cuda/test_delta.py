@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.backends.cuda.kernels import accept, delta, delta_chunked
+from specdec.backends.cuda.kernels import commit, delta, delta_chunked
 from specdec.backends.cuda.kernels.launch import launch
 from specdec.backends.ops import DeltaShape
 from specdec.errors import ShapeError, UnsupportedError
@@ -352,8 +352,8 @@ def test_decoding_takes_up_what_a_prompt_left(device: torch.device) -> None:
     u = delta.conv_window(layer.qkv[:20], layer.weight, cache.row)
     delta_chunked.delta_chunked(u, layer.a[:20], layer.b[:20], layer.a_log, layer.dt_bias, cache.row, layer.shape)
     cache.ring[:20] = layer.qkv[:20]
-    kinds = torch.full((1,), accept.STATES, dtype=torch.int32, device=device)
-    accept.commit_rows(cache.row[None], kinds, 20, whole=True)
+    kinds = torch.full((1,), commit.STATES, dtype=torch.int32, device=device)
+    commit.commit_rows(cache.row[None], kinds, 20, whole=True)
     cache.poison()
     out = layer.run(20, 2)
     window = torch.zeros(3, layer.shape.channels, device=device).double()

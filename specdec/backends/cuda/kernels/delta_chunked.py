@@ -122,7 +122,7 @@ def delta_chunked(
         u: ``[T, C]`` act, from ``delta.conv_window``; a and b ``[T, Hv]`` act. T is any number of rows above 0.
         a_log: float32 ``[Hv]``; dt_bias likewise.
         row: the cache's row of the address table, with at least two slots. LENGTH and SLOT do not change; the pass is
-            committed whole (``accept.commit_rows(..., whole=True)``).
+            committed whole (``commit.commit_rows(..., whole=True)``).
 
     Returns: ``[T, Hv, Dv]`` act. Raises: ShapeError, UnsupportedError for keys of more than 128 values.
     """

@@ -205,7 +205,7 @@ def experts(
     """``residual + sum_j w_j expert_j(x) (+ sigmoid(shared_gate x) shared(x))``: ``[T, H]`` in x's dtype.
 
     ``x`` and ``residual`` are ``[T, H]``, ``ids [T, k]`` int32 and ``weights [T, k]`` float32; a row's experts must all
-    differ. gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared [T, H]`` is the result of an expert for
+    differ. gates and ups are stacks of ``[I, H]``, downs of ``[H, I]``. ``shared [T, H]`` is an expert's result for
     every row, ``shared_gate [1, H]`` in act dtype. Each expert's result is rounded to x's dtype; the sum runs in
     float32, slot by slot, then the shared expert, then the residual, and is rounded once.
 

@@ -198,9 +198,7 @@ def rotate_and_write(
     return out
 
 
-def norm_rope(
-    x: Tensor, weight: Tensor | None, eps: float, inv_freq: Tensor, position: Tensor | int, *, out: Tensor | None = None
-) -> Tensor:
+def norm_rope(x: Tensor, weight: Tensor | None, eps: float, inv_freq: Tensor, position: Tensor | int) -> Tensor:
     """Norm every head of ``x [T, n, D]`` (any strides, the last one 1) and rotate it: ``[T, n, D]``, rounded once.
 
     ``position`` of the first row is a number, or a cache's row of the address table, to use its LENGTH.
@@ -211,8 +209,7 @@ def norm_rope(
     if 2 * half > dim:
         raise ShapeError(f"rotary embedding of {2 * half} dimensions of heads of {dim}")
     _unit_stride(x=x)
-    if out is None:
-        out = torch.empty(T, heads, dim, dtype=x.dtype, device=x.device)
+    out = torch.empty(T, heads, dim, dtype=x.dtype, device=x.device)
     from_row = isinstance(position, Tensor)
     launch(
         _norm_rope,

@@ -43,12 +43,6 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def embed_reference(table: Tensor, ids: Tensor) -> Tensor:
-    """``embed`` in torch."""
-    known = (ids >= 0) & (ids < table.shape[0])
-    return table[torch.where(known, ids, 0).long()]
-
-
 @triton.jit
 def _concat(a, b, out, heads, left, right, a_row, a_head, a_value, b_row, b_head, b_value, BLOCK: tl.constexpr):
     place = tl.program_id(0)
@@ -83,11 +77,6 @@ def concat(a: Tensor, b: Tensor) -> Tensor:
         BLOCK=block,
     )
     return out
-
-
-def concat_reference(a: Tensor, b: Tensor) -> Tensor:
-    """``concat`` in torch."""
-    return torch.cat([a, b], dim=-1)
 
 
 @triton.jit
