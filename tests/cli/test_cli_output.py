@@ -78,7 +78,7 @@ TABLES = [
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
             ["doctor"],
-            ["doctor", "demo", "--no-store"],
+            ["doctor", "demo"],
             ["check", "ngram", "--effort", "sample", "--only", "D1", "--only", "D5"],
             ["bench", *ONE, "--contexts", "32,64"],
             ["accept", *ONE, "--ablate", "all"],
