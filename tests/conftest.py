@@ -34,7 +34,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # cost tables of tiny models do not belong in the user's cache; the workers of a run share this folder
 _COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")
 os.environ.setdefault("SPECDEC_COSTS", _COSTS.name)
-os.environ.setdefault("SPECDEC_PROBES", "off")  # nor does what ``specdec doctor`` finds
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `from tests.tiny import ...`, however pytest was started

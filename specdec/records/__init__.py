@@ -1,1 +1,1 @@
-"""Records kept on this machine between processes: cost tables and probe records."""
+"""What is known about this machine: its facts, cost tables kept between processes, and comparisons of bits."""

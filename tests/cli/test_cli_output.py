@@ -12,7 +12,7 @@ import click
 import pytest
 
 from specdec.cli import main, output
-from specdec.cli.run_report import draft_line
+from specdec.cli.run_report import draft_line, speculation_line
 
 POSITIONS = ("class", "position", "offered", "reached", "accepted", "cond.", "cumul.", "interval")
 SPEEDS = ("class", "prompts", "plain", "spec.", "speed-up", "interval", "tokens per cycle", "accepted at 0")
@@ -49,7 +49,7 @@ def printed(monkeypatch, columns, headings):
 
 
 @pytest.mark.parametrize("headings", [POSITIONS, SPEEDS], ids=["accept", "bench"])
-@pytest.mark.parametrize("columns", [80, 105, 106])
+@pytest.mark.parametrize("columns", [80, 105, 106, 120, 200])
 def test_a_row_of_a_report_is_one_line_from_80_columns_on(monkeypatch, columns, headings):
     lines = printed(monkeypatch, columns, headings)
     assert max(map(len, lines)) <= columns
@@ -57,6 +57,12 @@ def test_a_row_of_a_report_is_one_line_from_80_columns_on(monkeypatch, columns, 
     assert " ".join(CELLS[headings]) in " ".join(lines[-1].split())
     if columns >= output.NARROW:
         assert " ".join(lines[0].split()) == " ".join(headings)
+
+
+def test_a_narrower_terminal_folds_and_loses_nothing(monkeypatch):
+    lines = printed(monkeypatch, 50, POSITIONS)
+    assert "\u2026" not in "".join(lines)
+    assert max(map(len, lines)) <= 50
 
 
 SHORT = ["-n", "12", "--depth", "2"]
@@ -72,9 +78,11 @@ TABLES = [
         pytest.param(command, marks=pytest.mark.slow)
         for command in (
             ["doctor"],
+            ["doctor", "demo"],
             ["check", "ngram", "--effort", "sample", "--only", "D1", "--only", "D5"],
             ["bench", *ONE, "--contexts", "32,64"],
             ["accept", *ONE, "--ablate", "all"],
+            ["audit", "--engine", "specdec", "--per-class", "1", *SHORT, *LOSSY],
         )
     ),
 ]
@@ -106,6 +114,18 @@ def test_tables_of_commands_fit_80_columns_and_end_without_spaces_in_a_pipe(monk
             assert [line for line in lines if line != line.rstrip()] == []
             for names in headings:
                 assert " ".join(names).split() in words
+
+
+@pytest.mark.parametrize(
+    ("active", "reason", "line"),
+    [
+        (True, "", "active, drafter mtp"),
+        (True, "plain is faster", "active, drafter mtp; off in the end: plain is faster"),
+        (False, "no cycle ran", "inactive, drafter mtp: no cycle ran"),
+    ],
+)
+def test_speculation_in_a_line(active, reason, line):
+    assert speculation_line({"active": active, "drafter": "mtp", "reason": reason}) == line
 
 
 def test_a_drafters_report_in_a_line():
