@@ -16,7 +16,7 @@ SLOWER, FASTER = 0.3, 1.5  # nats by which a cycle may surprise; only outliers a
 LOAD_SHARE = 0.25  # of a surprise that is put down to the load
 TRUSTED = 24  # visits after which a depth's average stops getting slower
 MISSES = 8  # empty drafts over which the cost of one is averaged
-QUIET = 8  # plain cycles in a row that correct the cost of one; more bookkeeping would slow plain decoding
+CONTRAST = 4  # cycles after a change of depth that compare the two depths
 STALE = 4  # plain cycles after which a drafter must catch up, so that its next cycle takes unusually long
 
 
@@ -71,7 +71,8 @@ class Seconds:
     """Seconds of a cycle by drafted tokens: a table of guesses, corrected by what cycles took.
 
     ``log seconds = log table[tokens] + load + correction[tokens]``. The load (other work, clock rate) is common to all
-    depths, changes fast and does not affect comparisons; a correction is a running average and changes slowly.
+    depths, changes fast and does not affect comparisons. A correction is a running average over the cycles after a
+    change of depth: while the depth stays the same, a surprise may as well be the load, and all of it counts as that.
     """
 
     def __init__(self, table: Sequence[float]) -> None:
@@ -79,25 +80,28 @@ class Seconds:
         self._correction = [0.0] * len(table)
         self._visits = [0] * len(table)
         self._load: float | None = None  # of this generation
+        self._tokens = -1  # of the previous cycle
+        self._contrast = 0
         self.expected = [math.exp(seconds) for seconds in self._table]
         """By drafted tokens, at the table's load; depths are compared by these."""
 
-    def observe(self, tokens: int, seconds: float, *, correct: bool = True) -> None:
-        """Learn what a cycle with so many drafted tokens took. Without ``correct``, ``expected`` stays as it is."""
+    def observe(self, tokens: int, seconds: float) -> bool:
+        """Learn what a cycle with so many drafted tokens took; returns whether ``expected`` has changed."""
         if tokens >= len(self._table):  # a deeper draft than this policy asks for
-            return
+            return False
         surprise = math.log(max(seconds, CLOCK_STEP)) - self._table[tokens] - self._correction[tokens]
         if self._load is None:
             self._load = surprise
         surprise = min(max(surprise - self._load, -FASTER), SLOWER)
-        share = 1 / (self._visits[tokens] + 1.5) if correct else 0.0
+        self._contrast = max(self._contrast - 1, 0) if tokens == self._tokens else CONTRAST * (self._tokens >= 0)
+        self._tokens = tokens
+        share = 1 / (self._visits[tokens] + 1.5) if self._contrast else 0.0
         self._load += LOAD_SHARE * (1.0 - share) * surprise
-        if correct:
+        if self._contrast:
             self._correction[tokens] += share * surprise
-            if self._visits[tokens] < TRUSTED:
-                self._visits[tokens] += 1
-                self._spread()
-            self.expected[tokens] = math.exp(self._table[tokens] + self._correction[tokens])
+            self._visits[tokens] = min(self._visits[tokens] + 1, TRUSTED)
+            self._spread()
+        return self._contrast > 0
 
     def adopt(self, other: Seconds) -> None:
         """Start from what another generation learnt; the load is measured again."""
@@ -140,11 +144,10 @@ class Rates:
         """
         if not cycle.depth:
             self._plain_cycles += 1
-            correct = self._plain_cycles <= QUIET
-            self._seconds.observe(0, cycle.verify_seconds + cycle.commit_seconds, correct=correct)
-            if correct:
+            changed = self._seconds.observe(0, cycle.verify_seconds + cycle.commit_seconds)
+            if changed:
                 self._update()
-            return correct
+            return changed
         if news:
             self._acceptance.forget()
         self._acceptance.observe(cycle)
