@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from specdec.testing.numerics import Fit, goodness_of_fit
     from specdec.testing.pytest_plugin import parametrize_checks
     from specdec.testing.reports import CheckFailure, Outcome, Report, Status, check_plugin, check_subjects, run_check
-    from specdec.testing.strict_pass import StrictForwardPass
     from specdec.testing.subjects import (
         DepthPolicySubject,
         DrafterSubject,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     )
     from specdec.testing.table_model import Memory, TableModel
 
-_MODULES = ("table_model", "strict_pass", "numerics", "subjects", "checks", "clauses", "reports", "pytest_plugin")
+_MODULES = ("table_model", "numerics", "subjects", "checks", "clauses", "reports", "pytest_plugin")
 
 __all__ = [
     "CONTRACT",
@@ -54,7 +53,6 @@ __all__ = [
     "Outcome",
     "Report",
     "Status",
-    "StrictForwardPass",
     "Subject",
     "TableModel",
     "VerifierSubject",

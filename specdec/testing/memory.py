@@ -8,7 +8,7 @@ import os
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MOST_KEPT = 4
@@ -17,9 +17,8 @@ MOST_KEPT = 4
 
 def growth(call: Callable[[int], object], calls: int) -> float:
     """The bytes that ``call(number)`` leaves behind each time, once caches of up to ``calls`` entries are full."""
-    tracing, sizes = tracemalloc.is_tracing(), []
-    if not tracing:
-        tracemalloc.start()
+    sizes = []
+    tracemalloc.start()
     try:
         for turn in range(3):
             for number in range(calls):
@@ -27,16 +26,14 @@ def growth(call: Callable[[int], object], calls: int) -> float:
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
-        if not tracing:
-            tracemalloc.stop()
-    return min(later - earlier for earlier, later in zip(sizes, sizes[1:], strict=False)) / calls
+        tracemalloc.stop()
+    return min(sizes[1] - sizes[0], sizes[2] - sizes[1]) / calls
 
 
-def still_alive(make: Callable[[int], Any], count: int) -> int:
-    """How many of ``count`` objects, each dropped as soon as ``make(number)`` gave it, are still in memory."""
-    made = [weakref.ref(make(number)) for number in range(count)]
+def alive(references: Iterable[weakref.ref[Any]]) -> int:
+    """How many of these objects are still in memory."""
     gc.collect()
-    return sum(one() is not None for one in made)
+    return sum(reference() is not None for reference in references)
 
 
 def open_things() -> int:

@@ -1,124 +1,43 @@
-"""``ScriptedSession``: call a drafter as the engine does, with outcomes chosen by a check."""
+"""``ScriptedSession``: call a drafter as the engine does, with outcomes chosen by a check.
+
+Every call is looked at: what a drafter answers, and whether it left alone what it was given. A fault is noted under its
+clause and the session goes on, so that each check finds its own clause only.
+"""
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
 from specdec.contract import (
-    NO_NEEDS,
     Context,
     Draft,
     Drafter,
     DrafterEnv,
     DrafterSnapshot,
-    DraftHead,
     DraftNoise,
     ForwardOutput,
     ForwardPass,
-    Hidden,
-    Logits,
     Needs,
     Sampling,
-    SharedWeights,
     Snapshot,
     State,
     Verdict,
 )
-from specdec.errors import ContractError
-from specdec.testing.checks import expect_equal
-from specdec.testing.strict_pass import StrictForwardPass
+from specdec.testing.checks import Broken
 from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import Memory, TableModel
 
 CAPACITY = 4096
-
-
-class DrafterView(ForwardPass):
-    """The target as a drafter may use it: declared MTP passes, and nothing else on the sequence's own state."""
-
-    def __init__(self, inner: ForwardPass, needs: Needs, *, lenient: bool) -> None:
-        self.inner, self.info, self._needs, self._lenient = inner, inner.info, needs, lenient
-        self.state: State | None = None  # the sequence's own
-
-    def _foreign(self, state: State, what: str) -> State:
-        if state is self.state and not self._lenient:
-            raise ContractError(f"a drafter called {what} on the state of its sequence, which is the engine's")
-        return state
-
-    def _declared(self) -> None:
-        if not self._needs.mtp:
-            raise ContractError("the MTP head is used, and needs does not declare mtp")
-
-    def new_state(self, capacity: int, needs: Needs = NO_NEEDS) -> State:
-        return self.inner.new_state(capacity, needs)
-
-    def prefill(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        return self.inner.prefill(self._foreign(state, "prefill"), tokens)
-
-    def decode(self, state: State, tokens: Sequence[int]) -> ForwardOutput:
-        return self.inner.decode(self._foreign(state, "decode"), tokens)
-
-    def commit(self, state: State, rows: int) -> None:
-        self.inner.commit(self._foreign(state, "commit"), rows)
-
-    def prefill_mtp(self, state: State, tokens: Sequence[int], hidden: Hidden) -> None:
-        self._declared()
-        self.inner.prefill_mtp(state, tokens, hidden)
-
-    def decode_mtp(
-        self,
-        state: State,
-        tokens: Sequence[int],
-        hidden: Hidden,
-        *,
-        provisional: bool = False,
-        head: DraftHead | None = None,
-    ) -> ForwardOutput:
-        self._declared()
-        if head is None:  # not every pass knows the argument
-            return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional)
-        return self.inner.decode_mtp(state, tokens, hidden, provisional=provisional, head=head)
-
-    def draft_mtp(
-        self,
-        state: State,
-        pending: int,
-        depth: int,
-        *,
-        head: DraftHead | None = None,
-        choose: Callable[[Logits, Sequence[int]], int | None] | None = None,
-    ) -> tuple[int, ...]:
-        self._declared()
-        return self.inner.draft_mtp(state, pending, depth, head=head, choose=choose)
-
-    def draft_head(self, tokens: Sequence[int]) -> DraftHead:
-        self._declared()
-        return self.inner.draft_head(tokens)
-
-    def shared_weights(self) -> SharedWeights:
-        return self.inner.shared_weights()
-
-    def rewind(self, state: State, length: int) -> int:
-        return self.inner.rewind(self._foreign(state, "rewind"), length)
-
-    def snapshot(self, state: State) -> Snapshot:
-        return self.inner.snapshot(self._foreign(state, "snapshot"))
-
-    def restore(self, snapshot: Snapshot, needs: Needs = NO_NEEDS) -> State:
-        return self.inner.restore(snapshot, needs)
-
-
-SETTINGS = ("sampling", "generated_from", "cycle", "draft_noise")
+SUM = 2e-5  # float32 rows of these vocabularies sum to 1 more closely
 
 
 @attrs.frozen
-class Kept:
+class SavedCopy:
     """A snapshot of a session: its tokens, the target's state, the drafter's own."""
 
     tokens: list[int]
@@ -132,12 +51,15 @@ class Kept:
 class ScriptedSession:
     """One sequence: its tokens, its state, its drafter.
 
-    ``sealed``: hidden states and the MTP head only as declared, and no access to the state. Unsealed, a drafter that
-    breaks those clauses still works, so that each check finds only its own clause.
+    Attributes:
+        sealed: give hidden states and the MTP head only as declared. Unsealed, a drafter that uses more still works.
+        faults: the first fault by clause.
+        drafts: every draft that was handed over, and a copy of it.
+        outputs: every output that was handed over, if a check sets a list.
     """
 
     subject: DrafterSubject
-    model: ForwardPass  # strict
+    model: ForwardPass
     state: State
     drafter: Drafter
     sampling: Sampling
@@ -147,10 +69,9 @@ class ScriptedSession:
     tokens: list[int] = attrs.field(factory=list)
     cycles: int = 0
     generated_from: int = 0
-    contexts: list[tuple[Context, list[int], dict[str, Any]]] | None = None
-    """If a list: every context handed out, with its tokens and settings at the time."""
-    outputs: list[weakref.ref[ForwardOutput]] | None = None
-    """If a list: every output handed out."""
+    faults: dict[str, Broken] = attrs.field(factory=dict)
+    drafts: list[tuple[Draft, Draft]] = attrs.field(factory=list)
+    outputs: list[ForwardOutput] | None = None
 
     @classmethod
     def start(
@@ -171,23 +92,72 @@ class ScriptedSession:
             model = target_for(subject, memory)
         needs = subject.needs if sealed else subject.needs | Needs(mtp=bool(model.info.mtp_layers), final_hidden=True)
         state = model.new_state(CAPACITY, needs) if snapshot is None else model.restore(snapshot, needs)
-        view = DrafterView(model, needs, lenient=not sealed)
-        view.state = state
-        shared = subject.prepare(view) if shared is None else shared
-        drafter = subject.make(DrafterEnv(target=view, state=state, shared=shared, saved=saved))
+        shared = subject.prepare(model) if shared is None else shared
+        drafter = subject.make(DrafterEnv(target=model, state=state, shared=shared, saved=saved))
         return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
+
+    # --- what is noted -----------------------------------------------------------------------------------------------
+
+    def note(self, clause: str, truth: object, what: str, **facts: object) -> None:
+        """Note a fault under its clause unless ``truth``."""
+        if not truth and clause not in self.faults:
+            self.faults[clause] = Broken(what, **facts)
+
+    def raise_fault(self, clause: str) -> None:
+        """Raises: Broken if a fault of this clause was noted, or a draft was changed after it was handed over (D19)."""
+        for draft, copy in self.drafts if clause == "D19" else ():
+            self.note("D19", drafts_equal(draft, copy), "an earlier draft was changed later", got=draft, expected=copy)
+        if clause in self.faults:
+            raise self.faults[clause]
+
+    def _ask(self, method: str, context: Context, *arguments: Any) -> Any:
+        """Call the drafter; its context, its settings and the committed state must stay as they are (D2, D12)."""
+        tokens, bias = context[:], dict(context.sampling.logit_bias)
+        held = self.state.length, getattr(self.state, "provisional", None)
+        answer = getattr(self.drafter, method)(*arguments)
+        self.note("D2", context[:] == tokens, f"{method} changed the tokens of the context", tokens=tokens)
+        same = dict(context.sampling.logit_bias) == bias
+        self.note("D2", same, f"{method} changed the settings of the context", expected=bias)
+        now = self.state.length, getattr(self.state, "provisional", None)
+        what = f"{method} ran a pass over the state of its sequence, or changed it"
+        self.note("D12", now == held, what, got=f"{now[0]} tokens", expected=f"{held[0]} tokens")
+        return answer
+
+    def _look(self, draft: Any, depth: int) -> None:
+        """The form of a draft (D1) and of its distributions (D9)."""
+        vocab = self.model.info.vocab_size
+        self.note("D1", isinstance(draft, Draft), "propose does not return a Draft", got=draft)
+        self.note("D1", isinstance(draft.tokens, tuple), "the draft tokens are not a tuple", got=draft.tokens)
+        self.note("D1", len(draft.tokens) <= depth, "the draft is too long", got=draft.tokens, expected=depth)
+        for token in draft.tokens:
+            kind = f"{token!r} of type {type(token).__name__}"
+            self.note("D1", type(token) is int, "a token is not a plain int", got=kind)
+            self.note("D1", 0 <= token < vocab, "a token is outside the vocabulary", got=token, expected=f"below {vocab}")
+        if draft.probs is None:
+            return
+        probs = np.asarray(draft.probs)
+        if probs.shape != (len(draft.tokens), vocab) or probs.dtype != np.float32:
+            form = f"{probs.dtype} {probs.shape}"
+            self.note("D9", False, "probs has another shape or dtype", got=form, expected=(len(draft.tokens), vocab))
+            return
+        proper = bool(np.isfinite(probs).all() and (probs >= 0).all())
+        self.note("D9", proper, "a probability is negative or not finite", got=probs)
+        sums = probs.sum(axis=1, dtype=np.float64)
+        self.note("D9", np.allclose(sums, 1.0, atol=SUM), "a row of probs does not sum to 1", got=sums)
+        for row, token in enumerate(usable(draft, depth, vocab).tokens):
+            self.note("D9", probs[row, token] > 0, f"the drafted token {token} has probability 0", got=probs[row])
+
+    # --- the calls of the engine ---------------------------------------------------------------------------------------
 
     def context(self, upto: int | None = None) -> Context:
         """A context over a copy of the tokens, so that a drafter's writes change nothing here."""
-        tokens, noise = self.tokens[:upto], self.noise
-        context = Context(
-            tokens, self.sampling, generated_from=self.generated_from, cycle=self.cycles, draft_noise=noise
+        return Context(
+            self.tokens[:upto],
+            self.sampling,
+            generated_from=self.generated_from,
+            cycle=self.cycles,
+            draft_noise=self.noise,
         )
-        if self.contexts is not None:
-            self.contexts.append(
-                (context, list(context), {name: copy.deepcopy(getattr(context, name)) for name in SETTINGS})
-            )
-        return context
 
     def feed(self, tokens: Sequence[int], chunk: int = CAPACITY) -> None:
         """Append tokens; all but the last run through target and drafter, in chunks."""
@@ -195,18 +165,23 @@ class ScriptedSession:
         while self.state.length < len(self.tokens) - 1:
             at = self.state.length
             part = self.tokens[at : min(at + chunk, len(self.tokens) - 1)]
-            output = self._seen(self.model.prefill(self.state, part))
-            self.drafter.prefill(self.context(at + len(part)), output)
+            output = self.model.prefill(self.state, part)
+            context = self.context(at + len(part))
+            self._ask("prefill", context, context, self._seen(output))
 
     def _seen(self, output: ForwardOutput) -> ForwardOutput:
         if self.outputs is not None:
-            self.outputs.append(weakref.ref(output))
+            self.outputs.append(output)
         return output
 
     def propose(self, depth: int) -> Draft:
         """Begin a cycle and return the drafter's answer, unchanged."""
         self.cycles += 1
-        return self.drafter.propose(self.context(), depth)
+        context = self.context()
+        draft: Draft = self._ask("propose", context, context, depth)
+        self._look(draft, depth)
+        self.drafts.append((draft, Draft(draft.tokens, None if draft.probs is None else np.array(draft.probs))))
+        return draft
 
     def finish(self, draft: Draft, accepted: int, next_token: int) -> None:
         """End the cycle with this outcome: decode, commit, observe."""
@@ -217,49 +192,70 @@ class ScriptedSession:
         output = self._seen(self.model.decode(self.state, [self.tokens[-1], *drafted]))
         self.model.commit(self.state, accepted + 1)
         self.tokens += [*drafted[:accepted], next_token]
-        rows = output.need_logits().rows()
+        rows, context = output.need_logits().rows(), self.context()
         before = rows.copy()
-        self.drafter.observe(Verdict(accepted, next_token), output, self.context())
-        expect_equal(output.need_logits().rows(), before, "the logits of the target were changed")
+        self._ask("observe", context, Verdict(accepted, next_token), output, context)
+        self.note("D19", np.array_equal(rows, before), "the logits of a pass were changed", expected=before)
 
     def cycle(self, depth: int, accepted: int, next_token: int, cut: int | None = None) -> Draft:
         """Run a whole cycle; at depth 0 the drafter is not asked. ``cut``: the engine shortens the draft."""
+        draft = Draft()
         if depth == 0:
             self.cycles += 1
-            draft = Draft()
         else:
             draft = usable(self.propose(depth), depth if cut is None else min(depth, cut), self.model.info.vocab_size)
         self.finish(draft, accepted, next_token)
         return draft
+
+    def report(self) -> str:
+        """The drafter's report as JSON; a fault of it is noted under D18."""
+        report = self.drafter.report()
+        self.note("D18", isinstance(report, Mapping), "report does not return a mapping", got=report)
+        try:
+            text = json.dumps(dict(report), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            self.note("D18", False, f"the report is not plain JSON data: {error}", got=report)
+            return ""
+        back = json.loads(text)
+        self.note("D18", _listed(back) == _listed(report), "JSON changes the report", got=back, expected=report)
+        return text
 
     def rewind(self, length: int) -> None:
         """Go back to the first ``length`` tokens, as a session does."""
         del self.tokens[length:]
         self.generated_from = min(self.generated_from, length)
         if self.state.length > max(length - 1, 0):
-            self.drafter.rewind(self.model.rewind(self.state, max(length - 1, 0)))
+            reached = self.model.rewind(self.state, max(length - 1, 0))
+            self._ask("rewind", self.context(), reached)
 
-    def keep(self) -> Kept:
+    def keep(self) -> SavedCopy:
         """Copy everything that a session copies, in the same order."""
         state = self.model.snapshot(self.state)
-        saved = self.drafter.snapshot(self.context())
-        return Kept(list(self.tokens), self.cycles, self.generated_from, state, saved)
+        context = self.context()
+        saved = self._ask("snapshot", context, context)
+        if saved is not None:
+            kind = isinstance(saved, DrafterSnapshot)
+            self.note("D17", kind, "snapshot returns neither a DrafterSnapshot nor None", got=saved)
+            for name, value in saved.meta.items():
+                plain = type(name) is str and type(value) in (int, str)
+                self.note("D17", plain, "metadata is neither a plain int nor a str", got=f"{name} = {value!r}")
+        return SavedCopy(list(self.tokens), self.cycles, self.generated_from, state, saved)
 
-    def restored(self, kept: Kept, saved: DrafterSnapshot | None = None) -> ScriptedSession:
-        """Replace the drafter over the kept state, with or without the old one's snapshot."""
-        other = self._like(kept.state, saved)
-        other.tokens, other.cycles, other.generated_from = list(kept.tokens), kept.cycles, kept.generated_from
+    def restored(self, copy: SavedCopy, saved: DrafterSnapshot | None = None) -> ScriptedSession:
+        """Another drafter over the copied state, with or without the old one's snapshot."""
+        other = self._like(copy.state, saved)
+        other.tokens, other.cycles, other.generated_from = list(copy.tokens), copy.cycles, copy.generated_from
         return other
 
     def fresh(self) -> ScriptedSession:
-        """Replace drafter and state by new ones that saw the same tokens in one chunk."""
+        """Another drafter and state that saw the same tokens in one chunk."""
         other = self._like(None, None)
         other.cycles, other.generated_from = self.cycles, self.generated_from
         other.feed(self.tokens)
         return other
 
     def _like(self, snapshot: Snapshot | None, saved: DrafterSnapshot | None) -> ScriptedSession:
-        return ScriptedSession.start(
+        other = ScriptedSession.start(
             self.subject,
             model=self.model,
             sampling=self.sampling,
@@ -269,28 +265,36 @@ class ScriptedSession:
             shared=self.shared,
             saved=saved,
         )
+        other.faults = self.faults
+        return other
 
 
-def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> StrictForwardPass:
-    """A strict model that supports the drafter's needs."""
-    mtp, layers, room = subject.needs.mtp, subject.layers, 4 * CAPACITY
-    model = TableModel.random(vocab, memory=memory, tilt=0.7, mtp=mtp, layers=layers, max_positions=room)
-    return StrictForwardPass(model)
+def _listed(value: Any) -> Any:
+    """Tuples as the lists that JSON makes of them."""
+    if isinstance(value, Mapping):
+        return {name: _listed(part) for name, part in value.items()}
+    return [_listed(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def target_for(subject: DrafterSubject, memory: Memory = Memory.ATTENTION, *, vocab: int = 5) -> TableModel:
+    """A model that supports the drafter's needs."""
+    options: dict[str, Any] = {"mtp": subject.needs.mtp, "layers": subject.layers, "max_positions": 4 * CAPACITY}
+    return TableModel.random(vocab, memory=memory, tilt=0.7, **options)
 
 
 def usable(draft: Draft, depth: int, vocab: int) -> Draft:
     """The draft as the engine verifies it: at most ``depth`` tokens, cut before an id outside the vocabulary."""
-    kept = 0
+    count = 0
     for token in draft.tokens[:depth]:
         id_: object = token  # drafters may return anything
         if isinstance(id_, bool) or not isinstance(id_, int | np.integer) or not 0 <= id_ < vocab:
             break
-        kept += 1
-    return Draft(tuple(int(t) for t in draft.tokens[:kept]), None if draft.probs is None else draft.probs[:kept])
+        count += 1
+    return Draft(tuple(int(t) for t in draft.tokens[:count]), None if draft.probs is None else draft.probs[:count])
 
 
-def drafts_equal(one: Draft, other: Draft) -> bool:
+def drafts_equal(first: Draft, second: Draft) -> bool:
     """The same tokens, the same distributions to the bit."""
-    if tuple(one.tokens) != tuple(other.tokens) or (one.probs is None) != (other.probs is None):
+    if tuple(first.tokens) != tuple(second.tokens) or (first.probs is None) != (second.probs is None):
         return False
-    return one.probs is None or other.probs is None or bool(np.array_equal(one.probs, other.probs))
+    return first.probs is None or second.probs is None or bool(np.array_equal(first.probs, second.probs))

@@ -10,7 +10,6 @@ from specdec.config import TargetConfig
 from specdec.contract import ForwardPass, PrepareEnv
 from specdec.errors import UnsupportedError
 from specdec.testing.byte_tokenizer import byte_tokenizer
-from specdec.testing.strict_pass import StrictForwardPass
 from specdec.testing.table_model import WIDE, Memory, TableModel, WideModel
 
 TABLE = "table"
@@ -18,11 +17,11 @@ TABLE = "table"
 _BYTES = 257  # ids that the kit's tokenizer has
 
 
-def second_model(vocab: int) -> StrictForwardPass:
+def second_model(vocab: int) -> TableModel:
     """A draft model that is often right about a ``TableModel``, whose state goes back to few points."""
     if vocab == WIDE:
-        return StrictForwardPass(WideModel(np.full((4, 4), 0.25), WIDE))
-    return StrictForwardPass(TableModel.random(vocab, seed=3, tilt=0.5, memory=Memory.RECURRENT, peak=0.4))
+        return WideModel(np.full((4, 4), 0.25), WIDE)
+    return TableModel.random(vocab, seed=3, tilt=0.5, memory=Memory.RECURRENT, peak=0.4)
 
 
 def prepare_env(target: ForwardPass) -> PrepareEnv:

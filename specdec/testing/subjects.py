@@ -34,7 +34,6 @@ from specdec.errors import ConfigError, SpecdecError, UnknownNameError, Unsuppor
 from specdec.models.loading import foreign_target, load_target
 from specdec.records.cost_table import CostTable
 from specdec.registry import Entry, Kind, registry
-from specdec.registry.guard import is_from_plugin
 from specdec.testing.second_model import prepare_env
 from specdec.testing.table_model import TableModel
 
@@ -194,9 +193,7 @@ def as_subject(subject: Subject, given: Any, config: Any = None) -> AnySubject:
         return _as_subject(subject, given, config)
     except SpecdecError:
         raise
-    except BaseException as error:
-        if not is_from_plugin(error):
-            raise
+    except Exception as error:
         return _failing(subject, error)
 
 

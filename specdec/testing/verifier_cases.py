@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -201,26 +200,6 @@ def with_accepted_draft(case: Case) -> Case:
     return case
 
 
-class SlowLogits(TableLogits):
-    """Each look takes a few milliseconds."""
-
-    def rows(self) -> NDArray[np.float32]:
-        time.sleep(0.003)
-        return super().rows()
-
-    def argmax(self) -> list[int]:
-        time.sleep(0.003)
-        return super().argmax()
-
-
-class NoisyLogits(TableLogits):
-    """With the optional method that draws a token."""
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        values = self.rows()[row].astype(np.float64)
-        return int(np.argmax(scale * values + gumbel(seed, position, np.arange(len(values)), Purpose.TOKEN)))
-
-
 def decide(verifier: Verifier, case: Case, logits: TableLogits | None = None) -> Verdict | None:
     """The verdict, or None if the verifier refuses the settings."""
     logits = TableLogits(case.rows.copy()) if logits is None else logits
@@ -313,12 +292,12 @@ def tally_joint(
             if len(tokens) > JOINT:
                 break
             context = Context(tokens, sampling, generated_from=1, cycle=cycle, draft_noise=verifier.draft_noise)
-            made = _draft(draft, tokens, scenario, context)
+            drafted = _draft(draft, tokens, scenario, context)
             try:
-                verdict = verifier.verify(made, TableLogits(target_rows(target, tokens, made.tokens)), context)
+                verdict = verifier.verify(drafted, TableLogits(target_rows(target, tokens, drafted.tokens)), context)
             except UnsupportedError:
                 return None
-            tokens = [*tokens, *made.tokens[: verdict.accepted], int(verdict.next_token)]
+            tokens = [*tokens, *drafted.tokens[: verdict.accepted], int(verdict.next_token)]
         while len(tokens) <= JOINT:
             probs = reference_distribution(target.logits(tokens).tolist(), tokens, sampling, 1)
             tokens.append(int(rest.choice(JOINT_VOCAB, p=probs)))
@@ -327,6 +306,10 @@ def tally_joint(
 
 
 # --- every position of a deep draft ----------------------------------------------------------------------------------
+
+_TARGET = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.35, 0.15, 0.5]])
+_OTHER = np.array([[0.1, 0.1, 0.8], [0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
+_RARE = np.tile([0.4, 0.4, *[0.02] * 5, *[0.01] * 10], (17, 1))
 
 
 @attrs.frozen
@@ -344,12 +327,10 @@ class Chain:
         return first[:, None] * self.target
 
 
-def chains() -> tuple[Chain, ...]:
-    """Drafts of ten tokens that are mostly accepted, and a vocabulary of which most tokens are rare."""
-    target = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.35, 0.15, 0.5]])
-    near = 0.85 * target + 0.15 * np.array([[0.1, 0.1, 0.8], [0.8, 0.1, 0.1], [0.1, 0.8, 0.1]])
-    rare = np.tile([0.4, 0.4, *[0.02] * 5, *[0.01] * 10], (17, 1))
-    return Chain("deep drafts", target, near, 10), Chain("rare tokens", rare, np.full((17, 17), 1 / 17), 1)
+CHAINS = (
+    Chain("deep drafts", _TARGET, 0.85 * _TARGET + 0.15 * _OTHER, 10),  # mostly accepted
+    Chain("rare tokens", _RARE, np.full((17, 17), 1 / 17), 1),
+)
 
 
 def tally_chain(verifier: Verifier, chain: Chain, draws: Iterable[int], seed: int) -> NDArray[np.int64] | None:
