@@ -22,7 +22,7 @@ from specdec.testing.subjects import DrafterSubject
 from specdec.testing.table_model import WIDE, Memory, TableModel, WideModel
 
 VOCAB = 40
-DEPTHS = (1, 2, 3, 4, 5, 7, 8, 13, 15)  # up to the rows of a pass
+DEPTHS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 7, 8, 13, 15)  # up to the rows of a pass; most are short
 BYTE = 256
 """A rewound detour begins near this position, whatever is drawn: 8 bits do not hold it."""
 
