@@ -11,7 +11,7 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import process_time
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -221,9 +221,19 @@ class Run:
                 return
             yield number
 
-    def explore(self, body: Callable[..., None], *, examples: int = 30, **strategies: SearchStrategy[Any]) -> None:
+    def explore(
+        self,
+        body: Callable[..., None],
+        *,
+        examples: int = 30,
+        first: Iterable[Mapping[str, Any]] = (),
+        **strategies: SearchStrategy[Any],
+    ) -> None:
         """Call ``body`` with drawn arguments; the same seed draws the same cases.
 
+        Args:
+            first: cases that are tried before drawn ones, such as long ones. One that fails is made smaller by drawing
+                its ``length`` again.
         Raises: Broken with the smallest failing case.
         """
         from hypothesis import HealthCheck, Phase, given, settings
@@ -231,6 +241,16 @@ class Run:
         from hypothesis import strategies as st
         from hypothesis.errors import Flaky
 
+        for case in first if self.effort.factor >= 1 else ():
+            try:
+                body(**case)
+            except NotApplicable:
+                raise
+            except Exception as error:
+                drawn = {name: strategies[name] if name == "length" else st.just(value) for name, value in case.items()}
+                if self.shrink and "length" in case:
+                    self.explore(body, examples=20, **drawn)
+                raise Broken.by(error, case) from error
         failed: list[tuple[dict[str, Any], Broken]] = []
         begun, end = 0, self._end
 

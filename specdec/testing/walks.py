@@ -69,7 +69,7 @@ class Walk:
     """One way through a text.
 
     Attributes:
-        route: "cycles" as the engine does it, verified against the text; "prompt" with most of it as one chunk; "mixed"
+        route: "cycles" as the engine does it, verified against the text; "steps" with one token in each; "prompt" with most of it as one chunk; "mixed"
             with chunks, cut and others' drafts; "rewound" with detours; "restored" through copies and files; "beside"
             another sequence.
         cycle: added to the number of every cycle.
@@ -158,7 +158,7 @@ class Walk:
         verified = usable(draft, depth, session.model.info.vocab_size)
         if mixed and rng.random() < 0.3:  # another drafter's draft
             verified = Draft(tuple(tokens[at : at + int(rng.integers(0, 5))]))
-        cut = min(len(tokens) - at - 1, int(rng.integers(0, 6)) if mixed else depth)
+        cut = min(len(tokens) - at - 1, int(rng.integers(0, 6)) if mixed else 0 if self.route == "steps" else depth)
         drafted = verified.tokens[:cut]
         accepted = 0
         while accepted < len(drafted) and drafted[accepted] == tokens[at + accepted]:

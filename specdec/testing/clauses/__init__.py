@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterable, Iterator
 from specdec.errors import ConfigError, did_you_mean
 from specdec.testing.checks import CHECKS, Check
 from specdec.testing.clauses import (  # noqa: F401  (importing them registers the checks)
-
+    depth_policy,
     drafter,
-
-
-
-
-
+    forward_pass,
+    hidden_states,
+    logits_processor,
+    model_family,
+    observer,
+    ops,
     verifier,
 )
 from specdec.testing.subjects import Subject

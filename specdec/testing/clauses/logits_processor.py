@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
+import hypothesis.strategies as st
 import numpy as np
 
 from specdec.contract import Context, LogitsProcessor, ProcessorEnv
 from specdec.errors import SpecdecError
 from specdec.testing.byte_tokenizer import byte_tokenizer
-from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable
+from specdec.testing.checks import Run, check, expect, expect_equal, not_applicable, own_generators
+from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import LogitsProcessorSubject
-from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
 
 if TYPE_CHECKING:
     from specdec.contract import Float32
@@ -62,23 +62,35 @@ def _rows(seed: int, env: ProcessorEnv, count: int, longest: int) -> list[_Row]:
     return rows
 
 
-def _environments(subject: LogitsProcessorSubject, run: Run) -> Iterator[tuple[ProcessorEnv, list[_Row]]]:
-    """Environments that the processor takes, with rows of several lengths."""
-    taken, refusal = 0, ""
-    for number in run.repeat(6, least=2):
-        vocab, start = (257, 40, 257, 5, 1, 257)[number % 6], (3, 1, 60, 9, 2, 300)[number % 6]
+ENVIRONMENTS = ((257, 3, LONG), (40, 1, 60), (257, 60, 200), (5, 9, 30), (1, 2, 20), (257, 300, LONG))
+"""Vocabulary, where generation starts, and the most tokens after that."""
+
+
+def _drawn(
+    subject: LogitsProcessorSubject, run: Run, body: Callable[[ProcessorEnv, list[_Row]], None], examples: int = 10
+) -> None:
+    """Call ``body`` with environments that the processor takes, and rows that shrink by their number."""
+    environments, refusal = [], ""
+    for vocab, start, longest in ENVIRONMENTS:
         ends = (vocab - 1,) if vocab > 1 else ()
-        env = ProcessorEnv(tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
+        env = ProcessorEnv(
+            tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start
+        )
         try:
             subject.make(env).process(np.zeros(vocab, np.float32), [0] * start)
         except SpecdecError as error:
             refusal = error.message
-            continue
-        taken += 1
-        longest = (LONG, 60, 200, 30, 20, LONG)[number % 6]
-        yield env, _rows(run.seed % 2**32 * 1000 + number, env, ROWS, start + longest)
-    if not taken:
+        else:
+            environments.append((env, start + longest))
+    if not environments:
         not_applicable(f"it takes no environment of the kit: {refusal}")
+
+    def cases(number: int, seed: int, rows: int) -> None:
+        env, longest = environments[number]
+        body(env, _rows(seed, env, rows, longest))
+
+    numbers = st.integers(0, len(environments) - 1)
+    run.explore(cases, examples=examples, number=numbers, seed=seeds, rows=lengths(ROWS))
 
 
 def _ask(processor: LogitsProcessor, row: _Row) -> tuple[Float32, int]:
@@ -91,7 +103,7 @@ def _ask(processor: LogitsProcessor, row: _Row) -> tuple[Float32, int]:
 def new_logits(subject: LogitsProcessorSubject, run: Run) -> None:
     """``process`` returns float32 ``[V]`` without NaN or infinity above, also for logits with ``-inf`` in them."""
 
-    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         processor = subject.make(env)
         for number, row in enumerate(rows):
             masked = row.logits.copy()
@@ -108,32 +120,22 @@ def new_logits(subject: LogitsProcessorSubject, run: Run) -> None:
                 expect_equal(answer.dtype, np.dtype(np.float32), "process returns another dtype", **case)
                 expect(bool((answer < np.inf).all()), "a logit is NaN or infinite", got=answer, **case)
 
-    for env, rows in _environments(subject, run):
-        run.halve(partial(look, env=env), rows)
+    _drawn(subject, run, body)
 
 
-@contextlib.contextmanager
-def _strange(seed: int) -> Iterator[None]:
-    with seeded_generators(seed), strange_clock(7.0) as slept:
-        before = generator_states()
-        yield
-        expect(generator_states() == before, "a global generator was advanced")
-    expect(not slept, "it sleeps", got=slept)
-
-
-@check("L2", early=True, share=3)
+@check("L2")
 def arguments_alone(subject: LogitsProcessorSubject, run: Run) -> None:
-    """An answer depends on the arguments alone: on no earlier call, other sequence, clock or random generator."""
+    """An answer depends on the arguments alone: on no earlier call, other sequence or random generator."""
 
-    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         walked = subject.make(env)
         other_env = attrs.evolve(env, generated_from=env.generated_from + 2)
         other = subject.make(other_env)
-        others = _rows(run.seed % 2**32 + 5, other_env, 20, env.generated_from + LONG)
+        others = _rows(len(rows), other_env, 20, env.generated_from + LONG)
         for number, row in enumerate(rows):
             _ask(other, others[number % len(others)])
             case: dict[str, object] = {"history": row.history, "row": number}
-            with contextlib.nullcontext() if number % 16 else _strange(number):
+            with contextlib.nullcontext() if number % 16 else own_generators(number):
                 got, legal = _ask(walked, row)
             fresh, fresh_legal = _ask(subject.make(env), row)
             what = "the answer is not that of a new processor that is asked for this row alone"
@@ -143,15 +145,14 @@ def arguments_alone(subject: LogitsProcessorSubject, run: Run) -> None:
             expect_equal(again, fresh, "asked again, it answers differently", **case)
             expect_equal(again_legal, fresh_legal, "asked again, legal answers differently", **case)
 
-    for env, rows in _environments(subject, run):
-        run.halve(partial(look, env=env), rows)
+    _drawn(subject, run, body)
 
 
 @check("L3")
 def arguments_unchanged(subject: LogitsProcessorSubject, run: Run) -> None:
     """A processor changes neither the logits nor the history and the draft that it is given, and prints nothing."""
 
-    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         processor = subject.make(env)
         for row in rows:
             for legal in (False, True):
@@ -166,15 +167,14 @@ def arguments_unchanged(subject: LogitsProcessorSubject, run: Run) -> None:
                 expect_equal(history, row.history, "the history was changed", history=row.history, draft=row.draft)
                 expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
 
-    for env, rows in _environments(subject, run):
-        run.halve(partial(look, env=env), rows)
+    _drawn(subject, run, body)
 
 
 @check("L4")
 def something_allowed(subject: LogitsProcessorSubject, run: Run) -> None:
     """At least one token stays allowed, after every history that its own masks allow."""
 
-    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         processor = subject.make(env)
         history = rows[0].history[: env.generated_from]
         for number in range(len(rows)):
@@ -186,15 +186,14 @@ def something_allowed(subject: LogitsProcessorSubject, run: Run) -> None:
                 break
             history.append(token)
 
-    for env, rows in _environments(subject, run):
-        run.halve(partial(look, env=env), [*rows, *rows])
+    _drawn(subject, run, body)
 
 
 @check("L5")
 def legal_counts(subject: LogitsProcessorSubject, run: Run) -> None:
     """``legal`` returns a plain int, at most the draft's length, and cuts only what ``process`` forbids."""
 
-    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         processor = subject.make(env)
         for row in rows:
             count: object = processor.legal(row.draft, Context(list(row.history)))
@@ -208,15 +207,14 @@ def legal_counts(subject: LogitsProcessorSubject, run: Run) -> None:
                 token = row.draft[count]
                 expect(answer[token] == -np.inf, f"legal cuts token {token}, which process allows", got=count, **case)
 
-    for env, rows in _environments(subject, run):
-        run.halve(partial(look, env=env), rows)
+    _drawn(subject, run, body)
 
 
-@check("L6", share=0.5)
+@check("L6")
 def answers_stay(subject: LogitsProcessorSubject, run: Run) -> None:
     """An answer belongs to its receiver: later calls leave it as it was."""
 
-    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         processor = subject.make(env)
         answers: list[tuple[Float32, Float32, _Row]] = []
         for row in rows:
@@ -226,15 +224,14 @@ def answers_stay(subject: LogitsProcessorSubject, run: Run) -> None:
                 what = "a later call changed an answer that was handed over"
                 expect_equal(former, copy, what, history=asked.history, later=row.history)
 
-    for env, rows in _environments(subject, run):
-        run.halve(partial(look, env=env), rows)
+    _drawn(subject, run, body)
 
 
 @check("L7")
 def forced_spelling(subject: LogitsProcessorSubject, run: Run) -> None:
     """``forced`` gives ids of the vocabulary, the same again, and ``process`` allows each after those before it."""
 
-    def look(rows: Sequence[_Row], env: ProcessorEnv) -> None:
+    def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         processor = subject.make(env)
         history = rows[0].history[: env.generated_from]
         for row in rows:
@@ -256,5 +253,4 @@ def forced_spelling(subject: LogitsProcessorSubject, run: Run) -> None:
                 break
             history.append(token)
 
-    for env, rows in _environments(subject, run):
-        run.halve(partial(look, env=env), rows)
+    _drawn(subject, run, body)

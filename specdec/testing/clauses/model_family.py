@@ -11,6 +11,7 @@ import io
 import itertools
 import math
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +22,12 @@ from specdec.contract import FamilyConfig, ForwardPass, Needs
 from specdec.errors import CheckpointError
 from specdec.models.read_keys import ReadKeys
 from specdec.models.weights import dry_run
-from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable
-from specdec.testing.long_session import LongSession
-from specdec.testing.memory import MOST_KEPT, still_alive
+from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable, own_generators
+from specdec.testing.memory import MOST_KEPT, alive
 from specdec.testing.random_weights import SMALL, WIDTHS, random_target
 from specdec.testing.subjects import ForwardPassSubject, ModelFamilySubject
-from specdec.testing.surroundings import generator_states, seeded_generators
-from specdec.testing.target_under_test import TargetUnderTest
+from specdec.testing.strategies import lengths, seeds
+from specdec.testing.target_under_test import Play, TargetUnderTest
 
 LARGE = 10_000_000  # values of weights, from which no random ones are made
 _NUMBERS = ("vocab_size", "hidden_size", "layers", "max_positions", "mtp_layers", "tied", "expert_share")
@@ -108,8 +108,7 @@ def parse_only_reads(subject: ModelFamilySubject, run: Run) -> None:
     family = _Family(subject)
     wanted = _facts(family.config)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), seeded_generators(3):
-        before = generator_states()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), own_generators(3):
         for name, as_mapping in _MAPPINGS.items():
             raw = copy.deepcopy(family.raw)
             got = family.parse(as_mapping(raw))
@@ -118,7 +117,6 @@ def parse_only_reads(subject: ModelFamilySubject, run: Run) -> None:
             for key in family.sizes().values():
                 with contextlib.suppress(CheckpointError):
                     family.parse(family.raw | {key: 2 * family.raw[key]})  # other checkpoints change nothing
-        expect(generator_states() == before, "a global generator was advanced")
     expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
     expect_equal(_facts(family.config), wanted, "a config was changed after it was returned")
 
@@ -230,19 +228,20 @@ def build_keeps_nothing(subject: ModelFamilySubject, run: Run) -> None:
     expect_equal(logits(first), before, "a model that was built later changed this one")
     expect_equal(logits(family.target(seed=1)), before, "the same weights give other logits")
     expect_equal(dry_run(spec, config).tensors, wanted, "after real builds a dry run takes other weights")
-    made = 2 * MOST_KEPT
-    kept = still_alive(lambda number: family.target(seed=number).model, made)  # type: ignore[attr-defined]
-    expect(kept <= MOST_KEPT, "models stay in memory", got=f"{kept} of {made}", expected=f"at most {MOST_KEPT}")
+    models = [weakref.ref(family.target(seed=seed).model) for seed in range(2 * MOST_KEPT)]  # type: ignore[attr-defined]
+    kept = alive(models)
+    expect(kept <= MOST_KEPT, "models stay in memory", got=f"{kept} of {len(models)}", expected=f"at most {MOST_KEPT}")
 
 
-@check("M6", share=3)
+@check("M6")
 def models_are_targets(subject: ModelFamilySubject, run: Run) -> None:
     """The model is a target: over any weights, every row of every pass has the logits of plain decoding, also after
     rewinds and copies."""
-    family = _Family(subject)
-    for number in run.repeat(2):
-        model = family.target(seed=run.seed % 2**32 + number)
-        target = TargetUnderTest(ForwardPassSubject(make=lambda model=model: model))  # type: ignore[misc]
-        session = LongSession(target, run)
-        names = (("prefill", "decode", "decode"), ("decode", "rewind", "restore", "prefill", "decode"))[number % 2]
-        session.check(session.steps(*names), "a row differs from plain decoding")
+    model = _Family(subject).target(seed=run.seed % 2**32)
+    target = TargetUnderTest(ForwardPassSubject(make=lambda: model))
+
+    def body(length: int, seed: int) -> None:
+        kinds = ("prefill", "decode", "rewind", "restore", "decode")
+        Play(target, "a row differs from plain decoding").run(kinds, seed, length)
+
+    run.explore(body, examples=4, first=[{"length": 30, "seed": 1}], length=lengths(30), seed=seeds)

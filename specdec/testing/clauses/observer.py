@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -13,50 +13,34 @@ import attrs
 import numpy as np
 
 from specdec.contract import CycleRecord
-from specdec.testing.checks import Run, check, expect, expect_equal
+from specdec.testing.checks import Run, check, expect, own_generators
 from specdec.testing.memory import growth
-from specdec.testing.strategies import block
+from specdec.testing.strategies import lengths, seeds
 from specdec.testing.subjects import OBSERVES, ObserverSubject
-from specdec.testing.surroundings import generator_states, seeded_generators, strange_clock
 
-LONG = 3000  # records of a long run
+LONG = 1500  # records of a long run
 BYTES = 4  # per record, that an observer may keep
-THREADS = 3  # that run cycles in turn
 SLOW = 0.01  # seconds that one record may take, in the fastest of three runs
 
 
 def _records(seed: int, count: int) -> list[CycleRecord]:
-    """Cycles of several sequences, in turn: at all positions, without drafts, of zero seconds, from a device."""
+    """Cycles of several sequences, in turn: at all positions, without drafts, of zero seconds."""
     rng = np.random.default_rng([seed, 2])
     positions = [1, 7, int(2 ** rng.uniform(0, 17))]
     records = []
     for number in range(count):
-        one = int(rng.integers(len(positions)))
+        sequence = int(rng.integers(len(positions)))
         depth = int(rng.integers(0, 17)) if rng.random() < 0.8 else 0
         offered = int(rng.integers(0, depth + 1)) if rng.random() < 0.5 else depth
         accepted = (0, offered, int(rng.integers(0, offered + 1)))[int(rng.integers(3))]
         emitted = tuple(int(token) for token in rng.integers(0, 150_000, accepted + 1))
         if number % 50 == 49:
-            emitted = emitted[: int(rng.integers(2))]  # ended by a stop token, or begun after the end
-        seconds, on_device = float(rng.choice([0.0, 1e-4, 2.0])), bool(rng.random() < 0.2)
+            emitted = emitted[:1]  # ended by a stop token
+        seconds = [float(rng.choice([0.0, 1e-4, 2.0])) for _ in range(3)]
         drafted = (*emitted[:accepted], *([3] * offered))[:offered]
-        records.append(
-            CycleRecord(
-                position=positions[one],
-                depth=depth,
-                offered=offered,
-                accepted=accepted,
-                emitted=emitted,
-                draft_seconds=0.0 if on_device else float(rng.choice([0.0, seconds])),
-                verify_seconds=float(rng.choice([0.0, seconds])),
-                commit_seconds=0.0 if on_device else seconds / 2,
-                on_device=on_device,
-                drafted=drafted,
-            )
-        )
-        positions[one] += len(emitted)
-        if rng.random() < 0.01:  # a sequence ends, and another begins
-            positions[one] = int(2 ** rng.uniform(0, 17))
+        at = positions[sequence]
+        records.append(CycleRecord(at, depth, offered, accepted, emitted, *seconds, drafted=drafted))
+        positions[sequence] = int(2 ** rng.uniform(0, 17)) if rng.random() < 0.01 else at + len(emitted)
     return records
 
 
@@ -67,44 +51,43 @@ def _see(subject: ObserverSubject, records: Sequence[CycleRecord]) -> Any:
     return observer
 
 
-def _runs(run: Run, usual: int = 3) -> Iterator[list[CycleRecord]]:
-    for number in run.repeat(usual):
-        yield _records(run.seed % 2**32 * 1000 + number, (LONG, 300, 40)[number % 3])
+def _drawn(run: Run, body: Callable[[list[CycleRecord]], object], most: int = LONG, examples: int = 5) -> None:
+    run.explore(
+        lambda length, seed: body(_records(seed, length)) and None,
+        examples=examples,
+        length=lengths(most),
+        seed=seeds,
+    )
 
 
 @check("S1")
 def every_record(subject: ObserverSubject, run: Run) -> None:
-    """Every record is taken: of any sequence, at any position, without a draft, of zero seconds, from a device."""
-    for records in _runs(run):
-        run.halve(lambda some: _see(subject, some), records)
+    """Every record is taken: of any sequence, at any position, without a draft, of zero seconds."""
+    _drawn(run, lambda records: _see(subject, records))
 
 
 @check("S2")
 def nothing_moved(subject: ObserverSubject, run: Run) -> None:
-    """An observer moves no global random generator and works under any clock."""
+    """An observer moves no global random generator."""
 
-    def look(records: Sequence[CycleRecord]) -> None:
-        with seeded_generators(1), strange_clock(10.0):
-            before = generator_states()
+    def body(records: list[CycleRecord]) -> None:
+        with own_generators(1):
             _see(subject, records)
-            expect(generator_states() == before, "a global generator was advanced")
 
-    for records in _runs(run):
-        run.halve(look, records)
+    _drawn(run, body, 300, 3)
 
 
 @check("S3")
 def says_nothing(subject: ObserverSubject, run: Run) -> None:
     """An observer prints nothing: standard output belongs to the calling program."""
 
-    def look(records: Sequence[CycleRecord]) -> None:
+    def body(records: list[CycleRecord]) -> None:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             _see(subject, records)
         expect(not printed.getvalue(), "something was printed", got=printed.getvalue())
 
-    for records in _runs(run):
-        run.halve(look, records)
+    _drawn(run, body, 300, 3)
 
 
 @check("S4")
@@ -114,9 +97,8 @@ def bounded_memory(subject: ObserverSubject, run: Run) -> None:
 
     def see(number: int) -> None:
         record = records[number % LONG]
-        emitted, drafted = block(number, len(record.emitted)), block(number, record.offered)
-        record = attrs.evolve(record, position=number, emitted=emitted, drafted=drafted)
-        getattr(observer, OBSERVES)(record=record)
+        drafted = tuple((number * 2_654_435_761 + at * 40_503 >> 7) % 50 for at in range(record.offered))
+        getattr(observer, OBSERVES)(record=attrs.evolve(record, position=number, drafted=drafted))
 
     grown = growth(see, LONG)
     expect(grown <= BYTES, "memory grows with every cycle", got=f"{grown:.0f} bytes a cycle after {LONG}")
@@ -125,10 +107,7 @@ def bounded_memory(subject: ObserverSubject, run: Run) -> None:
 @check("S5")
 def quick(subject: ObserverSubject, run: Run) -> None:
     """An observer is quick: it neither sleeps nor waits, because the hook runs between two cycles."""
-    records = _records(run.seed % 2**32, LONG)
-    with strange_clock(1e-6) as slept:
-        _see(subject, records)
-    expect_equal(slept, [], "it sleeps")
+    records = _records(run.seed % 2**32, 300)
     fastest = np.full(len(records), np.inf)
     for _ in range(3):
         observer = subject.make()
@@ -144,11 +123,11 @@ def quick(subject: ObserverSubject, run: Run) -> None:
 def any_thread(subject: ObserverSubject, run: Run) -> None:
     """Records come from any thread of the program, and from several in turn."""
 
-    def look(records: Sequence[CycleRecord]) -> None:
+    def body(records: list[CycleRecord]) -> None:
         observer = subject.make()
         with contextlib.ExitStack() as stack:
-            pools = [stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)) for _ in range(THREADS)]
+            pools = [stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)) for _ in range(3)]
             for number, record in enumerate(records):
-                pools[number % THREADS].submit(getattr(observer, OBSERVES), record=record).result()
+                pools[number % 3].submit(getattr(observer, OBSERVES), record=record).result()
 
-    run.halve(look, _records(run.seed % 2**32, 40))
+    _drawn(run, body, 40, 3)
