@@ -17,16 +17,7 @@ import numpy as np
 from specdec.checking import checked
 from specdec.config import Choice, structure_choice
 from specdec.errors import ConfigError, SpecdecError, shown
-from specdec.testing.checks import (
-    CONTRACT,
-    EFFORTS,
-    Broken,
-    Check,
-    EffortName,
-    NotApplicable,
-    Run,
-    Seed,
-)
+from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
 from specdec.testing.clauses import expect_contract, expect_ids, iter_checks
 from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
 

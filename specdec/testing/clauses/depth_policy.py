@@ -98,9 +98,7 @@ def _steps(seed: int, count: int) -> list[Step]:
 
 def _drawn(run: Run, body: Any, most: int = LONG, examples: int = 12) -> None:
     """Call ``body`` with drawn steps, which shrink by their number."""
-    run.explore(
-        lambda length, seed: body(_steps(seed, length)), examples=examples, length=lengths(most), seed=seeds
-    )
+    run.explore(lambda length, seed: body(_steps(seed, length)), examples=examples, length=lengths(most), seed=seeds)
 
 
 @check("P1")

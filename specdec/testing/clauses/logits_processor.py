@@ -73,9 +73,7 @@ def _drawn(
     environments, refusal = [], ""
     for vocab, start, longest in ENVIRONMENTS:
         ends = (vocab - 1,) if vocab > 1 else ()
-        env = ProcessorEnv(
-            tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start
-        )
+        env = ProcessorEnv(tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
         try:
             subject.make(env).process(np.zeros(vocab, np.float32), [0] * start)
         except SpecdecError as error:

@@ -53,10 +53,7 @@ def _see(subject: ObserverSubject, records: Sequence[CycleRecord]) -> Any:
 
 def _drawn(run: Run, body: Callable[[list[CycleRecord]], object], most: int = LONG, examples: int = 5) -> None:
     run.explore(
-        lambda length, seed: body(_records(seed, length)) and None,
-        examples=examples,
-        length=lengths(most),
-        seed=seeds,
+        lambda length, seed: body(_records(seed, length)) and None, examples=examples, length=lengths(most), seed=seeds
     )
 
 
