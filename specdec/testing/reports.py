@@ -94,7 +94,7 @@ def run_check(
             check.run(given, Run(seed, effort, seconds=seconds, shrink=shrink))
     except NotApplicable as reason:
         return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, _short(str(reason)))
-    except Exception as raised:
+    except Exception as raised:  # noqa: BLE001  (whatever a plugin raises is a failure)
         error = raised
     seconds = perf_counter() - started
     if error is None and known is None:

@@ -22,7 +22,7 @@ from specdec.drafters.heads import drafter as heads
 from specdec.drafters.heads.plugin import specdec_drafters
 from specdec.drafters.heads.untrained import write_untrained
 from specdec.models.causal_lm import CausalLM
-from specdec.testing import StrictForwardPass, TableModel
+from specdec.testing import TableModel
 from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.verifiers import rejection
 from specdec.verifiers.strict import StrictVerifier
@@ -60,7 +60,7 @@ def test_the_output_is_that_of_plain_decoding(
         sampling=st.sampled_from([Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=0.7, top_k=5)]),
     )
     def check(prompt: list[int], depths: list[int], sampling: Sampling) -> None:
-        strict = StrictForwardPass(target)
+        strict = target
         make = functools.partial(made, kind)
         options: dict[str, Any] = {"needs": shared.around.needs, "shared": shared}
         got, stats = run_engine(strict, verifier, make, prompt, 12, depths, sampling, **options)

@@ -22,7 +22,7 @@ from specdec.measuring.acceptance import measure_acceptance
 from specdec.measuring.bench import compare
 from specdec.policies.adaptive import AdaptiveConfig, Learnt, specdec_depth_policies
 from specdec.records.cost_table import CostTable
-from specdec.testing import StrictForwardPass, Subject, as_subject
+from specdec.testing import Subject, as_subject
 from specdec.testing.scripted_session import CAPACITY, ScriptedSession, drafts_equal
 from tests import tiny
 from tests.decoding.test_sessions import Told, operations
@@ -95,7 +95,7 @@ def test_after_any_history_the_drafts_and_the_targets_bits_are_those_of_a_fresh_
     target = make_target("qwen3_5", kernels="native", max_positions=CAPACITY)
     subject: Any = as_subject(Subject.DRAFTER, SPECS[kind], HeadConfig(model="random"))
     subject = attrs.evolve(subject, needs=subject.prepare(target).around.needs)
-    strict = StrictForwardPass(target)
+    strict = target
     seen: dict[str, int] = dict.fromkeys(("accepted", "drafted", "rewind", "restore"), 0)
 
     @examples(30)
