@@ -96,7 +96,7 @@ class ScriptedSession:
         drafter = subject.make(DrafterEnv(target=model, state=state, shared=shared, saved=saved))
         return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
 
-    # --- what is noted -----------------------------------------------------------------------------------------------
+    # --- what is noted --------------------------------------------------------------------------------------------
 
     def note(self, clause: str, truth: object, what: str, **facts: object) -> None:
         """Note a fault under its clause unless ``truth``."""
@@ -151,7 +151,7 @@ class ScriptedSession:
         for row, token in enumerate(usable(draft, depth, vocab).tokens):
             self.note("D9", probs[row, token] > 0, f"the drafted token {token} has probability 0", got=probs[row])
 
-    # --- the calls of the engine ---------------------------------------------------------------------------------------
+    # --- the calls of the engine ----------------------------------------------------------------------------------
 
     def context(self, upto: int | None = None) -> Context:
         """A context over a copy of the tokens, so that a drafter's writes change nothing here."""

@@ -164,7 +164,7 @@ def stats_are_the_engines(subject: DepthPolicySubject, run: Run) -> None:
     _drawn(run, body, 400, 6)
 
 
-@check("P6")
+@check("P6", early=True)
 def own_sequence_only(subject: DepthPolicySubject, run: Run) -> None:
     """A policy decides from the records of its own sequence: the same records give the same depths, and no global
     random generator is read or moved."""

@@ -121,7 +121,7 @@ def new_logits(subject: LogitsProcessorSubject, run: Run) -> None:
     _drawn(subject, run, body)
 
 
-@check("L2")
+@check("L2", early=True)
 def arguments_alone(subject: LogitsProcessorSubject, run: Run) -> None:
     """An answer depends on the arguments alone: on no earlier call, other sequence or random generator."""
 
