@@ -152,13 +152,14 @@ class Check:
     contract: str  # the contract that introduced it
     sentence: str  # the clause's heading in docs/contract
     run: Callable[[Any, Run], None] = attrs.field(repr=False)
+    early: bool = False  # runs before the others, which may leave traces in an object or a class
 
 
 CHECKS: dict[str, Check] = {}
 """By id, all registered so far; ``specdec.testing.clauses.iter_checks`` gives all of them, in order."""
 
 
-def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Callable[[T], T]:
+def check(id: str, *, contract: str = CONTRACT, kind: str = "contract", early: bool = False) -> Callable[[T], T]:
     """Register a function ``(subject, run)`` as the check of clause ``id``; its docstring is the clause's sentence."""
     subject = next((subject for subject in Subject if subject.letter == id[:1]), None)
     if subject is None or not id[1:].isdigit() or kind not in ("contract", "advice"):
@@ -168,7 +169,7 @@ def check(id: str, *, contract: str = CONTRACT, kind: str = "contract") -> Calla
         if id in CHECKS:
             raise ValueError(f"there is a check {id} already")
         sentence = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-        CHECKS[id] = Check(id, subject, kind, contract, sentence, function)  # type: ignore[arg-type]
+        CHECKS[id] = Check(id, subject, kind, contract, sentence, function, early)  # type: ignore[arg-type]
         return function
 
     return register

@@ -17,16 +17,7 @@ import numpy as np
 from specdec.checking import checked
 from specdec.config import Choice, structure_choice
 from specdec.errors import ConfigError, SpecdecError, shown
-from specdec.testing.checks import (
-    CONTRACT,
-    EFFORTS,
-    Broken,
-    Check,
-    EffortName,
-    NotApplicable,
-    Run,
-    Seed,
-)
+from specdec.testing.checks import CONTRACT, EFFORTS, Broken, Check, EffortName, NotApplicable, Run, Seed
 from specdec.testing.clauses import expect_contract, expect_ids, iter_checks
 from specdec.testing.subjects import AnySubject, Labelled, Subject, as_subject, registered_subjects, subject_of
 
@@ -103,7 +94,7 @@ def run_check(
             check.run(given, Run(seed, effort, seconds=seconds, shrink=shrink))
     except NotApplicable as reason:
         return Outcome(check, Status.NOT_APPLICABLE, perf_counter() - started, _short(str(reason)))
-    except Exception as raised:
+    except Exception as raised:  # noqa: BLE001  (whatever a plugin raises is a failure)
         error = raised
     seconds = perf_counter() - started
     if error is None and known is None:
@@ -234,6 +225,7 @@ def check_subjects(
         for check in iter_checks(subject)
         if wanted is None or check.id in wanted
     ]
+    planned.sort(key=lambda pair: not pair[0].early)  # stable
     seconds = EFFORTS[effort].seconds
     outcomes: list[Outcome] = []
     began = process_time()

@@ -96,7 +96,7 @@ class ScriptedSession:
         drafter = subject.make(DrafterEnv(target=model, state=state, shared=shared, saved=saved))
         return cls(subject, model, state, drafter, sampling or Sampling(), noise, shared, sealed)
 
-    # --- what is noted -----------------------------------------------------------------------------------------------
+    # --- what is noted --------------------------------------------------------------------------------------------
 
     def note(self, clause: str, truth: object, what: str, **facts: object) -> None:
         """Note a fault under its clause unless ``truth``."""
@@ -112,12 +112,14 @@ class ScriptedSession:
 
     def _ask(self, method: str, context: Context, *arguments: Any) -> Any:
         """Call the drafter; its context, its settings and the committed state must stay as they are (D2, D12)."""
-        tokens, bias = context[:], dict(context.sampling.logit_bias)
+        tokens, settings = context[:], (dict(context.sampling.logit_bias), context.cycle, context.generated_from)
         held = self.state.length, getattr(self.state, "provisional", None)
         answer = getattr(self.drafter, method)(*arguments)
         self.note("D2", context[:] == tokens, f"{method} changed the tokens of the context", tokens=tokens)
-        same = dict(context.sampling.logit_bias) == bias
-        self.note("D2", same, f"{method} changed the settings of the context", expected=bias)
+        after = (dict(context.sampling.logit_bias), context.cycle, context.generated_from)
+        self.note(
+            "D2", after == settings, f"{method} changed the settings of the context", got=after, expected=settings
+        )
         now = self.state.length, getattr(self.state, "provisional", None)
         what = f"{method} ran a pass over the state of its sequence, or changed it"
         self.note("D12", now == held, what, got=f"{now[0]} tokens", expected=f"{held[0]} tokens")
@@ -132,7 +134,9 @@ class ScriptedSession:
         for token in draft.tokens:
             kind = f"{token!r} of type {type(token).__name__}"
             self.note("D1", type(token) is int, "a token is not a plain int", got=kind)
-            self.note("D1", 0 <= token < vocab, "a token is outside the vocabulary", got=token, expected=f"below {vocab}")
+            self.note(
+                "D1", 0 <= token < vocab, "a token is outside the vocabulary", got=token, expected=f"below {vocab}"
+            )
         if draft.probs is None:
             return
         probs = np.asarray(draft.probs)
@@ -147,7 +151,7 @@ class ScriptedSession:
         for row, token in enumerate(usable(draft, depth, vocab).tokens):
             self.note("D9", probs[row, token] > 0, f"the drafted token {token} has probability 0", got=probs[row])
 
-    # --- the calls of the engine ---------------------------------------------------------------------------------------
+    # --- the calls of the engine ----------------------------------------------------------------------------------
 
     def context(self, upto: int | None = None) -> Context:
         """A context over a copy of the tokens, so that a drafter's writes change nothing here."""

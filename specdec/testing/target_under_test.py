@@ -162,9 +162,9 @@ _BACK = (1, 4, 1, 30, 2, 300)
 class Play:
     """One way through the text of a target.
 
-    Kinds of steps: ``prefill`` one chunk; ``decode`` one pass, of which some rows are committed; ``twice`` after another
-    pass that is not committed; ``rewind``; ``restore``: the copy of the state goes on; ``file``: likewise, by way of a
-    session's file; ``beside``: like decode, and another sequence has a pass before the logits are read.
+    Kinds of steps: ``prefill`` one chunk; ``decode`` one pass, of which some rows are committed; ``twice`` after
+    another pass that is not committed; ``rewind``; ``restore``: the copy of the state goes on; ``file``: likewise, by
+    way of a session's file; ``beside``: like decode, and another sequence has a pass before the logits are read.
 
     With ``hostile``, the caller writes into everything that it was handed, and into its own lists after a call.
     """

@@ -69,9 +69,9 @@ class Walk:
     """One way through a text.
 
     Attributes:
-        route: "cycles" as the engine does it, verified against the text; "steps" with one token in each; "prompt" with most of it as one chunk; "mixed"
-            with chunks, cut and others' drafts; "rewound" with detours; "restored" through copies and files; "beside"
-            another sequence.
+        route: "cycles" as the engine does it, verified against the text; "steps" with one token in each; "prompt" with
+            most of it as one chunk; "mixed" with chunks, cut and others' drafts; "rewound" with detours; "restored"
+            through copies and files; "beside" another sequence.
         cycle: added to the number of every cycle.
         look: called with the session and each draft before it is verified.
         drafts: by position, copies of what was drafted there.

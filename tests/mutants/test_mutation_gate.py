@@ -561,7 +561,7 @@ def truncate_that_says_it_did(patch):
     patch.setattr(caches.CpuDeltaCache, "truncate", lambda self, length: True)
 
 
-@killed_by(clause("F11", lambda: TableModel.random(5, tilt=0.5)))
+@killed_by(clause("F2", lambda: TableModel.random(5, tilt=0.5)))
 def rejected_rows_leave_a_trace(patch):
     right = TableModel.commit
 

@@ -13,17 +13,16 @@ from click.testing import CliRunner
 
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.backends.ops import Ops
-from specdec.contract import DepthPolicySpec, ForwardPass, Needs
+from specdec.contract import DepthPolicySpec, ForwardPass
 from specdec.drafters.ngram import specdec_drafters as ngram_specs
 from specdec.drafters.none import specdec_drafters as none_specs
-from specdec.errors import ConfigError, ContractError, UnknownNameError, UnsupportedError
+from specdec.errors import ConfigError, UnknownNameError, UnsupportedError
 from specdec.policies.fixed import specdec_depth_policies
 from specdec.testing import (
     Check,
     CheckFailure,
     Memory,
     Status,
-    StrictForwardPass,
     Subject,
     TableModel,
     as_subject,
@@ -34,12 +33,11 @@ from specdec.testing import (
     parametrize_checks,
     run_check,
 )
-from specdec.testing.checks import BEAT, LEAST, Awake, Broken, Run
+from specdec.testing.checks import LEAST, Broken, Run
 from specdec.testing.numerics import chi_square_tail
 from tests.processes import run_specdec
 from tests.testing import contract_pages
 from tests.testing.broken import drafters, policies
-from tests.testing.broken.targets import RunsCycles
 
 # --- the written contract --------------------------------------------------------------------------------------------
 
@@ -54,12 +52,6 @@ def test_every_clause_is_headed_by_its_sentence_and_has_a_reason(subject):
         check.id for check in iter_checks(subject) if check.kind == "advice"
     }
     assert text == contract_pages.updated(subject), "run python -m tests.testing.contract_pages"
-
-
-def test_clauses_are_numbered_without_gaps():
-    for subject in Subject:
-        numbers = [int(check.id[1:]) for check in iter_checks(subject)]
-        assert numbers == list(range(1, len(numbers) + 1)), subject
 
 
 # --- failures, known failures, versions ------------------------------------------------------------------------------
@@ -79,7 +71,7 @@ def test_a_failure_says_clause_case_and_replay():
         "docs/contract/drafter.md",
     ):
         assert part in text
-    assert "depth = 1" in text  # shrunk
+    assert "length = " in text
 
 
 def test_the_same_seed_finds_the_same_case():
@@ -239,8 +231,6 @@ def test_a_target_without_draft_heads_and_a_drafter_without_a_snapshot_are_told(
     assert outcome.status is Status.NOT_APPLICABLE
     assert "offers no pruned draft head" in outcome.detail
     assert _outcome("F19", TableModel.random(5)).status is Status.NOT_APPLICABLE
-    assert _outcome("F20", TableModel.random(5, mtp=True)).status is Status.NOT_APPLICABLE
-    assert _outcome("F20", RunsCycles.random(5, mtp=True)).status is Status.PASSED
     outcome = _outcome("D17", ngram_specs()[0])
     assert outcome.status is Status.NOT_APPLICABLE
     assert "snapshot" in outcome.detail
@@ -305,70 +295,6 @@ def test_only_attention_can_be_cut_anywhere():
     assert reached == {Memory.ATTENTION: 5, Memory.CONVOLUTION: 3, Memory.RECURRENT: 3}
 
 
-def _strict():
-    model = StrictForwardPass(TableModel.random(4, mtp=True, tilt=0.3))
-    state = model.new_state(12, Needs(mtp=True, final_hidden=True))
-    return model, state, model.prefill(state, [1, 2, 3])
-
-
-def _misuses():
-    def stale_logits(model, state, output):
-        logits = model.decode(state, [1]).need_logits()
-        model.decode(state, [2])
-        logits.argmax()
-
-    def stale_draft_logits(model, state, output):
-        seen = []
-        model.draft_mtp(state, 1, 2, choose=lambda logits, drafted: seen.append(logits) or 1)
-        seen[0].argmax()
-
-    return {
-        "commit without a decode": lambda m, s, o: m.commit(s, 1),
-        "commit of too many rows": lambda m, s, o: (m.decode(s, [1]), m.commit(s, 2)),
-        "prefill before commit": lambda m, s, o: (m.decode(s, [1]), m.prefill(s, [2])),
-        "rewind before commit": lambda m, s, o: (m.decode(s, [1]), m.rewind(s, 1)),
-        "snapshot before commit": lambda m, s, o: (m.decode(s, [1]), m.snapshot(s)),
-        "too many rows": lambda m, s, o: m.decode(s, [1] * 17),
-        "a numpy token": lambda m, s, o: m.decode(s, [np.int64(1)]),
-        "a bool token": lambda m, s, o: m.decode(s, [True]),
-        "a token outside the vocabulary": lambda m, s, o: m.decode(s, [4]),
-        "no tokens": lambda m, s, o: m.prefill(s, []),
-        "over the capacity": lambda m, s, o: m.prefill(s, [1] * 10),
-        "a state of another model": lambda m, s, o: m.decode(_strict()[1], [1]),
-        "hidden states by index": lambda m, s, o: o.hidden[0],
-        "hidden states of another model": lambda m, s, o: o.hidden.join([_strict()[2].hidden]),
-        "a hook of the target": lambda m, s, o: m.prefill_mtp(s, [2], o.hidden[:1]),
-        "a pass of the head": lambda m, s, o: m.decode_mtp(s, [2], o.hidden[:1]),
-        "a draft before commit": lambda m, s, o: (m.decode(s, [1]), m.draft_mtp(s, 1, 2)),
-        "a draft head of another model": lambda m, s, o: m.draft_mtp(s, 1, 2, head=_strict()[0].draft_head([1])),
-        "drafts from two pending tokens": lambda m, s, o: (m.draft_mtp(s, 1, 2), m.draft_mtp(s, 2, 2)),
-        "a draft from a token that does not follow": lambda m, s, o: (m.draft_mtp(s, 1, 2), m.decode(s, [2])),
-        "stale logits": stale_logits,
-        "stale logits of a draft": stale_draft_logits,
-        "rewind forwards": lambda m, s, o: m.rewind(s, 4),
-    }
-
-
-@pytest.mark.parametrize("misuse", _misuses(), ids=str)
-def test_the_strict_wrapper_refuses(misuse):
-    model, state, output = _strict()
-    with pytest.raises(ContractError):
-        _misuses()[misuse](model, state, output)
-
-
-def test_the_strict_wrapper_allows_what_is_promised():
-    model, state, _ = _strict()
-    assert len(model.draft_mtp(state, 1, 3)) == 3
-    logits = model.decode(state, [1, 2]).need_logits()
-    model.commit(state, 1)
-    assert len(logits.argmax()) == 2  # commit is no pass
-    copy = model.restore(model.snapshot(state), state.needs)
-    assert copy.length == copy.pairs.length == 4
-    assert model.restore(model.snapshot(state), Needs(final_hidden=True)).pairs is None
-    assert model.rewind(copy, 2) == 1  # the token before brings back the hidden state that the next pair needs
-    assert not check_plugin(model).ok  # misuse raises its own errors, so F7 fails: it is a wrapper for callers
-
-
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -409,18 +335,9 @@ def _check(id_: str) -> Check:
     return next(check for check in iter_checks() if check.id == id_)
 
 
-def test_a_stop_of_the_process_counts_as_two_beats_of_the_clock() -> None:
-    awake = Awake()
-    for now in (BEAT, 2 * BEAT, 3600.0, 3600.0 + BEAT):
-        awake.tick(now)
-    assert awake.seconds == pytest.approx(5 * BEAT)
-
-
-def test_every_part_of_a_check_runs_when_there_is_no_time() -> None:
-    run, drawn, called = Run(seconds=0.0), [], []
-    run.parts(
-        lambda own: called.append("first"), lambda own: own.explore(lambda case: drawn.append(case), case=st.integers())
-    )
-    run.parts(lambda own: called.extend(own.repeat(9, least=3)))
-    assert called == ["first", 0, 1, 2]
+def test_some_cases_are_drawn_even_when_there_is_no_time() -> None:
+    drawn: list[int] = []
+    run = Run(seconds=0.0)
+    run.explore(lambda case: drawn.append(case), case=st.integers())
+    assert list(run.repeat(9, least=3)) == [0, 1, 2]
     assert len(drawn) == LEAST

@@ -11,7 +11,7 @@ from hypothesis import given
 from specdec import sampling as production
 from specdec.contract import GREEDY_BELOW, Context, Draft, LogitsProcessor, Sampling
 from specdec.sampling import Purpose, Rows, gumbel, philox, survivors, uniforms
-from specdec.testing import Memory, StrictForwardPass, TableModel, strategies
+from specdec.testing import Memory, TableModel, strategies
 from specdec.testing.engine_run import ScriptedDrafter, run_engine
 from specdec.testing.numerics import goodness_of_fit
 from specdec.testing.table_model import TableLogits
@@ -51,7 +51,7 @@ def check_independence(prompt, depths, sampling, memory, wrong, count=14):
         return (right + wrong[(len(history) + number) % len(wrong)]) % VOCAB
 
     got, stats = run_engine(
-        StrictForwardPass(model), StrictVerifier(), lambda env: ScriptedDrafter(script), prompt, count, depths, sampling
+        model, StrictVerifier(), lambda env: ScriptedDrafter(script), prompt, count, depths, sampling
     )
     assert got == expected
     assert not stats.inactive_reason

@@ -6,7 +6,6 @@ import pytest
 import torch
 from specdec.contract import Needs, PrepareEnv, Sampling
 from specdec.drafters.heads.plugin import specdec_drafters
-from specdec.testing import StrictForwardPass
 from specdec.testing.engine_run import plain_decoding, run_engine
 from specdec.verifiers.strict import StrictVerifier
 
@@ -21,7 +20,7 @@ def test_the_output_is_that_of_plain_decoding(kind, target):
     prompt, verifier = [3, 1, 4, 1, 5, 9, 2, 6], StrictVerifier()
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
         got, stats = run_engine(
-            StrictForwardPass(passes),
+            passes,
             verifier,
             lambda env: spec.factory(config, env),
             prompt,

@@ -545,11 +545,11 @@ def distribution_of_the_target(subject: DrafterSubject, run: Run) -> None:
     expected = joint_distribution(
         lambda later: reference_distribution(model.logits([*prompt, *later]).tolist(), later, plain), 3, 3
     )
-    for block in (False, True):
+    for block, count in ((False, 700), (True, 200)):
         verifier = RejectionVerifier(RejectionConfig(block=block))
         options: dict[str, Any] = {"needs": subject.needs, "shared": subject.prepare(model), "capacity": 16}
         tally = np.zeros((3, 3, 3), np.int64)
-        for number in run.repeat(350, least=50):
+        for number in run.repeat(count, least=50):
             sampling = Sampling(temperature=1.0, seed=(run.seed << 32) % 2**63 + number)
             tokens, _ = run_engine(model, verifier, subject.make, prompt, 3, [2], sampling, **options)
             tally[tuple(tokens)] += 1

@@ -73,9 +73,7 @@ def _drawn(
     environments, refusal = [], ""
     for vocab, start, longest in ENVIRONMENTS:
         ends = (vocab - 1,) if vocab > 1 else ()
-        env = ProcessorEnv(
-            tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start
-        )
+        env = ProcessorEnv(tokenizer=byte_tokenizer(vocab), vocab_size=vocab, end_tokens=ends, generated_from=start)
         try:
             subject.make(env).process(np.zeros(vocab, np.float32), [0] * start)
         except SpecdecError as error:
@@ -123,7 +121,7 @@ def new_logits(subject: LogitsProcessorSubject, run: Run) -> None:
     _drawn(subject, run, body)
 
 
-@check("L2")
+@check("L2", early=True)
 def arguments_alone(subject: LogitsProcessorSubject, run: Run) -> None:
     """An answer depends on the arguments alone: on no earlier call, other sequence or random generator."""
 

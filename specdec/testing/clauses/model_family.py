@@ -25,8 +25,8 @@ from specdec.models.weights import dry_run
 from specdec.testing.checks import Broken, Run, check, expect, expect_equal, not_applicable, own_generators
 from specdec.testing.memory import MOST_KEPT, alive
 from specdec.testing.random_weights import SMALL, WIDTHS, random_target
-from specdec.testing.subjects import ForwardPassSubject, ModelFamilySubject
 from specdec.testing.strategies import lengths, seeds
+from specdec.testing.subjects import ForwardPassSubject, ModelFamilySubject
 from specdec.testing.target_under_test import Play, TargetUnderTest
 
 LARGE = 10_000_000  # values of weights, from which no random ones are made

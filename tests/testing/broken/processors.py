@@ -74,12 +74,12 @@ class ForcesBeyondTheVocabulary(Halves):
 
 
 BROKEN = {
-    Halves: ("L1",),
-    Counts: ("L2",),
-    InPlace: ("L3",),
-    ForbidsAll: ("L4",),
-    CutsAll: ("L5",),
-    OneBuffer: ("L6",),
-    ForcesWhatItForbids: ("L7",),
-    ForcesBeyondTheVocabulary: ("L7",),
+    Halves: "L1",
+    Counts: "L2",
+    InPlace: "L3",
+    ForbidsAll: "L4",
+    CutsAll: "L5",
+    OneBuffer: "L6",
+    ForcesWhatItForbids: "L7",
+    ForcesBeyondTheVocabulary: "L7",
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from specdec.testing.checks import Run, check, expect, expect_equal
+from specdec.testing.clauses.forward_pass import check_logits
 from specdec.testing.clauses.ops.bench import EPS, ROWS, Bench, rms_normed
 from specdec.testing.clauses.ops.experts import swiglu_with_error
-from specdec.testing.clauses.forward_pass import check_logits
 from specdec.testing.subjects import OpsSubject
 
 VOCAB, LENGTH = 301, 37

@@ -14,10 +14,12 @@ from specdec import (
     Context,
     CycleRecord,
     DepthPolicy,
+    DepthPolicySpec,
     Draft,
     Drafter,
     DrafterEnv,
     DrafterSnapshot,
+    DrafterSpec,
     ForwardOutput,
     ForwardPass,
     Guarantee,
@@ -26,15 +28,17 @@ from specdec import (
     ModelInfo,
     Needs,
     Parity,
-    Sampling,
+    ProcessorSpec,
     Stats,
     Verdict,
+    VerifierSpec,
+    hookimpl,
 )
 from specdec.contract import NO_NEEDS, DraftNoise, Snapshot, State
 from specdec.errors import PromptError, ShapeError, StateError, UnsupportedError
 from specdec.sampling import Purpose, draw, uniforms
 
-from . import backends, drafters, observers, policies, processors, verifiers
+from .bases import Counting, Exact, Lookup, Margin
 from .toy import Toy
 
 CORRECT: dict[type[Any], str] = {}
@@ -52,16 +56,17 @@ def correct(joint: str) -> Callable[[type[Any]], type[Any]]:
 
 def spec(kind: type[Any]) -> Any:
     """The public spec of the plugin; of a target the target itself, of an observer the plugin object."""
-    modules: dict[str, Any] = {
-        "drafter": drafters,
-        "verifier": verifiers,
-        "policy": policies,
-        "processor": processors,
-        "observer": observers,
-        "backend": backends,
-    }
-    joint = CORRECT[kind]
-    return kind() if joint == "target" else modules[joint].spec(kind)
+    name = f"unusual-{kind.__name__}"
+    match CORRECT[kind]:
+        case "drafter":
+            return DrafterSpec(name=name, factory=kind, needs=kind.needs, prepare=kind.prepare)
+        case "verifier":
+            return VerifierSpec(name=name, factory=kind)
+        case "policy":
+            return DepthPolicySpec(name=name, factory=kind, prepare=kind.prepare)
+        case "processor":
+            return ProcessorSpec(name=name, factory=kind)
+    return kind()
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
@@ -170,7 +175,7 @@ class DeepNeeds(Plain):
 
 
 @correct("drafter")
-class EndsEarly(drafters.Counting):
+class EndsEarly(Counting):
     """Ends a draft where its distribution is flat, which it knows before it draws."""
 
     def propose(self, context: Context, depth: int) -> Draft:
@@ -185,7 +190,7 @@ class EndsEarly(drafters.Counting):
 
 
 @correct("drafter")
-class EmptySnapshot(drafters.Lookup):
+class EmptySnapshot(Lookup):
     """Saves nothing and starts from the text again."""
 
     def snapshot(self, context: Context) -> DrafterSnapshot | None:
@@ -196,7 +201,7 @@ class EmptySnapshot(drafters.Lookup):
 
 
 @correct("drafter")
-class LongReport(drafters.Lookup):
+class LongReport(Lookup):
     """Reports nested data with names of any alphabet."""
 
     def report(self) -> dict[str, Any]:
@@ -220,16 +225,13 @@ class LongestMatch(Plain):
 
 
 @correct("verifier")
-class AcceptsNothing(verifiers.Exact):
+class AcceptsNothing(Exact):
     """Chooses the next token itself, always: plain decoding with a drafter beside it."""
 
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
         self.check(draft, logits)
         verdict = super().verify(Draft(draft.tokens[:1]) if draft.tokens else draft, _first(logits, draft), context)
         return Verdict(0, draft.tokens[0]) if verdict.accepted else verdict
-
-    def is_argmax(self, sampling: Sampling) -> bool:
-        return False
 
 
 def _first(logits: Logits, draft: Draft) -> Logits:
@@ -239,7 +241,7 @@ def _first(logits: Logits, draft: Draft) -> Logits:
 
 
 @correct("verifier")
-class WideMargin(verifiers.Margin):
+class WideMargin(Margin):
     """Bounded, by fifty nats."""
 
     def __init__(self, config: Any = None) -> None:
@@ -247,7 +249,7 @@ class WideMargin(verifiers.Margin):
 
 
 @correct("verifier")
-class NoMargin(verifiers.Margin):
+class NoMargin(Margin):
     """Bounded, by nothing: only ties of the best are kept."""
 
     def __init__(self, config: Any = None) -> None:
@@ -255,7 +257,7 @@ class NoMargin(verifiers.Margin):
 
 
 @correct("verifier")
-class GreedyOnly(verifiers.Exact):
+class GreedyOnly(Exact):
     """Exact where it decides, and refuses to sample."""
 
     def verify(self, draft: Draft, logits: Logits, context: Context) -> Verdict:
@@ -265,14 +267,14 @@ class GreedyOnly(verifiers.Exact):
 
 
 @correct("verifier")
-class ModestlyExact(verifiers.Exact):
+class ModestlyExact(Exact):
     """Exact, and promises no more than the distribution."""
 
     guarantee: ClassVar[Guarantee] = Guarantee.DISTRIBUTION
 
 
 @correct("verifier")
-class ModestlyHeuristic(verifiers.Exact):
+class ModestlyHeuristic(Exact):
     """Exact, and promises nothing."""
 
     guarantee: ClassVar[Guarantee] = Guarantee.HEURISTIC
@@ -402,9 +404,6 @@ class TorchLogits(Logits):
     def logsumexp(self) -> list[float]:
         values: list[float] = self.array.double().logsumexp(-1).tolist()
         return values
-
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        return None
 
     def rows(self) -> Any:
         return self.array.numpy().copy()
@@ -592,14 +591,15 @@ class DoesNothing(LogitsProcessor):
         return len(draft)
 
 
-# --- observers and backends -------------------------------------------------------------------------------------------
+# --- observers ------------------------------------------------------------------------------------------------------
 
 
 @correct("observer")
-class KeepsNothing(observers.Counter):
-    """Looks and forgets."""
+class KeepsNothing:
+    """Counts and forgets."""
 
+    tokens = 0
 
-@correct("backend")
-class RightNumpy(backends.RightOps):
-    """The numpy backend of the examples."""
+    @hookimpl
+    def specdec_cycle(self, record: CycleRecord) -> None:
+        self.tokens += len(record.emitted)
