@@ -218,15 +218,6 @@ class Deferred:
             self._tensor = self.compute()
         return self._tensor
 
-    @property
-    def computed(self) -> bool:
-        """Whether the tensor is already computed."""
-        return self._tensor is not None
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -117,27 +117,25 @@ class CudaKVCache(DeviceCache):
     """Keys and values ``[bound, nkv, D]`` in act dtype; rows from ``length`` on are stale or provisional."""
 
     kind = Kind.ROWS
-    names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    attributes: ClassVar[dict[str, str]] = {"keys": "keys", "values": "values"}  # of the arrays, by their saved names
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, device: Device, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(device, capacity)
-        self.kv_heads, self.head_dim, self._dtype = kv_heads, head_dim, dtype
-        self._arrays = self._allocated(rows_for(0, 0, capacity))
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        vars(self).update(self._allocated(rows_for(0, 0, capacity), dtype))
         self.write()
 
-    def _allocated(self, rows: int) -> dict[str, Tensor]:
-        size = (rows, self.kv_heads, self.head_dim)
-        nbytes = len(self.names) * rows * self.kv_heads * self.head_dim * self._dtype.itemsize
+    def _allocated(self, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        size, names = (rows, self.kv_heads, self.head_dim), self.attributes.values()
+        nbytes = len(names) * rows * self.kv_heads * self.head_dim * dtype.itemsize
         with self.device.guarded(f"keys and values of {rows} tokens in one layer", nbytes, MORE_ROOM):
-            return {name: torch.empty(size, dtype=self._dtype, device=self.device.place) for name in self.names}
+            return {name: torch.empty(size, dtype=dtype, device=self.device.place) for name in names}
 
     @property
-    def keys(self) -> Tensor:
-        return self._arrays[self.names[0]]
-
-    @property
-    def values(self) -> Tensor:
-        return self._arrays["values"]
+    def _arrays(self) -> dict[str, Tensor]:
+        return {name: getattr(self, attribute) for name, attribute in self.attributes.items()}
 
     @property
     def bound(self) -> int:
@@ -152,10 +150,10 @@ class CudaKVCache(DeviceCache):
             raise StateError(f"the cache holds {self.capacity} tokens, {end} are needed")
         size = rows_for(end, self.bound, self.capacity)
         if size != self.bound:
-            longer = self._allocated(size)
-            for name, array in self._arrays.items():
-                longer[name][: len(array)] = array
-            self._arrays = longer
+            for name, longer in self._allocated(size, self.keys.dtype).items():
+                before = getattr(self, name)
+                longer[: len(before)] = before
+                setattr(self, name, longer)
             self.write()
 
     def truncate(self, length: int) -> bool:
@@ -181,7 +179,7 @@ class CudaKVCache(DeviceCache):
 class CudaLatentCache(CudaKVCache):
     """Rows of latent attention ``[bound, 1, D]``, named as keys; a value is the first entries of a row."""
 
-    names = ("rows",)
+    attributes: ClassVar[dict[str, str]] = {"rows": "keys"}
 
     def __init__(self, device: Device, capacity: int, dims: int, dtype: torch.dtype) -> None:
         super().__init__(device, capacity, 1, dims, dtype)

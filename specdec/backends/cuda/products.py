@@ -47,7 +47,7 @@ def project(x: Tensor, weights: Sequence[Weight], biases: Sequence[DenseWeight |
     for run in _runs(weights):
         added = biases[len(results) : len(results) + len(run)]
         y = _product(x, run, x.dtype)
-        for part, bias in zip(y.split([w.shape[0] for w in run], dim=1), added, strict=True):
+        for part, bias in zip(torch.split(y, [w.shape[0] for w in run], dim=1), added, strict=True):
             results.append(part if bias is None else rows.add(part, bias.tensor[None]))
     return tuple(results)
 
@@ -59,13 +59,14 @@ def float32_product(x: Tensor, weight: Weight) -> Tensor:
 
 def swiglu(x: Tensor, gate: Weight, up: Weight) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)``, in float32 and rounded once: ``[T, N]`` in x's dtype."""
-    both = [part for run in _runs([gate, up]) for part in _product(x, run, torch.float32).split(gate.shape[0], dim=1)]
-    return rows.silu_product(*both, x.dtype)
+    size, products = gate.shape[0], [_product(x, run, torch.float32) for run in _runs([gate, up])]
+    left, right = (part for product in products for part in torch.split(product, size, dim=1))
+    return rows.silu_product(left, right, x.dtype)
 
 
 def logits(x: Tensor, heads: Sequence[Weight]) -> Tensor:
     """Logits of any number of rows ``x [T, K]``, 16 at a time, with heads ``[N_i, K]``: float32 ``[T, sum N_i]``."""
-    pieces = [torch.cat([float32_product(part, head) for head in heads], dim=1) for part in x.split(MAX_ROWS)]
+    pieces = [torch.cat([float32_product(part, head) for head in heads], dim=1) for part in torch.split(x, MAX_ROWS)]
     return torch.cat(pieces)
 
 

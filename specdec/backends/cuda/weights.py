@@ -33,7 +33,8 @@ class _Held:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in parts(self))  # type: ignore[arg-type]
+        sizes: list[int] = [part.nbytes for part in parts(self)]  # type: ignore[arg-type]
+        return sum(sizes)
 
 
 @attrs.define(eq=False)
