@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specdec.backends.arrays import HostLogits
-from specdec.contract import Logits
+from specdec.contract import Choosing, Logits
 
 if TYPE_CHECKING:
     from specdec.contract import Float32
@@ -36,6 +36,9 @@ class Row(Logits):
 
     def logsumexp(self) -> list[float]:
         return [self._inner.logsumexp()[self._row]]
+
+    def choose(self, choosing: Choosing) -> Sequence[int | None]:
+        return self._inner.choose(choosing) if len(self._inner) == 1 else ()
 
     def rows(self) -> Float32:
         row: Float32 = self._inner.rows()[self._row][None]
