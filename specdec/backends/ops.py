@@ -160,7 +160,6 @@ class Capabilities:
         kernels: a readable description of the kernels.
         parity: BITWISE if a row has the same bits in passes of 1 to ``max_rows`` rows, else NUMERIC.
         parity_reason: the justification of the declared parity.
-        parity_needs_probe: no longer read; every load compares bits.
         probed_context: committed rows that attention starts from in the probe at every load, so that it covers more
             than one of the parts that the kernels cut a context into.
         max_rows: rows of the longest pass that ``parity`` covers.
@@ -172,7 +171,6 @@ class Capabilities:
     kernels: str
     parity: Parity
     parity_reason: str = ""
-    parity_needs_probe: bool = False
     probed_context: int = 0
     max_rows: int = 16
     packed_formats: frozenset[str] = frozenset()
