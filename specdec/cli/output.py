@@ -294,9 +294,7 @@ def status(message: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def progress(
-    first: str, *, silent: bool = False, then: str = "generating"
-) -> Iterator[Callable[[int, int], None]]:
+def progress(first: str, *, silent: bool = False, then: str = "generating") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, driven by (done, planned); nothing if stderr is not a terminal.
 
     ``first`` describes the work before the first call, ``then`` what is counted.

@@ -293,7 +293,7 @@ def test_a_damaged_saved_state_is_built_again_and_said_so(made, kind, damage):
         target=lm.target, state=sequence.state, shared=lm.drafter.shared, saved=attrs.evolve(saved, arrays=arrays)
     )
     other = lm.drafter.spec.factory(lm.drafter.config, env)
-    sequence.context.change("cycle", sequence.context.cycle + 1)
+    sequence.context.cycle = sequence.context.cycle + 1
     wanted = sequence.drafter.propose(sequence.context, 4)
     assert other.propose(sequence.context, 4) == wanted
     assert ("rebuilt" in other.report()) == (damage != "none")

@@ -266,7 +266,7 @@ def imposed(profile: Sequence[float], depth: int, cycles: int) -> list[Verdict]:
     context = Context([1, 2, 3], Sampling(seed=5))
     verdicts = []
     for number in range(cycles):
-        context.change("cycle", number)
+        context.cycle = number
         verdicts.append(verifier.verify(Draft(tuple(range(depth))), Row(depth + 1), context))
     return verdicts
 
