@@ -1,4 +1,4 @@
-"""The contracts between specdec and its plugins. Imports no tensor library.
+"""The contracts between specdec and its plugins: what a plugin's author implements. Imports no tensor library.
 
 Axes: T rows (token positions in one pass), K drafted tokens, V vocabulary, H hidden, L layers.
 
@@ -12,14 +12,21 @@ import abc
 import enum
 import numbers
 import operator
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import attrs
 
 from specdec.checking import between, checked_fields, each
 from specdec.errors import SpecdecError, StateError, UnsupportedError
+from specdec.exchange import IDLE_ROWS as IDLE_ROWS
+from specdec.exchange import WAITING_ROWS as WAITING_ROWS
+from specdec.exchange import FamilyConfig as FamilyConfig
+from specdec.exchange import Hidden as Hidden
+from specdec.exchange import ModelSpec as ModelSpec
+from specdec.exchange import MtpPairs as MtpPairs
+from specdec.exchange import Seen as Seen
+from specdec.exchange import SharedWeights as SharedWeights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,48 +192,18 @@ class Logits(abc.ABC):
         sums: list[float] = (best[:, 0] + np.log(np.exp(rows - best).sum(axis=1))).tolist()
         return sums
 
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        """``argmax_v(scale * logits[row, v] + G(seed, position, v))`` on the device, if the backend offers it.
-
-        G is the noise of ``specdec.sampling.gumbel``. With None, the caller computes it from ``rows()``.
-        """
-        return None
-
     def choose(self, choosing: Choosing) -> Sequence[int | None]:
-        """The tokens that ``specdec.sampling.Rows`` chooses for these rows, found on the device, if the backend can.
+        """The tokens of these rows, chosen on the device by the backend's own deterministic sampler.
 
-        The tokens are those of the reference in every case; a row that the backend cannot decide exactly has None, and
-        the caller computes it from ``rows()``. Empty: the backend does not offer this.
+        A row's token depends on that row, the settings and the noise of its position only, so that plain decoding and
+        verification agree. A row that the backend cannot decide has None, and the caller computes it from ``rows()``.
+        Empty: the backend does not offer this.
         """
         return ()
-
-    def exponential_sum(self, row: int, best: float) -> int | None:
-        """``specdec.sampling.exponential_sum`` of a row with this best logit, bit for bit, if the backend offers it."""
-        return None
 
     @abc.abstractmethod
     def rows(self) -> Float32:
         """All logits on the host, ``[T, V]`` float32. Costly: a verifier reads them only if it must."""
-
-
-class Hidden(abc.ABC):
-    """Hidden states of T rows, left on the device: they can be sliced, joined and handed back to the target."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """T."""
-
-    @abc.abstractmethod
-    def __getitem__(self, rows: slice) -> Hidden:
-        """A contiguous run of rows."""
-
-    @abc.abstractmethod
-    def join(self, others: Sequence[Hidden]) -> Hidden:
-        """These rows followed by those of ``others``."""
-
-    @abc.abstractmethod
-    def rows(self) -> Float32:
-        """All states on the host, ``[T, H]`` float32. Costly; for drafters that compute there."""
 
 
 class DraftHead(abc.ABC):
@@ -277,93 +254,6 @@ class ForwardOutput:
         return self.hidden
 
 
-WAITING_ROWS = 8  # most pairs in the pass that gives the first draft token; any more are fed before it
-IDLE_ROWS = 1024  # pairs that may wait while nothing is drafted; one long pass is cheaper than many short ones
-
-
-class MtpPairs:
-    """The ledger of one sequence's MTP pairs: which are in the head's cache, and which wait to be fed.
-
-    Pair j is (h_j, x_{j+1}): the target's hidden state of position j after the final norm, and the token after it.
-    Pairs ``0 .. fed - 1`` are in the cache. The hidden states of positions ``fed .. length - 1`` wait; the token of the
-    last one is still pending. The target adds what it commits; the head's passes advance ``fed``.
-
-    Attributes:
-        fed: pairs in the cache.
-        waiting: positions whose pair is not in the cache.
-    """
-
-    fed: int
-    waiting: int
-
-    def __init__(self) -> None:
-        self.fed = 0
-        self.waiting = 0
-        self._hidden: list[Hidden] = []  # of positions fed .. length - 1
-        self._tokens: list[int] = []  # the tokens after them, without the pending one
-        self._marks: dict[int, Hidden] = {}  # length -> last hidden state there, for a rewind
-
-    @property
-    def length(self) -> int:
-        """Positions known. Less than the state's length if the state was built without the ledger."""
-        return self.fed + self.waiting
-
-    @property
-    def last(self) -> Hidden | None:
-        """The hidden state of the last position, while it waits."""
-        return self._hidden[-1][-1:] if self._hidden else None
-
-    def add(self, tokens: Sequence[int], hidden: Hidden, length: int) -> None:
-        """Add committed rows: their tokens and hidden states. ``length`` is the state's length before them.
-
-        Does nothing after a gap: a state that was built without the ledger has lost hidden states for good.
-        """
-        if length != self.length:
-            return
-        self._tokens += (
-            tokens if self._hidden else tokens[1:]
-        )  # x_0 is in no pair, and after a cut the pair of x_fed is in the cache
-        self._hidden.append(hidden)
-        self.waiting += len(hidden)
-
-    def take(self, pending: int | None = None) -> tuple[list[int], Hidden]:
-        """Remove the waiting pairs, for a pass of the head. Without ``pending``, the last hidden state stays."""
-        tokens, hidden = self._tokens, self._hidden[0].join(self._hidden[1:]) if self._hidden[1:] else self._hidden[0]
-        self._tokens = []
-        if pending is None:
-            self._hidden, self.waiting = [hidden[-1:]], 1
-            return tokens, hidden[:-1]
-        self._hidden, self.waiting = [], 0
-        return [*tokens, pending], hidden
-
-    def resume(self, fed: int, tokens: Sequence[int], hidden: Hidden) -> None:
-        """Continue from ``fed`` pairs in the cache and these waiting ones; ``tokens`` lacks the pending token."""
-        self.fed, self._tokens, self._hidden, self.waiting = fed, list(tokens), [hidden], len(hidden)
-
-    def mark(self, points: Iterable[int]) -> None:
-        """Keep the last hidden state, for a rewind to the present length. Earlier marks stay only at ``points``."""
-        if self.last is not None:
-            self._marks[self.length] = self.last
-        kept = set(points)
-        self._marks = {length: hidden for length, hidden in self._marks.items() if length in kept}
-
-    def knows(self, length: int) -> bool:
-        """Whether the next pair is known after ``cut(length)``: position ``length - 1`` waits, or was marked."""
-        return length == 0 or length > self.fed or length in self._marks
-
-    def cut(self, length: int) -> None:
-        """Forget the positions from ``length`` on. If ``knows(length)`` is False, the same token must come next."""
-        if length > self.fed and self._hidden:
-            hidden = self._hidden[0].join(self._hidden[1:])
-            self._hidden, self._tokens = [hidden[: length - self.fed]], self._tokens[: length - self.fed - 1]
-        else:
-            marked = self._marks.get(length)
-            self.fed = min(length, self.fed) if marked is None else length - 1
-            self._hidden, self._tokens = [] if marked is None else [marked], []
-        self.waiting = sum(map(len, self._hidden))
-        self._marks = {at: hidden for at, hidden in self._marks.items() if at <= length}
-
-
 class State(abc.ABC):
     """One sequence's caches. Their contents are committed or provisional; ``commit`` moves the line.
 
@@ -388,24 +278,6 @@ class State(abc.ABC):
     @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes that the state occupies."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class SharedWeights:
-    """The weights that a trained draft head has in common with its target.
-
-    Attributes:
-        ops: the ``specdec.backends.ops.Ops`` whose arrays these are; None for arrays in host memory, as
-            ``torch.as_tensor`` takes them.
-        embed_tokens: the embedding table ``[V, H]``.
-        lm_head: the output head ``[V, H]``; the same object if the two are tied.
-        embed_scale: what the target multiplies embeddings by.
-    """
-
-    ops: Any = None
-    embed_tokens: Any
-    lm_head: Any
-    embed_scale: float = 1.0
 
 
 class ForwardPass(abc.ABC):
@@ -544,30 +416,6 @@ class ForwardPass(abc.ABC):
         """
         return None
 
-    def device_samples(self, sampling: Sampling) -> bool:
-        """Whether ``device_executor`` also offers cycles that sample under these settings (temperature above 0).
-
-        Their tokens are those that plain decoding chooses, with the noise of their positions. The default is False.
-        """
-        return False
-
-    def device_executor(
-        self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
-    ) -> Executor | None:
-        """Cycles that the device runs by itself; None if this target does not offer them.
-
-        They are greedy without filters, or sampled where ``device_samples`` says so.
-
-        The state belongs to the executor until ``close``. Generation ends on the device after the first of
-        ``stop_tokens`` and after ``limit`` >= 1 tokens; later cycles emit nothing and change nothing. Tokens, state and
-        drafts are those of the host's executor (``specdec.decoding.cycle``).
-
-        Args:
-            context: a live view of the committed tokens.
-            draft: how to draft.
-        """
-        return None
-
     def draft_head(self, tokens: Sequence[int]) -> DraftHead:
         """The head that ``decode_mtp`` drafts with, cut to ``tokens``. Its rows are gathered once into memory.
 
@@ -621,76 +469,6 @@ class ForwardPass(abc.ABC):
     def from_host(self, tensor: Any) -> Any:
         """A torch tensor in host memory as ``restore`` takes it: the inverse of ``to_host``."""
         return tensor
-
-
-@attrs.frozen
-class DeviceDraft:
-    """Drafting that a device can do by itself: with the target's MTP head, the best token of every step.
-
-    At a temperature above 0 it is the token that the settings and the noise of its position choose (COUPLED).
-
-    Attributes:
-        mtp: False if nothing is ever drafted, so that all cycles have depth 0.
-        head: a pruned head to draft with; None for the full one.
-    """
-
-    mtp: bool = True
-    head: DraftHead | None = None
-
-
-@attrs.frozen
-class Outcome:
-    """The result of one cycle, before any of it is kept.
-
-    Attributes:
-        drafted: the K draft tokens; -1 from the first step whose logits on a device were not finite.
-        accepted: how many of them the verifier accepted.
-        emitted: the accepted tokens and the next token, cut where a device ended generation.
-        deviations: of the emitted tokens, as in ``Verdict``.
-        draft_seconds: wall-clock; 0 from a device, which runs a cycle in one piece.
-        verify_seconds: likewise.
-    """
-
-    drafted: tuple[int, ...]
-    accepted: int
-    emitted: tuple[int, ...]
-    deviations: tuple[tuple[int, float], ...] = ()
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-
-
-class Executor(abc.ABC):
-    """Runs the cycles of one generation: draft, verify, decide, commit.
-
-    Every ``submit`` has its ``collect``, and ``keep`` follows every ``collect``. On a device, a cycle may be submitted
-    before the previous one is collected, so that host and device work at the same time.
-    """
-
-    @abc.abstractmethod
-    def submit(self, depth: int) -> None:
-        """Queue a cycle of at most ``depth`` >= 0 draft tokens.
-
-        The caller makes sure there is room: every cycle in flight may append ``depth + 1`` rows.
-        """
-
-    @abc.abstractmethod
-    def collect(self) -> Outcome:
-        """Wait for the oldest cycle in flight and return its outcome.
-
-        Raises: ContractError when the verifier breaks its contract, or the target's logits are not finite.
-        """
-
-    @abc.abstractmethod
-    def keep(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens that the last collected cycle emitted; the last one becomes pending.
-
-        The caller has already appended them to the sequence. ``tokens`` is at least 1, and fewer than all only if
-        no cycle is in flight.
-        """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Leave the target's state as single passes would have left it. No cycle may be in flight."""
 
 
 @attrs.frozen
@@ -820,42 +598,8 @@ class DraftNoise(enum.Enum):
     """Separate noise, with the draft's distribution handed over: what a ratio test needs."""
 
 
-class Seen:
-    """The distinct tokens of a context, in the order of their first appearance, and how often each was generated.
-
-    Attributes:
-        ids: int32 token ids.
-        generated: int32 counts, one for each id, of the tokens from ``generated_from`` on.
-    """
-
-    __slots__ = ("_generated_from", "_places", "_tokens", "generated", "ids")
-
-    def __init__(self, generated_from: int) -> None:
-        self._generated_from = generated_from
-        self._places: dict[int, int] = {}
-        self._tokens: list[int] = []
-        self.ids = array("i")
-        self.generated = array("i")
-
-    def follows(self, tokens: Sequence[int], generated_from: int) -> bool:
-        """Whether the tokens counted so far are the first ones of ``tokens``."""
-        counted = self._tokens
-        return generated_from == self._generated_from and tokens[: len(counted)] == counted
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Count those of ``tokens`` that are new."""
-        for position in range(len(self._tokens), len(tokens)):
-            token = tokens[position]
-            place = self._places.setdefault(token, len(self.ids))
-            if place == len(self.ids):
-                self.ids.append(token)
-                self.generated.append(0)
-            self.generated[place] += position >= self._generated_from
-            self._tokens.append(token)
-
-
 class Context(Sequence[int]):
-    """A read-only view of the committed tokens; the last one is pending. Slices are lists.
+    """A view of the committed tokens, for reading; the last one is pending. Slices are lists.
 
     Attributes:
         sampling: how tokens are chosen.
@@ -866,13 +610,6 @@ class Context(Sequence[int]):
 
     __slots__ = ("_seen", "_tokens", "cycle", "draft_noise", "generated_from", "sampling")
 
-    _tokens: list[int]
-    _seen: Seen | None
-    sampling: Sampling
-    generated_from: int
-    cycle: int
-    draft_noise: DraftNoise
-
     def __init__(
         self,
         tokens: list[int],
@@ -882,26 +619,19 @@ class Context(Sequence[int]):
         cycle: int = 0,
         draft_noise: DraftNoise = DraftNoise.COUPLED,
     ) -> None:
-        self.change("_tokens", tokens)
-        self.change("_seen", None)
-        self.change("sampling", sampling if sampling is not None else Sampling())
-        self.change("generated_from", generated_from)
-        self.change("cycle", cycle)
-        self.change("draft_noise", draft_noise)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a context is read-only: {name} cannot be set")
-
-    def change(self, name: str, value: object) -> None:
-        """Set an attribute; for the engine, whose sequences have one context each."""
-        object.__setattr__(self, name, value)
+        self._tokens = tokens
+        self._seen: Seen | None = None
+        self.sampling = sampling if sampling is not None else Sampling()
+        self.generated_from = generated_from
+        self.cycle = cycle
+        self.draft_noise = draft_noise
 
     def seen(self) -> Seen:
         """The distinct tokens so far; counted once, and then only what is new."""
         seen = self._seen
         if seen is None or not seen.follows(self._tokens, self.generated_from):
             seen = Seen(self.generated_from)
-            self.change("_seen", seen)
+            self._seen = seen
         seen.extend(self._tokens)
         return seen
 
@@ -988,9 +718,9 @@ class Verdict:
 class Drafter(abc.ABC):
     """Guesses the next tokens of one sequence. One object per sequence; its spec's ``prepare`` holds the heavy parts.
 
-    Tokens are reported once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle. Those of cycles
-    that a device ran are not reported, nor those that the state held when the drafter was made (of a session that was
-    forked or loaded). ``context`` always has all tokens, so a drafter catches up from it.
+    Tokens are reported once and in order: ``prefill`` for prompt chunks, ``observe`` after each cycle. Those that the
+    state held when the drafter was made (of a session that was forked or loaded) are not reported. ``context`` always
+    has all tokens, so a drafter catches up from it.
     """
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:  # noqa: B027
@@ -1009,14 +739,6 @@ class Drafter(abc.ABC):
         ``output`` has a row per verified token (pending, x_1..x_K), of which the first ``verdict.accepted + 1`` were
         committed; ``context`` ends with the accepted tokens and ``verdict.next_token``.
         """
-
-    def device_draft(self, context: Context) -> DeviceDraft | None:
-        """How a device can draft exactly what ``propose`` would, under the settings in ``context``.
-
-        While a device runs the cycles, neither ``propose`` nor ``observe`` is called. None, the default: every draft
-        comes from ``propose``.
-        """
-        return None
 
     def rewind(self, length: int) -> None:  # noqa: B027
         """Forget everything after the first ``length`` tokens in the target's state."""
@@ -1053,14 +775,6 @@ class Verifier(abc.ABC):
         Raises: ShapeError when there are not K+1 rows, the usual off-by-one.
         """
 
-    def is_argmax(self, sampling: Sampling) -> bool:
-        """Whether, with these settings, it accepts exactly the tokens that equal the target's argmax.
-
-        A device may then take the decision by itself; if the guarantee is EXACT, also with the same settings at a
-        temperature above 0 and with filters, since those tokens are plain decoding's. The default is False.
-        """
-        return False
-
 
 @attrs.frozen
 class CycleRecord:
@@ -1072,12 +786,10 @@ class CycleRecord:
             in the state and the tokens left to generate.
         offered: how many it drafted, after unusable ones were cut.
         accepted: how many of those the verifier accepted.
-        emitted: the tokens that the cycle committed: the accepted ones and the next one, cut where generation ended;
-            empty if a device began the cycle after the end.
+        emitted: the tokens that the cycle committed: the accepted ones and the next one, cut where generation ended.
         draft_seconds: the drafter's share.
         verify_seconds: the share of the target's pass and of the decision.
         commit_seconds: the rest.
-        on_device: whether the device ran the cycle as a whole; ``verify_seconds`` then holds all of its time.
         drafted: the draft that was verified, ``offered`` tokens.
     """
 
@@ -1089,7 +801,6 @@ class CycleRecord:
     draft_seconds: float
     verify_seconds: float
     commit_seconds: float
-    on_device: bool = False
     drafted: tuple[int, ...] = ()
 
 
@@ -1256,53 +967,4 @@ class BackendSpec:
     config: type = NoConfig
     available: Callable[[], str | None] = lambda: None
     preference: Callable[[], int | None] = lambda: None
-    help: str = ""
-
-
-class FamilyConfig(Protocol):
-    """What specdec reads from the config of any family."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids, V."""
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers, without those of the MTP head."""
-
-    @property
-    def max_positions(self) -> int:
-        """Most tokens that a sequence may hold."""
-
-    @property
-    def mtp_layers(self) -> int:
-        """Layers of the MTP head; 0 without one."""
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output head is the embedding table."""
-
-    @property
-    def expert_share(self) -> float:
-        """The share of routed experts that one row reads; 1.0 for dense models."""
-
-    def state_bytes(self, width: int, *, mtp: bool = True) -> tuple[int, int]:
-        """Bytes of state per token, the MTP head's included with ``mtp``, and per sequence.
-
-        ``width`` is the bytes of an activation.
-        """
-
-
-@attrs.frozen(kw_only=True)
-class ModelSpec:
-    """A family: which ``model_type`` values it reads and what builds it over a backend's ops."""
-
-    name: str
-    model_types: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], FamilyConfig]  # config.json -> the family's own attrs class
-    build: Callable[[Any, Any], Any]  # (family config, specdec.models.weights.Weights) -> DecoderModel
     help: str = ""

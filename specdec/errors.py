@@ -56,9 +56,7 @@ def _text(value: object) -> str:
     """``str(value)`` that can be printed anywhere; a class that cannot be printed gives its name."""
     try:
         text = str(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001 - another class's method, or an integer of thousands of digits
+    except Exception:  # noqa: BLE001 - another class's method, or an integer of thousands of digits
         text = f"<{type(value).__name__}>"
     return printable(text[: 2 * MESSAGE_LIMIT]) + text[2 * MESSAGE_LIMIT :]
 
@@ -99,9 +97,7 @@ def shown(value: object, length: int = _SHOWN) -> str:
     """``repr(value)`` for a message, cut to ``length`` characters. Never fails: some values have no repr."""
     try:
         text = repr(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001 - another class's method, an integer of thousands of digits, deep nesting
+    except Exception:  # noqa: BLE001 - another class's method, an integer of thousands of digits, deep nesting
         return f"<{type(value).__name__}>"
     return cut(text, length)
 

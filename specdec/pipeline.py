@@ -12,16 +12,15 @@ from specdec.checking import checked
 from specdec.config import Choice, GenerationSettings, RunConfig, TargetConfig
 from specdec.contract import OTHER_HEAD, ForwardPass, Guarantee, Needs, Parity, PrepareEnv
 from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
-from specdec.decoding.notebook import html_table
-from specdec.decoding.parts import DepthPart, DrafterPart, Parts, Prompt, make_verifier, target_guard
-from specdec.decoding.result import Result
+from specdec.decoding.parts import DepthPart, DrafterPart, Parts, Prompt, make_verifier
+from specdec.decoding.result import Result, html_table
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
 from specdec.errors import PromptError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.models.loading import load_target
 from specdec.records.cost_table import CostTable
-from specdec.registry import answers
+from specdec.registry import calling
 from specdec.text import Tokenizer
 
 log = get_logger(__name__)
@@ -167,7 +166,8 @@ def _room(target: ForwardPass, needs: Needs, asked: int | None, notices: list[st
 
     Raises: UnsupportedError if that is less than what ``target.capacity`` asks for, or nothing.
     """
-    room: int | None = target_guard(target).call(target, "most_tokens", needs, check=answers.room)
+    with calling(("target", target.info.family), "most_tokens"):
+        room = target.most_tokens(needs)
     wanted = target.info.max_positions if asked is None else min(asked, target.info.max_positions)
     if room is None or room >= wanted:
         return room

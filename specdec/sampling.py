@@ -10,7 +10,6 @@ the noise of a position does not depend on how the sequence was generated.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -211,13 +210,8 @@ class Rows:
         token = self._decided(row)
         if token is not None:
             return token
-        position = len(self._context) + row
-        if self._plain and not self._chosen:
-            token = self._logits.noisy_argmax(row - self._first, 1.0 / sampling.temperature, sampling.seed, position)
-            if token is not None:
-                return token
         ids, probs = survivors(self.processed(row), sampling)
-        noise = gumbel(sampling.seed, position, ids, Purpose.TOKEN)
+        noise = gumbel(sampling.seed, len(self._context) + row, ids, Purpose.TOKEN)
         with np.errstate(divide="ignore"):  # a probability that underflowed to 0 never wins
             return int(ids[np.argmax(np.log(probs) + noise)])
 
@@ -232,55 +226,29 @@ class Rows:
     def logprobs(self, row: int) -> tuple[Float64, list[int]]:
         """Raw log-probabilities ``[V]`` of the row (temperature 1, nothing processed), and its best ids."""
         raw = self._logits.rows()[row - self._first].astype(np.float64)
-        best = float(raw.max())
-        logs: Float64 = raw - best - _log_sum(exponential_sum(raw, best))
+        logs: Float64 = raw - _log_sum(raw)
         count = self._context.sampling.logprobs or 0
         return logs, np.lexsort((np.arange(len(logs)), -logs))[:count].tolist()
 
     def reported(self, tokens: Sequence[int]) -> list[tuple[float, list[tuple[int, float]]]]:
         """The log-probabilities of ``tokens``, one for each of the first rows, as in ``logprobs``.
 
-        With each come the best tokens of its row and theirs. No row leaves the device if the backend can sum it there.
+        With each come the best tokens of its row and theirs.
         """
         logits, count = self._logits, self._context.sampling.logprobs or 0
         ids, values = logits.topk(max(count, 1))
-        found = []
+        entries = []
         for row, logit in enumerate(logits.gather(tokens)):
-            best = values[row][0]
-            total = logits.exponential_sum(row, best)
-            size = _log_sum(exponential_sum(logits.rows()[row], best) if total is None else total)
-            top = [(one, value - best - size) for one, value in zip(ids[row][:count], values[row], strict=False)]
-            found.append((logit - best - size, top))
-        return found
+            total = _log_sum(logits.rows()[row].astype(np.float64))
+            top = [(token, value - total) for token, value in zip(ids[row][:count], values[row], strict=False)]
+            entries.append((logit - total, top))
+        return entries
 
 
-UNIT = 2**80
-
-
-def exponential_sum(row: Float64Like, best: float) -> int:
-    """The sum of ``exp(logit - best)`` over a row ``[V]``, in units of 2^-80.
-
-    Every term is computed by operations that all machines round alike, and added as an integer, so that a backend can
-    give the same number in any order. The error of a term is below 2^-50 of it.
-    """
-    x = np.maximum(row.astype(np.float64) - best, -1000.0)
-    shifted = x * 1.4426950408889634 + float.fromhex("0x1.8p52")
-    n = shifted - float.fromhex("0x1.8p52")
-    r = x - n * float.fromhex("0x1.62e42feep-1")
-    r = r - n * float.fromhex("0x1.a39ef35793c76p-33")
-    p = np.full_like(r, 1.0 / math.factorial(13))
-    for degree in range(12, -1, -1):
-        p = p * r + 1.0 / math.factorial(degree)
-    power = ((shifted.view(np.int64) + 1023) << 52).view(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):  # of what is not taken, or a NaN in the row
-        scaled = np.where(x < -64.0, 0.0, p * power) * 2.0**40
-        whole = scaled.astype(np.int64)
-        low = ((scaled - whole) * 2.0**40).astype(np.int64)
-    return (int(whole.sum()) << 40) + int(low.sum())
-
-
-def _log_sum(total: int) -> float:
-    return math.log(total / UNIT) if total > 0 else math.nan
+def _log_sum(row: Float64) -> float:
+    """The logarithm of the sum of exp over one row ``[V]``; of that row alone, so that a plain pass gives its bits."""
+    best = row.max()
+    return float(best + np.log(np.exp(row - best).sum()))
 
 
 class CoupledDraft:

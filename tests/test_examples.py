@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from specdec.config import load_config, structure_choice
 from specdec.contract import Context, CycleRecord, DrafterEnv, Guarantee, NoConfig, ProcessorEnv, Sampling, Stats
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.cycle import run_cycle
+from specdec.decoding.result import RunStats
+from specdec.decoding.sequence import LiveSequence
 from specdec.drafters.none import NoDrafter
 from specdec.errors import CheckpointError, ConfigError, ContractError, UnsupportedError
 from specdec.registry import BUILT_INS, Registry, use_registry
@@ -63,10 +63,8 @@ def generate(registry, *, drafter=None, verifier=None, depth=4, temperature=0.0,
         tokens=tokens,
         context=Context(tokens, Sampling(temperature=temperature, seed=seed), generated_from=2),
     )
-    loop = DecodingLoop(sequence, len, stats, stop_tokens=(), ahead=False)
     while len(tokens) < LENGTH:
-        registry.notify_cycle(loop.step(depth, LENGTH + 32 - len(tokens)))
-    loop.close()
+        registry.notify_cycle(run_cycle(sequence, depth, len, stats))
     assert sequence.failure == ""
     assert stats.faults == {}
     return tokens[:LENGTH], stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from docs._ext import module_map
 from tests.processes import run_python
 
-MOST_MODULES = 10  # beside the rooms, at the top of the package
+MOST_MODULES = 11  # beside the rooms, at the top of the package
 
 
 def test_every_module_is_in_a_room_and_the_top_stays_small():

@@ -6,7 +6,6 @@ Which parameters there are is read from the signatures, so a new one is tried as
 from __future__ import annotations
 
 import collections
-import decimal
 import enum
 import fractions
 import inspect
@@ -16,7 +15,7 @@ import pathlib
 import random
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -49,29 +48,6 @@ class Whole(int):
     pass
 
 
-class Hostile:
-    """Everything that a check may do with a value raises."""
-
-    def _raise(self, *_: object) -> Any:
-        raise RuntimeError("of the caller's object")
-
-    __repr__ = __str__ = __eq__ = __bool__ = __len__ = __iter__ = __float__ = __int__ = __index__ = _raise  # type: ignore[assignment]
-    __hash__ = None  # type: ignore[assignment]
-
-
-class HostileText(str):
-    __repr__ = __eq__ = __len__ = __iter__ = Hostile._raise  # type: ignore[assignment]
-    __hash__ = str.__hash__
-
-
-class HostileList(collections.UserList[Any]):
-    __iter__ = __len__ = __repr__ = Hostile._raise  # type: ignore[assignment]
-
-
-class HostileMapping(Mapping[str, Any]):
-    __getitem__ = __iter__ = __len__ = __repr__ = Hostile._raise  # type: ignore[assignment]
-
-
 class Word(enum.StrEnum):
     ONE = "one"
 
@@ -96,79 +72,43 @@ ODD: dict[str, tuple[Callable[[], Any], Any]] = {
     "-1": (lambda: -1, -1),
     "2**31": (lambda: 2**31, 2**31),
     "2**63": (lambda: 2**63, 2**63),
-    "2**64": (lambda: 2**64, 2**64),
-    "10**5000": (lambda: 10**5000, 10**5000),
     "0.5": (lambda: 0.5, 0.5),
     "1.5": (lambda: 1.5, 1.5),
-    "-0.0": (lambda: -0.0, -0.0),
     "nan": (lambda: math.nan, math.nan),
     "inf": (lambda: math.inf, math.inf),
-    "-inf": (lambda: -math.inf, -math.inf),
-    "1e-38": (lambda: 1e-38, 1e-38),
     "5e-324": (lambda: 5e-324, 5e-324),
-    "1e38": (lambda: 1e38, 1e38),
     "empty text": (lambda: "", ""),
     "text": (lambda: "the", "the"),
     "123": (lambda: "123", "123"),
     "NUL": (lambda: "a\0b", "a\0b"),
-    "surrogate": (lambda: "\ud800", "\ud800"),
     "long text": (lambda: "x" * 5000, "x" * 5000),
     "bytes": (lambda: b"the", NOTHING),
-    "bytearray": (lambda: bytearray(b"the"), NOTHING),
-    "memoryview": (lambda: memoryview(b"the"), NOTHING),
     "path": (lambda: pathlib.Path("no/such"), pathlib.Path("no/such")),
     "empty list": (lambda: [], []),
     "list": (lambda: [1, 2], [1, 2]),
     "tuple": (lambda: (1, 2), [1, 2]),
     "range": (lambda: range(3), [0, 1, 2]),
-    "texts": (lambda: ["a", "b"], ["a", "b"]),
-    "empty texts": (lambda: [""], [""]),
-    "many texts": (lambda: [f"s{number}" for number in range(5000)], [f"s{number}" for number in range(5000)]),
     "floats": (lambda: [5.5], [5.5]),
     "booleans": (lambda: [True], [True]),
     "nested": (lambda: [[1], [2]], [[1], [2]]),
-    "deep": (lambda: nested(5000), NOTHING),
     "set": (lambda: {1, 2}, {1, 2}),
     "dict": (lambda: {"a": 1}, {"a": 1}),
     "ids": (lambda: {1: 1.0}, {1: 1.0}),
-    "nan by id": (lambda: {1: math.nan}, {1: math.nan}),
-    "name": (lambda: {"name": 3}, {"name": 3}),
-    "keys of all kinds": (lambda: {"name": "ngram", 3: 1, None: 2}, NOTHING),
     "generator": (one_and_two, [1, 2]),
-    "object": (object, NOTHING),
     "function": (lambda: ignoring, ignoring),
-    "decimal": (lambda: decimal.Decimal("0.5"), NOTHING),
     "fraction": (lambda: fractions.Fraction(1, 2), 0.5),
-    "complex": (lambda: 1j, NOTHING),
     "np.int64": (lambda: np.int64(3), 3),
     "np.float32": (lambda: np.float32(0.5), 0.5),
     "np.bool": (lambda: np.bool_(True), NOTHING),
-    "np.str": (lambda: np.str_("the"), "the"),
     "np ids": (lambda: np.array([1, 2]), [1, 2]),
-    "np uint8": (lambda: np.array([1, 2], np.uint8), [1, 2]),
     "np floats": (lambda: np.array([1.0, 2.0]), [1.0, 2.0]),
-    "np booleans": (lambda: np.array([True]), [True]),
     "np 2-d": (lambda: np.ones((2, 2), int), NOTHING),
-    "np 0-d": (lambda: np.array(3), NOTHING),
     "torch ids": (lambda: torch.tensor([1, 2]), [1, 2]),
-    "torch floats": (lambda: torch.tensor([1.0]), [1.0]),
     "torch 0-d": (lambda: torch.tensor(3), NOTHING),
-    "torch 2-d": (lambda: torch.ones(2, 2, dtype=torch.int64), NOTHING),
     "subclass of str": (lambda: Text("the"), "the"),
     "subclass of int": (lambda: Whole(3), 3),
     "enum of str": (lambda: Word.ONE, "one"),
-    "hostile": (Hostile, NOTHING),
-    "hostile text": (lambda: HostileText("the"), "the"),
-    "hostile list": (lambda: HostileList([1]), NOTHING),
-    "hostile mapping": (HostileMapping, NOTHING),
 }
-
-
-def nested(levels: int) -> list[Any]:
-    made: list[Any] = []
-    for _ in range(levels):
-        made = [made]
-    return made
 
 
 def fits(value: Any, kind: Any) -> bool:

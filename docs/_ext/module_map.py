@@ -31,6 +31,7 @@ ROOMS = (
     ("hookspecs",),
     ("config",),
     ("contract",),
+    ("exchange",),
     ("checking",),
     ("files",),
     ("errors", "locks", "logs"),

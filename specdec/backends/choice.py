@@ -8,8 +8,8 @@ from typing import Any
 from specdec.backends import Backend
 from specdec.config import Choice
 from specdec.contract import BackendSpec
-from specdec.errors import SpecdecError, UnsupportedError
-from specdec.registry import Kind, answers, registry
+from specdec.errors import ContractError, UnsupportedError
+from specdec.registry import Kind, calling, reason, registry
 
 
 def auto_backend() -> tuple[str, list[str]]:
@@ -23,20 +23,20 @@ def auto_backend() -> tuple[str, list[str]]:
         spec = entry.spec
         assert isinstance(spec, BackendSpec)
         try:
-            preference = registry().call(spec, "preference", check=answers.preference)
-        except SpecdecError as error:  # one broken plugin must not disable the others
-            unusable[spec.name] = error.message
+            preference = spec.preference()
+        except Exception as error:  # noqa: BLE001 - one broken plugin must not disable the others
+            unusable[spec.name] = reason(spec, "preference", error)
         else:
             if preference is not None:
                 wanted.append((-preference, spec))
     for _, spec in sorted(wanted, key=lambda pair: pair[0]):  # stable: ties go to the first registered
-        reason = registry().unavailable(spec)
-        if reason is None:
+        unavailable = registry().unavailable(spec)
+        if unavailable is None:
             return spec.name, [
                 f'target.backend = "auto" runs on the {spec.name}: the {other} backend cannot run here: {why}'
                 for other, why in unusable.items()
             ]
-        unusable[spec.name] = reason
+        unusable[spec.name] = unavailable
     raise UnsupportedError("no backend can run here", **unusable)
 
 
@@ -56,25 +56,16 @@ def make_backend(
     if name == "auto":
         name, notices = auto_backend()
     spec = registry().backend(name, asked_by="target.backend")
-    reason = registry().unavailable(spec)
-    if reason is not None:
-        raise UnsupportedError(f"the {spec.name} backend cannot run here: {reason}", try_='target.backend = "cpu"')
+    unavailable = registry().unavailable(spec)
+    if unavailable is not None:
+        raise UnsupportedError(f"the {spec.name} backend cannot run here: {unavailable}", try_='target.backend = "cpu"')
     config = registry().options(spec, Choice(name, options or {}, source=source), "target.backend_options")
-    backend: Backend = registry().call(spec, "factory", config, check=_complete)
+    with calling(spec, "factory"):
+        backend: Backend = spec.factory(config)
+        lacking = sorted(Backend.__annotations__.keys() - set(dir(backend)))
+        if lacking:
+            raise ContractError(
+                f"the backend {spec.name!r} is a {type(backend).__name__} without {', '.join(lacking)}",
+                takes="what specdec.backends.Backend lists",
+            )
     return backend, (*notices, *backend.notices)
-
-
-def _complete(made: Any) -> Any:
-    """What a backend's factory returned, with all attributes of ``Backend``."""
-    answers.an(Backend, "a subclass of specdec.backends.Backend")(made)
-    lacking = [name for name in Backend.__annotations__ if not hasattr(made, name)]
-    if lacking:
-        raise answers.Refused(
-            f"a {type(made).__name__} without {', '.join(lacking)}", "what specdec.backends.Backend lists"
-        )
-    for name in ("name", "device"):
-        answers.text(getattr(made, name))
-    if not answers.sentences(made.dtypes):
-        raise answers.Refused("a backend without dtypes", "one of bfloat16, float16 and float32 or more")
-    answers.sentences(made.notices)
-    return made

@@ -25,8 +25,8 @@ import attrs
 
 from specdec.backends.arrays import ArrayHidden
 from specdec.backends.caches import Array, Cache, DeltaCache, HeadRows, KVCache, LatentCache
-from specdec.backends.passes import Body, EagerPasses, ExecutorSetup, Pass, Passes
-from specdec.contract import Executor, Hidden, Logits, Parity, Sampling
+from specdec.backends.passes import Body, EagerPasses, Passes
+from specdec.contract import Hidden, Logits, Parity
 from specdec.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -453,17 +453,6 @@ class Ops(abc.ABC):
         return None
 
     # --- how passes are launched -----------------------------------------------------------------------------------
-
-    def device_samples(self, sampling: Sampling) -> bool:
-        """Whether ``device_executor`` takes a setup with this sampling (temperature above 0)."""
-        return False
-
-    def device_executor(self, target: Pass, head: Pass | None, setup: ExecutorSetup) -> Executor | None:
-        """Return an executor that runs cycles on the device, over passes bound by these ops; None if unsupported.
-
-        ``head`` is the MTP head's pass, whose cache holds true pairs only; None without ``setup.waiting``.
-        """
-        return None
 
     def record_passes(self, body: Body, caches: Sequence[Cache], hidden_size: int = 0) -> Passes:
         """Return passes of ``body``, recorded once per number of rows if the backend can, with the bits of the ops.

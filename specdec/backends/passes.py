@@ -11,10 +11,8 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import attrs
-
 from specdec.backends.caches import Array, Cache, HeadRows
-from specdec.contract import Choosing, Sampling
+from specdec.contract import Choosing
 
 Body = Callable[[Sequence[Any], Sequence[int], Array | None], Array]
 """``body(caches, tokens, hidden)``: a pass over T tokens and, for some bodies, hidden states ``[T, H]``.
@@ -54,59 +52,6 @@ class Passes(Protocol):
 
     def bind(self, caches: Sequence[Cache]) -> Pass:
         """Return the pass over these caches."""
-
-
-@attrs.frozen(kw_only=True)
-class WaitingPairs:
-    """The MTP pairs that are waiting when a device executor starts, and the head to draft with.
-
-    Attributes:
-        tokens: the tokens of the pairs, the pending token last.
-        hidden: their hidden states ``[n, H]``.
-        head: a weight, or rows of one from ``head_rows``.
-    """
-
-    tokens: tuple[int, ...]
-    hidden: Array
-    head: Array | HeadRows
-
-
-@attrs.frozen(kw_only=True)
-class Sampled:
-    """How a device executor samples tokens.
-
-    Attributes:
-        settings: with a temperature above 0.
-        choose: the token after the committed ones, chosen on the host from the hidden state ``[1, H]`` of the last of
-            them. For tokens that the device cannot be sure of.
-    """
-
-    settings: Sampling
-    choose: Callable[[Array], int]
-
-
-@attrs.frozen(kw_only=True)
-class ExecutorSetup:
-    """The initial state of a device executor.
-
-    Attributes:
-        pending: the first token of the first verification pass.
-        waiting: None if nothing is drafted; then all cycles have depth 0.
-        lm_head: the target's output head ``[V, H]``, from ``weight()``.
-        stop_tokens: generation ends after any of these.
-        limit: the number of tokens after which generation ends.
-        closed: called by ``close`` with the hidden states ``[n, H]`` of the pairs still waiting (None without
-            ``waiting``), once all caches are as single passes would have left them.
-        sampling: None if every token is the best one.
-    """
-
-    pending: int
-    waiting: WaitingPairs | None
-    lm_head: Array
-    stop_tokens: tuple[int, ...]
-    limit: int
-    closed: Callable[[Array | None], None]
-    sampling: Sampled | None = None
 
 
 class EagerPass(Pass):

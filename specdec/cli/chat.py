@@ -171,7 +171,7 @@ class Chat:
         wanted = {**self._settings, key: override.value}
         if override.path not in ((key,), ("generation", key)):
             raise PromptError(f"/set takes a key of [generation], got {shown('.'.join(override.path))}")
-        from specdec.decoding.settings import override_generation
+        from specdec.decoding.parts import override_generation
 
         override_generation(self._config.generation, wanted)
         self._settings = wanted

@@ -15,15 +15,16 @@ import attrs
 import torch
 
 from specdec.contract import ForwardPass, Needs
-from specdec.decoding.loop import run_cycle
-from specdec.decoding.parts import Parts, target_guard
-from specdec.decoding.prefill import prefill
+from specdec.decoding.cycle import run_cycle
+from specdec.decoding.parts import Parts
+from specdec.decoding.result import RunStats
+from specdec.decoding.sequence import prefill
 from specdec.decoding.session import Session
-from specdec.decoding.statistics import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.records import machine
 from specdec.records.cost_table import COSTS, CostIdentity, CostTable, parse_costs, read_costs, write_costs
+from specdec.registry import calling
 
 log = get_logger(__name__)
 
@@ -157,7 +158,8 @@ def warm_up(lm: Parts, depths: Iterable[int]) -> None:
         if depth not in DEPTHS and first <= NEXT_TO_NOTHING * min(measured.cycle(depth, keep=False) for _ in range(2)):
             return
     if lm.drafter.needs.mtp:
-        target_guard(lm.target).bind("prefill_mtp", _warm_up_head)(lm.target, max(allowed) + 1)
+        with calling(("target", lm.info.family), "prefill_mtp"):
+            _warm_up_head(lm.target, max(allowed) + 1)
 
 
 def _warm_up_head(target: ForwardPass, rows: int) -> None:

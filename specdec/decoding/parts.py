@@ -1,14 +1,15 @@
-"""The parts that a session works with: target, tokenizer, drafter, verifier and depth policy."""
+"""The parts that a session works with: target, tokenizer, drafter, verifier, depth policy, and settings."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
 import attrs
 
 from specdec.checking import Before, Mismatch, checked
-from specdec.config import Choice, RunConfig
+from specdec.config import Choice, GenerationConfig, RunConfig
 from specdec.contract import (
     DepthPolicy,
     DepthPolicySpec,
@@ -17,15 +18,24 @@ from specdec.contract import (
     DrafterSnapshot,
     DrafterSpec,
     ForwardPass,
+    Guarantee,
+    LogitsProcessor,
     ModelInfo,
     Needs,
     PrepareEnv,
+    ProcessorEnv,
+    ProcessorSpec,
+    Sampling,
+    SamplingSettings,
     State,
     Verifier,
 )
-from specdec.errors import ConfigError, PromptError, shown, typed
-from specdec.registry import Guard, answers, registry
+from specdec.errors import ConfigError, ContractError, PromptError, SpecdecError, did_you_mean, shown, typed
+from specdec.registry import calling, registry
 from specdec.text import Tokenizer
+
+if TYPE_CHECKING:
+    from specdec.contract import Float32
 
 
 def _one_prompt(value: object) -> None:
@@ -54,12 +64,8 @@ class _Part:
         """Run the spec's ``prepare``, which may load a second model. Raises: SpecdecError."""
         if self.spec.prepare is None:
             return self
-
-        def checked(shared: Any) -> Any:
-            answers.sentences(env.notices)
-            return shared
-
-        return attrs.evolve(self, shared=registry().call(self.spec, "prepare", self.config, env, check=checked))
+        with calling(self.spec, "prepare"):
+            return attrs.evolve(self, shared=self.spec.prepare(self.config, env))
 
 
 @attrs.frozen(kw_only=True)
@@ -82,8 +88,8 @@ class DrafterPart(_Part):
     def make(self, target: ForwardPass, state: State, saved: DrafterSnapshot | None = None) -> Drafter:
         """A drafter for the sequence with ``state``. Raises: PluginError when its factory fails."""
         env = DrafterEnv(target=target, state=state, shared=self.shared, saved=saved)
-        made: Drafter = registry().call(self.spec, "factory", self.config, env, check=answers.an(Drafter))
-        return made
+        with calling(self.spec, "factory"):
+            return self.spec.factory(self.config, env)
 
 
 @attrs.frozen(kw_only=True)
@@ -101,22 +107,23 @@ class DepthPart(_Part):
     def make(self) -> DepthPolicy:
         """A policy for one generation. Raises: PluginError when its factory fails."""
         arguments = (self.config,) if self.spec.prepare is None else (self.config, self.shared)
-        made: DepthPolicy = registry().call(self.spec, "factory", *arguments, check=answers.an(DepthPolicy))
-        return made
+        with calling(self.spec, "factory"):
+            return self.spec.factory(*arguments)
 
 
 def make_verifier(choice: Choice) -> Verifier:
     """The verifier that ``choice`` names. Raises: ConfigError, UnknownNameError, PluginError."""
     spec = registry().verifier(choice.name, asked_by=_asked_by(choice, "verifier"))
-    made: Verifier = registry().call(
-        spec, "factory", registry().options(spec, choice, "verifier"), check=answers.verifier
-    )
-    return made
-
-
-def target_guard(target: ForwardPass) -> Guard:
-    """A guard of calls into a target, for one sequence."""
-    return Guard("target", target.info.family, target.info.backend)
+    options = registry().options(spec, choice, "verifier")
+    with calling(spec, "factory"):
+        verifier = spec.factory(options)
+        if not isinstance(getattr(verifier, "guarantee", None), Guarantee):
+            raise ContractError(
+                f"the verifier {choice.name!r} is {typed(verifier)}, which has no guarantee",
+                takes="a specdec.Verifier",
+                try_="guarantee = specdec.Guarantee.HEURISTIC in its class",
+            )
+    return verifier
 
 
 def _asked_by(choice: Choice, table: str) -> str:
@@ -176,3 +183,93 @@ def language_model(lm: Parts, who: str) -> Parts:
     if not isinstance(lm, Parts):
         raise ConfigError(f"{who} takes a language model, got {typed(lm)}", try_="specdec.load(...), and its methods")
     return lm
+
+
+# --- settings of one generation ---------------------------------------------------------------------------------------
+
+
+def override_generation(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
+    """``config`` with every setting that is not None. Raises: PromptError for an unknown or unusable setting."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
+        return config
+    known = [field.name for field in attrs.fields(GenerationConfig)]
+    for name in given:
+        if name not in known:
+            raise PromptError(
+                f"generation has no setting {name!r}.{did_you_mean(name, known)}", available=", ".join(known)
+            )
+    try:
+        return attrs.evolve(config, **given)
+    except SpecdecError as error:
+        raise PromptError(error.message, **{k.replace(" ", "_"): v for k, v in error.facts.items()}) from None
+
+
+def make_sampling(lm: Parts, settings: GenerationConfig, *, generated_from: int) -> Sampling:
+    """The sampling of one generation: ids checked against the vocabulary, processors built.
+
+    Raises: PromptError for a token id outside the vocabulary, or a number above what limits it; ConfigError or
+        PluginError for a processor.
+    """
+    vocab, end_tokens = lm.info.vocab_size, tuple(sorted(lm.tokenizer.eos_ids))
+    for name, most, limit in (
+        ("min_new_tokens", settings.max_new_tokens, "generation.max_new_tokens"),
+        ("logprobs", vocab, "the size of the vocabulary"),
+    ):
+        asked = getattr(settings, name)
+        if asked is not None and asked > most:
+            raise PromptError(f"generation.{name} is at most {limit} ({most}), got {asked}")
+    for token in settings.banned:
+        _token_id(token, vocab, "banned")
+    bias = {_token_id(token, vocab, "logit_bias"): value for token, value in settings.logit_bias.items()}
+    if len(bias) < len(settings.logit_bias):
+        raise PromptError("generation.logit_bias names a token id twice, as a number and as a string")
+    env = ProcessorEnv(tokenizer=lm.tokenizer, vocab_size=vocab, end_tokens=end_tokens, generated_from=generated_from)
+    return Sampling(
+        **{field.name: getattr(settings, field.name) for field in attrs.fields(SamplingSettings)},
+        logit_bias=types.MappingProxyType(bias),
+        end_tokens=end_tokens,
+        processors=tuple(_processor(choice, env) for choice in settings.processors),
+    )
+
+
+def _processor(choice: Choice, env: ProcessorEnv) -> LogitsProcessor:
+    spec = registry().processor(choice.name, asked_by="generation.processors")
+    options = registry().options(spec, choice, "generation.processors")
+    with calling(spec, "factory"):
+        return NamedProcessor(spec, spec.factory(options, env))
+
+
+class NamedProcessor(LogitsProcessor):
+    """A processor whose failures name it, wherever logits are processed."""
+
+    def __init__(self, spec: ProcessorSpec, processor: LogitsProcessor) -> None:
+        self._spec = spec
+        self._processor = processor
+
+    def process(self, logits: Float32, history: Sequence[int]) -> Float32:
+        with calling(self._spec, "process"):
+            row = self._processor.process(logits, history)
+            if (row.shape, row.dtype) != (logits.shape, logits.dtype):
+                raise ContractError(
+                    f"the logits processor {self._spec.name!r} returned {list(row.shape)} {row.dtype} from process",
+                    takes=f"an array of shape {list(logits.shape)} and dtype {logits.dtype}",
+                )
+        return row
+
+    def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
+        with calling(self._spec, "legal"):
+            return max(0, min(self._processor.legal(draft, history), len(draft)))
+
+    def forced(self, history: Sequence[int]) -> Sequence[int]:
+        with calling(self._spec, "forced"):
+            return self._processor.forced(history)
+
+
+def _token_id(token: str | int, vocab: int, setting: str) -> int:
+    """A token id; as a TOML or JSON key it is a string."""
+    spelled = isinstance(token, str) and len(token) < 20 and token.isdecimal() and token.isascii()
+    value = int(token) if spelled or isinstance(token, int) else -1
+    if not 0 <= value < vocab or str(value) != str(token):
+        raise PromptError(f"generation.{setting} takes token ids of 0 to {vocab - 1}, got {shown(token)}")
+    return value

@@ -1,16 +1,105 @@
-"""The result of a generation."""
+"""The result of a generation: text, tokens, counters of draft acceptance and time, and how they look in a notebook."""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 
 from specdec.config import GenerationConfig, RunConfig
-from specdec.contract import Deviation
-from specdec.decoding.notebook import html_table
-from specdec.decoding.statistics import RunStats
+from specdec.contract import CycleRecord, Deviation, Stats
 from specdec.errors import shown
+
+PHASES = ("prefill", "draft", "verify", "commit")
+
+
+@attrs.define(kw_only=True)
+class RunStats(Stats):
+    """Everything counted during one generation."""
+
+    rows: int = 0  # computed by verification: sum(offered) + cycles
+    prefilled: int = 0  # prompt tokens run through the target (the rest came from the session's state)
+    seconds: dict[str, float] = attrs.field(factory=lambda: dict.fromkeys(PHASES, 0.0))  # wall-clock by phase
+    draft_lengths: dict[int, int] = attrs.field(factory=dict)  # verified draft tokens of a cycle -> cycles
+    deviation: Deviation = Deviation()
+    decode_seconds: float = 0.0  # wall-clock of all cycles, bookkeeping included
+    drafter: str = "none"
+    inactive_reason: str = ""  # why nothing was drafted or speculation went off, if known
+    faults: dict[str, int] = attrs.field(factory=dict)  # faults of drafts -> how often
+    forbidden: int = 0  # draft tokens cut because a logits processor does not allow them
+    draft: dict[str, Any] = attrs.field(factory=dict)  # ``Drafter.report()`` at the end
+
+    def add(self, cycle: CycleRecord, gaps: Sequence[float] = ()) -> None:
+        """Count one cycle; ``gaps`` of its tokens that the target would not have chosen, in nats."""
+        self.cycles += 1
+        self.tokens += len(cycle.emitted)
+        self.rows += cycle.offered + 1
+        self.count(cycle.offered, cycle.accepted)
+        self.draft_lengths[cycle.offered] = self.draft_lengths.get(cycle.offered, 0) + 1
+        seconds = self.seconds
+        seconds["draft"] += cycle.draft_seconds
+        seconds["verify"] += cycle.verify_seconds
+        seconds["commit"] += cycle.commit_seconds
+        if gaps:
+            largest = max(self.deviation.largest_gap, *gaps)
+            self.deviation = Deviation(self.deviation.count + len(gaps), largest)
+
+    def fault(self, what: str) -> None:
+        """Count a draft that had to be cut because it was faulty."""
+        self.faults[what] = self.faults.get(what, 0) + 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of decoding, prefill excluded; 0 when nothing was generated."""
+        return self.tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Labels and values for people."""
+        drafted, kept, about = sum(self.offered), sum(self.accepted), self.speculation()
+        each = f", {self.tokens / self.cycles:.2f} tokens each" if self.cycles else ""
+        return [
+            ("speed", f"{self.tokens_per_second:.1f} tokens/s"),
+            ("cycles", f"{self.cycles}{each}"),
+            ("drafts", f"{kept} of {drafted} tokens kept ({self.drafter})" if drafted else str(about["reason"])),
+        ]
+
+    def __repr__(self) -> str:
+        return f"<RunStats {', '.join(f'{label}: {value}' for label, value in self.facts())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.facts())
+
+    def speculation(self) -> dict[str, object]:
+        """Whether any draft token was verified, and if not, why."""
+        if self.offered:
+            return {"active": True, "drafter": self.drafter, "reason": self.inactive_reason}
+        reason = self.inactive_reason or ("no cycle ran" if self.cycles == 0 else "the drafter made no draft")
+        cut = [f"{what} ({count})" for what, count in self.faults.items()]
+        cut += [f"forbidden by a logits processor ({self.forbidden})"] * bool(self.forbidden)
+        if cut and not self.inactive_reason:
+            reason = f"every draft was cut before it was verified: {', '.join(cut)}"
+        return {"active": False, "drafter": self.drafter, "reason": reason}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``stats`` object of ``--json``."""
+        return {
+            "cycles": self.cycles,
+            "tokens": self.tokens,
+            "rows": self.rows,
+            "prefilled": self.prefilled,
+            "offered": list(self.offered),
+            "reached": list(self.reached),
+            "accepted": list(self.accepted),
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": dict(self.seconds),
+            "depth": {str(depth): count for depth, count in sorted(self.draft_lengths.items())},
+            "speculation": self.speculation(),
+            "faults": dict(self.faults),
+            "forbidden": self.forbidden,
+            "draft": dict(self.draft),
+        }
 
 
 @attrs.frozen
@@ -79,3 +168,10 @@ class Result:
             "weights": self.weights,
             "logprobs": None if self.logprobs is None else [attrs.asdict(entry) for entry in self.logprobs],
         }
+
+
+def html_table(rows: Iterable[tuple[str, str]], text: str | None = None) -> str:
+    """Labels and values, below ``text`` if given; all escaped."""
+    lines = [f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows]
+    shown = "" if text is None else f"<pre>{html.escape(text)}</pre>"
+    return f"{shown}<table>{''.join(lines)}</table>"

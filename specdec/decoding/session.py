@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -13,10 +12,9 @@ import attrs
 from specdec.checking import checked
 from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
-from specdec.decoding.cycle import Counts, LiveSequence
-from specdec.decoding.one_thread import OneThread
-from specdec.decoding.parts import Parts, Prompt, language_model, target_guard
+from specdec.decoding.parts import Parts, Prompt, language_model, override_generation
 from specdec.decoding.result import Result
+from specdec.decoding.sequence import Counts, LiveSequence
 from specdec.decoding.session_file import (
     SavedSession,
     check_drafter,
@@ -25,10 +23,9 @@ from specdec.decoding.session_file import (
     restore_state,
     write_session,
 )
-from specdec.decoding.settings import override_generation
-from specdec.decoding.stream import Stream
+from specdec.decoding.stream import OneThread, Stream
 from specdec.errors import PromptError, SessionFileError, StateError, shown
-from specdec.registry import answers
+from specdec.registry import calling
 from specdec.text import common_prefix
 
 
@@ -36,8 +33,8 @@ class Session:
     """A sequence of tokens, and the states that hold all but the last of them.
 
     An exception may interrupt any call, KeyboardInterrupt at any step of it. The tokens are then those from before the
-    call or from after it (for a generation: with the cycles that it committed), and the next call builds the states
-    from them again. The next call also ends a stream that was not read to its end.
+    call or from after it (for a generation: with the cycles that it committed). They are the truth: the next call
+    builds the states from them again. The next call also ends a stream that was not read to its end.
 
     Not thread-safe, except for ``Stream.stop``: a second thread gets a StateError.
 
@@ -78,9 +75,9 @@ class Session:
         """A sequence with a new drafter, and a new state unless one is given."""
         lm = self._lm
         if state is None:
-            check = functools.partial(answers.state, expected=0)
-            state = target_guard(lm.target).call(lm.target, "new_state", lm.capacity, lm.drafter.needs, check=check)
-        sequence = LiveSequence(
+            with calling(("target", lm.info.family), "new_state"):
+                state = lm.target.new_state(lm.capacity, lm.drafter.needs)
+        return LiveSequence(
             target=lm.target,
             state=state,
             drafter=lm.drafter.make(lm.target, state, saved),
@@ -88,9 +85,10 @@ class Session:
             tokens=tokens,
             context=Context(tokens, draft_noise=lm.verifier.draft_noise),
             counts=counts if counts is not None else Counts(),
+            failure=failure,
+            drafter_name=lm.drafter.spec.name,
+            verifier_name=lm.config.verifier.name,
         )
-        sequence.drafting.failure = failure
-        return sequence
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -169,9 +167,8 @@ class Session:
         with sequence.changing():
             sequence.tokens[kept:] = rest
             if sequence.state.length > held:
-                state = sequence.state
-                check = functools.partial(answers.rewound, asked=held, state=state)
-                reached = sequence.running.call(sequence.target, "rewind", state, held, check=check)
+                with sequence.running("rewind"):
+                    reached = sequence.target.rewind(sequence.state, held)
                 sequence.ask("rewind", reached)
 
     def fork(self) -> Session:
@@ -182,9 +179,10 @@ class Session:
         with self._in_use() as sequence:
             snapshot, saved = self._snapshot(sequence)
             other, extra = Session(self._lm), json_copy(self.extra)
-            other._sequence = self._new_sequence(
-                list(sequence.tokens), sequence.counts, state=self._restored(snapshot), saved=saved
-            )
+            with sequence.running("restore"):
+                snapshot = attrs.evolve(snapshot, capacity=self._lm.capacity)
+                state = sequence.target.restore(snapshot, self._lm.drafter.needs)
+            other._sequence = self._new_sequence(list(sequence.tokens), sequence.counts, state=state, saved=saved)
             other.extra = extra
         return other
 
@@ -221,28 +219,15 @@ class Session:
                 list(saved.tokens), Counts(cycle=saved.cycle, stats=saved.stats), state=state, saved=ours
             )
             if ours is not None:
-                check_drafter(ours, self._drafter_snapshot(sequence), saved.drafter, path)
+                check_drafter(ours, sequence.ask("snapshot", sequence.context), saved.drafter, path)
             self.__dict__.update(_sequence=sequence, extra=saved.extra)  # one step: all of it, or nothing
-
-    def _restored(self, snapshot: Snapshot) -> State:
-        lm = self._lm
-        snapshot = attrs.evolve(snapshot, capacity=lm.capacity)
-        check = functools.partial(answers.state, expected=snapshot.length)
-        state: State = target_guard(lm.target).call(lm.target, "restore", snapshot, lm.drafter.needs, check=check)
-        return state
 
     def _snapshot(self, sequence: LiveSequence) -> tuple[Snapshot, DrafterSnapshot | None]:
         """The state and the drafter's own. Feeds waiting MTP pairs."""
         with sequence.changing():
-            check = functools.partial(answers.taken, state=sequence.state)
-            taken: Snapshot = sequence.running.call(sequence.target, "snapshot", sequence.state, check=check)
-            return taken, self._drafter_snapshot(sequence)
-
-    @staticmethod
-    def _drafter_snapshot(sequence: LiveSequence) -> DrafterSnapshot | None:
-        """The drafter's own state, if it works and has one."""
-        saved: DrafterSnapshot | None = sequence.ask("snapshot", sequence.context, check=answers.snapshot)
-        return saved
+            with sequence.running("snapshot"):
+                snapshot = sequence.target.snapshot(sequence.state)
+            return snapshot, sequence.ask("snapshot", sequence.context)
 
     @checked(PromptError)
     def stream(self, prompt: Prompt | None = None, **settings: Unpack[GenerationSettings]) -> Stream:

@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 
 from specdec.config import FieldError, between, structure_options
 from specdec.contract import DrafterSnapshot, ForwardPass, ModelInfo, Needs, Snapshot, State, Stats
-from specdec.decoding.parts import target_guard
 from specdec.errors import ConfigError, SessionFileError, SpecdecError, shown
 from specdec.files.keeping import replacing
 from specdec.files.reading import leaves, open_file, parse_json
-from specdec.registry import answers
+from specdec.registry import calling
 
 FORMAT = 2
 _KEY, _CHECKSUM = "specdec.session", "specdec.checksum"
@@ -308,16 +307,13 @@ def restore_state(saved: SavedSession, target: ForwardPass, capacity: int, needs
             f"the saved session has {len(saved.tokens)} tokens, this one holds {capacity}", file=path
         )
 
-    def restored() -> tuple[State, Snapshot, str]:
-        arrays = {name: target.from_host(array) for name, array in held.arrays.items()}
-        state = target.restore(Snapshot(held.length, capacity, arrays, held.meta), needs)
-        again = answers.taken(target.snapshot(state), state)
-        return state, again, _difference(held.arrays, _on_host(again.arrays, target))
-
-    state: State
     try:
-        state, again, reason = target_guard(target).bind("restore", restored)()
-    except SpecdecError as error:  # backends raise different errors for arrays that they cannot take
+        with calling(("target", target.info.family), "restore"):  # backends raise different errors for unusable arrays
+            arrays = {name: target.from_host(array) for name, array in held.arrays.items()}
+            state = target.restore(Snapshot(held.length, capacity, arrays, held.meta), needs)
+            again = target.snapshot(state)
+            reason = _difference(held.arrays, _on_host(again.arrays, target))
+    except SpecdecError as error:
         raise SessionFileError(f"the saved state does not fit this model: {error.message}", file=path) from error
     if not reason and (state.length, again.length) != (held.length, held.length):
         reason = f"it holds {state.length} tokens, and {held.length} belong to it"

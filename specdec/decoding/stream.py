@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import operator
+import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from time import perf_counter
 from typing import Self
@@ -12,23 +14,39 @@ from typing import Self
 import attrs
 
 from specdec.config import GenerationConfig
-from specdec.contract import CycleRecord, Guarantee
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.depth import DepthChooser
-from specdec.decoding.guarded_processor import GuardedProcessor
-from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.one_thread import OneThread
-from specdec.decoding.parts import Parts, language_model
-from specdec.decoding.prefill import prefill
-from specdec.decoding.result import Result
-from specdec.decoding.settings import make_sampling
-from specdec.decoding.statistics import RunStats
+from specdec.contract import CycleRecord, DepthPolicy
+from specdec.decoding.cycle import run_cycle
+from specdec.decoding.parts import Parts, language_model, make_sampling
+from specdec.decoding.result import Result, RunStats
+from specdec.decoding.sequence import LiveSequence, prefill
 from specdec.errors import SpecdecError, StateError
 from specdec.logs import get_logger
-from specdec.registry import answers, notify_cycle
+from specdec.registry import calling, notify_cycle
 from specdec.text import IncrementalDecoder, StopMatcher
 
 log = get_logger(__name__)
+
+
+class OneThread:
+    """A context that one thread at a time can enter; another thread gets an error at once instead of waiting.
+
+    The thread that holds it may enter again: an interruption that falls into ``__exit__`` must not lock it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._holder: dict[str, int] = {}
+
+    def __enter__(self) -> None:
+        """Raises: StateError when another thread is inside."""
+        here = threading.get_ident()
+        if self._holder.setdefault("thread", here) != here:  # one step, so only one of two threads comes in
+            raise StateError(
+                "another thread is using this session",
+                try_="a session for each thread; Stream.stop may be called from any thread",
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._holder.pop("thread", None)
 
 
 class Stream:
@@ -58,7 +76,6 @@ class Stream:
         self._matcher = StopMatcher(settings.stop)
         self._stop_ids = frozenset() if settings.ignore_eos else frozenset(lm.tokenizer.eos_ids)
         self._sampling = make_sampling(lm, settings, generated_from=len(self._prompt))
-        self._processors = [one for one in self._sampling.processors if isinstance(one, GuardedProcessor)]
         self._notices: list[str] = []  # of this generation
         self._text = ""
         self._piece = ""
@@ -138,51 +155,45 @@ class Stream:
 
     def _run(self) -> Generator[str, None, None]:
         try:
-            with self._sequence.changing():
-                yield from self._decode()
+            yield from self._decode()
         except SpecdecError as error:
             error.tokens = tuple(self._sequence.tokens[len(self._prompt) :])
             raise
 
     def _decode(self) -> Generator[str, None, None]:
         lm, sequence, stats = self._lm, self._sequence, self._stats
-        sequence.context.change("sampling", self._sampling)
-        sequence.context.change("generated_from", len(self._prompt))
+        sequence.context.sampling = self._sampling
+        sequence.context.generated_from = len(self._prompt)
         sequence.logprobs = []
-        policy = DepthChooser(lm.depth)
+        policy = lm.depth.make()
         started = perf_counter()
         prefill(sequence, stats, lambda: self.stopping)
         log.info("prefilled", tokens=len(self._prompt), elapsed_s=round(perf_counter() - started, 6))
         every_cycle = log.isEnabledFor(logging.DEBUG)
-        stop_ids = sorted(self._stop_ids)
-        loop = DecodingLoop(sequence, self._cut, stats, stop_tokens=stop_ids, ahead=not self.settings.stop)
         deepest = 0  # depth asked for
-        try:
-            while self._reason is None:
-                produced = len(sequence.tokens) - len(self._prompt)
-                room = min(self.settings.max_new_tokens - produced, lm.capacity - len(sequence.tokens))
-                if self.stopping and not loop.in_flight:
-                    self._reason = "interrupted"
-                elif room <= 0:
-                    self._reason = "context"
-                else:
-                    started = perf_counter()
-                    depth = max(0, min(policy.next_depth(), lm.info.max_rows - 1, room - 1))
-                    deepest = max(deepest, depth)
-                    record = loop.step(None if self.stopping else depth, room)
+        while self._reason is None:
+            produced = len(sequence.tokens) - len(self._prompt)
+            room = min(self.settings.max_new_tokens - produced, lm.capacity - len(sequence.tokens))
+            if self.stopping:
+                self._reason = "interrupted"
+            elif room <= 0:
+                self._reason = "context"
+            else:
+                started = perf_counter()
+                with calling(lm.depth.spec, "next_depth"):
+                    depth = max(0, min(operator.index(policy.next_depth(stats)), lm.info.max_rows - 1, room - 1))
+                deepest = max(deepest, depth)
+                record = run_cycle(sequence, depth, self._cut, stats)
+                with calling(lm.depth.spec, "record"):
                     policy.record(record)
-                    self._notices += notify_cycle(record)
-                    if every_cycle:
-                        log.debug("cycle", **attrs.asdict(record))
-                    self.on_cycle(record)
-                    stats.decode_seconds += perf_counter() - started
-                if self._piece:
-                    piece, self._piece = self._piece, ""
-                    yield piece
-        except GeneratorExit:  # the stream and its session are gone: free the device
-            loop.close()
-            raise
-        loop.close()
+                self._notices += notify_cycle(record)
+                if every_cycle:
+                    log.debug("cycle", **attrs.asdict(record))
+                self.on_cycle(record)
+                stats.decode_seconds += perf_counter() - started
+            if self._piece:
+                piece, self._piece = self._piece, ""
+                yield piece
         tail = self._decoder.flush()
         if self._reason != "stop_string":
             emitted, matched = self._matcher.push(tail)
@@ -237,19 +248,11 @@ class Stream:
         self._text += text
         return taken
 
-    def _guarantee(self) -> Guarantee:
-        """The verifier's guarantee, unless a processor's answers depend on more than its arguments."""
-        guarantee = self._lm.verifier.guarantee
-        unstable = [reason for processor in self._processors if (reason := processor.settle())]
-        if unstable and guarantee is not Guarantee.HEURISTIC:
-            self._notices.append(f"the guarantee {guarantee.value!r} does not hold here: {'; '.join(unstable)}")
-            return Guarantee.HEURISTIC
-        return guarantee
-
-    def _finish(self, deepest: int, policy: DepthChooser) -> Result:
-        lm, sequence, stats, reason = self._lm, self._sequence, self._stats, policy.reason
-        guarantee = self._guarantee()
-        stats.draft.update(sequence.ask("report", check=answers.report, otherwise={}))
+    def _finish(self, deepest: int, policy: DepthPolicy) -> Result:
+        lm, sequence, stats = self._lm, self._sequence, self._stats
+        with calling(lm.depth.spec, "reason"):
+            reason = policy.reason
+        stats.draft.update(sequence.ask("report", otherwise={}))
         stats.inactive_reason = sequence.failure
         if not stats.offered and not stats.inactive_reason and stats.cycles:
             if lm.drafter.spec.name == "none":
@@ -259,15 +262,13 @@ class Stream:
                 stats.inactive_reason = why
         if reason and not stats.inactive_reason:  # speculation ran for a while, then went off for this reason
             stats.inactive_reason = reason
-        if policy.failure and policy.failure not in stats.inactive_reason:
-            self._notices.append(policy.failure)
         return Result(
             prompt=self._prompt,
             tokens=sequence.tokens[len(self._prompt) :],
             text=self._text,
             finish_reason=self._reason or "interrupted",
             prompt_tokens=len(self._prompt),
-            guarantee=guarantee.value,
+            guarantee=lm.verifier.guarantee.value,
             parity=lm.info.parity.value,
             deviation=stats.deviation,
             stats=stats,

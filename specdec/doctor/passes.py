@@ -23,7 +23,7 @@ from specdec.contract import (
     State,
 )
 from specdec.decoding.cycle import HostExecutor, LiveSequence
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.result import RunStats
 from specdec.doctor.comparing import Comparison, on_host, one_by_one
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.none import NoDrafter

@@ -10,7 +10,6 @@ prefix alone. A drafter that withholds a draft because of the tokens it sampled 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -27,7 +26,6 @@ from specdec.contract import (
     DrafterEnv,
     DrafterSnapshot,
     DrafterSpec,
-    DraftNoise,
     ForwardOutput,
     Hidden,
     Needs,
@@ -36,7 +34,7 @@ from specdec.contract import (
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Switch, answers, registry
+from specdec.registry import Kind, calling, reason, registry
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
 _PATH = "drafter.drafters[{}]"
@@ -69,25 +67,34 @@ class Child:
 
 @attrs.define
 class _Member:
-    """One drafter of a chain, its guard, and its counters."""
+    """One drafter of a chain, and its counters."""
 
     label: str
+    spec: DrafterSpec
     needs: Needs
     drafter: Drafter
-    switch: Switch
+    failure: str = ""  # why it was switched off
     drafts: int = 0
     offered: int = 0  # tokens that were verified
     accepted: int = 0  # tokens of those that stayed
 
-    def ask(self, method: str, *arguments: Any, check: Any = None) -> Any:
-        """Call the drafter; None once it has failed."""
-        return self.switch.call(self.drafter, method, *arguments, check=check)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call the drafter; None once it has failed. Raises: the error of a logits processor, as the engine does."""
+        if self.failure:
+            return None
+        try:
+            return getattr(self.drafter, method)(*arguments)
+        except Exception as error:
+            if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
+                raise
+            self.failure = reason(self.spec, method, error)
+            return None
 
     def report(self) -> dict[str, Any]:
         """Its counters, what it reports itself, and why it was switched off."""
         counters: dict[str, Any] = {"drafts": self.drafts, "offered": self.offered, "accepted": self.accepted}
-        own = self.ask("report", check=answers.report) or {}
-        return counters | own | ({"failed": self.switch.failure} if self.switch.failure else {})
+        own = self.ask("report") or {}
+        return counters | own | ({"failed": self.failure} if self.failure else {})
 
 
 class FirstOfDrafter(Drafter):
@@ -98,13 +105,12 @@ class FirstOfDrafter(Drafter):
 
     def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
         children: tuple[Child, ...] = env.shared
-        self._vocab_size = env.target.info.vocab_size
         self._members: list[_Member] = []
         for child in children:
             own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
-            drafter = registry().call(child.spec, "factory", child.config, own, check=answers.an(Drafter))
-            switch = Switch(registry().guard(child.spec))
-            self._members.append(_Member(child.label, child.needs, drafter, switch))
+            with calling(child.spec, "factory"):
+                drafter = child.spec.factory(child.config, own)
+            self._members.append(_Member(child.label, child.spec, child.needs, drafter))
         self._drafting: _Member | None = None  # whose draft is being verified
 
     def prefill(self, context: Context, output: ForwardOutput) -> None:
@@ -112,14 +118,12 @@ class FirstOfDrafter(Drafter):
             member.ask("prefill", context, _declared(output, member.needs, prompt=True))
 
     def propose(self, context: Context, depth: int) -> Draft:
-        honest = context.draft_noise is DraftNoise.INDEPENDENT and context.sampling.temperature > 0
-        check = functools.partial(answers.draft, asked=depth, vocab_size=self._vocab_size, honest=honest)
         for member in self._members:
-            draft: Draft | None = member.ask("propose", context, depth, check=check)
+            draft: Draft | None = member.ask("propose", context, depth)
             if draft is not None and draft.tokens:
                 self._drafting = member
                 return draft
-        failures = [member.switch.failure for member in self._members]
+        failures = [member.failure for member in self._members]
         if all(failures):
             raise UnsupportedError(f"every drafter of the chain failed: {'; '.join(failures)}")
         return EMPTY_DRAFT
@@ -141,7 +145,7 @@ class FirstOfDrafter(Drafter):
         arrays: dict[str, Any] = {}
         meta: dict[str, int | str] = {}
         for member in self._members:
-            label, own = member.label, member.ask("snapshot", context, check=answers.snapshot)
+            label, own = member.label, member.ask("snapshot", context)
             if own is not None:
                 meta |= {f"{label}/{name}": value for name, value in own.meta.items()} | {label: "saved"}
                 arrays |= {f"{label}/{name}": array for name, array in own.arrays.items()}
@@ -196,7 +200,8 @@ def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
     for index, (spec, own) in enumerate(chosen):
         number = sum(child.spec.name == spec.name for child in made) + 1
         with _placed(index):
-            shared = None if spec.prepare is None else registry().call(spec, "prepare", own, env)
+            with calling(spec, "prepare"):
+                shared = None if spec.prepare is None else spec.prepare(own, env)
             needs = registry().needs_of(spec, own, shared)
         _check_needs(spec, needs, env, path)
         made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared, needs))

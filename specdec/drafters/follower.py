@@ -150,10 +150,6 @@ class DraftRow(Logits):
     def logsumexp(self) -> list[float]:
         return self._inner.logsumexp()[-1:] if self._inner_size <= self._vocab_size else super().logsumexp()
 
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        token = self._inner.noisy_argmax(len(self._inner) - 1, scale, seed, position)
-        return token if token is not None and token < self._vocab_size else None
-
     def rows(self) -> Float32:
         last = self._inner.rows()[-1:]
         if self._inner_size >= self._vocab_size:

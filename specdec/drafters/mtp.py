@@ -19,7 +19,6 @@ import numpy as np
 from specdec.config import between
 from specdec.contract import (
     Context,
-    DeviceDraft,
     Draft,
     Drafter,
     DrafterEnv,
@@ -35,7 +34,7 @@ from specdec.drafters.gate import DraftGate
 from specdec.drafters.pruned_head import HeadChoice, PreparedVocabulary
 from specdec.errors import ConfigError, StateError
 from specdec.hookspecs import hookimpl
-from specdec.sampling import CoupledDraft, draft_token, is_plain, keeps_logits
+from specdec.sampling import CoupledDraft, draft_token, is_plain
 
 
 @attrs.frozen(kw_only=True)
@@ -103,10 +102,6 @@ class MtpDrafter(Drafter):
         drafted = self._target.draft_mtp(self._state, context[-1], depth, head=head, choose=choose)
         point_masses = not drafted or distributions[0] is None
         return Draft(drafted, None if point_masses else np.stack(distributions))
-
-    def device_draft(self, context: Context) -> DeviceDraft | None:
-        coupled = context.sampling.temperature > 0 and keeps_logits(context.sampling) and self._is_point_mass(context)
-        return DeviceDraft(head=self._head(context)) if coupled or self._is_greedy(context) else None
 
     def rewind(self, length: int) -> None:
         if self._choice is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.contract import EMPTY_DRAFT, Context, DeviceDraft, Draft, Drafter, DrafterEnv, DrafterSpec, NoConfig
+from specdec.contract import EMPTY_DRAFT, Context, Draft, Drafter, DrafterEnv, DrafterSpec, NoConfig
 from specdec.hookspecs import hookimpl
 
 
@@ -14,9 +14,6 @@ class NoDrafter(Drafter):
 
     def propose(self, context: Context, depth: int) -> Draft:
         return EMPTY_DRAFT
-
-    def device_draft(self, context: Context) -> DeviceDraft:
-        return DeviceDraft(mtp=False)
 
 
 @hookimpl

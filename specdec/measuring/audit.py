@@ -22,8 +22,8 @@ import numpy as np
 from specdec.checking import between, checked
 from specdec.config import GenerationConfig, structure_options
 from specdec.contract import Context, Guarantee, Parity
-from specdec.decoding.prefill import PREFILL_CHUNK
-from specdec.decoding.settings import make_sampling, override_generation
+from specdec.decoding.parts import make_sampling, override_generation
+from specdec.decoding.sequence import PREFILL_CHUNK
 from specdec.errors import PromptError
 from specdec.measuring.divergences import Divergence, GapReport, Rounding, Verdict, finite
 from specdec.pipeline import LanguageModel

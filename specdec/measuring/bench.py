@@ -19,8 +19,8 @@ import numpy as np
 from specdec.checking import between, checked
 from specdec.contract import CycleRecord
 from specdec.decoding.cycle_timing import measure_costs
-from specdec.decoding.prefill import prefill
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.result import RunStats
+from specdec.decoding.sequence import prefill
 from specdec.errors import ConfigError
 from specdec.measuring.intervals import Interval, interval, left_out, ratio
 from specdec.measuring.prompts import Prompt, PromptSet

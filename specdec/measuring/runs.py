@@ -11,8 +11,7 @@ import numpy as np
 from specdec.checking import checked
 from specdec.config import Choice
 from specdec.contract import CycleRecord, Guarantee, Parity, Stats
-from specdec.decoding.parts import DepthPart, DrafterPart
-from specdec.decoding.settings import override_generation
+from specdec.decoding.parts import DepthPart, DrafterPart, override_generation
 from specdec.errors import PromptError, UnsupportedError
 from specdec.measuring.environment import Environment, current_environment
 from specdec.measuring.prompts import Prompt

@@ -9,16 +9,13 @@ from typing import Any
 import attrs
 
 from specdec.backends.ops import Array, Cache, HeadRows, Ops
-from specdec.backends.passes import ExecutorSetup, Pass, Passes, Sampled, WaitingPairs
+from specdec.backends.passes import Pass, Passes
 from specdec.contract import (
     IDLE_ROWS,
     NO_NEEDS,
     WAITING_ROWS,
     Choosing,
-    Context,
-    DeviceDraft,
     DraftHead,
-    Executor,
     ForwardOutput,
     ForwardPass,
     Hidden,
@@ -26,7 +23,6 @@ from specdec.contract import (
     ModelInfo,
     MtpPairs,
     Needs,
-    Sampling,
     SharedWeights,
     Snapshot,
     State,
@@ -35,7 +31,7 @@ from specdec.contract import (
 )
 from specdec.errors import ContractError, PromptError, ShapeError, StateError, UnsupportedError
 from specdec.models.decoder import Layer, MtpHead, Norm
-from specdec.sampling import CoupledDraft, Rows
+from specdec.sampling import CoupledDraft
 
 CACHE_SHARE = 0.9  # of the free memory, for one session's caches; the rest is for graphs, activations and growth
 MORE_STATES = 3  # times the memory of new recurrent states that they may grow to
@@ -388,59 +384,6 @@ class CausalLM(ForwardPass):
         if drafted is None:
             pairs.resume(fed, tokens[:-1], hidden)
         return drafted
-
-    def device_samples(self, sampling: Sampling) -> bool:
-        return self.ops.device_samples(sampling)
-
-    def device_executor(
-        self, state: State, context: Context, draft: DeviceDraft, *, stop_tokens: Sequence[int], limit: int
-    ) -> Executor | None:
-        state = _own(state)
-        head, pairs, mtp = draft.head, state.pairs if draft.mtp else None, state.mtp
-        settings = context.sampling
-        if (
-            (settings.temperature > 0 and not self.device_samples(settings))
-            or state.needs.hidden
-            or state.boundaries
-            or (draft.mtp and (pairs is None or pairs.length != state.length or not pairs.waiting))
-        ):
-            return None
-        waiting = None
-        if pairs is not None:
-            if pairs.waiting > WAITING_ROWS:
-                self.feed_mtp(state)
-            assert mtp is not None
-            mtp.truncate(pairs.fed)
-            tokens, hidden = pairs.take(context[-1])
-            waiting = WaitingPairs(
-                tokens=tuple(tokens),
-                hidden=self.ops.array(hidden),
-                head=self._mtp_lm_head if head is None else self._own_head(head).rows,
-            )
-        state.decoded = None
-
-        def closed(left: Array | None) -> None:
-            """Restore the ledger: the contents of the head's cache and the pending hidden states."""
-            if pairs is not None and mtp is not None and left is not None:
-                first = mtp.length + 1
-                pairs.resume(mtp.length, context[first : first + len(left) - 1], self.ops.hidden(left))
-
-        def choose(row: Array) -> int:
-            return Rows(self.ops.head(row, self.model.lm_head), (), context).choose(0)
-
-        setup = ExecutorSetup(
-            pending=context[-1],
-            waiting=waiting,
-            lm_head=self.model.lm_head,
-            stop_tokens=tuple(stop_tokens),
-            limit=limit,
-            closed=closed,
-            sampling=Sampled(settings=settings, choose=choose) if settings.temperature > 0 else None,
-        )
-        executor = self.ops.device_executor(state.target_pass, None if pairs is None else state.mtp_pass, setup)
-        if executor is None and pairs is not None and waiting is not None:
-            pairs.resume(pairs.fed, waiting.tokens[:-1], self.ops.hidden(waiting.hidden))
-        return executor
 
     def _own_head(self, head: DraftHead) -> PrunedHead:
         if not (isinstance(head, PrunedHead) and head.target is self):

@@ -38,7 +38,7 @@ from specdec.models.parity import probe_rows
 from specdec.models.read_keys import ReadKeys
 from specdec.models.weights import DryRun, Weights, dry_run
 from specdec.records.probes import unproved
-from specdec.registry import Kind, answers, registry
+from specdec.registry import Kind, calling, registry
 from specdec.text import Tokenizer
 
 log = get_logger(__name__)
@@ -83,14 +83,14 @@ def load_target(config: RunConfig) -> LoadedTarget:
     tokenizer.check_fits(family.vocab_size)
     backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.source)
     notices = list(said)
-    running = registry().guard_of(Kind.BACKEND, backend)
-    dtype, dtype_reason = running.call(backend, "choose_dtype", asked.dtype, _stored_dtype(checkpoint))
+    with calling((Kind.BACKEND, backend.name), "choose_dtype"):
+        dtype, dtype_reason = backend.choose_dtype(asked.dtype, _stored_dtype(checkpoint))
     decoded: torch.dtype = getattr(torch, dtype, torch.bfloat16)
 
     @functools.cache
     def made_ops() -> Ops:
-        ops: Ops = running.call(backend, "ops", dtype, check=answers.an(Ops))
-        return ops
+        with calling((Kind.BACKEND, backend.name), "ops"):
+            return backend.ops(dtype)
 
     # 3 check
     phase("checkpoint_read", folder=str(folder), family=spec.name, backend=backend.name, dtype=dtype)
@@ -192,7 +192,8 @@ def build_target(
 
 def _built(spec: ModelSpec, family: FamilyConfig, weights: Weights) -> DecoderModel:
     """Build a family's model. Raises: ContractError that names everything it lacks."""
-    model = registry().call(spec, "build", family, weights)
+    with calling(spec, "build"):
+        model = spec.build(family, weights)
     if not isinstance(model, DecoderModel):
         raise ContractError(
             f"the family {spec.name!r} builds {type(model).__name__}", takes="a specdec.models.DecoderModel"
@@ -227,7 +228,8 @@ def family_of(model_config: Mapping[str, Any], folder: Path) -> tuple[ModelSpec,
         raise CheckpointError("config.json has no 'model_type'", file=folder / "config.json")
     spec = registry().model(model_type, asked_by=str(folder / "config.json"))
     read = ReadKeys(model_config)
-    family: FamilyConfig = registry().call(spec, "parse", read)
+    with calling(spec, "parse"):
+        family = spec.parse(read)
     read.refuse_the_rest(spec.name, folder / "config.json")
     lacking = [name for name in vars(FamilyConfig) if not name.startswith("_") and not hasattr(family, name)]
     if lacking:

@@ -19,7 +19,7 @@ from specdec.checkpoints.quantised import StoredMatrix
 from specdec.checkpoints.weight_check import stripped_head
 from specdec.contract import ModelSpec
 from specdec.errors import CheckpointError, shown
-from specdec.registry import registry
+from specdec.registry import calling
 
 Shape = tuple[int, ...]
 # A dry run follows config.json alone, so it ends here. A model may lack the weights of whole layers and still be
@@ -219,5 +219,6 @@ def dry_run(spec: ModelSpec, config: Any, stored: StoredWeights | None = None, *
     """
     ops: Any = NoOps()
     weights = Recorder(ops, stored, headless=headless)
-    registry().call(spec, "build", config, weights)
+    with calling(spec, "build"):
+        spec.build(config, weights)
     return DryRun(weights.tensors, "".join(weights.reasons), "".join(weights.heads))

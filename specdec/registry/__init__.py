@@ -1,26 +1,21 @@
-"""The registry: loads plugins, looks up what they registered, and guards calls into them."""
+"""The registry: loads plugins, looks up what they registered, and names them in errors."""
 
-from specdec.registry import answers
-from specdec.registry.guard import Check, Guard, Switch
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind
-from specdec.registry.loading import tracing
-from specdec.registry.lookup import Registry, notify_cycle, registry, use_registry
-from specdec.registry.origin import Entry, Failure, Origin
+from specdec.registry.lookup import Registry, calling, notify_cycle, reason, registry, use_registry
+from specdec.registry.plugins import Entry, Failure, Origin, tracing
 
 __all__ = [
     "BUILT_INS",
     "KINDS",
     "PUBLISHED",
-    "Check",
     "Entry",
     "Failure",
-    "Guard",
     "Kind",
     "Origin",
     "Registry",
-    "Switch",
-    "answers",
+    "calling",
     "notify_cycle",
+    "reason",
     "registry",
     "tracing",
     "use_registry",

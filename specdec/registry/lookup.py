@@ -7,14 +7,11 @@ plugin is requested. ``SPECDEC_STRICT_PLUGINS=1`` raises it at once (for plugin 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import types
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
-
-import attrs
 
 from specdec.checking import checked
 from specdec.config import structure_choice
@@ -24,18 +21,27 @@ from specdec.contract import (
     DepthPolicySpec,
     DrafterSpec,
     ForwardPass,
+    ModelInfo,
     ModelSpec,
     Needs,
     ProcessorSpec,
     VerifierSpec,
 )
-from specdec.errors import PluginError, SpecdecError, UnknownNameError, did_you_mean, nearest
+from specdec.errors import (
+    MESSAGE_LIMIT,
+    ContractError,
+    PluginError,
+    SpecdecError,
+    UnknownNameError,
+    cut,
+    described,
+    did_you_mean,
+    nearest,
+    typed,
+)
 from specdec.locks import ForkSafeLock
-from specdec.registry import answers
-from specdec.registry.guard import Check, Guard
 from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, S, Spec, kind_of, names_of
-from specdec.registry.loading import Candidate, Loader, flag, module_of, tracing
-from specdec.registry.origin import Entry, Failure, Origin, Plugin, conflict_error
+from specdec.registry.plugins import Candidate, Entry, Failure, Loader, Origin, Plugin, flag, module_of, tracing
 
 if TYPE_CHECKING:
     import click
@@ -69,7 +75,6 @@ class Registry:
         self.strict = flag("SPECDEC_STRICT_PLUGINS") if strict is None else strict
         self._loader = Loader(built_ins, entry_points, trace=tracing() if trace is None else trace)
         self._observers: tuple[Hook, ...] = ()
-        self._made: dict[int, tuple[weakref.ref[Any], Guard]] = {}  # by id, what the factories made
         self._ready = False
 
     def load(self) -> None:
@@ -84,7 +89,7 @@ class Registry:
         if self.strict:
             self._raise_failures()
             for kind, name, claims in self._conflicts():
-                raise conflict_error(kind, name, claims, "SPECDEC_STRICT_PLUGINS=1")
+                raise _conflict_error(kind, name, claims, "SPECDEC_STRICT_PLUGINS=1")
 
     @checked(PluginError)
     def register(self, plugin: object, name: str | None = None) -> None:
@@ -105,9 +110,8 @@ class Registry:
             for kind, taken, claims in self._conflicts():
                 if any(claim.owner is outcome for claim in claims):
                     self._loader.remove(outcome)
-                    raise conflict_error(kind, taken, claims, None)
+                    raise _conflict_error(kind, taken, claims, None)
             self._find_observers()
-            self._loader.admitting = None
 
     # --- look-up -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class Registry:
         if len(claims) == 1:
             return cast(S, claims[0].spec)
         if claims:
-            raise conflict_error(kind, name, claims, asked_by)
+            raise _conflict_error(kind, name, claims, asked_by)
         key = KINDS[kind].key
         for failure in self._loader.failures:
             if failure.fatal and failure.stands_for(name):
@@ -234,55 +238,27 @@ class Registry:
 
     # --- calls into plugins ------------------------------------------------------------------------------------------
 
-    def guard(self, spec: Spec) -> Guard:
-        """The guard of calls into the plugin of ``spec``."""
-        return Guard(kind_of(spec).value, spec.name, self.origin_of(spec))
-
-    def call(self, spec: Spec, method: str, *arguments: Any, check: Check | None = None) -> Any:
-        """``spec.method(*arguments)``, such as its ``factory`` or its ``prepare``, through the plugin's guard.
-
-        Raises: PluginError that names the plugin when it fails, ContractError when ``check`` refuses the answer; a
-        SpecdecError from the plugin passes through.
-        """
-        guard = self.guard(spec)
-        made = guard.call(spec, method, *arguments, check=check)
-        if method == "factory":
-            with contextlib.suppress(TypeError):  # an object that takes no weak references goes by its class's name
-                alive = weakref.ref(made)
-                # without a callback, which would swallow an interruption that falls into it
-                self._made = {key: known for key, known in self._made.items() if known[0]() is not None}
-                self._made[id(made)] = alive, guard
-        return made
-
     def options(self, spec: Any, choice: Choice, path: str) -> Any:
         """The options of ``choice`` as the config class of ``spec``; ``path`` is their table, such as "drafter".
 
         Raises: ConfigError for wrong options, PluginError when the class itself fails.
         """
-        owner = types.SimpleNamespace(config=structure_choice)
-        return self.guard(spec).call(owner, "config", choice, spec.config, path)
+        with calling(spec, "config"):
+            return structure_choice(choice, spec.config, path)
 
     def needs_of(self, spec: DrafterSpec, config: Any, shared: Any) -> Needs:
         """What the drafter needs, for this configuration and the result of ``prepare``."""
         if isinstance(spec.needs, Needs):
             return spec.needs
-        needs: Needs = self.call(spec, "needs", config, shared, check=answers.an(Needs))
-        return needs
+        with calling(spec, "needs"):
+            return spec.needs(config, shared)
 
-    def guard_of(self, kind: Kind, made: object) -> Guard:
-        """The guard of calls into an object that a factory made; one from elsewhere goes by its class's name."""
-        reference, guard = self._made.get(id(made), (None, None))
-        if guard is not None and reference is not None and reference() is made:
-            return guard
-        return Guard(kind.value, type(made).__name__)
-
-    def unavailable(self, spec: Any) -> str | None:
+    def unavailable(self, spec: BackendSpec) -> str | None:
         """Why the backend of this spec cannot run here, its failure to say so included; None if it can."""
         try:
-            reason: str | None = self.call(spec, "available", check=_reason)
-        except SpecdecError as error:
-            return error.message
-        return reason
+            return spec.available()
+        except Exception as error:  # noqa: BLE001 - of another's code
+            return reason(spec, "available", error)
 
     def forward_pass(self, target_config: TargetConfig) -> ForwardPass | None:
         """The model of the first plugin that takes this target, or None.
@@ -290,22 +266,30 @@ class Registry:
         Raises: PluginError when a plugin fails; continuing would run another engine than intended.
         """
         self.load()
-        for hook in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
-            made: ForwardPass | None = hook.call(target_config)
-            if made is not None:
-                return made
+        for plugin, call in reversed(self._hooks("specdec_forward_pass")):  # pluggy's order: the last one first
+            with calling(plugin, "specdec_forward_pass"):
+                model: Any = call(target_config=target_config)
+                if model is not None and not (isinstance(model, ForwardPass) and isinstance(model.info, ModelInfo)):
+                    raise ContractError(
+                        f"the plugin {plugin.name!r} returned {typed(model)} from specdec_forward_pass",
+                        takes="a specdec.ForwardPass with a specdec.ModelInfo, or None to decline the target",
+                    )
+            if isinstance(model, ForwardPass):
+                return model
         return None
 
     def notify_cycle(self, record: CycleRecord) -> tuple[str, ...]:
         """Pass a cycle to every observer; one that raises is recorded and switched off, and the reason is returned."""
         reasons: tuple[str, ...] = ()
         for observer in self._observers:
+            plugin, call = observer
             try:
-                observer.call(record)
-            except SpecdecError as error:  # an observer must not end a generation
+                call(record=record)
+            except Exception as error:  # an observer must not end a generation
                 self._observers = tuple(other for other in self._observers if other is not observer)
-                reasons = (*reasons, f"an observer was switched off: {observer.guard.reason(observer.name, error)}")
-                self._failed(observer, error)
+                why = reason(plugin, "specdec_cycle", error)
+                reasons = (*reasons, f"an observer was switched off: {why}")
+                self._loader.fail(Failure(plugin.name, plugin.origin, error, "specdec_cycle"))
                 if self.strict:
                     raise
         return reasons
@@ -313,17 +297,10 @@ class Registry:
     def hooks(self) -> list[tuple[str, Plugin]]:
         """What plugins do beside registering specs: a word for it, and the plugin."""
         self.load()
-        return [(info.word, plugin) for hook, info in HOOKS.items() for plugin in self._loader.implementing(hook)]
+        return [(word, plugin) for hook, word in HOOKS.items() for plugin in self._loader.implementing(hook)]
 
     def _hooks(self, name: str) -> list[Hook]:
-        return [
-            Hook(plugin, name, self._loader.caller(plugin, name), HOOKS[name])
-            for plugin in self._loader.implementing(name)
-        ]
-
-    def _failed(self, hook: Hook, error: SpecdecError) -> None:
-        plugin = hook.plugin
-        self._loader.fail(Failure(plugin.name, plugin.origin, error.__cause__ or error, hook.name))
+        return [(plugin, self._loader.caller(plugin, name)) for plugin in self._loader.implementing(name)]
 
     def _find_observers(self) -> None:
         self._observers = tuple(self._hooks("specdec_cycle"))
@@ -331,56 +308,41 @@ class Registry:
     def add_commands(self, cli: click.Group) -> None:
         """Let installed plugins add commands; one that raises or uses a taken name adds none."""
         self._loader.advance(sources_left=1)
-        for hook in self._hooks("specdec_commands"):
+        for plugin, call in self._hooks("specdec_commands"):
             before = dict(cli.commands)
             try:
-                hook.call(cli)
+                call(cli=cli)
                 taken = sorted(name for name, command in before.items() if cli.commands.get(name) is not command)
                 if taken:
                     raise PluginError(f"the command {taken[0]!r} exists already")
-            except SpecdecError as error:  # a plugin must not break every command
+            except Exception as error:  # noqa: BLE001 - a plugin must not break every command
                 cli.commands.clear()
                 cli.commands.update(before)
-                self._failed(hook, error)
+                self._loader.fail(Failure(plugin.name, plugin.origin, error, "specdec_commands"))
         if self.strict:
             self._raise_failures()
 
 
-_FORWARD_PASS = answers.an(ForwardPass, "a specdec.ForwardPass, or None to decline the target")
-
-
-def _foreign(made: Any) -> Any:
-    return None if made is None else answers.model(_FORWARD_PASS(made))
-
-
-@attrs.frozen
-class HookInfo:
-    """A hook that registers no specs: a word for what implements it, its argument, and the check of its answer."""
-
-    word: str
-    argument: str
-    check: Check = lambda answer: answer
-
-
-HOOKS: Mapping[str, HookInfo] = {
-    "specdec_cycle": HookInfo("observer", "record"),
-    "specdec_forward_pass": HookInfo("forward pass", "target_config", _foreign),
-    "specdec_commands": HookInfo("commands", "cli"),
+HOOKS: Mapping[str, str] = {
+    "specdec_cycle": "observer",
+    "specdec_forward_pass": "forward pass",
+    "specdec_commands": "commands",
 }
+"""The hooks that register no specs, and a word for what implements each."""
+
+Hook = tuple[Plugin, Callable[..., Any]]
+"""A plugin and its implementation of a hook."""
 
 
-class Hook:
-    """One plugin's implementation of a hook behind its guard; ``call`` takes the hook's argument."""
-
-    def __init__(self, plugin: Plugin, name: str, function: Callable[..., Any], info: HookInfo) -> None:
-        self.plugin = plugin
-        self.name = name
-        self.guard = Guard("plugin", plugin.name, plugin.origin)
-        self.call = self.guard.bind(name, lambda argument: info.check(function(**{info.argument: argument})))
-
-
-def _reason(said: Any) -> str | None:
-    return None if said is None else answers.text(said)
+def _conflict_error(kind: Kind, name: str, claims: Sequence[Entry], asked_by: str | None) -> PluginError:
+    """The error for a name that several plugins claim."""
+    installed = [claim.origin.distribution for claim in claims if claim.origin.distribution is not None]
+    return PluginError(
+        f"{len(claims)} plugins provide a {kind.value} called {name!r}, and specdec does not choose between them",
+        asked_for_by=asked_by,
+        provided_by=" and ".join(f"{claim.origin} ({claim.origin.module})" for claim in claims),
+        try_=f"pip uninstall {installed[-1]}" if installed else "give one of them another name",
+    )
 
 
 def _listed(known: Mapping[str, list[Entry]]) -> str:
@@ -393,6 +355,76 @@ def _suggested(kind: Kind, known: Mapping[str, list[Entry]]) -> str | None:
     usable = {name: claims[0] for name, claims in known.items() if len(claims) == 1}
     usual = KINDS[kind].usual
     return min(usable, key=lambda name: (name != usual, not usable[name].origin.built_in, name), default=None)
+
+
+# --- calls into plugins -----------------------------------------------------------------------------------------------
+
+
+class calling:  # noqa: N801 - read as a word: ``with calling(spec, "factory"): ...``
+    """A block that calls one method of a plugin. Only exceptions are named; Ctrl-C and exits pass as they are.
+
+    A SpecdecError that the plugin raises itself keeps its text and gets the plugin's name.
+
+    Args:
+        plugin: a spec, a loaded plugin, or kind and name.
+        method: what is called, for the message.
+
+    Raises: PluginError for any other exception that leaves the block.
+    """
+
+    __slots__ = ("_method", "_plugin")
+
+    def __init__(self, plugin: Any, method: str) -> None:
+        self._plugin = plugin
+        self._method = method
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, Exception):
+            return
+        kind_word, name, label = _identified(self._plugin)
+        if isinstance(error, SpecdecError):
+            if error.plugin is None:
+                error.plugin = kind_word, name
+                if label != name:
+                    error.facts.setdefault("plugin", f"{label}, in {self._method}")
+            return
+        failure = PluginError(
+            f"the {kind_word} {name!r} failed in {self._method}: {described(error)}",
+            plugin=label,
+            try_="its author's documentation; specdec -v shows the traceback",
+        )
+        failure.plugin = kind_word, name
+        raise failure from error
+
+
+def reason(plugin: Any, method: str, error: Exception) -> str:
+    """Why a plugin that can be done without was switched off: one sentence that names it."""
+    kind, name, _ = _identified(plugin)
+    who = f"the {kind} {name!r}"
+    if not isinstance(error, SpecdecError):
+        return cut(f"{who} failed in {method}: {described(error)}", MESSAGE_LIMIT)
+    if not error.message.startswith(who):  # an error that the plugin raised itself
+        return f"{who} failed in {method}: {type(error).__name__}: {error.message}"
+    return f"{error.message}; it takes {error.facts['takes']}" if "takes" in error.facts else error.message
+
+
+def _identified(plugin: Any) -> tuple[str, str, str]:
+    """Kind, name, and the name with the distribution of a plugin that is not built in."""
+    kind: Kind | str
+    origin: Origin | None
+    if isinstance(plugin, Plugin):
+        kind, name, origin = "plugin", plugin.name, plugin.origin
+    elif isinstance(plugin, tuple):
+        kind, name = plugin
+        entries = registry().entries(kind) if isinstance(kind, Kind) else []
+        origin = next((entry.origin for entry in entries if entry.spec.name == name), None)
+    else:
+        kind, name, origin = kind_of(plugin), plugin.name, registry().origin_of(plugin)
+    label = name if origin is None or origin.built_in else f"{name} ({origin})"
+    return kind.value if isinstance(kind, Kind) else kind, name, label
 
 
 # --- one registry per process ----------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from specdec.checking import (
     problems_of,
 )
 from specdec.config import Choice
-from specdec.decoding.parts import Parts
-from specdec.decoding.settings import make_sampling, override_generation
+from specdec.decoding.parts import Parts, make_sampling, override_generation
 from specdec.errors import SpecdecError, did_you_mean, shown
 from specdec.files.reading import parse_json
 from specdec.serving.refusal import Refusal

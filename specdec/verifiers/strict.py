@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from specdec.contract import Context, Draft, Guarantee, Logits, NoConfig, Sampling, Verdict, Verifier, VerifierSpec
+from specdec.contract import Context, Draft, Guarantee, Logits, NoConfig, Verdict, Verifier, VerifierSpec
 from specdec.errors import ShapeError
 from specdec.hookspecs import hookimpl
-from specdec.sampling import Rows, is_plain
+from specdec.sampling import Rows
 
 
 class StrictVerifier(Verifier):
@@ -28,9 +28,6 @@ class StrictVerifier(Verifier):
             if token != chosen:
                 return Verdict(position, chosen)
         return Verdict(len(draft.tokens), rows.choose(len(draft.tokens)))
-
-    def is_argmax(self, sampling: Sampling) -> bool:
-        return sampling.temperature == 0 and is_plain(sampling)
 
 
 def check_rows(draft: Draft, logits: Logits) -> None:

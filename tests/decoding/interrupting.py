@@ -7,13 +7,11 @@ import dis
 import functools
 import pathlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import specdec
-from specdec.locks import fork_safe
 
 OURS = str(pathlib.Path(specdec.__file__).parent)
 
@@ -47,23 +45,6 @@ def closing(code: CodeType) -> frozenset[int]:
             if steps[n - 1].opname in {"SWAP", "NOP"}:  # a value to return lies below
                 found.add(steps[n - 1].offset)
     return frozenset(found)
-
-
-def nothing_is_locked() -> bool:
-    """Whether another thread finds every lock of specdec free."""
-    held = []
-
-    def look() -> None:
-        for lock in fork_safe._all:
-            if lock.held.acquire(blocking=False):
-                lock.held.release()
-            else:
-                held.append(lock)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    return not held
 
 
 class Tracer:
@@ -115,7 +96,6 @@ def interrupted(call: Callable[[], Any], at: Step, *, instructions: bool = False
         with tracer():
             call()
     except KeyboardInterrupt:
-        assert nothing_is_locked()
         return True
     finally:
         sys.unraisablehook = former

@@ -21,6 +21,7 @@ from specdec.contract import CycleRecord, DepthPolicy, Draft, Drafter, Parity, S
 from specdec.drafters.mtp import MtpConfig, MtpDrafter
 from specdec.drafters.ngram import NgramConfig, NgramDrafter
 from tests import tiny
+from tests.selection import cases
 
 VOCAB = 277
 SHAPES: dict[str, dict[str, Any]] = {
@@ -209,14 +210,21 @@ def plain(make_target: Callable[..., Any]) -> Callable[..., tuple[Any, list[int]
     return get
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+COMBINATIONS = cases(
+    itertools.product(("qwen3_5", "qwen3"), ("native", "torch"), ("float32", "bfloat16")),
+    sample={"qwen3_5-native-float32", "qwen3_5-native-bfloat16", "qwen3-native-bfloat16", "qwen3-torch-float32"},
+    name="-".join,
+    mark="slow",
+)
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3"])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def combination(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    """Family, kernels and dtype."""
+    if request.param[1] not in tiny.kernels_available():
+        pytest.skip("the native kernels do not compile on this machine")
+    family, kernels, dtype = request.param
+    return family, kernels, dtype
 
 
 prompts = st.one_of(
@@ -234,9 +242,7 @@ GENERATED = 24
     numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
 )
 def test_any_drafter_at_any_depth_gives_the_tokens_and_the_state_of_plain_decoding(
-    family: str,
-    kernels: str,
-    dtype: str,
+    combination: tuple[str, str, str],
     checkpoint: Callable[..., pathlib.Path],
     plain: Callable[..., tuple[Any, list[int]]],
     prompt: tuple[int, ...],
@@ -245,6 +251,7 @@ def test_any_drafter_at_any_depth_gives_the_tokens_and_the_state_of_plain_decodi
     depths: list[int],
     numbers: list[int],
 ) -> None:
+    family, kernels, dtype = combination
     if kernels == "torch":
         prompt = prompt[:17]  # the reference computes prompt chunks of more than 16 rows in bulk, with other bits
     target, truth = plain(family, kernels, dtype, prompt)
@@ -289,11 +296,12 @@ def test_any_drafter_at_any_depth_gives_the_tokens_and_the_state_of_plain_decodi
     tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
 
 
-@pytest.mark.parametrize("depth", range(9))
+@pytest.mark.parametrize("depth", cases(range(9), sample={"0", "1", "3", "8"}, mark="slow"))
 def test_every_accept_count_leaves_the_state_of_a_plain_run(
-    depth: int, family: str, kernels: str, dtype: str, plain: Callable[..., tuple[Any, list[int]]]
+    depth: int, combination: tuple[str, str, str], plain: Callable[..., tuple[Any, list[int]]]
 ) -> None:
     """Exhaustive over a <= K <= 8, the bits right after the commit and the logits of the pass after it."""
+    family, kernels, dtype = combination
     prompt = (3, 1, 4, 1, 5)
     target, truth = plain(family, kernels, dtype, prompt)
     at = len(prompt)

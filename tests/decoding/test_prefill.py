@@ -68,7 +68,7 @@ def test_any_chunking_agrees_on_the_reference(
         torch.testing.assert_close(ours[name], array, rtol=1e-3, atol=1e-3 * float(array.abs().max()), msg=name)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("rows", [3, 17])
 def test_the_models_own_chunks_do_not_show(
     rows: int, make_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:

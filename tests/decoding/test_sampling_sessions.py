@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from specdec.config import Choice
 from specdec.contract import Draft, Drafter, DrafterSpec
-from specdec.decoding import prefill as prefill_module
+from specdec.decoding import sequence
 from specdec.decoding.parts import DepthPart, DrafterPart
 from tests.decoding.test_sessions import CODE, load, variant
+from tests.selection import cases
 
 __all__ = ["load"]  # a fixture
 
@@ -102,7 +103,7 @@ def test_strict_output_depends_on_target_prompt_settings_and_seed_alone(
     if "known" in drafter:
         lm = knowing(lm, list(plain.tokens), depth, 4 if drafter == "nearly known" else 10**9)
     session = lm.session()
-    with mock.patch.object(prefill_module, "PREFILL_CHUNK", chunk):
+    with mock.patch.object(sequence, "PREFILL_CHUNK", chunk):
         first = session.generate(prompts[0], max_new_tokens=lengths[0], **sampling)
         if restored:
             file = tmp_path_factory.getbasetemp() / "sampling.session"
@@ -176,7 +177,7 @@ def test_no_logprobs_unless_asked_for(load: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", ["token", "string"])
-@pytest.mark.parametrize("offset", range(14))
+@pytest.mark.parametrize("offset", cases(range(14), sample={"0", "5", "6", "7", "13"}, mark="slow"))
 def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
     offset: int, kind: str, temperature: float, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,9 @@ from hypothesis import example, given
 
 import specdec
 from specdec.contract import Context, Draft, Drafter, Sampling
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.loop import run_cycle
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.sequence import LiveSequence
+from specdec.decoding.cycle import run_cycle
+from specdec.decoding.result import RunStats
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.processors.grammar import GrammarConfig, GrammarProcessor
 from specdec.testing.table_model import TableModel

@@ -49,5 +49,5 @@ def test_a_missing_extra_says_what_to_install(monkeypatch):
     registry = Registry(["specdec.processors.grammar"], entry_points=())
     spec = registry.processor("grammar")
     with pytest.raises(UnsupportedError) as caught:
-        registry.call(spec, "factory", GrammarConfig(regex="a"), words.env())
+        spec.factory(GrammarConfig(regex="a"), words.env())
     assert caught.value.facts["try"] == "pip install 'specdec-framework[grammar]'"

@@ -10,19 +10,10 @@ import types
 import attrs
 import pytest
 
-from specdec.contract import (
-    CycleRecord,
-    DepthPolicySpec,
-    Draft,
-    Drafter,
-    DrafterEnv,
-    DrafterSpec,
-    ModelSpec,
-    VerifierSpec,
-)
-from specdec.errors import ConfigError, PluginError, UnknownNameError
+from specdec.contract import CycleRecord, DepthPolicySpec, Draft, Drafter, DrafterSpec, ModelSpec, VerifierSpec
+from specdec.errors import ConfigError, PluginError, StateError, UnknownNameError
 from specdec.hookspecs import hookimpl
-from specdec.registry import BUILT_INS, Kind, Registry, answers, notify_cycle, use_registry
+from specdec.registry import BUILT_INS, Kind, Registry, calling, notify_cycle, use_registry
 
 LIGHT = ("specdec.drafters.none", "specdec.drafters.ngram", "specdec.verifiers.strict", "specdec.policies.fixed")
 RECORD = CycleRecord(5, 2, 2, 1, (7, 8), 0.1, 0.2, 0.3)
@@ -89,7 +80,6 @@ def test_every_built_in_registers_through_the_hooks():
 BROKEN = {
     "import error": ("import no_such_module_anywhere", "import", "ModuleNotFoundError"),
     "syntax error": ("def (", "import", "SyntaxError"),
-    "exits at import": ("raise SystemExit(3)", "import", "SystemExit: 3"),
     "hook raises": (HEAD + "@hookimpl\ndef specdec_drafters(): return [1 / 0]", "registration", "ZeroDivisionError"),
     "unknown hook": (HEAD + "@hookimpl\ndef specdec_driters(): return []", "registration", "specdec_driters"),
     "unknown argument": (HEAD + "@hookimpl\ndef specdec_drafters(cli): return []", "registration", "cli"),
@@ -274,23 +264,26 @@ def test_registering_by_hand_fails_at_once_and_leaves_nothing():
         registry.register(object())
 
 
-def test_what_a_factory_does_wrong_names_its_plugin(ship):
-    ship(
-        "specdec-bad",
-        HEAD + "@hookimpl\ndef specdec_drafters(): return [DrafterSpec(name='bad', factory=lambda c, e: {}[c]),"
-        " DrafterSpec(name='wrong', factory=lambda c, e: 7)]",
-        name="bad",
-        version="3.0",
-    )
+def test_what_a_plugin_raises_names_it_with_its_distribution(ship):
+    ship("specdec-echo", GOOD.format(name="echo"), name="echo", version="3.0")
     registry = Registry(())
-    env = DrafterEnv(target=None, state=None)
-    bad, wrong = registry.drafter("bad"), registry.drafter("wrong")
-    with pytest.raises(PluginError, match="the drafter 'bad' failed in factory: KeyError: 'key'") as raised:
-        registry.call(bad, "factory", "key", env, check=answers.an(Drafter))
-    assert raised.value.facts["plugin"] == "bad (specdec-bad 3.0)"
-    assert isinstance(raised.value.__cause__, KeyError)
-    with pytest.raises(PluginError, match=r"the drafter 'wrong' returned 7 \(int\) from factory"):
-        registry.call(wrong, "factory", None, env, check=answers.an(Drafter))
+    echo = registry.drafter("echo")
+    former = use_registry(registry)
+    try:
+        with pytest.raises(PluginError, match="the drafter 'echo' failed in factory: KeyError: 'key'") as raised:
+            with calling(echo, "factory"):
+                raise KeyError("key")
+        assert raised.value.facts["plugin"] == "echo (specdec-echo 3.0)"
+        assert isinstance(raised.value.__cause__, KeyError)
+        with pytest.raises(StateError, match="the server is gone") as ours:  # its own text stays
+            with calling((Kind.DRAFTER, "echo"), "factory"):
+                raise StateError("the server is gone", try_="later")
+        assert ours.value.plugin == raised.value.plugin == ("drafter", "echo")
+        assert ours.value.facts["plugin"] == "echo (specdec-echo 3.0), in factory"
+        with pytest.raises(KeyboardInterrupt), calling(echo, "factory"):
+            raise KeyboardInterrupt
+    finally:
+        use_registry(former)
 
 
 def test_an_observer_that_raises_is_recorded_once_and_the_others_go_on():

@@ -12,9 +12,9 @@ import reference
 from hypothesis import given, settings
 from specdec.config import structure_options
 from specdec.contract import Context, DrafterEnv, PrepareEnv, Sampling
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.loop import run_cycle
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.sequence import LiveSequence
+from specdec.decoding.cycle import run_cycle
+from specdec.decoding.result import RunStats
 from specdec.errors import ConfigError
 from specdec.registry import Registry
 from specdec.testing import TableModel

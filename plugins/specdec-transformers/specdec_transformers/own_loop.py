@@ -14,11 +14,10 @@ import attrs
 import torch
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.contract import Context, LogitsProcessor, PrepareEnv, Sampling
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.cycle import run_cycle
 from specdec.decoding.parts import DrafterPart, make_verifier
-from specdec.decoding.prefill import prefill
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.result import RunStats
+from specdec.decoding.sequence import LiveSequence, prefill
 from specdec.errors import ConfigError, UnsupportedError, shown
 from specdec.hosting import TraceWriter
 from specdec.models.loading import load_target
@@ -117,15 +116,11 @@ def generate(
         )
         request = writer.begin(prompt)
     prefill(sequence, stats)
-    with sequence.changing():
-        loop = DecodingLoop(sequence, cut, stats)
-        while not ended and len(tokens) < limit:
-            room = limit - len(tokens)
-            record = loop.step(max(0, min(depth, target.info.max_rows - 1, room - 1)), room)
-            if writer is not None:
-                writer.draft(request, record.position, record.depth, record.drafted)
-                writer.commit(request, record.emitted)
-        loop.close()
+    while not ended and len(tokens) < limit:
+        record = run_cycle(sequence, max(0, min(depth, target.info.max_rows - 1, limit - len(tokens) - 1)), cut, stats)
+        if writer is not None:
+            writer.draft(request, record.position, record.depth, record.drafted)
+            writer.commit(request, record.emitted)
     stats.inactive_reason = sequence.failure
     if writer is not None:
         writer.close()

@@ -180,8 +180,5 @@ class Row(Logits):
     def logsumexp(self) -> list[float]:
         return [self._inner.logsumexp()[self._row]]
 
-    def noisy_argmax(self, row: int, scale: float, seed: int, position: int) -> int | None:
-        return self._inner.noisy_argmax(self._row, scale, seed, position)
-
     def rows(self) -> Float32:
         return self._inner.rows()[self._row : self._row + 1]

@@ -1,4 +1,4 @@
-"""Loads plugins one by one, each completely or not at all; failures are recorded instead of raised."""
+"""Loads plugins one by one, each completely or not at all; failures are recorded, and raised when they matter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, copy_context
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +17,107 @@ import attrs
 import pluggy
 
 from specdec import hookspecs
-from specdec.errors import PluginError
+from specdec.errors import PluginError, described
 from specdec.locks import ForkSafeLock
 from specdec.logs import get_logger
-from specdec.registry.guard import is_from_plugin
-from specdec.registry.kinds import KINDS, check_fields, check_specs, names_of
-from specdec.registry.origin import Entry, Failure, Origin, Plugin
+from specdec.registry.kinds import KINDS, Kind, Spec, check_fields, check_specs, names_of
 
 log = get_logger(__name__)
 
-_importing: ContextVar[Loader | None] = ContextVar("importing", default=None)
-"""The loader that is importing a plugin. It is set in a context of its own, which no interruption can leave set."""
+
+@attrs.frozen
+class Origin:
+    """The distribution or module that a plugin comes from."""
+
+    distribution: str | None = None  # None: not from an installed distribution
+    version: str = ""
+    module: str = ""
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it is part of specdec itself."""
+        return self.distribution is None and self.module.startswith("specdec.")
+
+    def __str__(self) -> str:
+        if self.distribution is not None:
+            return f"{self.distribution} {self.version}".strip()
+        return "built in" if self.built_in else f"registered by {self.module or 'this program'}"
+
+
+@attrs.frozen(eq=False)
+class Plugin:
+    """A loaded plugin."""
+
+    plugin: object
+    name: str
+    origin: Origin
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.origin})"
+
+
+@attrs.frozen(eq=False)
+class Entry:
+    """A spec and the plugin that registered it."""
+
+    kind: Kind
+    spec: Spec
+    owner: Plugin
+
+    @property
+    def origin(self) -> Origin:
+        """The origin of the plugin."""
+        return self.owner.origin
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} ({self.origin})"
+
+
+@attrs.frozen(eq=False)
+class Failure:
+    """A plugin, or part of one, that does not work, and why."""
+
+    name: str  # of the entry point, or the last part of a built-in's module
+    origin: Origin
+    error: Exception
+    during: str  # "import", "registration", or the hook that raised
+    provides: tuple[str, ...] = ()  # names of its specs, as far as they are known
+
+    @property
+    def reason(self) -> str:
+        """The error's type and text, on one line."""
+        return described(self.error)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.origin}): {self.reason}"
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the whole plugin is unavailable; otherwise only one of its hooks is off."""
+        return self.during in ("import", "registration")
+
+    def stands_for(self, name: str) -> bool:
+        """Whether this plugin most likely provides ``name``."""
+        return name == self.name or name in self.provides or self.origin.distribution == f"specdec-{name}"
+
+    def remedy(self, otherwise: str | None = None) -> str:
+        """What the user can do about it."""
+        if isinstance(self.error, ModuleNotFoundError) and self.error.name:
+            repair = f"install the missing module {self.error.name!r}"
+        elif self.origin.distribution is not None:
+            repair = f"upgrade {self.origin.distribution}, or report this to its author"
+        else:
+            repair = f"repair {self.origin.module or self.name}"
+        return f"{repair}, or {otherwise}" if otherwise else repair
+
+    def as_error(self) -> PluginError:
+        """The error to raise in strict mode."""
+        return PluginError(
+            f"the plugin {self.name!r} failed ({self.during})",
+            plugin=f"{self.name} ({self.origin})",
+            error=self.reason,
+            try_=self.remedy(),
+        )
 
 
 @attrs.frozen(eq=False)
@@ -63,36 +152,33 @@ class Loader:
         self.entries: list[Entry] = []
         self.failures: list[Failure] = []
         self.lock = ForkSafeLock()
+        self._importing = False
         self._sources: list[Callable[[], Iterable[Candidate]]] = [self._installed, self._shipped]
         self._queue: list[Candidate] = []
-        self.admitting: Plugin | None = None  # what an interrupted admission may have left
 
     def advance(self, *, sources_left: int) -> None:
-        """Admit candidates until only ``sources_left`` sources are left; can resume after an interruption."""
+        """Admit candidates until only ``sources_left`` sources are left; continues where an interruption ended it."""
         with self.lock.held:
-            if _importing.get() is self:
+            if self._importing:
                 raise PluginError("a plugin asked for the registry while it was being imported")
-            copy_context().run(self._advance, sources_left)
-
-    def _advance(self, sources_left: int) -> None:
-        _importing.set(self)
-        while self._queue or len(self._sources) > sources_left:
-            if not self._queue:
-                self.__dict__.update(_queue=list(self._sources[0]()), _sources=self._sources[1:])
-                continue
-            outcome = self.admit(self._queue[0])
-            if isinstance(outcome, Failure):
-                self._log(outcome)
-            failed = [outcome] if isinstance(outcome, Failure) else []
-            # one step: an interruption neither loses a plugin nor admits it twice
-            self.__dict__.update(_queue=self._queue[1:], admitting=None, failures=[*self.failures, *failed])
+            self._importing = True
+            try:
+                while self._queue or len(self._sources) > sources_left:
+                    if not self._queue:
+                        self._queue = list(self._sources[0]())
+                        del self._sources[0]
+                        continue
+                    outcome = self.admit(self._queue[0])
+                    del self._queue[0]
+                    if isinstance(outcome, Failure):
+                        self.fail(outcome)
+            finally:
+                self._importing = False
 
     def admit(self, candidate: Candidate) -> Plugin | Failure:
         """Import, register and collect one plugin completely, or return a Failure."""
         name, origin, during = candidate.name, candidate.origin, "import"
         provides: list[str] = []
-        if self.admitting is not None:
-            self.remove(self.admitting)
         admitted: Plugin | None = None
         try:
             plugin = candidate.load()
@@ -100,7 +186,7 @@ class Loader:
             if inspect.isclass(plugin):
                 plugin = plugin()
             self._check_registrable(plugin)
-            admitted = self.admitting = Plugin(plugin, name, origin)
+            admitted = Plugin(plugin, name, origin)
             label = str(admitted)
             self._manager.register(plugin, f"{label} #{id(plugin)}" if self._manager.has_plugin(label) else label)
             self._manager.check_pending()
@@ -109,7 +195,7 @@ class Loader:
         except BaseException as error:
             if admitted is not None:
                 self.remove(admitted)
-            if is_from_plugin(error):  # sys.exit() in a module must not end the host
+            if isinstance(error, Exception):
                 return Failure(name, origin, error, during, tuple(provides))
             raise
         self.plugins.append(admitted)
@@ -126,19 +212,15 @@ class Loader:
 
     def remove(self, plugin: Plugin) -> None:
         """Remove a plugin and everything it registered."""
-        known = self._manager.get_name(plugin.plugin)
-        if known is not None:
-            self._manager.unregister(name=known)
-        self.plugins = [one for one in self.plugins if one is not plugin]
+        name = self._manager.get_name(plugin.plugin)
+        if name is not None:
+            self._manager.unregister(name=name)
+        self.plugins = [loaded for loaded in self.plugins if loaded is not plugin]
         self.entries = [entry for entry in self.entries if entry.owner is not plugin]
 
     def fail(self, failure: Failure) -> None:
         """Record a failure."""
         self.failures.append(failure)
-        self._log(failure)
-
-    @staticmethod
-    def _log(failure: Failure) -> None:
         log.warning(
             "plugin_failed",
             plugin=failure.name,
@@ -149,8 +231,8 @@ class Loader:
 
     def implementing(self, hook: str) -> list[Plugin]:
         """The plugins that implement a hook, in load order."""
-        found = [impl.plugin for impl in getattr(self._manager.hook, hook).get_hookimpls()]
-        return [plugin for plugin in self.plugins if any(plugin.plugin is one for one in found)]
+        implementations = getattr(self._manager.hook, hook).get_hookimpls()
+        return [plugin for plugin in self.plugins if any(plugin.plugin is impl.plugin for impl in implementations)]
 
     def caller(self, plugin: Plugin, hook: str) -> Callable[..., Any]:
         """The hook of one plugin, called through pluggy so that tracing sees it."""
@@ -173,7 +255,7 @@ class Loader:
             for entry_point in self._entry_points:
                 yield _candidate(entry_point, entry_point.dist)
             return
-        seen: set[str] = set()
+        names: set[str] = set()
         for distribution in importlib.metadata.distributions():
             try:  # one distribution with a broken entry_points.txt must not hide all others
                 mine = distribution.entry_points.select(group=hookspecs.ENTRY_POINT_GROUP)
@@ -182,8 +264,8 @@ class Loader:
                 where = str(getattr(distribution, "_path", "unknown distribution"))
                 self.fail(Failure(where, Origin(where), error, "registration"))
                 continue
-            if mine and name not in seen:  # the first on the path shadows the others, as for imports
-                seen.add(name)
+            if mine and name not in names:  # the first on the path shadows the others, as for imports
+                names.add(name)
                 for entry_point in mine:
                     yield _candidate(entry_point, distribution)
 
@@ -192,7 +274,6 @@ class Loader:
     def _check_registrable(self, plugin: object) -> None:
         if plugin is None:
             raise PluginError("the entry point names None")
-        hash(plugin)  # pluggy keeps plugins in sets, where an unhashable one would break the calls of all others
         for loaded in self.plugins:
             if loaded.plugin is plugin:
                 raise PluginError(f"the same plugin is registered as {loaded}")
@@ -202,8 +283,8 @@ class Loader:
         implemented = {caller.name for caller in self._manager.get_hookcallers(plugin) or []}
         for hook in vars(hookspecs):
             if hook.startswith("specdec_") and hook not in implemented:
-                own = inspect.getattr_static(plugin, hook, None)
-                if own is not None and getattr(own, "__module__", "") != hookspecs.__name__:
+                function = inspect.getattr_static(plugin, hook, None)
+                if function is not None and getattr(function, "__module__", "") != hookspecs.__name__:
                     raise PluginError(f"{hook} is not marked @specdec.hookimpl")
         if not implemented:
             raise PluginError("it implements no hook; mark one with @specdec.hookimpl")
