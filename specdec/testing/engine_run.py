@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specdec.contract import NO_NEEDS, Context, Draft, Drafter, DrafterEnv, ForwardPass, Needs, Sampling, Verifier
-from specdec.decoding.cycle import LiveSequence
-from specdec.decoding.loop import run_cycle
-from specdec.decoding.statistics import RunStats
+from specdec.decoding.cycle import run_cycle
+from specdec.decoding.result import RunStats
+from specdec.decoding.sequence import LiveSequence
 
 CAPACITY = 256  # tokens of a state
 MakeDrafter = Callable[[DrafterEnv], Drafter]
