@@ -28,8 +28,9 @@ def log_uniform(low: int, high: int) -> st.SearchStrategy[int]:
 
 
 def lengths(high: int) -> st.SearchStrategy[int]:
-    """1 to ``high`` on a log scale; every second one is near ``high``, because late faults need long texts."""
-    return st.one_of(log_uniform(1, high), st.integers(high * 4 // 5, high))
+    """1 to ``high`` on a log scale; every third one is near ``high``, because late faults need long texts."""
+    near = st.integers(high * 4 // 5, high)
+    return st.integers(0, 2).flatmap(lambda third: near if third == 2 else log_uniform(1, high))
 
 
 def distributions(size: int) -> st.SearchStrategy[Float64]:

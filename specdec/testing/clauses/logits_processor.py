@@ -175,14 +175,14 @@ def something_allowed(subject: LogitsProcessorSubject, run: Run) -> None:
     def body(env: ProcessorEnv, rows: list[_Row]) -> None:
         processor = subject.make(env)
         history = rows[0].history[: env.generated_from]
-        for number in range(len(rows)):
-            answer = processor.process(rows[number].logits.copy(), list(history))
+        for row in [*rows, *rows]:
+            answer = processor.process(row.logits.copy(), list(history))
             allowed = np.flatnonzero(np.asarray(answer) > -np.inf)
             expect(len(allowed), "every token is forbidden", history=history)
-            token = int(allowed[int(rows[number].logits[0] * 1000) % len(allowed)])
-            if token in env.end_tokens:
+            further = np.setdiff1d(allowed, env.end_tokens)
+            if not len(further):
                 break
-            history.append(token)
+            history.append(int(further[int(row.logits[0] * 1000) % len(further)]))
 
     _drawn(subject, run, body)
 
