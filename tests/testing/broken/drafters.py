@@ -58,7 +58,7 @@ class TooLong(Honest):
 
 class WritesToTheContext(Honest):
     def propose(self, context, depth):
-        context.cycle = context.cycle + 1
+        context.cycle += 1
         return super().propose(context, depth)
 
 
