@@ -97,5 +97,6 @@ def on_host(owner: Any, array: Any) -> Any:
     """A copy in host memory of an array or logits of ``owner``, a target; bfloat16 as float32, which has its values."""
     if isinstance(array, Logits):
         return np.array(array.rows())
-    tensor = torch.as_tensor(owner.to_host(array)).cpu()
+    host = owner.to_host(array)
+    tensor = host.cpu() if isinstance(host, torch.Tensor) else torch.from_numpy(np.asarray(host))
     return np.array((tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy())

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -86,12 +87,12 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str
     """``choice(name)``: the backend that would be built, and the notices."""
 
     def choose(name: str = "auto") -> tuple[str, list[str]]:
-        call = Registry.call
+        find_backend = Registry.backend
 
-        def but_the_factory(self: Registry, spec: Any, method: str, *given: Any, **how: Any) -> Any:
-            return NotBuilt(spec.name) if method == "factory" else call(self, spec, method, *given, **how)
+        def not_built(self: Registry, backend: str, **asked: Any) -> Any:
+            return attrs.evolve(find_backend(self, backend, **asked), factory=lambda config: NotBuilt(backend))
 
-        monkeypatch.setattr(Registry, "call", but_the_factory)
+        monkeypatch.setattr(Registry, "backend", not_built)
         backend, notices = backend_choice.make_backend(name)
         return backend.name, list(notices)
 

@@ -6,6 +6,7 @@ import importlib.util
 import platform
 from typing import Any
 
+import attrs
 import pytest
 
 import specdec
@@ -43,12 +44,12 @@ def choice(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
-        call = Registry.call
+        find_backend = Registry.backend
 
-        def but_the_factory(self: Registry, spec: Any, method: str, *given: Any, **how: Any) -> Any:
-            return NotBuilt(spec.name) if method == "factory" else call(self, spec, method, *given, **how)
+        def not_built(self: Registry, backend: str, **asked: Any) -> Any:
+            return attrs.evolve(find_backend(self, backend, **asked), factory=lambda config: NotBuilt(backend))
 
-        monkeypatch.setattr(Registry, "call", but_the_factory)
+        monkeypatch.setattr(Registry, "backend", not_built)
         backend, notices = backend_choice.make_backend(name)
         return backend.name, list(notices)
 
