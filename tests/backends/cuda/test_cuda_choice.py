@@ -16,6 +16,7 @@ from specdec.backends import Backend
 from specdec.backends import choice as backend_choice
 from specdec.backends.cuda import device as devices
 from specdec.backends.cuda.backend import CudaBackend
+from specdec.contract import BackendSpec
 from specdec.errors import ConfigError, UnsupportedError
 from specdec.registry import Registry, registry
 from tests.backends.cuda.fake import FakeDevice
@@ -29,6 +30,8 @@ OLD_DRIVER = (
 
 class NotBuilt(Backend):
     """What stands for a backend that would be built."""
+
+    device, dtypes = "none", ("float32",)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,13 +89,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def choice(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
     """``choice(name)``: the backend that would be built, and the notices."""
 
+    original = Registry.backend
+
+    def not_built(self: Registry, name: str, **source: Any) -> BackendSpec:
+        return attrs.evolve(original(self, name, **source), factory=lambda config: NotBuilt(name))
+
+    monkeypatch.setattr(Registry, "backend", not_built)
+
     def choose(name: str = "auto") -> tuple[str, list[str]]:
-        find_backend = Registry.backend
-
-        def not_built(self: Registry, backend: str, **asked: Any) -> Any:
-            return attrs.evolve(find_backend(self, backend, **asked), factory=lambda config: NotBuilt(backend))
-
-        monkeypatch.setattr(Registry, "backend", not_built)
         backend, notices = backend_choice.make_backend(name)
         return backend.name, list(notices)
 

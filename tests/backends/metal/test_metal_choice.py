@@ -24,6 +24,8 @@ TOKENS = 56
 class NotBuilt(Backend):
     """What stands for a backend that would be built."""
 
+    device, dtypes = "none", ("float32",)
+
     def __init__(self, name: str) -> None:
         self.name = name
 
