@@ -25,7 +25,7 @@ from specdec.testing.subjects import Subject
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-CONTRACT = "2026.1"
+CONTRACT = "2026.2"
 """The version of the contract, by date. A plugin names the one it claims; newer clauses warn and do not fail it."""
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the kit."""
     group = parser.getgroup("specdec")
     group.addoption(
-        "--specdec-contract", metavar="DATE", default=None, help="check plugins against this contract, such as 2026.1"
+        "--specdec-contract", metavar="DATE", default=None, help="check plugins against this contract, such as 2026.2"
     )
     group.addoption("--specdec-seed", metavar="N", type=int, default=0, help="seed of the cases that checks draw")
 

@@ -106,7 +106,7 @@ def _later(kind: str = "contract") -> Check:
 
 def test_a_later_contract_reports_and_does_not_fail():
     subject = as_subject(Subject.DRAFTER, none_specs()[0])
-    assert run_check(_later(), subject, contract="2026.1").status is Status.NEWER
+    assert run_check(_later(), subject, contract="2026.2").status is Status.NEWER
     assert run_check(_later(), subject, contract="2031.1").status is Status.FAILED
     assert run_check(_later("advice"), subject, contract="2031.1").status is Status.ADVICE
 
