@@ -183,7 +183,7 @@ class Play:
         chunk = target.info.max_rows if target.chunks_differ else 300
         try:
             for number in range(steps):
-                kind, room = kinds[rng.integers(len(kinds))], target.length - self.at
+                kind, room = kinds[int(rng.integers(len(kinds)))], target.length - self.at
                 if not room and kind not in ("rewind", "restore", "file"):
                     if "rewind" not in kinds:
                         return
@@ -209,7 +209,12 @@ class Play:
 
     def _take(self, kind: str, count: int = 0, more: int = 0) -> None:
         self.taken.append(f"{kind}({count}{f' of {count + more} rows' if more else ''})")
-        {"prefill": self._prefill, "rewind": self._rewind}.get(kind, lambda count: self._pass(kind, count, more))(count)
+        if kind == "prefill":
+            self._prefill(count)
+        elif kind == "rewind":
+            self._rewind(count)
+        else:
+            self._pass(kind, count, more)
         expect(self.state.length == self.at, "the state has the wrong length", got=self.state.length, expected=self.at)
 
     def _given(self, call: Callable[[State, list[int]], ForwardOutput], tokens: list[int]) -> ForwardOutput:

@@ -532,7 +532,8 @@ def tokens_of_plain_decoding(subject: DrafterSubject, run: Run) -> None:
         expected = plain_decoding(target, verifier, prompt, 12, sampling)
         expect_equal(got, expected, "the output is not that of plain decoding")
 
-    run.explore(body, examples=20, memory=_memories, **strategies.generations(ENGINE_VOCAB))
+    generations: dict[str, Any] = strategies.generations(ENGINE_VOCAB)
+    run.explore(body, examples=20, memory=_memories, **generations)
 
 
 @check("D14")

@@ -36,10 +36,10 @@ def _records(seed: int, count: int) -> list[CycleRecord]:
         emitted = tuple(int(token) for token in rng.integers(0, 150_000, accepted + 1))
         if number % 50 == 49:
             emitted = emitted[:1]  # ended by a stop token
-        seconds = [float(rng.choice([0.0, 1e-4, 2.0])) for _ in range(3)]
+        draft, verify, commit = (float(rng.choice([0.0, 1e-4, 2.0])) for _ in range(3))
         drafted = (*emitted[:accepted], *([3] * offered))[:offered]
         at = positions[sequence]
-        records.append(CycleRecord(at, depth, offered, accepted, emitted, *seconds, drafted=drafted))
+        records.append(CycleRecord(at, depth, offered, accepted, emitted, draft, verify, commit, drafted))
         positions[sequence] = int(2 ** rng.uniform(0, 17)) if rng.random() < 0.01 else at + len(emitted)
     return records
 
@@ -52,9 +52,10 @@ def _see(subject: ObserverSubject, records: Sequence[CycleRecord]) -> Any:
 
 
 def _drawn(run: Run, body: Callable[[list[CycleRecord]], object], most: int = LONG, examples: int = 5) -> None:
-    run.explore(
-        lambda length, seed: body(_records(seed, length)) and None, examples=examples, length=lengths(most), seed=seeds
-    )
+    def on_drawn_records(length: int, seed: int) -> None:
+        body(_records(seed, length))
+
+    run.explore(on_drawn_records, examples=examples, length=lengths(most), seed=seeds)
 
 
 @check("S1")

@@ -433,4 +433,5 @@ def in_the_engine(subject: VerifierSubject, run: Run) -> None:
         body([1, 2, 3], [3, 7, 0, 13, 1], sampling, Memory.ATTENTION, [False] * 9 + [True], run.count(100))
     wrong = st.lists(st.booleans(), min_size=1, max_size=4)
     memories = st.sampled_from(Memory)
-    run.explore(body, examples=20, memory=memories, wrong=wrong, **strategies.generations(ENGINE_VOCAB))
+    generations: dict[str, Any] = strategies.generations(ENGINE_VOCAB)
+    run.explore(body, examples=20, memory=memories, wrong=wrong, **generations)
