@@ -203,6 +203,16 @@ def test_the_gate_runs_the_commands_of_the_readme():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def test_the_areas_of_the_gate_are_those_of_the_tree():
+    """Every row names files that exist, and every room of the package is in a row."""
+    areas = runpy.run_path(str(ROOT / ".ci" / "areas.py"))
+    for prefixes, tests in areas["AREAS"]:
+        assert all((ROOT / path).exists() for path in (*prefixes, *tests))
+    assert all(areas["needed"](f"specdec/{room.name}/x.py") for room in (ROOT / "specdec").iterdir() if room.is_dir())
+    assert areas["selected"](["tests/decoding/test_state.py", "tests/conftest.py", "README.md"]) == ["tests"]
+    assert areas["selected"](["specdec/backends/metal/ops.py"]) == ["tests/backends/metal"]
+
+
 # --- links -----------------------------------------------------------------------------------------------------------
 
 

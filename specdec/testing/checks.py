@@ -248,7 +248,9 @@ class Run:
             except NotApplicable:
                 raise
             except Exception as error:
-                drawn: dict[str, Any] = {name: strategies[name] if name == "length" else st.just(value) for name, value in case.items()}
+                drawn: dict[str, Any] = {
+                    name: strategies[name] if name == "length" else st.just(value) for name, value in case.items()
+                }
                 if self.shrink and "length" in case:
                     self.explore(body, examples=20, **drawn)
                 raise Broken.by(error, case) from error

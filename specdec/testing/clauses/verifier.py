@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import hypothesis.strategies as st
