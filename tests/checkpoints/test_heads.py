@@ -59,7 +59,7 @@ def drafts(lm: Any) -> tuple[list[int], list[int]]:
     return result.tokens, list(result.stats.accepted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_a_head_drafts_alike_wherever_it_lies(family: str, tmp_path: Path) -> None:
     """Listed, beside the weights, in a file of its own, in a folder of its own, or in the original checkpoint."""
     shape = next((s for s in SHAPES.get(family, {}).values() if s.get("mtp", True)), {})
@@ -85,7 +85,7 @@ def test_a_head_drafts_alike_wherever_it_lies(family: str, tmp_path: Path) -> No
     assert report.missing == report.unused == report.problems == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_a_stripped_head_refuses_only_the_drafter_that_needs_it(family: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "model", family)
     plain = loaded(folder, drafter="none").generate(PROMPT, max_new_tokens=16, ignore_eos=True).tokens

@@ -20,6 +20,7 @@ from tests import tiny
 from tests.checkpoints.quantised import mlx_layout
 from tests.checkpoints.quantised.test_mlx_affine import FAMILIES, PROMPT
 from tests.decoding.test_lossless import Case, ScriptedDepth, adversarial, mtp, partly_right
+from tests.selection import cases
 
 pytestmark = pytest.mark.skipif("native" not in tiny.kernels_available(), reason="needs the native kernels")
 
@@ -63,7 +64,7 @@ def check_speculation(folder: Path, target: Any) -> None:
         tiny.assert_same_bits(tiny.state_arrays(target, state), tiny.state_arrays(target, wanted))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_speculation_over_rounded_weights_is_exact(tmp_path: Path, family: str) -> None:
     folder = folder_of(tmp_path, family)
     for weights in ("int8", "int4"):
@@ -71,14 +72,14 @@ def test_speculation_over_rounded_weights_is_exact(tmp_path: Path, family: str) 
         check_speculation(folder, target)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_speculation_over_a_quantised_checkpoint_is_exact(tmp_path: Path, family: str) -> None:
     source = folder_of(tmp_path, family)
     folder = mlx_layout.convert(tmp_path, source, family)[0]
     check_speculation(folder, tiny.make_target(folder, kernels="native", dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_packed_and_decoded_models_agree(tmp_path: Path, family: str) -> None:
     """In float32 they differ by the rounding of sums alone: by as much as the torch reference and our kernels differ
     over decoded weights. A model may enlarge these differences, so both are measured on it."""
@@ -98,7 +99,7 @@ def test_packed_and_decoded_models_agree(tmp_path: Path, family: str) -> None:
     assert float((exact - logits(tiny.make_target(source, weights="int8"))).abs().max()) > 1e-4  # rounding is felt
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, sample=["qwen3_5", "deepseek_v3"], mark="slow"))
 def test_the_cache_holds_the_rounded_weights(tmp_path: Path, family: str) -> None:
     """Stacks of experts and rows of a group and a half too: the bits of a load without a cache."""
     folder = folder_of(tmp_path, family)

@@ -168,6 +168,7 @@ def test_the_decorator_gives_one_item_per_check(check):
 @parametrize_checks(
     drafter=lambda env: drafters.ListOfTokens(env), known_failures={"D1": "tokens are a list"}, effort="sample"
 )
+@pytest.mark.slow
 def test_known_failures_are_expected_by_the_decorator(check):
     check()
 

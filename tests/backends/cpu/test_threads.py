@@ -98,6 +98,7 @@ assert specdec.load(drafter="mtp", depth=2).generate("def f(", max_new_tokens=24
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere torch does not survive a fork")
+@pytest.mark.slow
 def test_a_process_may_fork_while_its_threads_generate() -> None:
     """Catches: a child that waits for a lock which a thread of its parent held."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", BUSY], check=True, timeout=300)
