@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import specdec.drafters.gate as gate
 import specdec.drafters.mtp as mtp
 from specdec import sampling
 from specdec.backends.cpu import arrays, caches
@@ -318,7 +319,7 @@ def greedy_draft_with_its_softmax(patch):
         law = rows.distribution(len(drafted)).astype(np.float32)
         return int(law.argmax()), law
 
-    patch.setattr(mtp, "draft_token", wrong)
+    patch.setattr(gate, "draft_token", wrong)
 
 
 @killed_by(clause("D9", _mtp))
@@ -331,7 +332,7 @@ def pruned_law_not_renormalised(patch):
             law = np.where(law >= np.sort(law)[-3], law, 0).astype(np.float32)
         return token, law
 
-    patch.setattr(mtp, "draft_token", wrong)
+    patch.setattr(gate, "draft_token", wrong)
 
 
 @killed_by(clause("D10", _mtp))
@@ -380,7 +381,7 @@ def better_of_two_draws(patch):
         other = sampling.draw(law.astype(np.float64), float(u[0]))
         return (token if law[token] >= law[other] else other), law
 
-    patch.setattr(mtp, "draft_token", wrong)
+    patch.setattr(gate, "draft_token", wrong)
 
 
 @killed_by(clause("D14", _mtp))
