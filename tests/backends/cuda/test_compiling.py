@@ -16,9 +16,9 @@ _SCRIPT = """
 import json, logging, sys
 import torch, triton
 from specdec.backends.cuda import compiling
-from specdec.backends.cuda.kernels import catalogue
 from specdec.backends.cuda.kernels.launch import launch
-from tests.backends.cuda.kernels import narrow_kernel
+from tests.backends.cuda import catalogue
+from tests.backends.cuda.narrow import narrow_kernel
 
 compiling.EVERY, compiling.OURS = float(sys.argv[1]), sys.argv[2]
 hits = []
