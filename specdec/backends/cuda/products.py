@@ -1,7 +1,8 @@
 """Products with weights, for passes of up to 16 rows and for prompts.
 
-**Dense weights** go through torch, with up to 16 rows padded to 16. A library chooses its kernel by sizes, alignment
-and device, and all of these are then the same for every pass; each row of a product is computed from that row alone.
+**Dense weights** go through torch, with up to 16 rows padded to 16, at aligned addresses. A library chooses its kernel
+by sizes, alignment and device, and all of these are then the same for every pass and every row; each row of a product
+is computed from that row alone.
 Whether a library's rows are independent of their place is not documented: the probe at load checks it on the loaded
 weights. **Packed weights** run in our kernel (``kernels.packed``), which serves every number of rows.
 
@@ -23,12 +24,19 @@ from specdec.backends.cuda.kernels.launch import MAX_ROWS
 from specdec.backends.cuda.weights import DenseWeight, Weight, joined, runs
 from specdec.errors import ShapeError
 
+_ALIGNED = 8  # values, at least 16 bytes
+
 
 def padded(x: Tensor) -> Tensor:
-    """``x [T, ...]`` in new memory of 16 rows, zeros from T on; longer ones as they are."""
+    """``x [T, ..., K]`` in new memory of 16 rows, zeros from T on; longer ones as they are.
+
+    Rows begin at multiples of 8 values: libraries sum the values before an aligned address apart from the others.
+    """
     if len(x) > MAX_ROWS:
         return x
-    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, MAX_ROWS - len(x)))
+    columns = x.shape[-1]
+    wide = F.pad(x, (0, -columns % _ALIGNED) + (0, 0) * (x.ndim - 2) + (0, MAX_ROWS - len(x)))
+    return wide[..., :columns]
 
 
 def linear(x: Tensor, weight: Weight, bias: DenseWeight | None = None) -> Tensor:
@@ -104,4 +112,4 @@ def _multiply(x: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
         return F.linear(x, matrix)
     if x.is_cuda:
         return torch.mm(x, matrix.T, out_dtype=dtype)
-    return F.linear(x.float(), matrix.float())  # torch has no such product on the host
+    return F.linear(padded(x.float()), matrix.float())  # torch has no such product on the host
