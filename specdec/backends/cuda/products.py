@@ -2,9 +2,9 @@
 
 **Dense weights** go through torch, with up to 16 rows padded to 16, at aligned addresses. A library chooses its kernel
 by sizes, alignment and device, and all of these are then the same for every pass and every row; each row of a product
-is computed from that row alone.
-Whether a library's rows are independent of their place is not documented: the probe at load checks it on the loaded
-weights. **Packed weights** run in our kernel (``kernels.packed``), which serves every number of rows.
+is computed from that row alone. Whether a library's rows are independent of their place is not documented: the probe at
+load checks it on the loaded weights. **Packed weights** run in our kernel (``kernels.packed``), which serves every
+number of rows.
 
 More than 16 rows are a prompt: torch multiplies them as they are, by decoded weights. Their bits depend on how a prompt
 is cut into chunks, as ``parity_reason`` says. Plain and speculative decoding both continue from the same prompt pass,
