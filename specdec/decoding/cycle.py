@@ -6,15 +6,13 @@ row 0 of the next verification pass. Depth 0 runs the same code and is plain dec
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from time import perf_counter
 
 from specdec.contract import EMPTY_DRAFT, CycleRecord, Draft, ForwardOutput, Verdict
 from specdec.decoding.result import RunStats, TokenLogprobs
 from specdec.decoding.sequence import LiveSequence
-from specdec.errors import ContractError, typed
-from specdec.registry import Kind, calling
+from specdec.registry import Kind, calling, checked_draft, checked_verdict
 from specdec.sampling import Rows
 
 Cut = Callable[[tuple[int, ...]], int]
@@ -68,7 +66,7 @@ def _draft(sequence: LiveSequence, depth: int, stats: RunStats) -> Draft:
     context = sequence.context
     try:
         draft = sequence.drafter.propose(context, depth)
-        draft, fault = checked_draft(draft, depth, sequence.target.info.vocab_size)
+        draft, fault = checked_draft(draft, depth, sequence.target.info.vocab_size, context)
     except Exception as error:  # noqa: BLE001 - drafting is optional, whatever a plugin raises
         sequence.switch_off("propose", error)
         return EMPTY_DRAFT
@@ -94,40 +92,6 @@ def _commit(sequence: LiveSequence, draft: Draft, output: ForwardOutput, verdict
     with sequence.running("commit"):
         sequence.target.commit(sequence.state, kept)
     sequence.ask("observe", verdict, output, sequence.context)
-
-
-def checked_draft(draft: Draft, depth: int, vocab_size: int) -> tuple[Draft, str]:
-    """A draft of plain ints, cut to ``depth`` tokens and before the first id outside the vocabulary.
-
-    Returns it with the fault for which it was cut, or "".
-    Raises: ContractError for what is no Draft, or has ``probs`` of another shape.
-    """
-    if not isinstance(draft, Draft):
-        raise ContractError(f"propose returned {typed(draft)}", takes="a specdec.Draft")
-    tokens = tuple(map(operator.index, draft.tokens[:depth]))
-    probs, fault = draft.probs, "draft longer than asked for" if len(draft.tokens) > depth else ""
-    if probs is not None and (len(probs) < len(tokens) or probs.shape[1:] != (vocab_size,)):
-        raise ContractError(
-            f"propose returned {len(tokens)} tokens with probs of the shape {list(probs.shape)}",
-            takes=f"probs of shape [K, {vocab_size}] and dtype float32, or None",
-        )
-    for position, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            return _first(Draft(tokens, probs), position), "draft token outside the vocabulary"
-    return _first(Draft(tokens, probs), len(tokens)), fault
-
-
-def checked_verdict(verdict: Verdict, drafted: int, vocab_size: int) -> Verdict:
-    """``verdict`` on a draft of ``drafted`` tokens, with plain ints. Raises: ContractError when it is not one."""
-    if not isinstance(verdict, Verdict):
-        raise ContractError(f"verify returned {typed(verdict)}", takes="a specdec.Verdict")
-    accepted, token = operator.index(verdict.accepted), operator.index(verdict.next_token)
-    if not (0 <= accepted <= drafted and 0 <= token < vocab_size):
-        raise ContractError(
-            f"verify returned {typed(verdict)}",
-            takes=f"a Verdict with 0 to {drafted} accepted tokens and a next_token of 0 to {vocab_size - 1}",
-        )
-    return Verdict(accepted, token, verdict.deviations)
 
 
 def _first(draft: Draft, count: int) -> Draft:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
@@ -255,11 +257,16 @@ class NamedProcessor(LogitsProcessor):
                     f"the logits processor {self._spec.name!r} returned {list(row.shape)} {row.dtype} from process",
                     takes=f"an array of shape {list(logits.shape)} and dtype {logits.dtype}",
                 )
+            if not row.max() < math.inf:
+                raise ContractError(
+                    f"the logits processor {self._spec.name!r} returned logits that are not finite from process",
+                    takes="finite logits, or -inf for a token that is forbidden",
+                )
         return row
 
     def legal(self, draft: Sequence[int], history: Sequence[int]) -> int:
         with calling(self._spec, "legal"):
-            return max(0, min(self._processor.legal(draft, history), len(draft)))
+            return max(0, min(operator.index(self._processor.legal(draft, history)), len(draft)))
 
     def forced(self, history: Sequence[int]) -> Sequence[int]:
         with calling(self._spec, "forced"):

@@ -252,7 +252,7 @@ class Stream:
         lm, sequence, stats = self._lm, self._sequence, self._stats
         with calling(lm.depth.spec, "reason"):
             reason = policy.reason
-        stats.draft.update(sequence.ask("report", otherwise={}))
+        stats.draft.update(sequence.ask("report") or {})
         stats.inactive_reason = sequence.failure
         if not stats.offered and not stats.inactive_reason and stats.cycles:
             if lm.drafter.spec.name == "none":

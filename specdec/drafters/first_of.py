@@ -34,7 +34,7 @@ from specdec.contract import (
 )
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.registry import Kind, calling, reason, registry
+from specdec.registry import Kind, calling, checked_draft, reason, registry
 
 _TRY = 'drafters = [{ name = "ngram", min_order = 4 }, { name = "mtp" }]'
 _PATH = "drafter.drafters[{}]"
@@ -78,12 +78,16 @@ class _Member:
     offered: int = 0  # tokens that were verified
     accepted: int = 0  # tokens of those that stayed
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the drafter; None once it has failed. Raises: the error of a logits processor, as the engine does."""
+    def ask(self, method: str, *arguments: Any, vocab_size: int = 0) -> Any:
+        """Call the drafter; None once it has failed. With ``vocab_size`` the answer is a draft, and is checked.
+
+        Raises: the error of a logits processor, as the engine does.
+        """
         if self.failure:
             return None
         try:
-            return getattr(self.drafter, method)(*arguments)
+            answer = getattr(self.drafter, method)(*arguments)
+            return checked_draft(answer, arguments[1], vocab_size, arguments[0])[0] if vocab_size else answer
         except Exception as error:
             if isinstance(error, SpecdecError) and error.plugin and error.plugin[0] == Kind.PROCESSOR.value:
                 raise
@@ -105,6 +109,7 @@ class FirstOfDrafter(Drafter):
 
     def __init__(self, config: FirstOfConfig, env: DrafterEnv) -> None:
         children: tuple[Child, ...] = env.shared
+        self._vocab_size = env.target.info.vocab_size
         self._members: list[_Member] = []
         for child in children:
             own = attrs.evolve(env, shared=child.shared, saved=_part(env.saved, child.label))
@@ -119,7 +124,7 @@ class FirstOfDrafter(Drafter):
 
     def propose(self, context: Context, depth: int) -> Draft:
         for member in self._members:
-            draft: Draft | None = member.ask("propose", context, depth)
+            draft: Draft | None = member.ask("propose", context, depth, vocab_size=self._vocab_size)
             if draft is not None and draft.tokens:
                 self._drafting = member
                 return draft
@@ -203,7 +208,7 @@ def _prepare(config: FirstOfConfig, env: PrepareEnv) -> tuple[Child, ...]:
             with calling(spec, "prepare"):
                 shared = None if spec.prepare is None else spec.prepare(own, env)
             needs = registry().needs_of(spec, own, shared)
-        _check_needs(spec, needs, env, path)
+        _check_needs(spec, needs, env, _PATH.format(index))
         made.append(Child(spec.name if number == 1 else f"{spec.name}#{number}", spec, own, shared, needs))
     return tuple(made)
 

@@ -81,7 +81,7 @@ def _draw(lm: CausalLM, rng: random.Random, count: int) -> list[int]:
 def _compare_layer(
     lm: CausalLM, layer: Layer, context: int, counts: Sequence[int], rng: random.Random, comparison: Comparison
 ) -> None:
-    rows = max(counts)
+    rows = max(counts) + 1  # a row follows the longest block, and reads the state that it left
     before = layer.new_cache(context + rows)
     for start in range(0, context, CHUNK):
         count = min(CHUNK, context - start)

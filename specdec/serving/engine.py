@@ -186,7 +186,7 @@ class Engine:
         except SpecdecError as error:
             log.warning("generation_failed", error=type(error).__name__, message=error.message)
             turn.send(Refusal(500, f"the generation failed with a {type(error).__name__}"))
-        except Exception:  # a bug, or a plugin's; the server goes on
+        except BaseException:  # a bug, or a plugin's, an exit included; the server goes on
             log.exception("generation_failed")
             turn.send(Refusal(500, "the generation failed"))
         finally:
