@@ -173,6 +173,18 @@ def test_the_first_with_an_opinion_drafts_and_all_see_everything(everys, cycles)
     event(f"{sum(any(counts) for counts in expected.values())} of the drafters drafted")
 
 
+def test_a_member_with_a_malformed_draft_is_left_out_alone(monkeypatch):
+    """The others go on drafting, and the report names the member."""
+    made.clear()
+    played = ScriptedSession.start(subject(Choice("noted", {"number": 0}), Choice("noted", {"number": 1})))
+    monkeypatch.setattr(made[0], "propose", lambda context, depth: [1])
+    played.feed([1, 2, 3])
+    assert played.cycle(2, 0, 4).tokens == (1, 1)
+    told = played.drafter.report()["drafters"]
+    assert "propose" in told["noted"]["failed"]
+    assert "failed" not in told["noted#2"]
+
+
 def test_a_look_up_with_a_long_match_goes_before_a_head():
     """In a repeating text the look-up drafts, in a fresh one the head: a choice by the prefix alone."""
     target = TableModel.random(5, mtp=True, peak=0.3, seed=2)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.backends.cpu.caches import CpuDeltaCache
 from specdec.backends.cpu.reference import ReferenceOps
 from specdec.contract import Parity
 from specdec.doctor import RowCosts, measure_row_costs, probe_bits, promise
@@ -97,6 +98,19 @@ def test_a_mistake_in_the_longest_pass_alone_is_found(checkpoint):
 def test_a_state_that_keeps_rejected_rows_is_found(checkpoint):
     found = differing(tiny.make_target(checkpoint("qwen3_5", max_positions=64), ops=Leaky(wrong_ops().dtype)))
     assert [finding.subject for finding in found] == ["the state after commit, after 40 tokens"]
+
+
+@pytest.mark.parametrize("block", [2, 6, 8, 16])
+def test_a_state_that_a_block_leaves_wrong_is_found_at_load(checkpoint, monkeypatch, block):
+    """The row after a block reads its state, after the longest one too."""
+    right = CpuDeltaCache.commit
+
+    def wrong(self: Any, rows: int) -> None:
+        right(self, rows)
+        self.state += rows == block
+
+    monkeypatch.setattr(CpuDeltaCache, "commit", wrong)
+    assert probe_rows(tiny.make_target(checkpoint("qwen3_5"))) is not None
 
 
 def test_a_pass_that_changes_from_time_to_time_is_found(checkpoint, monkeypatch):
