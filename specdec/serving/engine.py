@@ -15,7 +15,7 @@ from specdec.contract import CycleRecord
 from specdec.decoding.parts import Parts
 from specdec.decoding.result import Result, TokenLogprobs
 from specdec.decoding.stream import Stream
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.logs import get_logger
 from specdec.serving.metrics import Metrics
 from specdec.serving.refusal import Refusal
@@ -185,7 +185,10 @@ class Engine:
             self._generate(turn, prepared)
         except SpecdecError as error:
             log.warning("generation_failed", error=type(error).__name__, message=error.message)
-            turn.send(Refusal(500, f"the generation failed with a {type(error).__name__}"))
+            asked = isinstance(error, UnsupportedError)  # what the request asks for cannot be done, such as a grammar
+            turn.send(
+                Refusal.of(error) if asked else Refusal(500, f"the generation failed with a {type(error).__name__}")
+            )
         except BaseException:  # a bug, or a plugin's, an exit included; the server goes on
             log.exception("generation_failed")
             turn.send(Refusal(500, "the generation failed"))

@@ -99,6 +99,10 @@ def test_a_body_is_answered_or_refused_in_one_sentence(server, body, path):
             {**ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "elephant"}}}},
             "the json_schema cannot be used as a grammar",
         ),
+        (  # compiles, and no text fits it: found when the first token is chosen
+            {**ASK, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
+            "the grammar cannot continue",
+        ),
         ({**ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs cannot set 'messages'"),
         ({**ASK, "tools": [{"type": "function"}]}, "does not support 'tools'"),
         ({**ASK, "n": 2}, "does not support 'n'"),
