@@ -82,7 +82,6 @@ TABLES = [
             ["check", "ngram", "--effort", "sample", "--only", "D1", "--only", "D5"],
             ["bench", *ONE, "--contexts", "32,64"],
             ["accept", *ONE, "--ablate", "all"],
-            ["audit", "--engine", "specdec", "--per-class", "1", *SHORT, *LOSSY],
         )
     ),
 ]

@@ -245,10 +245,17 @@ class NoiseOfAnotherRow(TableModel):
 
 
 class _LateNoise(TableLogits):
-    def noisy_argmax(self, row, scale, seed, position):
-        shifted = seed + 1 if row > 0 and position > 8 else seed
-        noise = gumbel(shifted, position, np.arange(self._rows.shape[1]), Purpose.TOKEN)
-        return int((scale * self._rows[row].astype(np.float64) + noise).argmax())
+    def choose(self, choosing):
+        sampling = choosing.sampling
+        if not sampling.temperature:
+            return ()
+        tokens = []
+        for row in range(len(self)):
+            position = len(choosing.context) + choosing.first + row
+            seed = sampling.seed + (row > 0 and position > 8)
+            noise = gumbel(seed, position, np.arange(self._rows.shape[1]), Purpose.TOKEN)
+            tokens.append(int((self._rows[row] / sampling.temperature + noise).argmax()))
+        return tokens
 
 
 class AddressesByPlace(TableModel):
