@@ -56,6 +56,7 @@ def test_a_program_that_configures_nothing_sees_nothing(host: dict[str, str]) ->
     assert (done.stdout, done.stderr) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_program_that_configures_logging_gets_the_events(host: dict[str, str]) -> None:
     done = run_python("-c", EMBEDDED.format(setup="import logging; logging.basicConfig(level='INFO')"), env=host)
     assert done.stdout == ""

@@ -22,6 +22,7 @@ from specdec.errors import StateError
 from tests import tiny
 from tests.comparisons import record
 from tests.models.mtp_oracle import MUTANTS, MtpOracle
+from tests.selection import cases
 
 MTP = Needs(mtp=True)
 LOGITS_BOUND = 1e-4  # max |difference| / max |reference|; float32 against float64 through trunk, head and chain
@@ -143,7 +144,7 @@ def prompt_of(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", cases(SHAPES, sample=4, mark="slow"))
 def test_drafts_after_prefill(
     shape: str,
     kernels: str,

@@ -26,6 +26,7 @@ from tests.decoding.test_lossless import (
     partly_right,
     random,
 )
+from tests.selection import cases
 from tests.tiny_families import FAMILIES, SHAPES
 
 VOCAB = 277
@@ -46,7 +47,7 @@ prompts = st.one_of(
 FEW = max(1, settings().max_examples // 6)  # the mechanism is the same in every family; the layers are what differs
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=cases(FAMILIES, sample=["qwen3_5_moe", "deepseek_v3"], mark="slow"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -124,9 +124,7 @@ BUILT_INS: Mapping[str, tuple[Subject, Any]] = {
         for mtp in (False, True)
     },
 }
-SAMPLE = [
-    name for name in BUILT_INS if name.split()[-1] in ("ngram", "fixed", "strict", "JSON") and "first_of" not in name
-]
+SAMPLE = [name for name in BUILT_INS if name.split()[-1] in ("ngram", "JSON") and "first_of" not in name]
 
 
 @pytest.fixture

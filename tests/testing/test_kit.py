@@ -138,6 +138,7 @@ def test_a_plugin_that_fails_only_sometimes_is_reported_as_such():
     assert run_check(_check("D1"), as_subject(Subject.DRAFTER, Flaky)).status is Status.FAILED
 
 
+@pytest.mark.slow
 def test_the_report_raises_with_every_failed_id():
     report = check_plugin(as_subject(Subject.DRAFTER, drafters.TooLong), only=["D1", "D2", "D13"])
     assert [outcome.check.id for outcome in report.failures] == ["D1", "D13"]

@@ -17,6 +17,7 @@ from specdec.config import RunConfig, TargetConfig
 from specdec.models.loading import _stored_dtype, load_target
 from tests import tiny, tiny_families
 from tests.checkpoints.quantised import quantisers as q
+from tests.selection import cases
 
 PROMPT = [1, 17, 3, 250, 88, 12, 5, 9]
 NORMS = ("norm.weight", "layernorm.weight", "A_log", "dt_bias", "norm_embedding.weight", "norm_hidden.weight", ".bias")
@@ -89,7 +90,7 @@ def assert_same_outputs(stored: Path, decoded: Path, dtype: str = "bfloat16") ->
             assert got.std() > 0.01
 
 
-@pytest.mark.parametrize("name", q.QUANTISERS)
+@pytest.mark.parametrize("name", cases(q.QUANTISERS, sample=4, mark="slow"))
 def test_every_format_in_a_hybrid_model_with_head_and_embedding(tmp_path: Path, name: str) -> None:
     source = tiny.write_qwen3_5(tmp_path / "source", **HYBRID)
     stored, decoded = split(tmp_path, source, lambda n: name if matrix(n) else None)
