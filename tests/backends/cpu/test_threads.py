@@ -104,6 +104,7 @@ def test_a_process_may_fork_while_its_threads_generate() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", BUSY], check=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_default_device_of_the_program_does_not_matter() -> None:
     """Catches: memory for a kernel that was allocated on another device."""
     subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, timeout=300)

@@ -47,6 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))[0]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_wheel_is_pure_and_the_build_says_so(tmp_path: Path) -> None:
     wheel, said = build_wheel(tmp_path / "dist", CXX="", PATH=str(tmp_path))
     assert wheel.name.endswith("-py3-none-any.whl")
