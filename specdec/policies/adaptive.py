@@ -1,7 +1,7 @@
 """The adaptive depth policy: picks the depth with the best rate, depth 0 (plain decoding) included.
 
-``Rates`` estimates the rate of each depth from running averages, and one timer starts trials of other depths. The
-output of an exact verifier does not depend on the depth, so feedback across cycles cannot change it.
+``Rates`` estimates the rate of each depth, ``Trials`` schedules trials of other depths, and ``AdaptivePolicy`` decides.
+The output of an exact verifier does not depend on the depth, so feedback across cycles cannot change it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from specdec.config import between
 from specdec.contract import CycleRecord, DepthPolicy, DepthPolicySpec, PrepareEnv, Stats
 from specdec.errors import UnsupportedError
 from specdec.hookspecs import hookimpl
-from specdec.policies.estimates import Rates
 from specdec.policies.fixed import MAX_DEPTH
+from specdec.policies.rates import Rates
+from specdec.policies.trials import Trials
 from specdec.records.cost_table import CostTable
 
 STEP_GUESS = 0.2  # cost of a drafted token in plain cycles if nothing was measured: break-even at usual acceptance
-LASTING = 32  # cycles of speculation after which trials are frequent again: .94 to .97 of the best fixed rate
-TRIES = 8  # cycles that a trial waits for a draft: .72 to .99 where a drafter seldom has one
-NEARER = 4  # while speculation is on, trials are this many times as frequent, because they cost less
+QUIET = 16  # plain cycles after which their cost is updated only now and then
+SELDOM = 64  # plain cycles between two such updates
+PATIENCE = 6.0  # drafts before speculation goes off for the first time, the last of them of depth 1
+LASTING = 32  # cycles after which speculation counts as lasting
 
 
 @attrs.frozen(kw_only=True)
@@ -47,36 +49,35 @@ class Learnt:
 
 
 class AdaptivePolicy(DepthPolicy):
-    """Follows the best rate and rarely tries other depths; trials become frequent again after lasting speculation.
-
-    While speculation is off, a trial is one cycle of depth 1. While it is on, a trial is one cycle of plain decoding,
-    of a neighbouring depth or of half the depth, in turn.
-    """
+    """Follows the best rate and rarely tries other depths; trials become frequent again after lasting speculation."""
 
     def __init__(self, config: AdaptiveConfig, learnt: Learnt | None = None) -> None:
         self._learnt = learnt if learnt is not None else Learnt()
-        self._config = config
+        self._min_gain = config.min_gain
         table, last = self._learnt.table, self._learnt.last
         depths = range(config.max_depth + 1)
-        guesses = [table.cycle(k) if table is not None else 1.0 + STEP_GUESS * k for k in depths]
-        self._rates = Rates(guesses, config.window)
-        self._distance = config.first_probe  # tokens between trials
-        self._tokens = 0  # since the last trial
-        self._trials = 0  # of other depths so far
-        self._tries = 0  # cycles that the running trial may still take; 0 when none runs
-        self._lasted = 0  # cycles since speculation went on
+        seconds = [table.cycle(k) if table is not None else 1.0 + STEP_GUESS * k for k in depths]
+        self._rates = Rates(seconds, config.window)
+        self._trials = Trials(config.first_probe, config.last_probe, config.max_depth)
         if last is not None:
             self._rates.adopt(last._rates)
-            self._distance, self._tokens, self._trials = last._distance, last._tokens, last._trials
+            self._trials.adopt(last._trials)
+            self._rates.update()
+        elif table is None:
+            self._trials.open()
+        self._lasted = 0  # cycles since speculation went on
+        self._patient = False  # whether speculation is on for the first time
         self._depth = 0
         self._depth = self._best()
-        if last is None and not self._depth:
-            self._tokens = self._distance  # nothing was drafted yet, and the table may be wrong
+        if last is None:
+            self._patient = self._depth > 0
+            if self._depth == 0 and not self._trials.opening:
+                self._trials.due()  # nothing was drafted yet, and the table may be wrong
 
     @property
     def reason(self) -> str:
         """Why the depth is 0, or an empty string."""
-        if self._depth:
+        if self._depth or self._trials.opening:
             return ""
         rates = self._rates.by_depth
         best = max(range(1, len(rates)), key=lambda depth: rates[depth])
@@ -86,46 +87,46 @@ class AdaptivePolicy(DepthPolicy):
         )
 
     def next_depth(self, stats: Stats) -> int:
-        depth = self._depth
-        if not self._tries:
-            if self._tokens < (self._distance // NEARER if depth else self._distance):
-                return depth
-            self._tries = TRIES
-        if depth == 0:
-            return 1
-        others = (0, min(depth + 1, self._config.max_depth), depth - 1, depth // 2)
-        return others[self._trials % len(others)]
+        return self._trials.depth(self._depth)
 
     def record(self, cycle: CycleRecord) -> None:
+        rates, trials = self._rates, self._trials
+        if rates.plain_cycles > QUIET and not (cycle.depth or self._depth or trials.opening):
+            if rates.plain_cycles % SELDOM:  # overhead here slows plain decoding
+                rates.plain_cycles += 1
+                trials.passed(1)
+                return
         self._learnt.last = self
-        self._tokens += len(cycle.emitted)
-        trial = self._tries > 0
-        changed = self._rates.observe(cycle, news=trial and not self._depth and cycle.accepted > 0)
-        if trial:
-            self._tries -= 1
-            if not self._tries or cycle.offered or not cycle.depth:
-                self._trials += self._depth > 0
-                self._distance = min(2 * self._distance, self._config.last_probe)
-                self._tokens = self._tries = 0
-        if changed:
-            self._move(self._best())
+        rates.observe(cycle)
+        trials.passed(len(cycle.emitted))
+        if trials.is_news(cycle, self._depth):
+            rates.restart(cycle)
+        trials.observe(cycle, self._depth, rates.first_acceptance)
+        rates.update()
+        self._move(self._best())
 
     def _best(self) -> int:
         """The depth with the best rate, or the current one if the gain is too small and it beats plain decoding."""
         rates, depth = self._rates.by_depth, self._depth
         best = rates.index(max(rates))
-        enough = rates[best] > rates[depth] * (1.0 + self._config.min_gain) or rates[depth] < rates[0]
-        return best if enough else depth
+        enough = rates[best] > rates[depth] * (1.0 + self._min_gain) or rates[depth] < rates[0]
+        chosen = best if enough else depth
+        if chosen == 0 and depth and self._patient and self._rates.drafts < PATIENCE:
+            return 1  # a few wrong drafts at the start are more often bad luck than a bad drafter
+        return chosen
 
     def _move(self, depth: int) -> None:
-        switched = bool(depth) != bool(self._depth)
-        settled = self._lasted >= LASTING
-        self._lasted = 0 if switched else self._lasted + (depth > 0)
-        if settled if switched else depth != self._depth or self._lasted == LASTING:
-            self._distance = self._config.first_probe  # what speculation costs and gains is known anew
-        if switched:
-            self._tokens = self._tries = 0
+        if bool(depth) != bool(self._depth):
+            if self._lasted >= LASTING:
+                self._trials.reset()
+            self._lasted = 0
+            self._trials.cancel()
+            self._patient = self._patient and depth > 0
         self._depth = depth
+        if depth:
+            self._lasted += 1
+            if self._lasted == LASTING:
+                self._trials.reset()
 
 
 def _prepare(config: AdaptiveConfig, env: PrepareEnv) -> Learnt:

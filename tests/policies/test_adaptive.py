@@ -9,12 +9,12 @@ import pytest
 from specdec.contract import CycleRecord, PrepareEnv, Stats
 from specdec.errors import UnsupportedError
 from specdec.policies.adaptive import AdaptiveConfig, AdaptivePolicy, Learnt, specdec_depth_policies
-from specdec.testing import TableModel, parametrize_checks
+from specdec.testing import DepthPolicySubject, TableModel, parametrize_checks
 from tests.policies.simulation import DEEPEST, PROCESSES, TABLES, Process, adaptive, best_fixed_rate, line, play, rate
 from tests.selection import cases
 
 SEEDS = 8
-MORE_SEEDS = {"noisy costs with outliers": 48, "jump up": 48}  # where luck is larger
+MORE_SEEDS = {"noisy costs with outliers": 48}  # where luck is larger
 JUDGED = {"jump up": (1200, 1500)}  # off since cycle 10, the jump at 300: two probes may be a thousand tokens apart
 
 
@@ -142,10 +142,10 @@ def test_depth_never_exceeds_the_limit(limit, table):
 
 
 def test_with_a_table_the_first_cycle_is_at_the_depth_that_the_table_favours():
-    """Cheap drafts start deep, dear ones are probed once."""
+    """No trial cycles: cheap drafts start deep, dear ones are probed once, with two cycles at most."""
     assert adaptive(PROCESSES["flat cost, high acceptance"].table()).next_depth(Stats()) >= 2
     dear = Process(acceptance=lambda n: [0.0], cost=line(0.0, first=1.5))
-    assert [cycle.asked for cycle in play(adaptive(dear.table()), dear, 12)] == [1, *[0] * 11]
+    assert [cycle.asked for cycle in play(adaptive(dear.table()), dear, 12)] in ([1, 1, *[0] * 10], [1, *[0] * 11])
 
 
 # --- from one generation to the next ----------------------------------------------------------------------------------
@@ -196,11 +196,16 @@ def test_generations_side_by_side_do_not_disturb_each_other():
 
 
 @parametrize_checks(depth_policy=specdec_depth_policies()[0])
-def test_the_clauses(check):
+def test_the_clauses_with_a_table(check):
     check()
 
 
-def test_where_costs_cannot_be_measured_it_says_so_and_starts_from_a_guess():
+@parametrize_checks(depth_policy=DepthPolicySubject(make=lambda: AdaptivePolicy(AdaptiveConfig())))
+def test_the_clauses_without_a_table(check):
+    check()
+
+
+def test_where_costs_cannot_be_measured_it_says_so_and_starts_with_trials():
     def costs(file=None):
         raise UnsupportedError("passes of 1 row")
 
@@ -209,7 +214,8 @@ def test_where_costs_cannot_be_measured_it_says_so_and_starts_from_a_guess():
     assert spec.prepare is not None
     policy = spec.factory(AdaptiveConfig(), spec.prepare(AdaptiveConfig(), env))
     assert env.notices == ["the depth policy 'adaptive' starts without measured costs: passes of 1 row"]
-    assert play(policy, PROCESSES["middling"], 1)[0].asked > 0
+    asked = [cycle.asked for cycle in play(policy, PROCESSES["middling"], 8)]
+    assert asked == [0, 1, 1, 3, 3, 6, 6, 0]
 
 
 def test_a_clock_that_stands_still_is_no_division_by_zero():
