@@ -208,7 +208,16 @@ def snapshots_are_copies(subject: DrafterSubject, run: Run) -> None:
     what = "over a saved state, also from a file, the draft is another one"
     start = ScriptedSession.start(subject)
     start.feed(_PROMPT)
-    saves = start.keep().drafter is not None
+    kept = start.keep().drafter
+    saves = kept is not None
+    if kept is not None:
+        import torch
+
+        before = {name: torch.as_tensor(array).clone() for name, array in kept.arrays.items()}
+        start.rewind(len(_PROMPT) // 2)
+        start.feed([(token + 1) % ENGINE_VOCAB for token in _PROMPT])
+        changed = [name for name, array in before.items() if not torch.equal(torch.as_tensor(kept.arrays[name]), array)]
+        expect(not changed, "arrays of a snapshot changed when the text went on", got=changed)
     _same_by(subject, run, what, 300, "restored", clause="D17", examples=8 if saves else 4)
     if not saves:
         not_applicable("snapshot() returns None: the drafter saves nothing of its own")
