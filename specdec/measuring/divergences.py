@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import enum
 import itertools
 import math
@@ -67,7 +68,7 @@ class Divergence:
     top_two: float  # nats between the row's two best logits
 
 
-class GapReport:
+class GapReport(abc.ABC):
     """What reports of divergences share: where they are, and how near the choices were.
 
     Subclasses have the fields ``tokens`` (how many were compared), ``gaps`` and ``divergences``, and a ``title``.
@@ -78,9 +79,9 @@ class GapReport:
     divergences: Sequence[Divergence]
     title: str  # of a plot
 
+    @abc.abstractmethod
     def verdict(self, divergence: Any) -> Verdict:
         """Whether rounding explains one of the divergences."""
-        raise NotImplementedError
 
     @property
     def positions(self) -> int:
