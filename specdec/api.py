@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from specdec.checking import checked
-from specdec.checkpoints import Checkpoint, holds_weights, locate, read_json, text_config
+from specdec.checkpoints import format_of, holds_weights, locate, text_config
 from specdec.checkpoints.description import CheckpointReport, describe, describe_config, describe_foreign
 from specdec.config import Choice, RunConfig, TargetConfig, structure_options
 from specdec.drafters.heads.describe import HeadReport, describe_head
@@ -98,10 +98,11 @@ def inspect_checkpoint(
     """
     target = TargetConfig(model=model, revision=revision)
     folder = locate(target.model, revision=target.revision)
-    if is_head(read_json(folder / "config.json")):
+    form = format_of(folder)
+    config = form.config(folder)
+    if is_head(config):
         return describe_head(folder)
-    checkpoint = Checkpoint.open(folder) if holds_weights(folder) else None
-    config = read_json(folder / "config.json") if checkpoint is None else checkpoint.config
+    checkpoint = form.open(folder) if folder.is_file() or holds_weights(folder) else None
     model_config = text_config(config)
     try:
         spec, family = family_of(model_config, folder)

@@ -7,6 +7,7 @@ from specdec.checkpoints.fingerprint import fingerprint
 from specdec.checkpoints.heads import join_head, unlisted_head
 from specdec.checkpoints.locate import locate
 from specdec.checkpoints.names import Names, canonical_name, canonical_names, is_ignored, text_config
+from specdec.checkpoints.opening import CheckpointFormat, format_of
 from specdec.checkpoints.reader import Checkpoint, holds_weights, read_json
 from specdec.checkpoints.weight_check import TensorSpec, WeightCheck, check_weights
 from specdec.checkpoints.weights import StoredWeights
@@ -14,6 +15,7 @@ from specdec.checkpoints.writer import write_checkpoint
 
 __all__ = [
     "Checkpoint",
+    "CheckpointFormat",
     "Names",
     "StoredWeights",
     "TensorSpec",
@@ -22,6 +24,7 @@ __all__ = [
     "canonical_names",
     "check_weights",
     "fingerprint",
+    "format_of",
     "holds_weights",
     "is_ignored",
     "join_head",

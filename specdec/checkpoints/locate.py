@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specdec.errors import CheckpointError, cut, nearest
 
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split GGUF file
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _URL = re.compile(r"https?://[\w.-]+/(?P<id>[\w.-]+/[\w.-]+)?.*")
 # Files fetched from the hub. Pickles (*.bin, *.pt) and code (*.py) are never fetched.
@@ -69,12 +70,17 @@ def _demo() -> Path:
 
 
 def check_folder(path: Path) -> Path:
-    """Return ``path`` if it is a folder with a config.json. Raises: CheckpointError saying what it is instead."""
+    """Return ``path`` if it is a GGUF file or a folder with a config.json, or the only GGUF file of a folder. Raises: CheckpointError saying what it is instead."""
     if not os.path.exists(path):
         raise _no_such_folder(str(path), path)
     if not os.path.isdir(path):
+        if path.suffix == ".gguf":
+            return path
         raise CheckpointError(f"{path} is a file, not a folder", try_=_instead_of_a_file(path))
     if not os.path.lexists(path / "config.json"):
+        whole = [name for name in entries(path) if name.endswith(".gguf") and not _LATER_PART.search(name)]
+        if len(whole) == 1:
+            return path / whole[0]
         files = sorted(name + "/" * os.path.isdir(path / name) for name in entries(path))
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no config.json",
@@ -86,7 +92,6 @@ def check_folder(path: Path) -> Path:
 
 def _instead_of_a_file(path: Path) -> str:
     return {
-        ".gguf": "GGUF is not read; use the safetensors checkpoint that it was made from",
         ".bin": "pickled weights are not read; use a checkpoint in safetensors format",
         ".safetensors": f"the folder: {path.parent}",
         ".json": f"the folder: {path.parent}",
@@ -99,7 +104,7 @@ def _what_else(files: Iterable[str]) -> str | None:
     if "adapter_config.json" in files:
         return "it looks like a LoRA adapter, which is not read: merge it into its base model and save that"
     if any(name.endswith(".gguf") for name in files):
-        return "it looks like GGUF, which is not read: use the safetensors checkpoint that it was made from"
+        return "name one of the GGUF files"
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in files):
         return "it looks like pickled PyTorch weights, which are not read: use a checkpoint in safetensors format"
     if any(name.endswith(".safetensors") for name in files):

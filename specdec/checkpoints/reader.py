@@ -63,6 +63,44 @@ class StoredTensor:
         """Bytes."""
         return self.stop - self.start
 
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype of what ``read`` returns; None if torch has none."""
+        return DTYPES.get(self.dtype)
+
+    def open(self) -> Any:
+        """Its file, for ``read``. Raises: CheckpointError for a broken one."""
+        try:
+            return safe_open(self.file, framework="pt")
+        except (SafetensorError, OSError, MemoryError) as error:
+            raise CheckpointError(
+                f"{self.file.name} is not a valid safetensors file: {error}", file=self.file
+            ) from error
+
+    def read(self, file: Any, name: str) -> torch.Tensor:
+        """The tensor, mapped and private; ``file`` is what ``open`` returned."""
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    def read_rows(self, file: Any, name: str, start: int, stop: int, axes: int) -> torch.Tensor:
+        """As ``Checkpoint.rows``. Raises: CheckpointError if the file ends early."""
+        entries = math.prod(self.shape[:axes])
+        width = self.size // entries if entries else 0
+        buffer = torch.empty((stop - start) * width, dtype=torch.uint8)
+        try:
+            with open_file(self.file) as stream:
+                header = int.from_bytes(stream.read(8), "little")
+                stream.seek(8 + header + self.start + start * width)
+                view, got = memoryview(buffer.numpy().data), 0
+                while got < len(view):
+                    count = stream.readinto(view[got:])
+                    if not count:
+                        raise CheckpointError(f"{self.file.name} ends inside the tensor {name}", file=self.file)
+                    got += count
+        except OSError as error:
+            raise _unreadable(self.file, error) from error
+        return buffer.view(DTYPES[self.dtype]).view(stop - start, *self.shape[axes:])
+
 
 class Checkpoint:
     """An open checkpoint folder. Create one with ``Checkpoint.open``.
@@ -96,12 +134,8 @@ class Checkpoint:
         self.derived: dict[str, Any] = {}  # results computed from the headers, by function name
         self._tensors = tensors
         self._configs: dict[Path, Mapping[str, Any]] = {}  # of files that came with a config.json of their own
-        self._files: dict[Path, Any] = {}
-        try:
-            for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
-                self._files[file] = safe_open(file, framework="pt")
-        except (SafetensorError, OSError, MemoryError) as error:
-            raise CheckpointError(f"{file.name} is not a valid safetensors file: {error}", file=file) from error
+        first_in = {tensor.file: tensor for tensor in tensors.values()}
+        self._files: dict[Path, Any] = {file: tensor.open() for file, tensor in first_in.items()}
 
     @classmethod
     def open(cls, path: Path | str) -> Checkpoint:
@@ -156,13 +190,14 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """The stored dtype of a tensor. Raises: CheckpointError if torch has no such dtype."""
         tensor = self._tensors[name]
-        if tensor.dtype not in DTYPES:
+        dtype = tensor.torch_dtype
+        if dtype is None:
             raise CheckpointError(
                 f"the tensor {name} is stored as {tensor.dtype}, which is not read",
                 file=tensor.file,
                 try_="the checkpoint in bfloat16 that it was made from",
             )
-        return DTYPES[tensor.dtype]
+        return dtype
 
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor as safetensors spells it, including ones that torch lacks ("F4")."""
@@ -188,8 +223,7 @@ class Checkpoint:
         Raises: CheckpointError for a dtype that torch lacks.
         """
         self.dtype(name)
-        tensor: torch.Tensor = self._file(name).get_tensor(name)
-        return tensor
+        return self._tensors[name].read(self._file(name), name)
 
     def rows(self, name: str, start: int, stop: int, *, axes: int = 1) -> torch.Tensor:
         """Entries ``start`` to ``stop`` (exclusive) of a tensor whose first ``axes`` axes are flattened into one.
@@ -198,24 +232,8 @@ class Checkpoint:
         ``axes`` 0 the whole tensor is one entry. Returns: ``[stop - start, *other axes]``.
         Raises: CheckpointError for a dtype that torch lacks, or a file that ends early.
         """
-        dtype, tensor = self.dtype(name), self._tensors[name]
-        self._file(name)
-        entries = math.prod(tensor.shape[:axes])
-        width = tensor.size // entries if entries else 0
-        buffer = torch.empty((stop - start) * width, dtype=torch.uint8)
-        try:
-            with open_file(tensor.file) as stream:
-                header = int.from_bytes(stream.read(8), "little")
-                stream.seek(8 + header + tensor.start + start * width)
-                view, got = memoryview(buffer.numpy().data), 0
-                while got < len(view):
-                    count = stream.readinto(view[got:])
-                    if not count:
-                        raise CheckpointError(f"{tensor.file.name} ends inside the tensor {name}", file=tensor.file)
-                    got += count
-        except OSError as error:
-            raise _unreadable(tensor.file, error) from error
-        return buffer.view(dtype).view(stop - start, *tensor.shape[axes:])
+        self.dtype(name)
+        return self._tensors[name].read_rows(self._file(name), name, start, stop, axes)
 
     def _file(self, name: str) -> Any:
         """The open file of a tensor."""

@@ -21,6 +21,7 @@ from specdec.checkpoints import (
     WeightCheck,
     check_weights,
     fingerprint,
+    format_of,
     join_head,
     locate,
     text_config,
@@ -75,10 +76,10 @@ def load_target(config: RunConfig) -> LoadedTarget:
         registry().backend(asked.backend, asked_by="target.backend")
 
     # 2 read
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = format_of(folder).open(folder)
     spec, family = family_of(text_config(checkpoint.config), folder)
     checkpoint, family, refused_head = with_head(checkpoint, spec, family, asked.mtp)
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_checkpoint(folder)
     tokenizer.check_fits(family.vocab_size)
     backend, said = make_backend(asked.backend, {**asked.backend_options, **_own_options(asked)}, asked.source)
     notices = list(said)
@@ -150,7 +151,7 @@ def foreign_target(asked: TargetConfig) -> LoadedTarget | None:
         return None
     who, tokenizer = f"the target {type(target).__name__} of another engine", target.tokenizer
     if tokenizer is None:
-        tokenizer = Tokenizer.from_folder(locate(asked.model, revision=asked.revision))
+        tokenizer = Tokenizer.from_checkpoint(locate(asked.model, revision=asked.revision))
     elif not isinstance(tokenizer, Tokenizer):
         raise ContractError(
             f"{who} has a tokenizer of type {type(tokenizer).__name__}",

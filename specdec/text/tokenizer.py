@@ -13,6 +13,7 @@ import tokenizers
 
 from specdec.checking import checked
 from specdec.checkpoints import read_json, text_config
+from specdec.checkpoints.gguf import generation_config, is_gguf, read_gguf
 from specdec.errors import CheckpointError, PromptError, shown
 from specdec.files.reading import parse_json, read_text
 from specdec.text.chat_template import ChatTemplate, read_chat_templates
@@ -107,6 +108,23 @@ class Tokenizer:
             config=_optional_json(folder / "config.json"),
             chat_templates=read_chat_templates(folder, tokenizer_config),
             folder=folder,
+        )
+
+    @classmethod
+    def from_checkpoint(cls, path: Path) -> Tokenizer:
+        """The tokenizer of a folder or a GGUF file. Raises: CheckpointError that names the file."""
+        if not is_gguf(path):
+            return cls.from_folder(path)
+        from specdec.text.gguf import tokenizer_parts
+
+        file = read_gguf(path)
+        core, special, templates = tokenizer_parts(file)
+        return cls(
+            core,
+            tokenizer_config=special,
+            generation_config=generation_config(file),
+            chat_templates=templates,
+            folder=path,
         )
 
     @checked(PromptError)

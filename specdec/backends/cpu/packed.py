@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specdec.backends.cpu.threads import Threads
     from specdec.checkpoints.quantised import StoredMatrix
 
-FORMATS = frozenset({"fp8-block", "fp8", "nvfp4", "mxfp4", "mlx-affine", "int"})
+FORMATS = frozenset({"fp8-block", "fp8", "nvfp4", "mxfp4", "mlx-affine", "int", "gguf"})
 HEADER, MAX_GROUP, COLUMNS = 512, 128, 8  # kernels/packed.h; columns of a word, of which groups and rows are multiples
 _INNER, _OUTER = 1, 2
 _NIBBLES, _INTEGERS, _HALVES, _E4M3 = range(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from specdec.checkpoints.names import canonical_names
-from specdec.checkpoints.quantised import fp4, fp8, mlx, packed
+from specdec.checkpoints.quantised import fp4, fp8, gguf, mlx, packed
 from specdec.checkpoints.quantised.coding import Coding, Format
 from specdec.checkpoints.quantised.hints import Hints
 from specdec.checkpoints.quantised.parts import Parts, parts_of
@@ -14,7 +14,7 @@ from specdec.checkpoints.reader import Checkpoint
 from specdec.errors import CheckpointError
 
 # Tried in this order; dtypes keep them apart.
-FORMATS: tuple[Format, ...] = (fp8.FORMAT, fp4.FORMAT, packed.PACKED, packed.PLAIN, mlx.FORMAT)
+FORMATS: tuple[Format, ...] = (fp8.FORMAT, fp4.FORMAT, packed.PACKED, packed.PLAIN, mlx.FORMAT, gguf.FORMAT)
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,211 @@
+"""The block formats of GGUF: how each stores its values, and how they become codes with scales.
+
+Every format is ``value = number(code) * scale + bias``, one scale per group of columns. Both are products of at most 24
+significant bits, so they are exact in float32, and so is ``number * scale``; only adding a bias rounds.
+
+Source: the block structures of ggml (``ggml-common.h``) and their ``dequantize_row_*`` functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+PLAIN = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+@attrs.frozen
+class Unpacked:
+    """Blocks in the form that packed kernels take.
+
+    Attributes:
+        codes: uint8 ``[n, V]``, or ``[n, V / 2]`` with two codes of four bits per byte, the even column low.
+        scale: float32 ``[n, V / group]``.
+        bias: likewise, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+
+@attrs.frozen
+class Block:
+    """A format.
+
+    Attributes:
+        name: as ggml spells it.
+        values: values per block.
+        bytes: bytes per block.
+        group: columns per scale; 0 for plain numbers.
+        numbers: what each code stands for: float32 ``[16]`` for codes of four bits, ``[256]`` for bytes.
+        unpack: turns blocks, uint8 ``[n, bytes]``, into codes and scales.
+    """
+
+    name: str
+    values: int
+    bytes: int
+    group: int = 0
+    numbers: Tensor | None = attrs.field(default=None, eq=False, repr=False)
+    unpack: Callable[[Tensor], Unpacked] | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def bits(self) -> int:
+        """Bits per code as unpacked: 4 or 8."""
+        return 4 if self.numbers is not None and len(self.numbers) == 16 else 8
+
+
+def _f16(raw: Tensor) -> Tensor:
+    """float16 numbers, as float32 ``[n, bytes / 2]``."""
+    return raw.contiguous().view(torch.float16).to(torch.float32)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Codes of four bits ``[n, V]`` as bytes ``[n, V / 2]``."""
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def _halves(raw: Tensor, width: int) -> Tensor:
+    """``[n, B]`` bytes whose low nibbles are the first half of every ``width`` codes, uint8 ``[n, 2 B]``."""
+    groups = raw.unflatten(1, (-1, 1, width // 2))
+    return torch.cat([groups & 15, groups >> 4], 2).view(len(raw), -1)
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """Bit i of four bytes as 0 or 16: uint8 ``[n, 32]``."""
+    bits = raw[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.view(len(raw), -1) << 4
+
+
+def _two_bits(raw: Tensor) -> Tensor:
+    """Byte 32 h + i, bits 2 k and 2 k + 1, are element 128 h + 32 k + i: uint8 ``[n, 4 B]``."""
+    groups = raw.unflatten(1, (-1, 1, 32)) >> 2 * torch.arange(4, dtype=torch.uint8).view(4, 1) & 3
+    return groups.view(len(raw), -1)
+
+
+def _signed(codes: Tensor, middle: int) -> Tensor:
+    """Numbers ``code - middle`` as bytes in two's complement."""
+    return codes - middle if middle else codes
+
+
+def _q8_0(raw: Tensor) -> Unpacked:
+    return Unpacked(raw[:, 2:], _f16(raw[:, :2]))
+
+
+def _q4_0(raw: Tensor) -> Unpacked:
+    return Unpacked(_pairs(_halves(raw[:, 2:], 32)), _f16(raw[:, :2]))
+
+
+def _q4_1(raw: Tensor) -> Unpacked:
+    scales = _f16(raw[:, :4])
+    return Unpacked(_pairs(_halves(raw[:, 4:], 32)), scales[:, :1], scales[:, 1:])
+
+
+def _q5_0(raw: Tensor) -> Unpacked:
+    codes = _halves(raw[:, 6:], 32) | _fifth_bits(raw[:, 2:6])
+    return Unpacked(_signed(codes, 16), _f16(raw[:, :2]))
+
+
+def _q5_1(raw: Tensor) -> Unpacked:
+    scales = _f16(raw[:, :4])
+    return Unpacked(_halves(raw[:, 8:], 32) | _fifth_bits(raw[:, 4:8]), scales[:, :1], scales[:, 1:])
+
+
+def _q2_k(raw: Tensor) -> Unpacked:
+    small, large = raw[:, :16], _f16(raw[:, 80:84])
+    scale, bias = large[:, :1] * (small & 15), -(large[:, 1:] * (small >> 4))
+    return Unpacked(_pairs(_two_bits(raw[:, 16:80])), scale, bias)
+
+
+def _q3_k(raw: Tensor) -> Unpacked:
+    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    high = (raw[:, None, :32] >> shifts & 1).view(len(raw), 256)
+    codes = _two_bits(raw[:, 32:96]) | (high << 2)  # as numbers, minus 4
+    low, upper = _halves(raw[:, 96:104], 16), raw[:, 104:108]
+    upper = (upper[:, None] >> 2 * torch.arange(4, dtype=torch.uint8).view(4, 1) & 3).view(len(raw), 16)
+    small = (low | (upper << 4)).to(torch.float32) - 32
+    return Unpacked(_pairs(codes), _f16(raw[:, 108:110]) * small)
+
+
+def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight scales and eight minima of six bits in twelve bytes, and d and dmin: float32 ``[n, 8]`` each."""
+    large, small = _f16(raw[:, :4]), raw[:, 4:16]
+    first, second, third = small[:, :4], small[:, 4:8], small[:, 8:]
+    scale = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], 1)
+    minimum = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], 1)
+    return large[:, :1] * scale, -(large[:, 1:] * minimum)
+
+
+def _q4_k(raw: Tensor) -> Unpacked:
+    scale, bias = _k_scales(raw)
+    return Unpacked(_pairs(_halves(raw[:, 16:], 64)), scale, bias)
+
+
+def _q5_k(raw: Tensor) -> Unpacked:
+    scale, bias = _k_scales(raw)
+    fifth = raw[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8).view(8, 1) & 1
+    return Unpacked(_halves(raw[:, 48:], 64) | (fifth.view(len(raw), 256) << 4), scale, bias)
+
+
+def _q6_k(raw: Tensor) -> Unpacked:
+    low = raw[:, :128].unflatten(1, (2, 1, 64))
+    low = torch.cat([low & 15, low >> 4], 2).view(-1, 256)
+    codes = low | (_two_bits(raw[:, 128:192]) << 4)
+    return Unpacked(_signed(codes, 32), _f16(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8))
+
+
+def _iq4_xs(raw: Tensor) -> Unpacked:
+    upper = raw[:, 2:4, None] >> 2 * torch.arange(4, dtype=torch.uint8) & 3  # two bits per group
+    lower = torch.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], 2).view(-1, 8)
+    small = (lower | (upper.view(-1, 8) << 4)).to(torch.float32) - 32
+    return Unpacked(_pairs(_halves(raw[:, 8:], 32)), _f16(raw[:, :2]) * small)
+
+
+def _mxfp4(raw: Tensor) -> Unpacked:
+    return Unpacked(_pairs(_halves(raw[:, 1:], 32)), _E8M0[raw[:, :1].int()])
+
+
+_BYTES = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)  # two's complement
+_UNSIGNED = torch.arange(16, dtype=torch.float32)
+_IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32)
+_E8M0 = torch.tensor([math.ldexp(1.0, code - 127) for code in range(255)] + [math.inf], dtype=torch.float32)
+
+BLOCKS: Mapping[int, Block] = {
+    0: Block("F32", 1, 4),
+    1: Block("F16", 1, 2),
+    2: Block("Q4_0", 32, 18, 32, _UNSIGNED - 8, _q4_0),
+    3: Block("Q4_1", 32, 20, 32, _UNSIGNED, _q4_1),
+    6: Block("Q5_0", 32, 22, 32, _BYTES, _q5_0),
+    7: Block("Q5_1", 32, 24, 32, _BYTES, _q5_1),
+    8: Block("Q8_0", 32, 34, 32, _BYTES, _q8_0),
+    10: Block("Q2_K", 256, 84, 16, _UNSIGNED, _q2_k),
+    11: Block("Q3_K", 256, 110, 16, _UNSIGNED - 4, _q3_k),
+    12: Block("Q4_K", 256, 144, 32, _UNSIGNED, _q4_k),
+    13: Block("Q5_K", 256, 176, 32, _BYTES, _q5_k),
+    14: Block("Q6_K", 256, 210, 16, _BYTES, _q6_k),
+    20: Block("IQ4_NL", 32, 18, 32, _IQ4, _q4_0),
+    23: Block("IQ4_XS", 256, 136, 32, _IQ4, _iq4_xs),
+    30: Block("BF16", 1, 2),
+    39: Block("MXFP4", 32, 17, 32, _E2M1, _mxfp4),
+    # whole numbers, of which no weight is made
+    24: Block("I8", 1, 1),
+    25: Block("I16", 1, 2),
+    26: Block("I32", 1, 4),
+    27: Block("I64", 1, 8),
+    28: Block("F64", 1, 8),
+}
+BY_NAME: Mapping[str, Block] = {block.name: block for block in BLOCKS.values()}

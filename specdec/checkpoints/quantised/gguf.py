@@ -1,0 +1,119 @@
+"""The blocks of a GGUF file as one of the quantised formats of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import attrs
+import torch
+
+from specdec.checkpoints.gguf.blocks import BY_NAME, Block, Unpacked
+from specdec.checkpoints.quantised.coding import Coding, Format, look_up
+from specdec.checkpoints.quantised.hints import Hints
+from specdec.checkpoints.quantised.parts import Parts
+from specdec.checkpoints.quantised.scales import Grid, matrices
+from specdec.checkpoints.quantised.stored import StoredMatrix
+
+_SLAB = 2**22  # values unpacked per step
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class BlockCoding(Coding):
+    """Rows of blocks."""
+
+    largest = 255.0
+    block: Block
+
+    @property
+    def numbers(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        table = self.meanings
+        if self.bits == 4:
+            table = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)  # of both codes of a byte
+        else:
+            table = table[:, None]
+        return lambda codes: look_up(table, codes.reshape(-1)).view(len(codes), -1)
+
+    @property
+    def meanings(self) -> torch.Tensor:
+        assert self.block.numbers is not None
+        return self.block.numbers
+
+    @property
+    def kept_as(self) -> str:
+        return "gguf"
+
+    def stored(self, index: int, dtype: torch.dtype) -> StoredMatrix:
+        _, rows, columns = matrices(self.shape)
+        group, block = self.block.group, self.block
+        codes = torch.empty(rows, columns * self.bits // 8, dtype=torch.uint8)
+        scale = torch.empty(rows, columns // group)
+        bias: torch.Tensor | None = None
+        for start, stop in self._slabs(rows, columns):
+            unpacked = self._unpacked(index * rows + start, index * rows + stop)
+            codes[start:stop] = unpacked.codes.reshape(stop - start, -1)
+            scale[start:stop] = unpacked.scale.view(stop - start, -1)
+            if unpacked.bias is not None:
+                bias = torch.empty_like(scale) if bias is None else bias
+                bias[start:stop] = unpacked.bias.view(stop - start, -1)
+        return StoredMatrix(
+            format=self.kept_as,
+            shape=(rows, columns),
+            parts={"codes": codes, "scale": scale} | ({} if bias is None else {"bias": bias}),
+            meta={"block_rows": 1, "block_columns": group, "group": group, "bits": block.bits},
+            dtype=dtype,
+            values=self.meanings,
+            numbers=self.numbers,
+        )
+
+    def values(self, slabs: Iterable[tuple[int, int]] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        numbers = self.numbers
+        for start, stop in self.slabs() if slabs is None else slabs:
+            unpacked = self._unpacked(start, stop)
+            values = numbers(unpacked.codes).view(*unpacked.scale.shape, self.block.group)
+            values.mul_(unpacked.scale[..., None])
+            if unpacked.bias is not None:
+                values.add_(unpacked.bias[..., None])
+            yield start, stop, values.view(stop - start, -1)
+
+    def scales(self) -> torch.Tensor:
+        return self._all(lambda unpacked: unpacked.scale)
+
+    def biases(self) -> torch.Tensor | None:
+        biased = self._unpacked(0, 1).bias is not None
+        return self._all(lambda unpacked: unpacked.bias) if biased else None
+
+    def _all(self, part: Callable[[Unpacked], torch.Tensor | None]) -> torch.Tensor:
+        count, rows, columns = matrices(self.shape)
+        out = torch.empty(count * rows, columns // self.block.group)
+        for start, stop in self._slabs(count * rows, columns):
+            found = part(self._unpacked(start, stop))
+            assert found is not None
+            out[start:stop] = found.view(stop - start, -1)
+        return out.view(self.grid.shape)
+
+    @staticmethod
+    def _slabs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+        step = max(1, _SLAB // columns)
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+
+    def _unpacked(self, start: int, stop: int) -> Unpacked:
+        """Rows ``start`` to ``stop`` of all matrices, one after another."""
+        assert self.block.unpack is not None
+        stored = self.parts.checkpoint.load(self.parts.codes)
+        return self.block.unpack(stored.view(-1, stored.shape[-1])[start:stop].reshape(-1, self.block.bytes))
+
+
+def _looks_like(parts: Parts) -> bool:
+    return parts.dtype in BY_NAME and BY_NAME[parts.dtype].group > 0
+
+
+def _coding(parts: Parts, hints: Hints) -> Coding:
+    block, stored = BY_NAME[parts.dtype], parts.shape
+    shape = (*stored[:-1], stored[-1] // block.bytes * block.values)
+    count, rows, columns = matrices(shape)
+    grid = Grid(1, block.group, (count, rows, columns // block.group))
+    return BlockCoding(parts=parts, label=block.name.lower(), shape=shape, grid=grid, bits=block.bits, block=block)
+
+
+FORMAT = Format("gguf", _looks_like, _coding)

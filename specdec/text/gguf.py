@@ -1,0 +1,150 @@
+"""The tokenizer that a GGUF file describes: its vocabulary and merges, and the rules that its name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from specdec.checkpoints.gguf import GgufFile
+from specdec.errors import CheckpointError, shown
+from specdec.text.chat_template import SOURCE_LIMIT, ChatTemplate
+
+_PREFIX = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?{letters}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _by_words(digits: str, *, marks: bool = False) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    """Words with their leading space, numbers of so many ``digits``, punctuation, and white space."""
+    words = _WORDS.replace("{letters}", r"[\p{L}\p{M}]" if marks else r"\p{L}").replace("{digits}", digits)
+    if marks:
+        words = words.replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+    return lambda: pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _digits_first() -> pre_tokenizers.PreTokenizer:
+    """Every digit by itself, then GPT-2's words."""
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+@attrs.frozen
+class _Rules:
+    """What the name of a pre-tokenizer stands for."""
+
+    split: Callable[[], pre_tokenizers.PreTokenizer]
+    whole_words: bool = False  # a word in the vocabulary is one token, whatever the merges say
+    composed: bool = False  # the original composes accents first (NFC), which a file does not say
+    begins: bool = False  # texts begin with the bos token where the file does not say
+
+
+_RULES: Mapping[str, _Rules] = {
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Rules(_by_words(""), composed=True)),
+    "qwen35": _Rules(_by_words("", marks=True), composed=True),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe"), _Rules(_by_words("{1,3}"), whole_words=True, begins=True)
+    ),
+    "glm4": _Rules(_by_words("{1,3}"), whole_words=True),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _Rules(_by_words("{1,3}"))),
+    "smollm": _Rules(_digits_first),
+    **dict.fromkeys(("gpt-2", "default"), _Rules(_gpt2)),
+}
+
+
+def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[str, ChatTemplate]]:
+    """The tokenizer, the texts of its special tokens by role ("bos_token", ...), and the chat templates by name.
+
+    Raises: CheckpointError naming the key, for a kind of tokenizer that is not read too.
+    """
+    metadata = file.metadata
+    kind, name = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "default")
+    if kind != "gpt2":
+        raise _error(file, f"has a tokenizer of the kind {shown(kind)}", read="gpt2 (byte-level BPE)")
+    if name not in _RULES:
+        raise _error(file, f"splits text by the rules {shown(name)}, which are not known", read=", ".join(_RULES))
+    rules = _RULES[name]
+    tokens, kinds = _tokens(file)
+    merges = metadata.get(f"{_PREFIX}merges")
+    if not isinstance(merges, list):
+        raise _error(file, f"lacks {_PREFIX}merges")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != _UNUSED}
+    try:
+        core = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=rules.whole_words))
+    except Exception as error:  # the library's own class
+        raise _error(file, f"has merges that its vocabulary does not hold: {error}") from error
+    if rules.composed:
+        core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = rules.split()
+    core.decoder = decoders.ByteLevel()
+    for wanted in (_CONTROL, _USER_DEFINED):
+        core.add_tokens(
+            [
+                AddedToken(tokens[index], special=wanted == _CONTROL, normalized=False)
+                for index, kind in enumerate(kinds)
+                if kind == wanted
+            ]
+        )
+    special = _special_tokens(metadata, tokens, file)
+    if "bos_token" in special and metadata.get(f"{_PREFIX}add_bos_token", rules.begins):
+        begin = special["bos_token"]
+        core.post_processor = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, tokens.index(begin))])
+    return core, special, _chat_templates(file)
+
+
+def _tokens(file: GgufFile) -> tuple[list[str], list[int]]:
+    """The vocabulary and the kind of each token."""
+    tokens, kinds = file.metadata.get(f"{_PREFIX}tokens"), file.metadata.get(f"{_PREFIX}token_type")
+    if not isinstance(tokens, list) or not tokens:
+        raise _error(file, f"lacks {_PREFIX}tokens")
+    if kinds is None:
+        return tokens, [1] * len(tokens)
+    if isinstance(kinds, list | int) or len(kinds) != len(tokens):
+        raise _error(file, f"has {len(tokens)} tokens, and {_PREFIX}token_type does not fit them")
+    return tokens, kinds.tolist()
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: list[str], file: GgufFile) -> dict[str, str]:
+    found = {}
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    for key, role in names.items():
+        index = metadata.get(f"{_PREFIX}{key}_token_id")
+        if index is None:
+            continue
+        if type(index) is not int or not 0 <= index < len(tokens):
+            raise _error(file, f"has {shown(index)} under {_PREFIX}{key}_token_id, and {len(tokens)} tokens")
+        found[role] = tokens[index]
+    return found
+
+
+def _chat_templates(file: GgufFile) -> dict[str, ChatTemplate]:
+    key, templates = "tokenizer.chat_template", {}
+    for name, source in file.metadata.items():
+        if name != key and not name.startswith(f"{key}."):
+            continue
+        if not isinstance(source, str) or len(source) > SOURCE_LIMIT:
+            raise _error(file, f"has no chat template of at most {SOURCE_LIMIT:,} characters under {name}")
+        templates[name.removeprefix(key).removeprefix(".") or "default"] = ChatTemplate(source, Path(file.path))
+    return templates
+
+
+def _error(file: GgufFile, message: str, **facts: Any) -> CheckpointError:
+    return CheckpointError(f"{file.path.name} {message}", file=file.path, **facts)

@@ -1,0 +1,257 @@
+"""GGUF: every format has the values that the `gguf` package gives, and a file is the checkpoint that it was made from."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specdec
+from specdec.checkpoints import Checkpoint, StoredWeights, format_of
+from specdec.checkpoints.gguf.blocks import BLOCKS
+from specdec.errors import CheckpointError
+from specdec.text import Tokenizer
+from tests.checkpoints.gguf_files import random_blocks, renamed, write_gguf
+from tests.tiny import kernels_available, make_ops, make_target, plain_run, write_qwen3
+from tests.tiny_families import write_llama, write_qwen2
+
+BLOCK_TYPES = [block.name for block in BLOCKS.values() if block.group]
+FAMILIES: dict[str, Callable[..., Path]] = {"llama": write_llama, "qwen2": write_qwen2, "qwen3": write_qwen3}
+
+
+def with_matrix(file: Path, kind: str, blocks: np.ndarray, columns: int) -> Path:
+    """A file with the metadata of a tiny model and one matrix, ``layers.0.mlp.up_proj.weight``."""
+    writer = gguf.GGUFWriter(file, "qwen2")
+    for add, value in (
+        (writer.add_block_count, 1),
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, columns),
+        (writer.add_feed_forward_length, 8),
+        (writer.add_head_count, 1),
+        (writer.add_layer_norm_rms_eps, 1e-6),
+    ):
+        add(value)
+    rows = blocks.reshape(-1, columns // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] * blocks.shape[1])
+    writer.add_tensor("token_embd.weight", np.ones((4, columns), np.float32))
+    writer.add_tensor("blk.0.ffn_up.weight", rows, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 9), blocks=st.integers(1, 3))
+@settings(max_examples=6)
+def test_values_are_those_of_the_format(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, seed: int, rows: int, blocks: int
+) -> None:
+    """Decoded, and packed by every kernel: any bits of a block give what ``gguf.quants.dequantize`` gives."""
+    values = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    raw = random_blocks(kind, rows * blocks, seed)
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])).view(rows, -1)
+    file = with_matrix(tmp_path_factory.mktemp("gguf") / "one.gguf", kind, raw, values * blocks)
+    name = "layers.0.mlp.up_proj.weight"
+    with format_of(file).open(file) as checkpoint:
+        stored = StoredWeights(checkpoint, dtype=torch.float32)
+        assert torch.equal(stored[name], expected)
+        packed = StoredWeights(checkpoint, dtype=torch.float32, keeps={"gguf"}).matrix(name)
+        assert not isinstance(packed, torch.Tensor)
+        assert torch.equal(packed.decode(), expected)
+        for kernels in kernels_available():
+            ops = make_ops(kernels, "float32")
+            weights = StoredWeights(checkpoint, dtype=torch.float32, keeps=ops.capabilities.packed_formats)
+            got = ops.to_host(ops.embed(ops.weight(weights.matrix(name)), range(rows)))
+            assert torch.equal(got, expected), kernels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_holds_the_checkpoint_that_it_was_made_from(tmp_path: Path, family: str, tied: bool) -> None:
+    """Tensors bit for bit, the tokenizer's ids, the chat template, the tokens that end a text, and the tokens."""
+    folder = FAMILIES[family](tmp_path / "folder", dtype="bfloat16", tied=tied)
+    file = write_gguf(tmp_path / "one.gguf", folder, matrices="BF16")
+    with Checkpoint.open(folder) as ours, format_of(file).open(file) as theirs:
+        ours_stored, theirs_stored = StoredWeights(ours), StoredWeights(theirs)
+        assert set(ours_stored) == set(theirs_stored)
+        for name in ours_stored:
+            assert torch.equal(ours_stored[name].to(torch.float32), theirs_stored[name].to(torch.float32)), name
+    one, other = Tokenizer.from_folder(folder), Tokenizer.from_checkpoint(file)
+    for text in ("def add(a, b):\n    return a + b", "1234 naïve 漢字 \x00 🙂", "<|im_start|>user\nhello<|im_end|>"):
+        assert one.encode(text) == other.encode(text)
+        assert one.decode(one.encode(text), skip_special=False) == other.decode(one.encode(text), skip_special=False)
+    messages = [{"role": "user", "content": "hello"}]
+    assert one.apply_chat_template(messages) == other.apply_chat_template(messages)
+    assert one.eos_ids == other.eos_ids
+    lm, plain = specdec.load(str(file)), specdec.load(str(folder), drafter="none")
+    assert lm.generate("def add(a", max_new_tokens=24).tokens == plain.generate("def add(a", max_new_tokens=24).tokens
+
+
+@pytest.mark.parametrize("matrices", ["Q8_0", "Q4_0", "Q5_1"])
+def test_a_quantised_file_is_the_model_of_its_decoded_values(tmp_path: Path, matrices: str) -> None:
+    """With packed weights: plain and speculative tokens agree, and plain ones with those of the decoded model."""
+    folder = write_qwen2(tmp_path / "folder", hidden=64, heads=4, head_dim=16, intermediate=96)
+    file = write_gguf(tmp_path / "one.gguf", folder, matrices=matrices)
+    tokens = [
+        specdec.load(str(file), drafter=drafter, weights=weights, dtype="float32").generate(
+            "one two one two", max_new_tokens=32
+        )
+        for drafter, weights in (("none", "auto"), ("ngram", "auto"), ("none", "decoded"))
+    ]
+    assert tokens[0].tokens == tokens[1].tokens == tokens[2].tokens
+
+
+def test_a_split_file_is_the_whole_one(tmp_path: Path) -> None:
+    """Parts are found by name, also when the first one holds the metadata alone; a missing one is named."""
+    folder = write_llama(tmp_path / "folder")
+    whole = write_gguf(tmp_path / "whole.gguf", folder)
+    parts = split(whole, tmp_path / "parts")
+    tokens = [specdec.load(str(path)).generate("def add", max_new_tokens=12).tokens for path in (whole, parts[0])]
+    assert tokens[0] == tokens[1]
+    assert format_of(parts[0].parent / parts[0].name).name == "GGUF"
+    with pytest.raises(CheckpointError, match=r"part 1 \(from 0\) of 3"):
+        specdec.load(str(parts[1]))
+    parts[2].unlink()
+    with pytest.raises(CheckpointError, match="part 3 of 3 is missing"):
+        specdec.load(str(parts[0]))
+
+
+def split(file: Path, folder: Path) -> list[Path]:
+    """Three parts: the metadata, and half of the tensors each."""
+    folder.mkdir()
+    reader = gguf.GGUFReader(file)
+    parts = []
+    for number, tensors in enumerate(([], reader.tensors[::2], reader.tensors[1::2])):
+        path = folder / f"m-{number + 1:05}-of-00003.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                kinds = [*field.types, None]
+                writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[1])
+        writer.add_key_value("split.no", number, gguf.GGUFValueType.UINT16)
+        writer.add_key_value("split.count", 3, gguf.GGUFValueType.UINT16)
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(path)
+    return parts
+
+
+def test_llama_3_scaling_is_found_from_its_divisors(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    folder = write_llama(tmp_path / "folder", theta=5e5, rope_scaling=scaling)
+    file = write_gguf(tmp_path / "plain.gguf", folder)
+    assert "rope_scaling" not in format_of(file).config(file)
+    from specdec.backends.ops import Rope
+
+    divisors = np.array(Rope.of(5e5, 12).inv_freq) / np.array(
+        Rope.llama3(5e5, 12, factor=8.0, original=8192).inv_freq
+    )
+    reader, scaled = gguf.GGUFReader(file), tmp_path / "scaled.gguf"
+    shutil.copy(file, scaled)
+    del reader
+    add_tensor(scaled, "rope_freqs.weight", divisors.astype(np.float32))
+    assert format_of(scaled).config(scaled)["rope_scaling"] == scaling
+    tokens = [specdec.load(str(path)).generate("def add", max_new_tokens=12).tokens for path in (folder, scaled)]
+    assert tokens[0] == tokens[1]
+
+
+def add_tensor(file: Path, name: str, values: np.ndarray) -> None:
+    """Rewrite a file with one more tensor."""
+    reader = gguf.GGUFReader(file)
+    content = {tensor.name: (np.array(tensor.data), tensor.tensor_type) for tensor in reader.tensors}
+    fields = [(field.name, field.contents(), [*field.types, None]) for field in reader.fields.values()]
+    writer = gguf.GGUFWriter(file, "llama")
+    for key, value, kinds in fields:
+        if not key.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(key, value, kinds[0], sub_type=kinds[1])
+    for tensor, (data, kind) in content.items():
+        writer.add_tensor(tensor, data, raw_dtype=kind)
+    writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# --- broken files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("whole")
+    return write_gguf(folder / "one.gguf", write_llama(folder / "folder", layers=1), matrices="BF16").read_bytes()
+
+
+@given(st.data())
+@settings(max_examples=120, deadline=None)
+def test_a_broken_file_is_refused_by_name_or_read(
+    tmp_path_factory: pytest.TempPathFactory, whole: bytes, data: st.DataObject
+) -> None:
+    """Cut short, or with bytes of its header changed: one sentence that names the file, and never another error."""
+    content = bytearray(whole)
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        for at in data.draw(st.lists(st.integers(0, 12_000), min_size=1, max_size=3)):
+            content[at] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xFF, content[at] ^ 1]))
+        if data.draw(st.booleans()):  # a number of the header
+            struct.pack_into("<Q", content, data.draw(st.integers(4, 400)), data.draw(st.sampled_from([2**63, 2**40])))
+    file = tmp_path_factory.mktemp("broken") / "one.gguf"
+    file.write_bytes(content)
+    try:
+        specdec.load(str(file))
+    except specdec.SpecdecError as error:
+        assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 1}, "version 1"),
+        ({"version": 3 << 24}, "big-endian"),
+        ({"tensors": 2**40}, "more than fit"),
+        ({"metadata": 2**60}, "more than fit"),
+    ],
+)
+def test_headers_that_are_refused(tmp_path: Path, whole: bytes, change: dict[str, int], message: str) -> None:
+    numbers = dict(zip(("version", "tensors", "metadata"), struct.unpack_from("<IQQ", whole, 4), strict=True)) | change
+    file = tmp_path / "one.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", *numbers.values()) + whole[24:])
+    with pytest.raises(CheckpointError, match=message):
+        specdec.load(str(file))
+
+
+def test_names_in_the_tables_are_the_converters() -> None:
+    """The writer of these tests and the `gguf` package agree on names, so that the reader is tested on real ones."""
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)
+    for name in ("model.embed_tokens", "model.norm", "lm_head", "model.layers.0.self_attn.q_norm"):
+        assert table.get_name(name) == renamed(f"{name}.weight").removesuffix(".weight")
+
+
+def test_an_unknown_tokenizer_or_architecture_is_refused(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "folder")
+    file = write_gguf(tmp_path / "one.gguf", folder)
+    content = file.read_bytes()
+    for old, new, message in ((b"gpt-2", b"gpt-9", "rules 'gpt-9'"), (b"llama", b"lamma", "architecture 'lamma'")):
+        file.write_bytes(content.replace(old, new))
+        with pytest.raises(CheckpointError, match=message):
+            specdec.load(str(file))
