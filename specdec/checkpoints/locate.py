@@ -55,7 +55,7 @@ def is_hub_id(model: str) -> bool:
     return not os.path.exists(model)
 
 
-_MODELS = 'a folder with config.json and model.safetensors, a hub id such as "Qwen/Qwen3.5-4B", or "demo"'
+_MODELS = 'a folder with config.json and model.safetensors, a GGUF file, a hub id such as "Qwen/Qwen3.5-4B", or "demo"'
 
 
 def _demo() -> Path:
@@ -70,7 +70,10 @@ def _demo() -> Path:
 
 
 def check_folder(path: Path) -> Path:
-    """Return ``path`` if it is a GGUF file or a folder with a config.json, or the only GGUF file of a folder. Raises: CheckpointError saying what it is instead."""
+    """Return ``path`` if it is a folder with a config.json or a GGUF file, or the only GGUF file in it.
+
+    Raises: CheckpointError saying what it is instead.
+    """
     if not os.path.exists(path):
         raise _no_such_folder(str(path), path)
     if not os.path.isdir(path):

@@ -11,7 +11,7 @@ import torch
 
 from specdec.checkpoints.locate import listed
 from specdec.checkpoints.names import text_config
-from specdec.checkpoints.quantised import Formats, TensorFormat, check, declared_packed, formats_of, quantisation
+from specdec.checkpoints.quantised import Formats, TensorFormat, declared_packed, formats_of, quantisation
 from specdec.checkpoints.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
 from specdec.checkpoints.weights import unreadable
 from specdec.errors import CheckpointError, nearest
@@ -176,7 +176,7 @@ def _values(checkpoint: Checkpoint, found: TensorFormat) -> tuple[bool, bool]:
     torch computes them in the stored dtype, vectorised and without a copy.
     """
     if found.coding is not None:
-        return check(found.coding)
+        return found.coding.check()
     tensor = checkpoint.load(found.tensors[0])
     if tensor.numel() == 0:
         return True, False

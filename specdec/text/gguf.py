@@ -59,9 +59,7 @@ class _Rules:
 _RULES: Mapping[str, _Rules] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Rules(_by_words(""), composed=True)),
     "qwen35": _Rules(_by_words("", marks=True), composed=True),
-    **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe"), _Rules(_by_words("{1,3}"), whole_words=True, begins=True)
-    ),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Rules(_by_words("{1,3}"), whole_words=True, begins=True)),
     "glm4": _Rules(_by_words("{1,3}"), whole_words=True),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _Rules(_by_words("{1,3}"))),
     "smollm": _Rules(_digits_first),
@@ -106,7 +104,9 @@ def tokenizer_parts(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str
     special = _special_tokens(metadata, tokens, file)
     if "bos_token" in special and metadata.get(f"{_PREFIX}add_bos_token", rules.begins):
         begin = special["bos_token"]
-        core.post_processor = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, tokens.index(begin))])
+        core.post_processor = processors.TemplateProcessing(
+            f"{begin} $A", special_tokens=[(begin, tokens.index(begin))]
+        )
     return core, special, _chat_templates(file)
 
 

@@ -57,9 +57,16 @@ def test_paths_never_go_to_the_hub(model: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
-    file = folder_of(tmp_path / "m", "model.safetensors", "x.gguf") / "model.safetensors"
+    file = folder_of(tmp_path / "m", "model.safetensors") / "model.safetensors"
     assert str(file.parent) in refusal(str(file)).facts["try"]
-    assert "GGUF" in refusal(str(file.parent / "x.gguf")).facts["try"]
+
+
+def test_a_gguf_file_is_located_by_its_name_or_in_its_folder(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "m", "x-00001-of-00002.gguf", "x-00002-of-00002.gguf")
+    first = folder / "x-00001-of-00002.gguf"
+    assert locate(str(first)) == locate(str(folder)) == first
+    (folder / "other.gguf").touch()
+    assert "name one of the GGUF files" in refusal(str(folder)).facts["try"]
 
 
 @pytest.mark.parametrize("rest", ["", "/", "/tree/main?x=1"])
@@ -73,7 +80,7 @@ def test_a_url_is_refused_with_the_id_in_it(rest: str) -> None:
 @pytest.mark.parametrize(
     ("files", "word"),
     [
-        (["model-Q4_K_M.gguf"], "GGUF"),
+        (["a.gguf", "b.gguf"], "name one of the GGUF files"),
         (["pytorch_model.bin"], "pickled"),
         (["adapter_config.json", "adapter_model.safetensors"], "LoRA"),
         (["model.safetensors"], "config.json"),

@@ -61,6 +61,7 @@ class Block:
     group: int = 0
     numbers: Tensor | None = attrs.field(default=None, eq=False, repr=False)
     unpack: Callable[[Tensor], Unpacked] | None = attrs.field(default=None, eq=False, repr=False)
+    floats: tuple[int, ...] = (0,)  # where its float16 numbers are
 
     @property
     def bits(self) -> int:
@@ -80,14 +81,16 @@ def _pairs(codes: Tensor) -> Tensor:
 
 def _halves(raw: Tensor, width: int) -> Tensor:
     """``[n, B]`` bytes whose low nibbles are the first half of every ``width`` codes, uint8 ``[n, 2 B]``."""
-    groups = raw.unflatten(1, (-1, 1, width // 2))
-    return torch.cat([groups & 15, groups >> 4], 2).view(len(raw), -1)
+    groups = raw.unflatten(1, (-1, width // 2))
+    codes = torch.empty(*groups.shape[:2], 2, width // 2, dtype=torch.uint8)
+    torch.bitwise_and(groups, 15, out=codes[:, :, 0])
+    torch.bitwise_right_shift(groups, 4, out=codes[:, :, 1])
+    return codes.view(len(raw), -1)
 
 
 def _fifth_bits(raw: Tensor) -> Tensor:
     """Bit i of four bytes as 0 or 16: uint8 ``[n, 32]``."""
-    bits = raw[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return bits.view(len(raw), -1) << 4
+    return _FIFTHS.index_select(0, raw.int().view(-1)).view(torch.uint8).view(len(raw), -1)
 
 
 def _two_bits(raw: Tensor) -> Tensor:
@@ -178,6 +181,7 @@ def _mxfp4(raw: Tensor) -> Unpacked:
     return Unpacked(_pairs(_halves(raw[:, 1:], 32)), _E8M0[raw[:, :1].int()])
 
 
+_FIFTHS = ((torch.arange(256)[:, None] >> torch.arange(8) & 1) << 4).to(torch.uint8).view(torch.int64).view(-1)
 _BYTES = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.float32)  # two's complement
 _UNSIGNED = torch.arange(16, dtype=torch.float32)
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
@@ -188,19 +192,19 @@ BLOCKS: Mapping[int, Block] = {
     0: Block("F32", 1, 4),
     1: Block("F16", 1, 2),
     2: Block("Q4_0", 32, 18, 32, _UNSIGNED - 8, _q4_0),
-    3: Block("Q4_1", 32, 20, 32, _UNSIGNED, _q4_1),
+    3: Block("Q4_1", 32, 20, 32, _UNSIGNED, _q4_1, (0, 2)),
     6: Block("Q5_0", 32, 22, 32, _BYTES, _q5_0),
-    7: Block("Q5_1", 32, 24, 32, _BYTES, _q5_1),
+    7: Block("Q5_1", 32, 24, 32, _BYTES, _q5_1, (0, 2)),
     8: Block("Q8_0", 32, 34, 32, _BYTES, _q8_0),
-    10: Block("Q2_K", 256, 84, 16, _UNSIGNED, _q2_k),
-    11: Block("Q3_K", 256, 110, 16, _UNSIGNED - 4, _q3_k),
-    12: Block("Q4_K", 256, 144, 32, _UNSIGNED, _q4_k),
-    13: Block("Q5_K", 256, 176, 32, _BYTES, _q5_k),
-    14: Block("Q6_K", 256, 210, 16, _BYTES, _q6_k),
+    10: Block("Q2_K", 256, 84, 16, _UNSIGNED, _q2_k, (80, 82)),
+    11: Block("Q3_K", 256, 110, 16, _UNSIGNED - 4, _q3_k, (108,)),
+    12: Block("Q4_K", 256, 144, 32, _UNSIGNED, _q4_k, (0, 2)),
+    13: Block("Q5_K", 256, 176, 32, _BYTES, _q5_k, (0, 2)),
+    14: Block("Q6_K", 256, 210, 16, _BYTES, _q6_k, (208,)),
     20: Block("IQ4_NL", 32, 18, 32, _IQ4, _q4_0),
     23: Block("IQ4_XS", 256, 136, 32, _IQ4, _iq4_xs),
     30: Block("BF16", 1, 2),
-    39: Block("MXFP4", 32, 17, 32, _E2M1, _mxfp4),
+    39: Block("MXFP4", 32, 17, 32, _E2M1, _mxfp4, ()),
     # whole numbers, of which no weight is made
     24: Block("I8", 1, 1),
     25: Block("I16", 1, 2),

@@ -1,14 +1,14 @@
-"""Open a GGUF file as a checkpoint: its metadata as the ``config.json`` of the family, its tensors by canonical name.
+"""Open a GGUF file as a checkpoint: its metadata as the family's ``config.json``, its tensors by canonical name.
 
-llama.cpp's converter renames tensors and changes some of them; the tables here undo it. Sources: ``convert_hf_to_gguf.py``
-and ``gguf-py/gguf/constants.py`` in llama.cpp.
+llama.cpp's converter renames tensors and changes some of them; the tables here undo it.
+Sources: ``convert_hf_to_gguf.py`` and ``gguf-py/gguf/constants.py`` in llama.cpp.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,11 @@ class _Reader:
             config["rope_scaling"] = {"rope_type": "llama3", **self._llama3(config, width)}
         elif kind == "yarn":
             names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-            names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+            names |= {
+                "yarn_beta_fast": "beta_fast",
+                "yarn_beta_slow": "beta_slow",
+                "yarn_attn_factor": "attention_factor",
+            }
             unknown = scaling.keys() - names.keys() - {"type", "finetuned"}
             if unknown:
                 raise self._error(f"has {prefix}{min(unknown)}, which is not read")

@@ -1,4 +1,6 @@
-"""Parse a GGUF file: its metadata, and where its tensors are. Nothing is sized by a number that the file has not earned.
+"""Parse a GGUF file: its metadata, and where its tensors are.
+
+Every size in a file is compared with the file's own before memory is reserved for it.
 
 Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
 """
@@ -68,7 +70,7 @@ class GgufTensor(StoredTensor):
 
 
 def mapped(path: Path) -> torch.Tensor:
-    """The bytes of a file, uint8. Writes to them do not reach the file. Raises: CheckpointError if it cannot be read."""
+    """The bytes of a file, uint8; writes to them do not reach it. Raises: CheckpointError if it cannot be read."""
     try:
         with open_file(path) as stream:
             memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)

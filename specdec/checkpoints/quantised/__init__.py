@@ -1,7 +1,7 @@
 """Quantised checkpoints: detect each weight's format from the files and decode the weight on load."""
 
 from specdec.checkpoints.quantised.cache import DecodedCache
-from specdec.checkpoints.quantised.coding import Coding, Format, check, decode
+from specdec.checkpoints.quantised.coding import Coding, Format, decode
 from specdec.checkpoints.quantised.formats import FORMATS, Formats, TensorFormat, formats_of
 from specdec.checkpoints.quantised.hints import Hints, declared_packed, quantisation
 from specdec.checkpoints.quantised.parts import FLOATS
@@ -23,7 +23,6 @@ __all__ = [
     "StoredMatrix",
     "TensorFormat",
     "alike",
-    "check",
     "declared_packed",
     "decode",
     "formats_of",

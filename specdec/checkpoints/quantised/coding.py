@@ -134,6 +134,34 @@ class Coding(ABC):
         """Whether any code is NaN."""
         return False
 
+    def check(self) -> tuple[bool, bool]:
+        """Whether every value is finite, and whether every value is zero.
+
+        Reads every scale, and every code if a code can be NaN. Does not keep the decoded weight.
+        Raises: CheckpointError naming the tensor if a scale is NaN, infinite or negative (MLX's affine ones may be).
+        """
+        scales, biases = self.scales(), self.biases()
+        self.offsets()
+        self.order()
+        if self.has_nan():
+            return False, False
+        # exact and cheap: decodes only if the largest scale and code together would overflow
+        highest = float(scales.abs().max()) * self.largest if scales.numel() else 0.0
+        if biases is not None and biases.numel():
+            highest += float(biases.abs().max())
+        if highest > torch.finfo(torch.bfloat16).max:
+            for _, _, values in self.values():
+                if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
+                    return False, False
+        return True, self.all_zero()
+
+    def all_zero(self) -> bool:
+        """Whether every value is zero; the first row usually settles it."""
+        if not all(self.shape):
+            return False
+        ranges = itertools.chain([(0, 1)], self.slabs())
+        return not any(bool(values.any()) for _, _, values in self.values(ranges))
+
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Ranges of rows of ``[M * N, K]``, one per decoding step."""
         count, rows, columns = matrices(self.shape)
@@ -233,33 +261,3 @@ def decode(coding: Coding, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     for start, stop, values in coding.values():
         flat[start:stop] = values
     return out
-
-
-def check(coding: Coding) -> tuple[bool, bool]:
-    """Whether every value is finite, and whether every value is zero.
-
-    Reads every scale, and every code if a code can be NaN. Does not keep the decoded weight.
-    Raises: CheckpointError naming the tensor if a scale is NaN, infinite or negative (MLX's affine ones may be).
-    """
-    scales, biases = coding.scales(), coding.biases()
-    coding.offsets()
-    coding.order()
-    if coding.has_nan():
-        return False, False
-    # exact and cheap: decodes only if the largest scale and code together would overflow
-    highest = float(scales.abs().max()) * coding.largest if scales.numel() else 0.0
-    if biases is not None and biases.numel():
-        highest += float(biases.abs().max())
-    if highest > torch.finfo(torch.bfloat16).max:
-        for _, _, values in coding.values():
-            if not bool(torch.isfinite(values.to(torch.bfloat16)).all()):
-                return False, False
-    return True, _all_zero(coding)
-
-
-def _all_zero(coding: Coding) -> bool:
-    """Whether every value is zero; the first row usually settles it."""
-    if not all(coding.shape):
-        return False
-    ranges = itertools.chain([(0, 1)], coding.slabs())
-    return not any(bool(values.any()) for _, _, values in coding.values(ranges))

@@ -14,7 +14,7 @@ from specdec.checkpoints.quantised.parts import Parts
 from specdec.checkpoints.quantised.scales import Grid, matrices
 from specdec.checkpoints.quantised.stored import StoredMatrix
 
-_SLAB = 2**22  # values unpacked per step
+_SLAB = 2**19  # values unpacked per step
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -75,21 +75,14 @@ class BlockCoding(Coding):
                 values.add_(unpacked.bias[..., None])
             yield start, stop, values.view(stop - start, -1)
 
-    def scales(self) -> torch.Tensor:
-        return self._all(lambda unpacked: unpacked.scale)
-
-    def biases(self) -> torch.Tensor | None:
-        biased = self._unpacked(0, 1).bias is not None
-        return self._all(lambda unpacked: unpacked.bias) if biased else None
-
-    def _all(self, part: Callable[[Unpacked], torch.Tensor | None]) -> torch.Tensor:
-        count, rows, columns = matrices(self.shape)
-        out = torch.empty(count * rows, columns // self.block.group)
-        for start, stop in self._slabs(count * rows, columns):
-            found = part(self._unpacked(start, stop))
-            assert found is not None
-            out[start:stop] = found.view(stop - start, -1)
-        return out.view(self.grid.shape)
+    def check(self) -> tuple[bool, bool]:
+        blocks = self._blocks(0, None).reshape(-1, self.block.bytes)
+        numbers = [blocks[:, at : at + 2].contiguous().view(torch.float16) for at in self.block.floats]
+        if not all(bool(torch.isfinite(part).all()) for part in numbers):
+            return False, False
+        if not self.block.floats and bool((blocks[:, 0] == 255).any()):  # MXFP4: above float32
+            return False, False
+        return True, self.all_zero()
 
     @staticmethod
     def _slabs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
@@ -98,10 +91,13 @@ class BlockCoding(Coding):
             yield start, min(start + step, rows)
 
     def _unpacked(self, start: int, stop: int) -> Unpacked:
-        """Rows ``start`` to ``stop`` of all matrices, one after another."""
         assert self.block.unpack is not None
+        return self.block.unpack(self._blocks(start, stop).reshape(-1, self.block.bytes))
+
+    def _blocks(self, start: int, stop: int | None) -> torch.Tensor:
+        """The stored bytes of rows ``start`` to ``stop`` of all matrices, one after another."""
         stored = self.parts.checkpoint.load(self.parts.codes)
-        return self.block.unpack(stored.view(-1, stored.shape[-1])[start:stop].reshape(-1, self.block.bytes))
+        return stored.view(-1, stored.shape[-1])[start:stop]
 
 
 def _looks_like(parts: Parts) -> bool:
