@@ -305,7 +305,7 @@ def _no_weights(folder: Path) -> CheckpointError:
     elif shards:
         cure = f"{INDEX_FILE}, which says which tensor is in which file, from where the weights came"
     elif weights:
-        cure = "a checkpoint in safetensors format; pickles and GGUF are not read"
+        cure = "a checkpoint in safetensors format, or a GGUF file; pickles are not read"
     else:
         cure = "download the weights too (with git: `git lfs pull`)"
     return CheckpointError(
@@ -438,7 +438,7 @@ def _foreign(file: Path, size: int, head: bytes) -> CheckpointError:
     elif head.startswith(b"version https://git-lfs"):
         what, cure = "is a Git LFS pointer, not the weights", "`git lfs pull` in the folder"
     elif head.startswith(b"GGUF"):
-        what, cure = "is a GGUF file", "the safetensors checkpoint that it was made from"
+        what, cure = "is a GGUF file", "its name with the ending .gguf, as the model"
     elif head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04")):
         what, cure = "is a pickled PyTorch file, which is never opened", "a checkpoint in safetensors format"
     elif head.lstrip().startswith((b"<!", b"<html", b"<HTML")):

@@ -7,6 +7,7 @@ Sources: ``convert_hf_to_gguf.py`` and ``gguf-py/gguf/constants.py`` in llama.cp
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -188,17 +189,16 @@ class _Reader:
 
     def _llama3(self, config: Mapping[str, Any], width: int) -> dict[str, Any]:
         """Llama 3's scaling parameters, which the converter left out: those that give the file's divisors."""
-        from specdec.backends.ops import Rope
-
         tensor = self.file.tensors["rope_freqs.weight"]
         stored = tensor.read(tensor.open(), "rope_freqs.weight").to(torch.float64)
-        theta = config.get("rope_theta", 10000.0)
-        if stored.shape == (width // 2,) and theta > 1 and bool(torch.isfinite(stored).all() & (stored > 0).all()):
+        theta = float(config.get("rope_theta", 10000.0))
+        if stored.shape == (width // 2,) and theta > 1 and bool((stored > 0).all()):
+            frequencies = theta ** (-2.0 * torch.arange(width // 2, dtype=torch.float64) / width)
+            factor, low, high = float(stored.max()), 1.0, 4.0
             for original in (8192, 4096, 16384, 32768):
-                told = {"factor": float(stored.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-                scaled = Rope.llama3(theta, width, factor=told["factor"], original=original, low=1.0, high=4.0)
-                divisors = torch.tensor(Rope.of(theta, width).inv_freq) / torch.tensor(scaled.inv_freq)
-                if torch.allclose(divisors.to(torch.float64), stored, rtol=1e-5):
+                kept = ((original * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+                if torch.allclose(1 / ((1 - kept) / factor + kept), stored, rtol=1e-5):
+                    told = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
                     return {**told, "original_max_position_embeddings": original}
         raise self._error("holds rotary divisors (rope_freqs.weight) that are not those of a Llama 3")
 
