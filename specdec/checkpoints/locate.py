@@ -160,7 +160,7 @@ def _from_hub(model: str, revision: str | None, progress: bool) -> Path:
                 raise CheckpointError(
                     f"the hub model {model} is not a checkpoint: it has no config.json",
                     page=f"https://huggingface.co/{model}/tree/{revision or 'main'}",
-                    try_="the model that it was made from, or a GGUF file that you download; LoRA adapters are not read",
+                    try_="the model that it was made from, or a GGUF file that you download; no LoRA adapter is read",
                 )
             folder = hub.snapshot_download(
                 model, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)
