@@ -124,7 +124,7 @@ class Checkpoint:
         path: Path,
         config: dict[str, Any],
         generation_config: dict[str, Any],
-        tensors: dict[str, StoredTensor],
+        tensors: Mapping[str, StoredTensor],
         notices: tuple[str, ...] = (),
     ) -> None:
         self.path = path

@@ -81,7 +81,7 @@ def _pairs(codes: Tensor) -> Tensor:
 
 def _halves(raw: Tensor, width: int) -> Tensor:
     """``[n, B]`` bytes whose low nibbles are the first half of every ``width`` codes, uint8 ``[n, 2 B]``."""
-    groups = raw.unflatten(1, (-1, width // 2))
+    groups = raw.reshape(len(raw), -1, width // 2)
     codes = torch.empty(*groups.shape[:2], 2, width // 2, dtype=torch.uint8)
     torch.bitwise_and(groups, 15, out=codes[:, :, 0])
     torch.bitwise_right_shift(groups, 4, out=codes[:, :, 1])
@@ -95,7 +95,7 @@ def _fifth_bits(raw: Tensor) -> Tensor:
 
 def _two_bits(raw: Tensor) -> Tensor:
     """Byte 32 h + i, bits 2 k and 2 k + 1, are element 128 h + 32 k + i: uint8 ``[n, 4 B]``."""
-    groups = raw.unflatten(1, (-1, 1, 32)) >> 2 * torch.arange(4, dtype=torch.uint8).view(4, 1) & 3
+    groups = raw.reshape(len(raw), -1, 1, 32) >> 2 * torch.arange(4, dtype=torch.uint8).view(4, 1) & 3
     return groups.view(len(raw), -1)
 
 
@@ -164,7 +164,7 @@ def _q5_k(raw: Tensor) -> Unpacked:
 
 
 def _q6_k(raw: Tensor) -> Unpacked:
-    low = raw[:, :128].unflatten(1, (2, 1, 64))
+    low = raw[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat([low & 15, low >> 4], 2).view(-1, 256)
     codes = low | (_two_bits(raw[:, 128:192]) << 4)
     return Unpacked(_signed(codes, 32), _f16(raw[:, 208:]) * raw[:, 192:208].contiguous().view(torch.int8))

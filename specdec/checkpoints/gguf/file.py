@@ -131,7 +131,7 @@ class _Parser:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bytes = memoryview(mapped(path).numpy())
+        self.bytes = memoryview(mapped(path).numpy().data)
         self.size = len(self.bytes)
         self.at = 0
 
@@ -139,9 +139,9 @@ class _Parser:
         """The metadata and the tensors."""
         self._check_version()
         tensors, entries = self._scalar("<Q"), self._scalar("<Q")
-        for kind, count in (("tensors", tensors), ("metadata", entries)):
-            if count * _SMALLEST[kind] > self.size:
-                raise self._error(f"says that it has {count} {kind}, more than fit into its {self.size} bytes")
+        for what, count in (("tensors", tensors), ("metadata", entries)):
+            if count * _SMALLEST[what] > self.size:
+                raise self._error(f"says that it has {count} {what}, more than fit into its {self.size} bytes")
         metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._string(_LONGEST_NAME)
