@@ -9,10 +9,10 @@ from typing import Any, Unpack
 import attrs
 
 from specdec.checking import checked
-from specdec.config import Choice, GenerationSettings, RunConfig, TargetConfig
+from specdec.config import Choice, RunConfig, TargetConfig
 from specdec.contract import OTHER_HEAD, ForwardPass, Guarantee, Needs, Parity, PrepareEnv
 from specdec.decoding.cycle_timing import DEPTHS, costs_of, warm_up
-from specdec.decoding.parts import DepthPart, DrafterPart, Parts, Prompt, make_verifier
+from specdec.decoding.parts import CallSettings, DepthPart, DrafterPart, Parts, Prompt, make_verifier
 from specdec.decoding.result import Result, html_table
 from specdec.decoding.session import Session
 from specdec.decoding.stream import Stream
@@ -40,13 +40,15 @@ class LanguageModel(Parts):
         return Session(self)
 
     @checked(PromptError)
-    def stream(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[GenerationSettings]) -> Stream:
+    def stream(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[CallSettings]) -> Stream:
         """Generate in a fresh session; iterate for text, then read ``result``.
 
         Args:
             prompt: text or token ids, as a sequence or a 1-d array of integers.
             chat: wrap the text as a user message in the checkpoint's chat template.
-            **settings: fields of ``specdec.config.GenerationConfig``; the configuration's values if omitted.
+            **settings: fields of ``specdec.config.GenerationConfig``; the configuration's values if omitted. Also
+                ``prediction``, a text that the output is expected to repeat, such as the file that it edits, and
+                ``depth``, draft tokens per cycle in place of the depth policy.
         """
         if chat:
             if not isinstance(prompt, str):
@@ -55,7 +57,7 @@ class LanguageModel(Parts):
         return self.session().stream(prompt, **settings)
 
     @checked(PromptError)
-    def generate(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[GenerationSettings]) -> Result:
+    def generate(self, prompt: Prompt, *, chat: bool = False, **settings: Unpack[CallSettings]) -> Result:
         """Generate a whole continuation, and return its text, tokens and counters.
 
         Args: as for ``stream``.
@@ -70,7 +72,7 @@ class LanguageModel(Parts):
         messages: Sequence[Mapping[str, str]],
         *,
         template: Mapping[str, Any] | None = None,
-        **settings: Unpack[GenerationSettings],
+        **settings: Unpack[CallSettings],
     ) -> Result:
         """Answer a conversation in a fresh session; ``Conversation`` keeps its state between turns.
 

@@ -12,7 +12,7 @@ import attrs
 from specdec.checking import checked
 from specdec.config import GenerationSettings
 from specdec.contract import Context, DrafterSnapshot, Snapshot, State, Stats
-from specdec.decoding.parts import Parts, Prompt, language_model, override_generation
+from specdec.decoding.parts import CallSettings, Parts, Prompt, language_model, override_generation
 from specdec.decoding.result import Result
 from specdec.decoding.sequence import Counts, LiveSequence
 from specdec.decoding.session_file import (
@@ -24,6 +24,7 @@ from specdec.decoding.session_file import (
     write_session,
 )
 from specdec.decoding.stream import OneThread, Stream
+from specdec.drafters.prediction import PredictedText
 from specdec.errors import PromptError, SessionFileError, StateError, shown
 from specdec.registry import calling
 from specdec.text import common_prefix
@@ -182,7 +183,9 @@ class Session:
             with sequence.running("restore"):
                 snapshot = attrs.evolve(snapshot, capacity=self._lm.capacity)
                 state = sequence.target.restore(snapshot, self._lm.drafter.needs)
-            other._sequence = self._new_sequence(list(sequence.tokens), sequence.counts, state=state, saved=saved)
+            other._sequence = self._new_sequence(
+                list(sequence.tokens), sequence.counts, state=state, saved=saved, failure=sequence.failure
+            )
             other.extra = extra
         return other
 
@@ -230,11 +233,21 @@ class Session:
             return snapshot, sequence.ask("snapshot", sequence.context)
 
     @checked(PromptError)
-    def stream(self, prompt: Prompt | None = None, **settings: Unpack[GenerationSettings]) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        prediction: Prompt | None = None,
+        depth: int | None = None,
+        **settings: Unpack[GenerationSettings],
+    ) -> Stream:
         """Feed ``prompt`` (if any) and generate; iterate over the result for text.
 
         Args:
             prompt: text or token ids to append first; ids are a sequence or a 1-d array of integers.
+            prediction: text or token ids that the output is expected to repeat, such as a file that it edits. Where it
+                does, they are drafted before the drafter is asked. A wrong prediction costs a little time.
+            depth: draft tokens per cycle, at most, in place of the depth policy; 0 is plain decoding.
             **settings: fields of ``specdec.config.GenerationConfig`` (max_new_tokens, stop, temperature, seed, top_k,
                 ...); the configuration's value if omitted or None.
 
@@ -242,17 +255,22 @@ class Session:
         """
         with self._in_use() as sequence:
             generation = override_generation(self._lm.config.generation, settings)
+            if depth is not None and depth < 0:
+                raise PromptError(f"depth is 0 or more draft tokens, got {shown(depth)}")
             added = [] if prompt is None else self._encoded(prompt, sequence)
             begin = [*sequence.tokens, *added]
             if not begin:
                 raise PromptError("there is nothing to continue: the prompt is empty", try_="feed a prompt first")
-            stream = Stream(self._lm, sequence, generation, begin, self._alone)
+            if isinstance(prediction, str):
+                prediction = self._lm.tokenizer.encode(prediction, add_special=False)
+            predicted = PredictedText(self._lm.encode(prediction), len(begin)) if prediction else None
+            stream = Stream(self._lm, sequence, generation, begin, self._alone, predicted, depth)
             sequence.tokens.extend(added)
             self._stream = stream
         return stream
 
     @checked(PromptError)
-    def generate(self, prompt: Prompt | None = None, **settings: Unpack[GenerationSettings]) -> Result:
+    def generate(self, prompt: Prompt | None = None, **settings: Unpack[CallSettings]) -> Result:
         """Run ``stream`` to the end and return its result. Takes the same arguments."""
         return self.stream(prompt, **settings).result
 

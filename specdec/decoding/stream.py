@@ -19,6 +19,7 @@ from specdec.decoding.cycle import run_cycle
 from specdec.decoding.parts import Parts, language_model, make_sampling
 from specdec.decoding.result import Result, RunStats
 from specdec.decoding.sequence import LiveSequence, prefill
+from specdec.drafters.prediction import PredictedText
 from specdec.errors import SpecdecError, StateError
 from specdec.logs import get_logger
 from specdec.registry import calling, notify_cycle
@@ -63,7 +64,14 @@ class Stream:
     """
 
     def __init__(
-        self, lm: Parts, sequence: LiveSequence, settings: GenerationConfig, prompt: list[int], alone: OneThread
+        self,
+        lm: Parts,
+        sequence: LiveSequence,
+        settings: GenerationConfig,
+        prompt: list[int],
+        alone: OneThread,
+        prediction: PredictedText | None = None,
+        depth: int | None = None,
     ) -> None:
         """Args: ``prompt``: the tokens that the sequence has when the generation begins."""
         self._lm = language_model(lm, "a stream")
@@ -71,6 +79,8 @@ class Stream:
         self.settings = settings
         self._prompt = prompt
         self._alone = alone
+        self._prediction = prediction
+        self._depth = depth  # in place of the policy's
         self._stats = RunStats(drafter=lm.drafter.spec.name)
         self._decoder = IncrementalDecoder(lm.tokenizer)
         self._matcher = StopMatcher(settings.stop)
@@ -180,12 +190,22 @@ class Stream:
                 self._reason = "context"
             else:
                 started = perf_counter()
-                with calling(lm.depth.spec, "next_depth"):
-                    depth = max(0, min(operator.index(policy.next_depth(stats)), lm.info.max_rows - 1, room - 1))
+                most = min(room, lm.info.max_rows) - 1
+                depth = most if self._depth is None else min(self._depth, most)
+                predicted = () if self._prediction is None else self._prediction.draft(sequence.tokens, depth)
+                if predicted:
+                    depth = len(predicted)
+                elif self._depth is None:
+                    with calling(lm.depth.spec, "next_depth"):
+                        depth = max(0, min(operator.index(policy.next_depth(stats)), most))
                 deepest = max(deepest, depth)
-                record = run_cycle(sequence, depth, self._cut, stats)
-                with calling(lm.depth.spec, "record"):
-                    policy.record(record)
+                record = run_cycle(sequence, depth, self._cut, stats, predicted)
+                if predicted:
+                    stats.prediction_offered += record.offered
+                    stats.prediction_accepted += record.accepted
+                elif self._depth is None:
+                    with calling(lm.depth.spec, "record"):
+                        policy.record(record)
                 self._notices += notify_cycle(record)
                 if every_cycle:
                     log.debug("cycle", **attrs.asdict(record))
@@ -251,7 +271,9 @@ class Stream:
     def _finish(self, deepest: int, policy: DepthPolicy) -> Result:
         lm, sequence, stats = self._lm, self._sequence, self._stats
         with calling(lm.depth.spec, "reason"):
-            reason = policy.reason
+            reason = policy.reason if self._depth is None else ""
+        if self._depth == 0:
+            reason = "depth 0 was requested"
         stats.draft.update(sequence.ask("report") or {})
         stats.inactive_reason = sequence.failure
         if not stats.offered and not stats.inactive_reason and stats.cycles:
