@@ -6,6 +6,8 @@ The output of an exact verifier does not depend on the depth, so feedback across
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from specdec.config import between
@@ -14,7 +16,6 @@ from specdec.errors import UnsupportedError
 from specdec.hookspecs import hookimpl
 from specdec.policies.fixed import MAX_DEPTH
 from specdec.policies.rates import Rates
-from specdec.policies.trials import Trials
 from specdec.records.cost_table import CostTable
 
 STEP_GUESS = 0.2  # cost of a drafted token in plain cycles if nothing was measured: break-even at usual acceptance
@@ -22,6 +23,102 @@ QUIET = 16  # plain cycles after which their cost is updated only now and then
 SELDOM = 64  # plain cycles between two such updates
 PATIENCE = 6.0  # drafts before speculation goes off for the first time, the last of them of depth 1
 LASTING = 32  # cycles after which speculation counts as lasting
+OPENING = 2  # cycles of each depth tried at the start if nothing was measured
+TRIES = 8  # cycles that a trial waits for a draft: an empty draft carries no information
+NEARER = 4  # while speculation is on, trials are this many times as frequent, because they cost less
+HOPELESS = 0.3  # acceptance at position 0 below which a rejected trial gets no second cycle
+
+
+class Trials:
+    """A schedule of trial cycles.
+
+    While speculation is off, a trial is one cycle of depth 1, plus a second one for timing unless drafts are hopeless.
+    While it is on, a trial is one cycle of another depth. The first trial comes after ``first`` tokens; the distance
+    then doubles up to ``last``.
+
+    Args:
+        first, last: shortest and longest distance between trials, in tokens.
+        max_depth: the deepest draft.
+    """
+
+    def __init__(self, first: int, last: int, max_depth: int) -> None:
+        self._first, self._last, self._max_depth = first, last, max_depth
+        self._opening: list[int] = []
+        self._distance = first  # tokens until the next trial
+        self._tokens = 0  # tokens since the last trial
+        self._cycles = 0  # cycles that the running trial may still take; 0 when none runs
+        self._second = False  # whether this is a trial's second cycle
+        self._others = 0  # trials of other depths so far
+
+    @property
+    def opening(self) -> bool:
+        """Whether the trials at the start are still running."""
+        return bool(self._opening)
+
+    def open(self) -> None:
+        """Begin with plain decoding, three depths and plain decoding again, because nothing is known yet."""
+        depths = sorted({1, min(3, self._max_depth), self._max_depth})
+        self._opening = [0, *(depth for depth in depths for _ in range(OPENING)), 0]
+
+    def adopt(self, other: Trials) -> None:
+        """Continue the schedule of an earlier generation."""
+        self._others, self._distance, self._tokens = other._others, other._distance, other._tokens
+
+    def due(self) -> None:
+        """Make the next cycle a trial."""
+        self._tokens = self._distance
+
+    def reset(self) -> None:
+        """Reset the distance to the shortest."""
+        self._distance = self._first
+
+    def cancel(self) -> None:
+        """End the running trial and start counting tokens towards the next one."""
+        self._tokens = self._cycles = 0
+        self._second = False
+
+    def depth(self, current: int) -> int:
+        """The depth of the next cycle: ``current``, or a trial depth."""
+        if self._opening:
+            return self._opening[0]
+        if not self._cycles:
+            if self._tokens < (self._distance // NEARER if current else self._distance):
+                return current
+            self._cycles = TRIES
+        if current == 0:
+            return 1
+        others = (0, min(current + 1, self._max_depth), current - 1)
+        return others[self._others % len(others)]
+
+    def passed(self, tokens: int) -> None:
+        """Count a cycle's tokens."""
+        if self._opening:
+            self._opening.pop(0)
+        else:
+            self._tokens += tokens
+
+    def is_news(self, cycle: CycleRecord, current: int) -> bool:
+        """Whether a trial's first draft was accepted although speculation is off."""
+        return bool(self._cycles and current == 0 and not self._second and cycle.accepted)
+
+    def observe(self, cycle: CycleRecord, current: int, first_acceptance: float) -> None:
+        """Continue or end the running trial, if any.
+
+        Args:
+            current: the depth in force, not the trial depth.
+            first_acceptance: the estimate for position 0.
+        """
+        if not self._cycles:
+            return
+        self._cycles -= 1
+        if cycle.depth and not cycle.offered and self._cycles:
+            return  # nothing was drafted
+        if current == 0 and not self._second and first_acceptance > HOPELESS:
+            self._second, self._cycles = True, 1
+            return
+        self._others += current > 0
+        self._distance = min(2 * self._distance, self._last)
+        self.cancel()
 
 
 @attrs.frozen(kw_only=True)
@@ -46,6 +143,11 @@ class Learnt:
 
     table: CostTable | None = None
     last: AdaptivePolicy | None = None
+    seconds: Sequence[float] = attrs.field(init=False)  # of a cycle by depth; ratios only, without a table
+
+    def __attrs_post_init__(self) -> None:
+        cost = (lambda depth: 1.0 + STEP_GUESS * depth) if self.table is None else self.table.cycle
+        self.seconds = [cost(depth) for depth in range(MAX_DEPTH + 1)]
 
 
 class AdaptivePolicy(DepthPolicy):
@@ -55,9 +157,7 @@ class AdaptivePolicy(DepthPolicy):
         self._learnt = learnt if learnt is not None else Learnt()
         self._min_gain = config.min_gain
         table, last = self._learnt.table, self._learnt.last
-        depths = range(config.max_depth + 1)
-        seconds = [table.cycle(k) if table is not None else 1.0 + STEP_GUESS * k for k in depths]
-        self._rates = Rates(seconds, config.window)
+        self._rates = Rates(self._learnt.seconds[: config.max_depth + 1], config.window)
         self._trials = Trials(config.first_probe, config.last_probe, config.max_depth)
         if last is not None:
             self._rates.adopt(last._rates)

@@ -23,7 +23,7 @@ def test_certain_acceptance_gives_tokens_over_seconds(seconds, accepted):
     rates = Rates(seconds, window=4096)
     deepest = len(seconds) - 1
     for _ in range(2000):
-        rates._acceptance.observe(cycle(deepest, deepest if accepted else 0))  # times left out
+        rates._count(cycle(deepest, deepest if accepted else 0))  # times left out
     rates.update()
     for depth, rate in enumerate(rates.by_depth):
         assert rate == pytest.approx((1 + accepted * depth) / seconds[depth], rel=0.02)

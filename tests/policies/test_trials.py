@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.contract import CycleRecord
-from specdec.policies.trials import HOPELESS, NEARER, TRIES, Trials
+from specdec.policies.adaptive import HOPELESS, NEARER, TRIES, Trials
 
 
 def run(trials: Trials, current: int, cycles: int, *, gain: float = 0.0, opinion: bool = True) -> list[int]:
