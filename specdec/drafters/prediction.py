@@ -48,7 +48,7 @@ class PredictedText:
         return draft
 
     def _rejoin(self, context: Sequence[int]) -> None:
-        """Continue after the longest suffix of ``context`` in the prediction; of several places after the next ahead."""
+        """Continue after the longest suffix of ``context`` in the prediction; of several, the next ahead."""
         if self._index is None:  # nothing is looked up in a prediction that comes true
             self._index = NgramIndex(LONGEST, SHORTEST)
             self._index.extend(self._tokens)
