@@ -374,39 +374,3 @@ def test_every_accept_count_leaves_the_state_of_a_plain_run(
         following = truth[at + accepted : at + accepted + 4]
         ours, theirs = (target.decode(s, following).need_logits().rows() for s in (state, wanted))
         assert (ours.view(np.int32) == theirs.view(np.int32)).all()
-
-
-@given(
-    prompt=prompts,
-    drafter=st.sampled_from([oracle, partly_right, adversarial, mtp]),
-    depths=st.lists(st.integers(0, 8), min_size=1, max_size=5),
-    numbers=st.lists(st.integers(0, 2**16), min_size=1, max_size=6),
-    seed=st.integers(0, 2**63 - 1),
-    temperature=st.sampled_from([0.3, 1.0, 4.0]),
-)
-def test_sampling_with_a_seed_gives_the_tokens_of_plain_sampling(
-    kernels: str,
-    checkpoint: Callable[..., pathlib.Path],
-    make_target: Callable[..., Any],
-    prompt: tuple[int, ...],
-    drafter: Callable[[Case], Drafter],
-    depths: list[int],
-    numbers: list[int],
-    seed: int,
-    temperature: float,
-) -> None:
-    """Noise is keyed by position: neither cycles nor drafts may move it."""
-    folder = checkpoint("qwen3_5", dtype="float32", **SHAPES["qwen3_5"])
-    target = make_target("qwen3_5", kernels=kernels, **SHAPES["qwen3_5"])
-    settings = {"max_new_tokens": 12, "ignore_eos": True, "seed": seed, "temperature": temperature}
-    truth = [*prompt, *tiny.make_lm(folder, target).generate(list(prompt), **settings).tokens]
-    lm = tiny.make_lm(
-        folder, target, lambda env: drafter(Case([*truth, *range(9)], env, numbers)), lambda: ScriptedDepth(depths)
-    )
-    result = lm.generate(list(prompt), **settings)
-    assert result.tokens == truth[len(prompt) :]
-    check_counters(result.stats, 12)
-    if drafter is oracle:
-        assert result.stats.accepted == result.stats.offered
-    if drafter is adversarial:
-        assert sum(result.stats.accepted) == 0
