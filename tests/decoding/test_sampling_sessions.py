@@ -177,7 +177,7 @@ def test_no_logprobs_unless_asked_for(load: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["token", "string", "short string", "length"])
+@pytest.mark.parametrize("kind", ["token", "token beside a string", "string", "short string", "length"])
 @pytest.mark.parametrize("drafter", ["known", "mtp"])
 @pytest.mark.parametrize("offset", cases(range(14), sample={"0", "5", "6", "7", "13"}, mark="slow"))
 def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
@@ -192,7 +192,9 @@ def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
     monkeypatch.setattr(plain.tokenizer, "eos_ids", frozenset[int]())
     full = plain.generate(PROMPT, max_new_tokens=30, **sampling)
     ending: dict[str, Any] = {"max_new_tokens": offset + 1 if kind == "length" else 30}
-    if kind == "token":
+    if kind == "token beside a string":  # tokens are then taken one by one
+        ending["stop"] = "no such text"
+    if kind.startswith("token"):
         monkeypatch.setattr(plain.tokenizer, "eos_ids", frozenset({full.tokens[offset]}))
     elif kind != "length":
         ending["stop"] = plain.tokenizer.decode(full.tokens[offset : offset + (1 if kind == "short string" else 2)])
@@ -202,11 +204,13 @@ def test_an_end_at_any_offset_of_an_accepted_block_cuts_all_there(
     stream = session.stream(PROMPT, **sampling, **ending)
     pieces = list(stream)
     run, theirs = stream.result, wanted.generate(PROMPT, **sampling, **ending)
-    assert run.finish_reason == theirs.finish_reason == {"token": "stop", "length": "length"}.get(kind, "stop_string")
+    reason = "stop" if kind.startswith("token") else "length" if kind == "length" else "stop_string"
+    assert run.finish_reason == theirs.finish_reason == reason
     assert run.tokens == theirs.tokens == full.tokens[: len(run.tokens)]
     assert len(run.tokens) <= offset + 2
     assert run.text == theirs.text == "".join(pieces)
-    assert run.text == plain.tokenizer.decode(run.tokens).partition(ending.get("stop", "\0"))[0] or kind == "token"
+    shown = run.tokens[:-1] if reason == "stop" else run.tokens
+    assert run.text == plain.tokenizer.decode(shown).partition(ending.get("stop", "\0"))[0]
     assert run.logprobs == theirs.logprobs
     assert run.logprobs is not None
     assert len(run.logprobs) == len(run.tokens) == run.stats.tokens

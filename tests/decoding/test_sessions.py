@@ -585,21 +585,6 @@ def test_a_second_thread_gets_an_error_and_changes_nothing(lm: Any, tmp_path: pa
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("stops", [(), ("no such text",)])  # with stop strings, tokens are taken one by one
-def test_a_generation_ends_at_its_token_wherever_it_stands_in_a_cycle(
-    stops: tuple[str, ...], lm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset[int]())
-    full = lm.generate(CODE, max_new_tokens=24, stop=stops)
-    assert (full.finish_reason, full.text) == ("length", lm.tokenizer.decode(full.tokens))
-    for stop in dict.fromkeys(full.tokens):
-        monkeypatch.setattr(lm.tokenizer, "eos_ids", frozenset({stop}))
-        result = lm.generate(CODE, max_new_tokens=24, stop=stops)
-        taken = full.tokens.index(stop) + 1
-        assert (result.tokens, result.finish_reason) == (full.tokens[:taken], "stop")
-        assert result.text == lm.tokenizer.decode(full.tokens[: taken - 1])
-
-
 class Failing(Drafter):
     """Drafts one token; fails in the method of that name."""
 
