@@ -91,6 +91,9 @@ def generate(
     if sample:
         config = attrs.evolve(config, generation=sample_settings(config.generation))
 
+    settings: CallSettings = {}
+    if prediction_file is not None:
+        settings["prediction"] = read_text(str(prediction_file))
     if html_file is not None:
         check_writable(html_file)
 
@@ -100,9 +103,6 @@ def generate(
     with output.status(f"loading {config.target.model}"):
         lm = specdec.load(config=config)
     recorded: list[CycleRecord] = []
-    settings: CallSettings = {}
-    if prediction_file is not None:
-        settings["prediction"] = read_text(str(prediction_file))
     if html_file is not None and config.generation.logprobs is None:
         settings["logprobs"] = ALTERNATIVES  # the page shows what else was likely
     stream = lm.stream(prompt, chat=prompt_options.chat, **settings)
