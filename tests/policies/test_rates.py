@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.contract import CycleRecord
-from specdec.policies.adaptive import HOPELESS, NEARER, TRIES, Trials
-from specdec.policies.rates import STALE, Rates
+from specdec.policies.adaptive import HOPELESS, NEARER, STALE, TRIES, Rates, Trials
 
 
 def cycle(
