@@ -12,7 +12,7 @@ import operator
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from specdec.checking import checked
 from specdec.config import structure_choice
@@ -45,7 +45,7 @@ from specdec.errors import (
     typed,
 )
 from specdec.locks import ForkSafeLock
-from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, S, Spec, kind_of, names_of
+from specdec.registry.kinds import BUILT_INS, KINDS, PUBLISHED, Kind, Spec, kind_of, names_of
 from specdec.registry.plugins import Entry, Failure, Loader, Origin, Plugin, flag, module_of, tracing
 
 if TYPE_CHECKING:
@@ -54,16 +54,25 @@ if TYPE_CHECKING:
     from specdec.config import Choice, TargetConfig
 
 
-def _finder(kind: Kind, spec_type: type[S]) -> Callable[[Registry, str, str | None], S]:
+Found = TypeVar("Found", covariant=True)
+
+
+class _Finder(Protocol[Found]):
+    """A look-up by name, as a method of the registry."""
+
+    def __call__(self, name: str, asked_by: str | None = None) -> Found: ...
+
+
+def _finder(kind: Kind, spec_type: type[Found]) -> _Finder[Found]:
     @checked()
-    def find(self: Registry, name: str, asked_by: str | None = None) -> S:
+    def find(self: Registry, name: str, asked_by: str | None = None) -> Found:
         """The spec called ``name``; ``asked_by`` says where the name comes from ("run.toml, key drafter.name").
 
         Raises: UnknownNameError when it is not registered, PluginError when its plugin failed or two claim the name.
         """
-        return cast(S, self._find(kind, name, asked_by))
+        return cast(Found, self._find(kind, name, asked_by))
 
-    return find
+    return cast(_Finder[Found], find)
 
 
 class Registry:

@@ -60,7 +60,8 @@ def killed_by(*killers: Callable[[], None]) -> Callable[[Apply], Apply]:
     """Put a mutant into the table, once for each of its killers."""
 
     def register(apply: Apply) -> Apply:
-        MUTANTS.extend(Mutant(apply.__name__, killer, apply) for killer in killers)
+        for number, killer in enumerate(killers):
+            MUTANTS.append(Mutant(f"{apply.__name__}{number or ''}", killer, apply))
         return apply
 
     return register
@@ -554,9 +555,7 @@ _passed: set[Callable[[], None]] = set()
 SAMPLE = ("residual_is_the_target", "rewind_ignored", "truncate_that_says_it_did")
 
 
-@pytest.mark.parametrize(
-    "mutant", cases(MUTANTS, name=lambda mutant: mutant.name, sample=SAMPLE)
-)
+@pytest.mark.parametrize("mutant", cases(MUTANTS, name=lambda mutant: mutant.name, sample=SAMPLE))
 def test_the_mutant_is_killed_by_its_named_test(mutant, monkeypatch):
     if mutant.killer not in _passed:
         mutant.killer()  # without the mutant it passes
