@@ -72,8 +72,7 @@ class _Counters:
             raise ConfigError("offered, reached and accepted do not belong together")
 
     def stats(self) -> Stats:
-        counts: dict[str, Any] = attrs.asdict(self)
-        return Stats(**{name: list(value) if isinstance(value, tuple) else value for name, value in counts.items()})
+        return Stats(**attrs.asdict(self))  # tuples become lists
 
 
 @attrs.frozen(kw_only=True)
