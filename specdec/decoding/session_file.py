@@ -72,7 +72,10 @@ class _Counters:
             raise ConfigError("offered, reached and accepted do not belong together")
 
     def stats(self) -> Stats:
-        return Stats(**attrs.asdict(self))  # tuples become lists
+        counts: dict[str, Any] = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in attrs.asdict(self).items()
+        }
+        return Stats(**counts)
 
 
 @attrs.frozen(kw_only=True)
