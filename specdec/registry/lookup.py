@@ -211,10 +211,10 @@ class Registry:
             if failure.stands_for(name):
                 raise PluginError(
                     f"the plugin that should provide the {kind.value} {name!r} could not be loaded",
+                    **facts,
                     plugin=f"{failure.name} ({failure.origin})",
                     error=failure.reason,
                     try_=failure.remedy(f'set {key} = "{usual}"' if key and usual else None),
-                    **facts,
                 ) from failure.error
         match = nearest(name, known) or usual
         remedy = f'set {key} = "{match}", or install the plugin that provides {name!r}' if key and match else None
@@ -225,9 +225,9 @@ class Registry:
         raise UnknownNameError(
             f"no {kind.value} {'reads model_type' if kind is Kind.MODEL else 'is called'} {name!r}."
             f"{did_you_mean(name, [*known, *failed])}",
+            **facts,
             not_loaded="; ".join(map(str, broken)) or None,
             try_=remedy,
-            **facts,
         )
 
     # --- calls into plugins ------------------------------------------------------------------------------------------
