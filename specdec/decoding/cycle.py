@@ -81,7 +81,7 @@ def _drafted(sequence: LiveSequence, depth: int, stats: RunStats) -> Draft:
 def _allowed(sequence: LiveSequence, draft: Draft, stats: RunStats) -> Draft:
     """The beginning of a draft that the logits processors allow."""
     usable = len(draft.tokens)
-    for processor in sequence.context.sampling.processors:
+    for processor in sequence.context.sampling.processors if usable else ():
         usable = processor.legal(draft.tokens[:usable], sequence.context)
     stats.forbidden += len(draft.tokens) - usable
     return Draft(draft.tokens[:usable], None if draft.probs is None else draft.probs[:usable])

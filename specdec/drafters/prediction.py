@@ -39,7 +39,7 @@ class PredictedText:
         if self._follows and self._tokens[self._at : self._at + len(new)] == new:
             self._at += len(new)
             if len(new) > self._drafted > 0:
-                self._length *= 2
+                self._length = min(2 * self._length, len(self._tokens))
         else:
             self._rejoin(context)
             self._length = FIRST_DRAFT
