@@ -687,6 +687,9 @@ class Deviation:
     largest_gap: float = 0.0  # nats between the argmax logit and the token's
 
 
+NO_DEVIATION = Deviation()
+
+
 @attrs.frozen
 class Verdict:
     """A decision: the first ``accepted`` draft tokens stay, and ``next_token``, the new pending token, follows them.
@@ -698,6 +701,13 @@ class Verdict:
     accepted: int
     next_token: int
     deviations: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def deviation(self) -> Deviation:
+        """The deviations as two numbers."""
+        if not self.deviations:
+            return NO_DEVIATION
+        return Deviation(len(self.deviations), max(gap for _, gap in self.deviations))
 
     def cut(self, kept: int, last: int) -> Verdict:
         """The verdict if only its first ``kept`` tokens stay; the last of them, ``last``, becomes pending."""
